@@ -1,0 +1,82 @@
+"""What codegen hands to the runtime: kernel sources, their arguments, their scratch memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import sympy
+import torch
+
+Dim = int | sympy.Expr
+
+
+class Role(StrEnum):
+    INPUT = "input"
+    OUTPUT = "output"
+    SCRATCH = "scratch"
+    SIZE = "size"  # an integer that is only known when the kernel is launched
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter of a kernel, in the order of its signature.
+
+    index: position among the program's inputs, outputs, scratch buffers or sizes.
+    dtype: of the buffer; int64 for sizes.
+    aligned: the pointer (or size) is a multiple of 16 (bytes); the launcher checks it for
+        tensors that it did not allocate and takes the unaligned build when it is not.
+    """
+
+    name: str
+    role: Role
+    index: int
+    dtype: torch.dtype
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One Triton kernel.
+
+    source: text of a complete Python module that defines `name` under @triton.jit; all
+        sizes known at compile time are literals in it, so it has no constexpr parameters.
+    grid: up to three extents; integers, or expressions over the program's sizes.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[Argument, ...]
+    grid: tuple[Dim, ...]
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that a program reads, writes or needs as scratch: shape and strides in elements."""
+
+    name: str
+    shape: tuple[Dim, ...]
+    stride: tuple[Dim, ...]
+    dtype: torch.dtype
+    zeroed: bool = False  # scratch only: zero before the first launch; kernels leave it zero
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that computes one cluster: kernels launched in order, over shared scratch.
+
+    sizes: the symbols that become integer arguments, in order.
+    schedule: how it was scheduled, for people ("rows: 4 rows x 1024, 4 warps").
+    cost: predicted microseconds, the key by which candidates are ranked.
+    """
+
+    kernels: tuple[Kernel, ...]
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+    scratch: tuple[Buffer, ...] = ()
+    sizes: tuple[sympy.Symbol, ...] = ()
+    schedule: str = ""
+    cost: float = 0.0
+    notes: dict[str, str] = field(default_factory=dict[str, str])

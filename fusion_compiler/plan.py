@@ -1,0 +1,72 @@
+"""The fusion plan: clusters, the refusals between them, and what stays an ATen call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fusion_compiler.dag import OpDag, Source
+from fusion_compiler.loops import LoopNest
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Why two things did not become one cluster: the rule that spoke first and its numbers."""
+
+    a: str
+    b: str
+    rule: str
+    reason: str
+    saving_us: float = 0.0  # what merging would have saved (negative: cost)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """An op that stays an ATen call, and why."""
+
+    op: str
+    target: str
+    kind: str
+    reason: str
+    source: Source | None = None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A prediction for one cluster on one device.
+
+    bytes_read, bytes_written: device memory traffic after L2. us: predicted time.
+    bound: "memory", "arithmetic", "launch" or "latency".
+    """
+
+    us: float
+    bytes_read: int
+    bytes_written: int
+    flops: int
+    bound: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ops that become one kernel. `ops` in topological order; `inputs` and `outputs` are op names."""
+
+    name: str
+    ops: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    loops: LoopNest
+    cost: Cost
+    unfused_us: float  # the same ops, one kernel each
+    pattern: str | None = None
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """All decisions for one graph. `dag` is the graph that they were made for."""
+
+    name: str
+    dag: OpDag
+    clusters: tuple[Cluster, ...]
+    leftovers: tuple[Leftover, ...]
+    rejections: tuple[Rejected, ...]
+    device: str
+    notes: dict[str, str] = field(default_factory=dict[str, str])
