@@ -1,0 +1,34 @@
+# make demo   a transformer block compiled: plan, one kernel, forward and backward, errors, bytes
+# make test   everything that needs no GPU
+# make lint   ruff and pyright
+# Each makes .venv with the versions of constraints.txt when it is missing or out of date.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed
+	$(BIN)/python -m examples.demo
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu"
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV)
+
+# The stamp is written last: an interrupted installation is done again from nothing.
+$(VENV)/installed: constraints.txt pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=python3.12"'
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@

@@ -1,0 +1,180 @@
+"""The repository's shape: which module may import which, and what a wheel holds."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fusion_compiler"
+LEAVES = ("ops", "dag", "plan", "errors", "device", "loops", "kernel", "options")
+# A leaf may read another leaf's data; the edges must not form a circle, so they are written down.
+LEAF_IMPORTS = {
+    "dag": {"ops"},
+    "plan": {"dag", "loops"},
+    "options": {"errors"},
+    "device": {"errors"},
+}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module that the package installs, through the links too."""
+    found: dict[str, Path] = {}
+    for folder in (PACKAGE, PACKAGE / "passes", PACKAGE / "codegen"):
+        base = folder.relative_to(ROOT)
+        for file in sorted(folder.resolve().rglob("*.py")):
+            relative = base / file.relative_to(folder.resolve())
+            if "__pycache__" in file.parts or relative in {Path(p) for p in found}:
+                continue
+            name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+            found[name] = file
+    return found
+
+
+def imports_of(name: str, file: Path) -> set[str]:
+    """Every module that `file` imports when it is loaded or called; not those for type checking only."""
+    tree = ast.parse(file.read_text())
+    checking = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if node in checking:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *base.split(".")]).rstrip(".")
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def part(name: str) -> str:
+    """fusion_compiler.passes.cost -> passes; fusion_compiler.dag -> dag; others -> ''."""
+    pieces = name.split(".")
+    return pieces[1] if pieces[0] == "fusion_compiler" and len(pieces) > 1 else ""
+
+
+def test_all_three_folders_are_seen() -> None:
+    parts = {part(name) for name in modules()}
+    assert {"passes", "codegen", "dag"} <= parts
+    assert not any("fusion_compiler" in name.removeprefix("fusion_compiler") for name in modules())
+
+
+def test_leaves_import_only_each_others_data() -> None:
+    wrong = []
+    for name, file in modules().items():
+        if name.count(".") == 1 and part(name) in LEAVES:
+            ours = {part(i) for i in imports_of(name, file)} - {""}
+            allowed = LEAF_IMPORTS.get(part(name), set())
+            wrong += [f"{name} imports {other}" for other in sorted(ours - allowed)]
+    assert not wrong
+
+
+@pytest.mark.parametrize(("here", "there"), [("passes", "codegen"), ("codegen", "passes")])
+def test_passes_and_codegen_do_not_know_each_other(here: str, there: str) -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, file in modules().items()
+        if part(name) == here
+        for other in sorted(imports_of(name, file))
+        if part(other) == there
+    ]
+    assert not wrong
+
+
+def test_only_the_api_sees_both() -> None:
+    both = [
+        name
+        for name, file in modules().items()
+        if {"passes", "codegen"} <= {part(i) for i in imports_of(name, file)}
+    ]
+    assert set(both) <= {"fusion_compiler.api"}
+
+
+def test_short_names_are_never_imported() -> None:
+    folders = ("passes", "codegen", "tests", "examples", "benchmarks")
+    files = [f for folder in folders for f in (ROOT / folder).rglob("*.py")]
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for file in [*files, *PACKAGE.glob("*.py")]
+        for name in sorted(imports_of("x", file))
+        if name.split(".")[0] in ("passes", "codegen")
+    ]
+    assert not wrong
+
+
+def copy_of_the_sources(to: Path) -> Path:
+    """The tree as a build sees it, so that building leaves nothing behind in the repository."""
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, to / name)
+    for name in ("fusion_compiler", "passes", "codegen"):
+        shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return to
+
+
+def build(source: Path, backend_call: str, to: Path) -> Path:
+    """Runs setuptools' PEP 517 hook in `source`: no network, no isolated environment."""
+    to.mkdir()
+    code = f"from setuptools import build_meta as b; print(b.{backend_call}({str(to)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return to / done.stdout.strip().splitlines()[-1]
+
+
+def check_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entry_points = next(archive.read(n).decode() for n in names if n.endswith("entry_points.txt"))
+    tops = {name.split("/")[0] for name in names}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {"fusion_compiler"}
+    expected = {name.replace(".", "/") for name in modules()}
+    held = {n.removesuffix("/__init__.py").removesuffix(".py") for n in names if n.endswith(".py")}
+    assert held == expected
+    assert "fusion_compiler/py.typed" in names
+    assert "[torch_dynamo_backends]" in entry_points
+
+
+def test_wheel_holds_the_package_and_no_short_names(tmp_path: Path) -> None:
+    source = copy_of_the_sources(tmp_path)
+    check_wheel(build(source, "build_wheel", tmp_path / "wheel"))
+
+
+def test_wheel_from_sdist_is_the_same(tmp_path: Path) -> None:
+    source = copy_of_the_sources(tmp_path)
+    sdist = build(source, "build_sdist", tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    check_wheel(build(unpacked, "build_wheel", tmp_path / "wheel"))
+
+
+def test_editable_install_finds_passes_and_codegen(tmp_path: Path) -> None:
+    source = copy_of_the_sources(tmp_path)
+    wheel = build(source, "build_editable", tmp_path / "wheel")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = (
+        f"import site; site.addsitedir({str(site)!r})\n"
+        "import fusion_compiler.passes, fusion_compiler.codegen, importlib.util\n"
+        "print(fusion_compiler.passes.__file__)\n"
+        "assert not importlib.util.find_spec('passes') and not importlib.util.find_spec('codegen')\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(source)
