@@ -1,12 +1,40 @@
 """Every error and warning of the compiler: what happened, where, and what to do next.
 
 An error is a class with a message template; raising one fills the template in. `where` is the
-user's own source line when it is known.
+user's own source line when it is known. Each class lists the fields that its template takes.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import difflib
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import ClassVar, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Located(Protocol):
+    """A place in the user's model (dag.Source is one)."""
+
+    @property
+    def module(self) -> str: ...
+    @property
+    def file(self) -> str: ...
+    @property
+    def line(self) -> int: ...
+    @property
+    def code(self) -> str: ...
+
+
+def describe(where: object) -> str:
+    """One line that names a place: `file:line: code  (in module)`; anything else as str() has it."""
+    if not isinstance(where, Located):
+        return str(where)
+    text = f"{where.file}:{where.line}"
+    if where.code:
+        text += f": {where.code.strip()}"
+    return f"{text}  (in {where.module})" if where.module else text
 
 
 class FusionError(Exception):
@@ -20,21 +48,172 @@ class FusionError(Exception):
         self.fields = fields
         text = self.template.format(**fields)
         if where is not None:
-            text += f"\n  at {where}"
+            text += f"\n  at {describe(where)}"
         if self.next_step:
             text += f"\n  what to do: {self.next_step.format(**fields)}"
         super().__init__(text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default would call the class with the finished text as `where`; errors cross
+        # process boundaries when kernels compile in parallel.
+        return _rebuild, (type(self), self.where, self.fields)
+
+
+def _rebuild(cls: type[FusionError], where: object, fields: dict[str, object]) -> FusionError:
+    return cls(where, **fields)
+
+
+class NotCallableError(FusionError, TypeError):
+    """Fields: got (a type's name)."""
+
+    template = "compile() takes an nn.Module or a function, not {got}"
+    next_step = "pass the model itself, not its output, class or state_dict"
+
+
+class ArgumentMismatchError(FusionError, TypeError):
+    """Example arguments that do not fit the model. Fields: model, detail."""
+
+    template = "the example arguments do not fit {model}: {detail}"
+    next_step = "pass the arguments with which the model itself would be called"
+
+
+class UnknownOptionError(FusionError, TypeError):
+    """Fields: option, suggestion (from `closest`), known."""
+
+    template = "unknown option {option!r}{suggestion}"
+    next_step = "the options are {known}"
+
+
+class InvalidOptionError(FusionError, ValueError):
+    """Fields: option, value, expected."""
+
+    template = "option {option}={value!r} is not valid"
+    next_step = "give {option} {expected}"
+
+
+class InvalidPatternError(FusionError, TypeError):
+    """A pattern of the wrong form. Fields: pattern, detail."""
+
+    template = "pattern {pattern} has the wrong form: {detail}"
+    next_step = "write it as the torch code that it matches; CONTRIBUTING.md shows one of each sort"
+
+
+class RewriteNotEqualError(FusionError, ValueError):
+    """A rewrite whose two sides differ. Fields: pattern, what (output or gradient), counterexample, error."""
+
+    template = (
+        "the rewrite of pattern {pattern} is not equal to what it replaces: {what} differs by {error} "
+        "(float64)\n  counterexample: {counterexample}"
+    )
+    next_step = "correct the replacement, or narrow the pattern so that it does not match such inputs"
+
+
+class PatternConflictError(FusionError, ValueError):
+    """Two patterns that claim one op with the same precedence. Fields: first, second, op."""
+
+    template = "patterns {first} and {second} both claim op {op}"
+    next_step = "remove one of them, or order them in one tuple: the first wins"
+
+
+class UnsupportedDeviceError(FusionError, ValueError):
+    """Fields: device, known."""
+
+    template = "no kernels can be made for device {device!r}"
+    next_step = "use CUDA, ROCm or CPU tensors, or plan for one of {known}"
+
+
+class UnsupportedDtypeError(FusionError, TypeError):
+    """Fields: op, dtype."""
+
+    template = "no kernel can hold {dtype} (op {op})"
+    next_step = "cast to a real floating, integer or bool dtype; strict=False runs this part eager"
+
+
+class MissingTritonError(FusionError, ImportError):
+    """Fields: detail."""
+
+    template = "Triton cannot be imported: {detail}"
+    next_step = "pip install 'triton>=3.6', or compile(..., backend='eager')"
+
+
+class CacheError(FusionError, OSError):
+    """Fields: path, detail."""
+
+    template = "the cache at {path} cannot be used: {detail}"
+    next_step = "set FUSION_CACHE_DIR to a writable directory"
+
+
+class KernelError(FusionError, RuntimeError):
+    """Fields: kernel, action ("compile", "launch"), detail."""
+
+    template = "kernel {kernel} failed to {action}: {detail}"
+    next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
+
+
+class HardwareExceededError(KernelError):
+    """Fields: kernel, resource, needed, available, device."""
+
+    template = "kernel {kernel} needs {needed} of {resource}, but {device} has {available}"
+    next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
 
 
 class FusionWarning(UserWarning):
     """Something runs eager that could have been fused: names the place, the reason and what to do."""
 
 
-class KernelError(FusionError):
-    template = "kernel {kernel} failed to {action}: {detail}"
-    next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
+def closest(name: str, known: Iterable[str]) -> str:
+    """The question "did you mean 'x'?" about the most similar known name, or nothing."""
+    match = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {match[0]!r}?" if match else ""
 
 
-class CacheError(FusionError):
-    template = "the cache at {path} cannot be used: {detail}"
-    next_step = "set FUSION_CACHE_DIR to a writable directory"
+_MACHINERY = frozenset({"fusion_compiler", "torch", "contextlib", "functools", "threading", "concurrent"})
+
+
+def user_frame() -> tuple[str, int]:
+    """(file, line) of the innermost frame outside the compiler and PyTorch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] not in _MACHINERY:
+            break
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+class WarnOnce:
+    """Warnings of one compilation, each key once. A compilation owns one; nothing is global.
+
+    strict: `fall_back` raises instead of warning.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self._seen: dict[str, object] = {}
+
+    def warn(self, key: str, message: str, where: object = None) -> bool:
+        """Warn unless `key` was warned of before; True where it did.
+
+        The warning is shown at the user's line: that of `where` if it has one, else that of the
+        innermost caller outside the compiler and PyTorch.
+        """
+        token = object()
+        if self._seen.setdefault(key, token) is not token:  # one atomic step: kernels compile in threads
+            return False
+        if isinstance(where, Located):
+            file, line = where.file, where.line
+        else:
+            file, line = user_frame()
+        warnings.warn_explicit(message, FusionWarning, file, line)
+        return True
+
+    def fall_back(self, key: str, error: FusionError) -> None:
+        """A part runs eager because of `error`: warn once, or raise it when strict."""
+        if self.strict:
+            raise error
+        self.warn(key, f"{error}\n  this part runs eager", error.where)
+
+
+def warn_once(warned: WarnOnce, key: str, message: str, where: object = None) -> bool:
+    """`warned.warn(key, message, where)`, for callers that are handed the object as an argument."""
+    return warned.warn(key, message, where)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from fusion_compiler.device import device_spec
+from fusion_compiler.errors import InvalidOptionError, UnknownOptionError, closest
+
+BACKENDS = ("auto", "interpret", "eager")
+NUMERICS = ("float32", "eager")
 
 
 @dataclass(frozen=True)
@@ -15,8 +21,11 @@ class Options:
     dynamic: None (a second size makes that dimension symbolic), True or False, as torch.compile's.
     verify: run each cluster beside its fx subgraph on the first call and keep an error table.
     strict: raise where a part would otherwise run eager.
+    fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
     tune: time up to four schedules per distinct cluster on the device; off takes the model's first.
+
+    Raises InvalidOptionError or UnsupportedDeviceError for a value out of range.
     """
 
     backend: str = "auto"
@@ -27,3 +36,28 @@ class Options:
     fullgraph: bool = False
     device: str | None = None
     tune: bool = True
+
+    def __post_init__(self) -> None:
+        for option, allowed in (("backend", BACKENDS), ("numerics", NUMERICS)):
+            value = getattr(self, option)
+            if value not in allowed:
+                raise InvalidOptionError(option=option, value=value, expected="one of " + ", ".join(allowed))
+        for option in ("verify", "strict", "fullgraph", "tune"):
+            value = getattr(self, option)
+            if not isinstance(value, bool):
+                raise InvalidOptionError(option=option, value=value, expected="True or False")
+        if self.dynamic not in (None, True, False):
+            raise InvalidOptionError(option="dynamic", value=self.dynamic, expected="None, True or False")
+        if self.device is not None:
+            device_spec(self.device)
+
+    @classmethod
+    def of(cls, **options: object) -> Options:
+        """Options from keyword arguments. Raises UnknownOptionError for a name that is none of them."""
+        known = [field.name for field in fields(cls)]
+        for option in options:
+            if option not in known:
+                raise UnknownOptionError(
+                    option=option, suggestion=closest(option, known), known=", ".join(known)
+                )
+        return cls(**options)  # pyright: ignore[reportArgumentType]  __post_init__ checks the values
