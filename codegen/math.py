@@ -1,0 +1,153 @@
+"""Device functions that generated kernels call where Triton has no single expression.
+
+Each works on blocks of any shape, under the compiler and under the interpreter. Operands of
+one call have the same dtype; one of them may be a Python literal.
+"""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownParameterType=false
+# ruff: noqa: RET505 -- a static branch must end in else: Triton compiles what follows a return
+# pyright: reportMissingParameterType=false, reportUnknownArgumentType=false
+# The bodies are Triton, which reuses Python's syntax and not its types.
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+
+@triton.jit
+def div(x, y):
+    """x / y, correctly rounded: Triton's own `/` is off by up to 2 ulp in float32."""
+    dtype: tl.constexpr = (x + y).dtype
+    if dtype == tl.float32:
+        return tl.div_rn(tl.cast(x, dtype), tl.cast(y, dtype))
+    else:
+        return x / y
+
+
+@triton.jit
+def sqrt(x):
+    """Square root, correctly rounded."""
+    if x.dtype == tl.float32:
+        return tl.sqrt_rn(x)
+    else:
+        return tl.sqrt(x)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return div(1.0, 1.0 + libdevice.exp(-x))
+
+
+@triton.jit
+def fmod(x, y):
+    """Remainder with the sign of the dividend (C's fmod and %)."""
+    dtype: tl.constexpr = (x + y).dtype
+    if dtype.is_floating():
+        return libdevice.fmod(tl.cast(x, dtype), tl.cast(y, dtype))
+    else:
+        return x % y
+
+
+@triton.jit
+def remainder(x, y):
+    """Remainder with the sign of the divisor (Python's %)."""
+    r = fmod(x, y)
+    return tl.where((r != 0) & ((r < 0) != (y < 0)), r + y, r)
+
+
+@triton.jit
+def trunc_divide(x, y):
+    """Quotient rounded towards zero."""
+    dtype: tl.constexpr = (x + y).dtype
+    if dtype.is_floating():
+        return libdevice.trunc(div(x, y))
+    else:
+        return x // y
+
+
+@triton.jit
+def floor_divide(x, y):
+    """Quotient rounded towards minus infinity; for floats exact as Python's //, as in ATen."""
+    dtype: tl.constexpr = (x + y).dtype
+    r = fmod(x, y)
+    if dtype.is_floating():
+        q = div(x - r, y)
+        q = tl.where((r != 0) & ((r < 0) != (y < 0)), q - 1, q)
+        down = tl.floor(q)
+        down = tl.where(q - down > 0.5, down + 1, down)
+        whole = div(x, y)
+        zero = libdevice.copysign(whole * 0, whole)
+        return tl.where(y == 0, whole, tl.where(q == 0, zero, down))
+    else:
+        return tl.where((r != 0) & ((r < 0) != (y < 0)), x // y - 1, x // y)
+
+
+@triton.jit
+def pow(x, y):
+    """x to the power y; integers wrap around, and a negative exponent gives 0 but for a base of +-1."""
+    dtype: tl.constexpr = (x + y).dtype
+    base = tl.cast(x, dtype)
+    exponent = tl.cast(y, dtype)
+    if dtype.is_floating():
+        return libdevice.pow(base, exponent)
+    else:
+        odd = (exponent & 1) != 0
+        negative = tl.where(base == 1, 1, tl.where(base == -1, tl.where(odd, -1, 1), 0))
+        is_negative = exponent < 0
+        result = tl.full((), 1, dtype) + (base + exponent) * 0
+        square = base + exponent * 0
+        rest = exponent + base * 0
+        for _ in range(dtype.primitive_bitwidth):
+            result = tl.where((rest & 1) != 0, result * square, result)
+            square = square * square
+            rest = rest >> 1
+        return tl.where(is_negative, negative.to(dtype), result)
+
+
+@triton.jit
+def left_shift(x, y):
+    """x << y; 0 where y is negative or not less than the width, as in ATen."""
+    dtype: tl.constexpr = (x + y).dtype
+    bits: tl.constexpr = dtype.primitive_bitwidth
+    fits = (y >= 0) & (y < bits)
+    return tl.where(fits, x << tl.where(fits, y, 0).to(dtype), 0)
+
+
+@triton.jit
+def right_shift(x, y):
+    """Arithmetic x >> y; the sign (0 if unsigned) where y is negative or not less than the width."""
+    dtype: tl.constexpr = (x + y).dtype
+    bits: tl.constexpr = dtype.primitive_bitwidth
+    fits = (y >= 0) & (y < bits)
+    sign = tl.where(x < 0, -1, 0).to(dtype)
+    return tl.where(fits, x >> tl.where(fits, y, 0).to(dtype), sign)
+
+
+@triton.jit
+def uniform4(seed, counter, salt):
+    """Four independent uniform float32 in [0, 1): Philox4x32-10 of (counter, salt) under a 64-bit key.
+
+    seed: int64. counter: non-negative block, int32 or int64. salt: below 2^32. Lane k of
+    counter c is element 4 * c + k of `fusion_compiler.uniform(seed, shape, salt)`.
+    """
+    low = counter.to(tl.uint32)
+    zero = low * 0
+    high = zero
+    if counter.dtype.primitive_bitwidth > 32:
+        high = (counter >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, high, zero + tl.cast(salt, tl.uint32), zero)
+    return (
+        tl.uint_to_uniform_float(a),
+        tl.uint_to_uniform_float(b),
+        tl.uint_to_uniform_float(c),
+        tl.uint_to_uniform_float(d),
+    )
+
+
+@triton.jit
+def uniform(seed, index, salt):
+    """Element `index` (int32 or int64 block) of `fusion_compiler.uniform(seed, shape, salt)`."""
+    a, b, c, d = uniform4(seed, index // 4, salt)
+    lane = index % 4
+    return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
