@@ -1,0 +1,158 @@
+"""Capture: a TorchDynamo backend that hands out functional ATen graphs, forward and backward.
+
+    Dynamo graph -> pre-autograd ATen graph -> rewrites -> AOTAutograd -> compile_graph, once per graph
+
+The pre-autograd graph still has `linear` and `scaled_dot_product_attention` whole; what is
+rewritten there gets its backward from autograd. Where that graph would not mean the same as
+Dynamo's (see pre_autograd.py) it is not made, the rewrites are left out and a note says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._guards import TracingContext
+
+from fusion_compiler.partition import partition
+from fusion_compiler.passes.rewrites.record import Notes, Rewrite, RewriteNote
+from fusion_compiler.pre_autograd import UntraceableError, trace_pre_autograd
+
+
+class Phase(StrEnum):
+    FORWARD = "forward"  # of a graph that is trained: also returns what backward needs
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+@dataclass(frozen=True)
+class GraphInfo:
+    """What is known of one captured graph beside its nodes.
+
+    name: "graph0.forward"; graphs are numbered in the order in which Dynamo finds them.
+    static_inputs: positions of the parameters and buffers among the placeholders: their
+        addresses stay the same from call to call (until the module is moved).
+    outputs: how many leading outputs belong to the caller; the others are saved for backward.
+    rewrites: what the pre-autograd rewrites did or refused, the same for all phases.
+    """
+
+    name: str
+    phase: Phase
+    static_inputs: tuple[int, ...]
+    outputs: int
+    rewrites: Notes = ()
+
+
+CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def make_backend(
+    compile_graph: CompileGraph,
+    *,
+    rewrites: Sequence[Rewrite],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> Backend:
+    """A backend for `torch.compile(model, backend=...)`.
+
+    compile_graph(gm, inputs, info): gm is functional ATen; inputs are FakeTensors, SymInts or
+        ints, one per placeholder. It returns a callable that takes one argument per placeholder
+        and returns the list of outputs; with the attribute `_boxed_call` set it takes one list
+        of arguments, which it empties, so that saved activations are freed at their last use.
+    rewrites: run in order on the pre-autograd graph.
+    decompositions: ATen overload -> function, applied under autograd.
+    """
+    numbers = itertools.count()
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        name = f"graph{next(numbers)}"
+        rewritten, notes = rewrite(gm, inputs, rewrites)
+        stages = _Stages(compile_graph, name)
+        try:
+            return stages.compile(rewritten, inputs, notes, decompositions)
+        except Exception as error:
+            if rewritten is gm or stages.reached:
+                raise
+            # What a rewrite yields can lay out its results differently, which a `view` in the
+            # model may not accept: Dynamo's own graph is what the user wrote.
+            reason = f"undone, autograd refused the result: {type(error).__name__}: {error}"
+            notes = (*notes, RewriteNote("pre-autograd", "", False, reason))
+            return stages.compile(gm, inputs, notes, decompositions)
+
+    return backend
+
+
+class _Stages:
+    """The compilers that AOTAutograd calls for one Dynamo graph.
+
+    reached: whether compile_graph was called, so that an error may be its own.
+    """
+
+    def __init__(self, compile_graph: CompileGraph, name: str) -> None:
+        self._compile_graph = compile_graph
+        self._name = name
+        self.reached = False
+
+    def compile(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        notes: Notes,
+        decompositions: Mapping[Any, Callable[..., Any]],
+    ) -> Callable[..., Any]:
+        return aot_autograd(
+            fw_compiler=self._stage(Phase.FORWARD, notes),
+            bw_compiler=self._stage(Phase.BACKWARD, notes),
+            inference_compiler=self._stage(Phase.INFERENCE, notes),
+            partition_fn=partition,
+            decompositions=dict(decompositions),
+        )(gm, inputs)
+
+    def _stage(self, phase: Phase, notes: Notes) -> Callable[..., Any]:
+        def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+            self.reached = True
+            compiled = self._compile_graph(graph, fakes, _info(graph, self._name, phase, notes))
+            return compiled if hasattr(compiled, "_boxed_call") else make_boxed_func(compiled)
+
+        return compile_stage
+
+
+def rewrite(
+    gm: fx.GraphModule, inputs: Sequence[Any], rewrites: Sequence[Rewrite]
+) -> tuple[fx.GraphModule, Notes]:
+    """The pre-autograd form of Dynamo's `gm` after `rewrites`, or `gm` itself and a note."""
+    if not rewrites:
+        return gm, ()
+    try:
+        graph = trace_pre_autograd(gm, inputs)
+    except UntraceableError as reason:
+        return gm, (RewriteNote("pre-autograd", "", False, str(reason)),)
+    notes: Notes = ()
+    for rule in rewrites:
+        graph, more = rule(graph)
+        notes += more
+    return graph, notes
+
+
+def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> GraphInfo:
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context else None
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    returned = graph.graph.output_node().args[0]
+    outputs = len(returned) if isinstance(returned, Sequence) else 1
+    if metadata is None:
+        return GraphInfo(f"{name}.{phase}", phase, (), outputs, notes)
+    static = {int(i) for i in metadata.static_input_indices}
+    if phase is Phase.BACKWARD:
+        # The partitioner keeps the joint graph's names for inputs that it saves.
+        names = {f"primals_{i + 1}" for i in static}
+        static = {i for i, node in enumerate(placeholders) if node.name in names}
+    elif phase is Phase.FORWARD:
+        outputs = metadata.num_forward_returns
+    return GraphInfo(f"{name}.{phase}", phase, tuple(sorted(static)), outputs, notes)

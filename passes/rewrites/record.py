@@ -1,0 +1,32 @@
+"""What a pre-autograd rewrite says that it did, or why it did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteNote:
+    """One decision of a rewrite.
+
+    rule: the rewrite's name. node: the fx node that it looked at ("" for the whole graph).
+    applied: whether the graph changed. reason: what was proved, or why it was refused.
+    """
+
+    rule: str
+    node: str
+    applied: bool
+    reason: str
+
+    def __str__(self) -> str:
+        verdict = "rewritten" if self.applied else "left"
+        return f"{self.rule}: {self.node or 'graph'} {verdict}: {self.reason}"
+
+
+Notes = tuple[RewriteNote, ...]
+
+# A rewrite never changes the graph module that it is given: it returns that one, or a changed copy.
+Rewrite = Callable[[fx.GraphModule], tuple[fx.GraphModule, Notes]]
