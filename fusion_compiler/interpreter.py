@@ -1,0 +1,390 @@
+"""Runs kernels on CPU tensors in Triton's interpreter, in a process that also compiles them.
+
+Triton decides when a kernel is defined whether it will be interpreted (TRITON_INTERPRET), for the
+whole process. Here the same @triton.jit function can be compiled and interpreted: while
+`interpreting()` is in force, the language's functions work on NumPy arrays, and what the
+interpreter gets wrong or lacks is put right:
+
+- conversion to bfloat16 rounds to nearest even, as the hardware does (Triton's truncates), and
+  arithmetic on bfloat16 works on its values (Triton's on its bits);
+- a reduction by any function halves the axis in steps, as the hardware does (Triton's calls the
+  function once for each element, in Python);
+- libdevice and the `approx` instructions of inline assembly exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.language.extra.cuda import libdevice as cuda_libdevice
+from triton.runtime import interpreter as base
+from triton.runtime.jit import JITFunction
+
+from fusion_compiler.builds import TRITON_LOCK, load_kernel
+from fusion_compiler.errors import KernelError
+from fusion_compiler.kernel import Kernel, Role
+from fusion_compiler.target import argument_type
+
+Array = np.ndarray[Any, Any]
+TensorHandle = base.TensorHandle
+
+
+def run_kernel(kernel: Kernel, values: Sequence[torch.Tensor | int], grid: Sequence[int]) -> None:
+    """Runs `kernel` once for every program of `grid`, one after the other, on CPU tensors.
+
+    values: a tensor for each buffer among `kernel.arguments` and an int for each size, in their
+    order. Raises KernelError with the interpreter's reason when the kernel fails.
+    """
+    arguments = [
+        _to_tensor(value, argument_type(argument), argument.role)
+        for value, argument in zip(values, kernel.arguments, strict=True)
+    ]
+    extents = (*grid, 1, 1)[:3]
+    try:
+        with interpreting():
+            function = _rewritten(load_kernel(kernel.source, kernel.name).fn)
+            base.interpreter_builder.set_grid_dim(*extents)
+            for program in product(*map(range, extents)):
+                base.interpreter_builder.set_grid_idx(*program)
+                function(*arguments)
+    except Exception as error:
+        detail = f"{type(error).__name__}: {error}"
+        raise KernelError(kernel=kernel.name, action="run in the interpreter", detail=detail) from error
+
+
+def _to_tensor(value: torch.Tensor | int, name: str, role: Role) -> tl.tensor:
+    kind: Any = tl.str_to_ty(name, None)
+    if role is Role.SIZE:
+        return tl.tensor(TensorHandle(np.array([value], base._get_np_dtype(kind)), kind), kind)
+    assert isinstance(value, torch.Tensor) and value.device.type == "cpu", "the interpreter needs CPU tensors"
+    return tl.tensor(TensorHandle(np.array([value.data_ptr()], np.uint64), kind), kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Takes the plain function: hashing a JITFunction reads the language that is being replaced.
+    return base.FunctionRewriter(function).rewrite_ast()
+
+
+@contextmanager
+def interpreting() -> Generator[None]:
+    """While it lasts, @triton.jit functions can be called and work on NumPy arrays.
+
+    Takes the lock that compiling takes, and leaves Triton as it was found.
+    """
+    # Philox multiplies with wrap-around, and masked lanes hold anything: neither is worth a warning.
+    with TRITON_LOCK, np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        scope = base._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        try:
+            _patch_calls(scope)
+            _patch_builder(scope)
+            _patch_libdevice(scope)
+            yield
+        finally:
+            scope.restore()
+
+
+def _patch_calls(scope: Any) -> None:
+    def call(self: JITFunction[Any], /, *args: Any, **kwargs: Any) -> Any:
+        return _rewritten(self.fn)(*args, **kwargs)
+
+    scope.set_attr(JITFunction, "__call__", call)
+    scope.set_attr(base.ReduceOps, "apply_impl", _reduce)
+
+
+def _patch_builder(scope: Any) -> None:
+    builder = base.interpreter_builder
+    for name, function in BUILDER_FUNCTIONS.items():
+        scope.set_attr(builder, name, function)
+    for name in ("binary_op", "unary_op"):
+        scope.set_attr(builder, name, functools.partial(_on_bfloat16_values, getattr(builder, name)))
+
+
+def _patch_libdevice(scope: Any) -> None:
+    for name, function in vars(cuda_libdevice).copy().items():
+        if tl.core.is_builtin(function):
+            bound = functools.partial(_with_semantic, function)
+            scope.set_attr(cuda_libdevice, name, bound)
+            scope.set_attr(libdevice, name, bound)
+
+
+def _with_semantic(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **(kwargs | {"_semantic": base.interpreter_semantic}))
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+def _decode(data: Array, kind: tl.dtype) -> Array:
+    """A handle's array as numbers that NumPy can work with: bfloat16 is held as its 16 bits."""
+    return (data.astype(np.uint32) << 16).view(np.float32) if kind == tl.bfloat16 else data
+
+
+def _encode(values: Array, kind: tl.dtype) -> Array:
+    """Numbers as the array of a handle, rounded to nearest even."""
+    if kind != tl.bfloat16:
+        return values.astype(base._get_np_dtype(kind))
+    bits = values.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet = (bits >> 16) | 0x40  # adding could carry a NaN's payload into infinity or the sign
+    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+
+
+def _cast(source: Any, to: Any, *_: Any) -> Any:
+    kind = to.scalar
+    return TensorHandle(_encode(_decode(source.data, source.dtype.scalar), kind), kind)
+
+
+def _float_to_float(source: Any, to: Any, rounding: Any) -> Any:
+    kind = to.scalar
+    if rounding == base._ir.ROUNDING_MODE.RTNE and not kind.is_fp8() and not source.dtype.scalar.is_fp8():
+        return _cast(source, to)
+    data = base._convert_float(source.data, source.dtype.scalar, kind, rounding)
+    return TensorHandle(data.view(base._get_np_dtype(kind)), kind)
+
+
+def _on_bfloat16_values(operator: Callable[..., Any], *operands_and_function: Any) -> Any:
+    *operands, function = operands_and_function
+    if operands[0].dtype.scalar != tl.bfloat16:
+        return operator(*operands, function)
+    result = function(*(_decode(operand.data, tl.bfloat16) for operand in operands))
+    return TensorHandle(result if result.dtype == bool else _encode(result, tl.bfloat16), tl.bfloat16)
+
+
+def _fused_multiply_add(x: Any, y: Any, z: Any) -> Any:
+    # One rounding: in float64 the product of two float32 is exact.
+    kind = z.dtype.scalar
+    x, y, z = (_decode(operand.data, kind).astype(np.float64) for operand in (x, y, z))
+    return TensorHandle(_encode(x * y + z, kind), kind)
+
+
+def _high_product(x: Any, y: Any) -> Any:
+    """Upper half of an unsigned product; Python's own integers would be slow for 64 bits."""
+    kind, bits = x.dtype.scalar, x.data.dtype.itemsize * 4
+    unsigned = np.dtype(f"u{x.data.dtype.itemsize}")
+    a, b = x.data.astype(unsigned), y.data.astype(unsigned)
+    low = unsigned.type((1 << bits) - 1)
+    shift = unsigned.type(bits)
+    middle = (a >> shift) * (b & low) + (((a & low) * (b & low)) >> shift)
+    other = (a & low) * (b >> shift) + (middle & low)
+    high = (a >> shift) * (b >> shift) + (middle >> shift) + (other >> shift)
+    return TensorHandle(high.astype(x.data.dtype), kind)
+
+
+def _reduce(operation: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
+    """tl.reduce by any associative function of one tensor or of several side by side."""
+    axis = operation.axis
+    arrays = [tensor.handle.data for tensor in inputs]
+    kinds = [tensor.dtype for tensor in inputs]
+    kept = tuple(
+        1 if axis is None or i == axis % arrays[0].ndim else extent
+        for i, extent in enumerate(arrays[0].shape)
+    )
+    if axis is None:
+        arrays, axis = [array.reshape(-1) for array in arrays], 0
+    ufunc = REDUCTIONS.get(operation.combine_fn)
+    if ufunc is not None and len(arrays) == 1:
+        values = _decode(arrays[0], kinds[0])
+        arrays = [_encode(np.asarray(ufunc.reduce(values, axis=axis, dtype=values.dtype)), kinds[0])]
+    else:
+        arrays = _halve(operation.combine_fn, [np.moveaxis(array, axis, 0) for array in arrays], kinds)
+    if operation.keep_dims:
+        arrays = [array.reshape(kept) for array in arrays]
+    return [
+        operation.to_tensor(array if array.ndim else array.item(), kind)
+        for array, kind in zip(arrays, kinds, strict=True)
+    ]
+
+
+def _halve(combine: JITFunction[Any], arrays: list[Array], kinds: Sequence[tl.dtype]) -> list[Array]:
+    """Reduces the first axis (a power of two long) by combining neighbours until one is left."""
+    while (extent := arrays[0].shape[0]) > 1:
+        left, right = (
+            [_block(array[side::2], kind) for array, kind in zip(arrays, kinds, strict=True)]
+            for side in (0, 1)
+        )
+        combined = _rewritten(combine.fn)(*left, *right)
+        results = combined if isinstance(combined, tuple) else (combined,)
+        shape = (extent // 2, *arrays[0].shape[1:])
+        arrays = [np.broadcast_to(result.handle.data, shape) for result in results]
+    return [array[0] for array in arrays]
+
+
+def _block(data: Array, kind: tl.dtype) -> tl.tensor:
+    return tl.tensor(TensorHandle(data, kind), tl.block_type(kind, list(data.shape)))
+
+
+# -- what Triton's interpreter lacks ------------------------------------------------------------
+
+
+def _torch(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Array], Array]:
+    return lambda x: function(torch.from_numpy(np.ascontiguousarray(x))).numpy()
+
+
+def _extern_elementwise(_lib: str, _path: str, symbol: str, arguments: Any, result: Any, _pure: bool) -> Any:
+    """A libdevice function by its symbol: __nv_tanhf, __nv_tanh, __nv_isnand and the like.
+
+    Computed in float64 and rounded once, which is at least as close as libdevice is.
+    """
+    name = symbol.removeprefix("__nv_").removeprefix("fast_")
+    kind = result.scalar
+    arrays = [argument.data for argument in arguments]
+    if name in ("nextafter", "nextafterf"):  # the one function that depends on the width
+        return TensorHandle(np.nextafter(*arrays), kind)
+    # The suffix says the width: none or d is double, f float, and fdiv_rn and ddiv_rn have a prefix.
+    names = (name, name[:-1] if name[-1] in "fd" else name, name[1:])
+    function = next((LIBDEVICE[n] for n in names if n in LIBDEVICE), None)
+    if function is None:
+        raise NotImplementedError(f"libdevice's {symbol} has no counterpart in the interpreter")
+    wide = [array.astype(np.float64) for array in arrays]
+    return TensorHandle(np.asarray(function(*wide)).astype(base._get_np_dtype(kind)), kind)
+
+
+def _inline_assembly(asm: str, _constraints: str, values: Any, results: Any, _pure: bool, _pack: int) -> Any:
+    """One PTX instruction of those that approximate a function, on one operand."""
+    found = re.fullmatch(r"\s*(\w+)\.approx(\.ftz)?\.f32\s+\$0,\s*\$1;?\s*", asm)
+    if found is None or found[1] not in APPROXIMATIONS or len(values) != 1:
+        raise NotImplementedError(f"inline assembly {asm!r} has no counterpart in the interpreter")
+    wide = values[0].data.astype(np.float64)
+    data = APPROXIMATIONS[found[1]](wide).astype(np.float32)
+    handle = TensorHandle(data, results[0].scalar)
+    return SimpleNamespace(get_result=lambda index: handle)  # pyright: ignore[reportUnknownLambdaType]
+
+
+def _error_function(argument: Any) -> Any:
+    wide = _decode(argument.data, argument.dtype.scalar).astype(np.float64)
+    return TensorHandle(_encode(_torch(torch.erf)(wide), argument.dtype.scalar), argument.dtype.scalar)
+
+
+def _binary(ufunc: np.ufunc) -> Callable[[Any, Any], Any]:
+    return lambda left, right: base.interpreter_builder.binary_op(left, right, ufunc)
+
+
+def _half_away(x: Array) -> Array:
+    return np.trunc(x + np.copysign(np.where(np.abs(x) < 2.0**52, 0.5, 0.0), x))
+
+
+BUILDER_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "cast_impl": _cast,
+    "create_fp_to_fp": _float_to_float,
+    "create_fma": _fused_multiply_add,
+    "create_umulhi": _high_product,
+    "create_erf": _error_function,
+    "create_extern_elementwise": _extern_elementwise,
+    "create_inline_asm": _inline_assembly,
+    # IEEE 754's maxNum: the operand that is a number wins.
+    "create_maxnumf": _binary(np.fmax),
+    "create_minnumf": _binary(np.fmin),
+}
+
+# The functions by which tl.sum, tl.max and their like reduce; any other is called as it is.
+REDUCTIONS: dict[Any, np.ufunc] = {
+    tl.standard._sum_combine: np.add,
+    tl.standard._prod_combine: np.multiply,
+    tl.standard._elementwise_max: np.fmax,
+    tl.standard._elementwise_min: np.fmin,
+    tl.standard._xor_combine: np.bitwise_xor,
+    tl.standard._or_combine: np.bitwise_or,
+}
+
+APPROXIMATIONS: dict[str, Callable[[Array], Array]] = {
+    "tanh": np.tanh,
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": np.reciprocal,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sin": np.sin,
+    "cos": np.cos,
+}
+
+LIBDEVICE: dict[str, Callable[..., Any]] = {
+    "abs": np.abs,
+    "fabs": np.abs,
+    "acos": np.arccos,
+    "acosh": np.arccosh,
+    "asin": np.arcsin,
+    "asinh": np.arcsinh,
+    "atan": np.arctan,
+    "atan2": np.arctan2,
+    "atanh": np.arctanh,
+    "cbrt": np.cbrt,
+    "rcbrt": lambda x: 1 / np.cbrt(x),
+    "ceil": np.ceil,
+    "copysign": np.copysign,
+    "cos": np.cos,
+    "cosh": np.cosh,
+    "cospi": lambda x: np.cos(np.pi * np.fmod(x, 2)),
+    "cyl_bessel_i0": _torch(torch.special.i0),
+    "cyl_bessel_i1": _torch(torch.special.i1),
+    "div_rn": np.divide,
+    "fdivide": np.divide,
+    "erf": _torch(torch.erf),
+    "erfc": _torch(torch.erfc),
+    "erfcinv": lambda x: _torch(torch.erfinv)(1 - x),
+    "erfcx": _torch(torch.special.erfcx),
+    "erfinv": _torch(torch.erfinv),
+    "exp": np.exp,
+    "exp10": lambda x: np.power(10.0, x),
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "fdim": lambda x, y: np.where(np.isnan(x) | np.isnan(y), np.nan, np.fmax(x - y, 0)),
+    "finite": np.isfinite,
+    "isfinite": np.isfinite,
+    "floor": np.floor,
+    "fma": lambda x, y, z: x * y + z,
+    "fmod": np.fmod,
+    "hypot": np.hypot,
+    "rhypot": lambda x, y: 1 / np.hypot(x, y),
+    "ilogb": lambda x: np.frexp(x)[1] - 1,
+    "isinf": np.isinf,
+    "isnan": np.isnan,
+    "j0": _torch(torch.special.bessel_j0),
+    "j1": _torch(torch.special.bessel_j1),
+    "ldexp": lambda x, n: np.ldexp(x, n.astype(np.int64)),
+    "scalbn": lambda x, n: np.ldexp(x, n.astype(np.int64)),
+    "lgamma": _torch(torch.lgamma),
+    "llrint": np.rint,
+    "llround": _half_away,
+    "log": np.log,
+    "log10": np.log10,
+    "log1p": np.log1p,
+    "log2": np.log2,
+    "logb": lambda x: np.frexp(x)[1] - 1,
+    "nearbyint": np.rint,
+    "normcdf": _torch(torch.special.ndtr),
+    "normcdfinv": _torch(torch.special.ndtri),
+    "pow": np.power,
+    "powi": np.power,
+    "rcp_rn": np.reciprocal,
+    "remainder": np.vectorize(math.remainder, otypes=[np.float64]),
+    "rint": np.rint,
+    "round": _half_away,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "rsqrt_rn": lambda x: 1 / np.sqrt(x),
+    "saturate": lambda x: np.fmin(np.fmax(x, 0), 1),
+    "signbit": np.signbit,
+    "sin": np.sin,
+    "sinh": np.sinh,
+    "sinpi": lambda x: np.sin(np.pi * np.fmod(x, 2)),
+    "sqrt": np.sqrt,
+    "sqrt_rn": np.sqrt,
+    "tan": np.tan,
+    "tanh": np.tanh,
+    "trunc": np.trunc,
+    "y0": _torch(torch.special.bessel_y0),
+    "y1": _torch(torch.special.bessel_y1),
+}
