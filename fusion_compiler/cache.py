@@ -1,0 +1,167 @@
+"""Small records on disk that survive anything: concurrent processes, kill -9, damaged files.
+
+A record is one file, `<sha256 of the key>.json`, that holds its key, its value and a checksum. It
+is written under another name, flushed to the disk and moved into place, so a reader sees the whole
+old record, the whole new one, or none. What is not a whole record (truncated, flipped bits,
+written by something else) counts as absent and is replaced by the next write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from fusion_compiler.errors import CacheError, FusionWarning
+
+DEFAULT_BYTES = 64 * 2**20
+# A writer that was killed leaves its unfinished file behind; younger ones may still be written.
+ABANDONED_SECONDS = 3600.0
+# The size is looked at once in so many writes of one process: a listing costs more than a write.
+WRITES_PER_CHECK = 64
+
+
+def default_path() -> Path:
+    """$FUSION_CACHE_DIR, or ~/.cache/fusion_compiler."""
+    given = os.environ.get("FUSION_CACHE_DIR")
+    return Path(given) if given else Path.home() / ".cache" / "fusion_compiler"
+
+
+class Cache:
+    """Records by key: a value is anything that JSON holds, None excepted.
+
+    path: the folder, made when the first record is written; by default `default_path()`.
+    max_bytes: when the records outgrow it, those not used for longest go, down to nine tenths.
+
+    Where the folder cannot be written, one FusionWarning says so, and the records live in memory,
+    for this object alone. Nothing that is found on disk raises.
+    """
+
+    def __init__(self, path: str | Path | None = None, max_bytes: int = DEFAULT_BYTES) -> None:
+        self.path = Path(path) if path is not None else default_path()
+        self.max_bytes = max_bytes
+        self._memory: dict[str, Any] = {}
+        self._on_disk = True
+        self._writes = 0
+
+    def get(self, key: str) -> Any:
+        """The value last put under `key`, or None."""
+        if key in self._memory:
+            return self._memory[key]
+        file = self._file(key)
+        record = _read(file)
+        if record is None or record["key"] != key:
+            return None
+        with contextlib.suppress(OSError):  # used now: the last to be evicted
+            os.utime(file)
+        return record["value"]
+
+    def put(self, key: str, value: Any) -> None:
+        """Keeps `value` under `key`. Raises TypeError when JSON cannot hold it."""
+        text = _seal(key, value)
+        if self._on_disk:
+            try:
+                self._write(self._file(key), text)
+                return
+            except OSError as error:
+                self._give_up(error)
+        self._memory[key] = json.loads(text)["value"]
+
+    def list(self) -> dict[str, Any]:
+        """Every record: key -> value."""
+        records = (_read(file) for file in self._files())
+        return {r["key"]: r["value"] for r in records if r is not None} | self._memory
+
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(size for _, size, _ in self._stats())
+
+    def clear(self) -> None:
+        """Removes every record, and what killed writers left."""
+        self._memory.clear()
+        for file in [*self._files(), *self.path.glob("*.tmp")]:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+    def _file(self, key: str) -> Path:
+        return self.path / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+    def _files(self) -> list[Path]:
+        try:
+            return sorted(self.path.glob("*.json"))
+        except OSError:
+            return []
+
+    def _stats(self) -> list[tuple[float, int, Path]]:
+        """(last use, bytes, file) of each record; those that vanish meanwhile are left out."""
+        found: list[tuple[float, int, Path]] = []
+        for file in self._files():
+            with contextlib.suppress(OSError):
+                stat = file.stat()
+                found.append((stat.st_mtime, stat.st_size, file))
+        return found
+
+    def _write(self, file: Path, text: str) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=self.path)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            if file.is_dir():  # foreign content under our name
+                raise IsADirectoryError(f"{file} is a directory")
+            os.replace(temporary, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if self._writes % WRITES_PER_CHECK == 0:
+            self._evict()
+        self._writes += 1
+
+    def _evict(self) -> None:
+        """Removes the records not used for longest, and what killed writers left."""
+        stats = sorted(self._stats(), key=lambda stat: stat[0])
+        total = sum(size for _, size, _ in stats)
+        goal = self.max_bytes if total <= self.max_bytes else self.max_bytes * 9 // 10
+        for _, size, file in stats:
+            if total <= goal:
+                break
+            with contextlib.suppress(OSError):
+                file.unlink()
+                total -= size
+        for file in self.path.glob("*.tmp"):
+            with contextlib.suppress(OSError):
+                if time.time() - file.stat().st_mtime > ABANDONED_SECONDS:
+                    file.unlink()
+
+    def _give_up(self, error: OSError) -> None:
+        self._on_disk = False
+        text = CacheError(path=self.path, detail=error)
+        warnings.warn(f"{text}; until then tuning is repeated in every process", FusionWarning, stacklevel=3)
+
+
+def _checksum(key: str, value: str) -> str:
+    return hashlib.sha256(f"{key}\0{value}".encode()).hexdigest()
+
+
+def _seal(key: str, value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return json.dumps({"key": key, "value": value, "sha256": _checksum(key, text)}, sort_keys=True)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """The record in `file`, or None when there is none that is whole."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        text = json.dumps(record["value"], sort_keys=True)
+        return record if record["sha256"] == _checksum(record["key"], text) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
