@@ -1,0 +1,50 @@
+"""python -m benchmarks kernels | models | compile-time | overhead | readme"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+BENCHMARKS = {
+    "kernels": "benchmarks.kernels",
+    "models": "benchmarks.models",
+    "compile-time": "benchmarks.compile_time",
+    "overhead": "benchmarks.overhead",
+    "readme": "benchmarks.readme",
+}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("benchmark", choices=BENCHMARKS)
+    parser.add_argument("--json", type=Path, help="where the results go, row by row")
+    parser.add_argument("--filter", default="", help="only rows whose name matches this regular expression")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the harness")
+    parser.add_argument("--autotune", action="store_true", help="also max-autotune-no-cudagraphs (slow)")
+    parser.add_argument(
+        "--no-check", action="store_true", help="models: leave out the comparison of gradients"
+    )
+    parser.add_argument("--budget", type=float, default=90, help="seconds for one contender in one row")
+    parser.add_argument("--repetitions", type=int, default=20, help="timed calls, of which the median counts")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--warm-caches", action="store_true", help="use the caches that are there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as home:
+        if not options.warm_caches:
+            # Compile seconds mean nothing with somebody else's artefacts on disk.
+            for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSION_CACHE_DIR"):
+                os.environ[variable] = str(Path(home) / variable.lower())
+        import_module(BENCHMARKS[options.benchmark]).main(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Errors against a float64 run of the same code, beside eager's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Error:
+    """Of one tensor against its float64 truth; scale is the truth's largest magnitude."""
+
+    largest: float
+    rms: float
+    scale: float
+
+
+def error_of(result: Tensor, truth: Tensor) -> Error:
+    """Errors of `result` (any dtype) against `truth` (float64, same shape). NaN counts as infinite."""
+    if result.shape != truth.shape:
+        raise ValueError(f"shape {tuple(result.shape)}, expected {tuple(truth.shape)}")
+    if not truth.numel():
+        return Error(0.0, 0.0, 0.0)
+    difference = (result.double() - truth).abs().nan_to_num(nan=float("inf"))
+    return Error(difference.max().item(), difference.square().mean().sqrt().item(), truth.abs().max().item())
+
+
+def rounding_error(dtype: torch.dtype, truth: Tensor) -> Error:
+    """What is left when the truth itself is stored in `dtype`: no result in that dtype does better."""
+    return error_of(truth.to(dtype), truth)
+
+
+def worst_ratio(ours: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """Largest of (our RMS error / eager's RMS error) over the tensors; 1 where both are exact."""
+    ratios: list[float] = []
+    for our, their, true in zip(ours, eager, truth, strict=True):
+        a, b = error_of(our, true).rms, error_of(their, true).rms
+        ratios.append(1.0 if a == b else a / b if b else float("inf"))
+    return max(ratios)
+
+
+def not_worse(ours: Tensor, eager: Tensor, truth: Tensor) -> str | None:
+    """None where ours is at least as close to the truth as eager is, else what is wrong.
+
+    Closeness is the RMS error, which a single element's luck in rounding does not decide; the
+    largest error is bounded as well. Neither can be below the rounding of the result's dtype,
+    and both may differ by float32's own rounding, in which the clusters compute.
+    """
+    if ours.dtype != eager.dtype:
+        return f"dtype {ours.dtype}, eager has {eager.dtype}"
+    our, their = error_of(ours, truth), error_of(eager, truth)
+    floor = rounding_error(ours.dtype, truth)
+    noise = FLOAT32_EPS * their.scale
+    if our.rms > max(their.rms, floor.rms) * (1 + sampling_error(truth.numel())) + noise:
+        return f"RMS error {our.rms:.3e}, eager's {their.rms:.3e}, rounding {floor.rms:.3e}"
+    # The largest of n errors has a heavier tail than their RMS: one last place more than eager's.
+    if our.largest > max(their.largest, floor.largest) + 2 * floor.largest + noise:
+        return f"largest error {our.largest:.3e}, eager's {their.largest:.3e}, rounding {floor.largest:.3e}"
+    return None
+
+
+def sampling_error(n: int) -> float:
+    """Three standard deviations of the ratio of two RMS estimates over n independent errors."""
+    return 3 / n**0.5

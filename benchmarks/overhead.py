@@ -1,0 +1,78 @@
+"""python -m benchmarks overhead: host microseconds of one call of a compiled one-kernel function.
+
+Sizes are small, so that the device is done before the host has launched the next call; what
+counts is guards, argument handling, allocation and the launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+import torch
+
+from benchmarks.clusters import CASES, Case
+from benchmarks.contenders import contenders
+from benchmarks.kernels import leaves
+from benchmarks.record import Record, environment, figure, geometric_mean, reason, table
+from benchmarks.timing import budget, host_time
+
+NAMES = ("RMSNorm written out", "SwiGLU", "softmax", "residual add + RMSNorm, 2 outputs")
+
+
+def microseconds(case: Case, compile_: Any, train: bool, device: torch.device) -> float:
+    """Per call: forward under no_grad, or forward and backward."""
+    inputs = leaves(case.inputs(device, quick=True), case.differentiate if train else ())
+    called = compile_(case.fn)
+    wrt = [inputs[n] for n in case.differentiate]
+
+    def forward() -> object:
+        with torch.no_grad():
+            return called(*inputs.values())
+
+    def both() -> object:
+        result = called(*inputs.values())
+        outputs = result if isinstance(result, tuple) else (result,)
+        return torch.autograd.grad(outputs, wrt, gradients)
+
+    first = called(*inputs.values())
+    gradients = [torch.ones_like(o) for o in (first if isinstance(first, tuple) else (first,))]
+    for _ in range(20):
+        both() if train else forward()
+    return host_time(both if train else forward, device) * 1e6
+
+
+def main(options: argparse.Namespace) -> Record:
+    device = torch.device(options.device)
+    record = Record("overhead", environment(device), options.json)
+    lines: list[list[str]] = []
+    names = list(contenders(options.autotune))
+    for case in (c for c in CASES if c.name in NAMES):
+        for phase in ("forward", "forward+backward"):
+            if not re.search(options.filter, f"{case.name}, {phase}"):
+                continue
+            row: dict[str, Any] = {"case": case.name, "phase": phase, "cells": {}}
+            for name, compile_ in contenders(options.autotune).items():
+                torch._dynamo.reset()
+                try:
+                    with budget(options.budget):
+                        row["cells"][name] = {"us": microseconds(case, compile_, phase != "forward", device)}
+                except Exception as error:
+                    row["cells"][name] = {"failed": reason(error)}
+                    print(f"  {name}: {row['cells'][name]['failed']}")
+            record.add(row)
+            lines.append(
+                [f"{case.name}, {phase}", *(figure(row["cells"][n].get("us"), ".1f") for n in names)]
+            )
+    print(table(["host us a call", *names], lines))
+    found = [
+        r["cells"]["compile"]["us"] / r["cells"]["ours"]["us"]
+        for r in record.rows
+        if all("us" in r["cells"][n] for n in ("compile", "ours"))
+    ]
+    if found:
+        record.summary["compile / ours"] = geometric_mean(found)
+        print(f"geometric mean, compile / ours: {record.summary['compile / ours']:.2f}x")
+    record.write()
+    return record

@@ -1,0 +1,148 @@
+"""How time is measured, the same way for every contender.
+
+GPU time is the sum of kernel durations that the profiler's tracer records: it holds no gaps, no
+launch cost and no host time, so that a chain of many kernels and a single one compare by the work
+that the device does. Host time and step time are measured with a clock around synchronised calls.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+CONTRACTION = re.compile(
+    r"gemm|cutlass(?!.*fmha)|nvjet|cublas|splitk|xmma|gemv|convolve|conv2d|conv_depthwise|dgrad|wgrad|fprop",
+    re.IGNORECASE,
+)
+ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)
+
+
+class OverBudget(Exception):
+    """A contender took longer than its row allows."""
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """Seconds of device time per call. kernels: launches per call; by_kind sums to seconds."""
+
+    seconds: float
+    kernels: int
+    by_kind: dict[str, float]
+    names: dict[str, float]
+
+
+def kind_of(kernel: str) -> str:
+    """Which part of a model a kernel belongs to, by its name: attention, contraction or rest."""
+    if ATTENTION.search(kernel):
+        return "attention"
+    return "contraction" if CONTRACTION.search(kernel) else "rest"
+
+
+@contextmanager
+def budget(seconds: float) -> Iterator[None]:
+    """Raises OverBudget in the main thread when the block takes longer; cannot stop a C call midway."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise OverBudget(f"over {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_time(
+    call: Callable[[], object], device: torch.device, repetitions: int, warmup: int = 3
+) -> GpuTime:
+    """Median device time of `call` over repetitions; on a CPU, wall time, for trying the harness only."""
+    for _ in range(warmup):
+        call()
+    synchronize(device)
+    if device.type != "cuda":
+        seconds = wall_time(call, device, repetitions)
+        return GpuTime(seconds, 0, {"rest": seconds}, {})
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        for _ in range(repetitions):
+            call()
+        synchronize(device)
+    # User annotations (torch.compile's regions) also appear as device events and span kernels.
+    events = [
+        e
+        for e in traced.events() or ()
+        if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
+    ]
+    events.sort(key=lambda e: e.time_range.start)
+    kinds: dict[str, float] = {}
+    names: dict[str, float] = {}
+    for event in events:
+        seconds = event.time_range.elapsed_us() / 1e6 / repetitions
+        kinds[kind_of(event.name)] = kinds.get(kind_of(event.name), 0.0) + seconds
+        names[event.name] = names.get(event.name, 0.0) + seconds
+    durations = [event.time_range.elapsed_us() / 1e6 for event in events]
+    total = median_by_repetition(durations, repetitions)
+    scale = total / sum(kinds.values()) if kinds else 1.0
+    return GpuTime(
+        total,
+        round(len(events) / repetitions),
+        {kind: seconds * scale for kind, seconds in kinds.items()},
+        dict(sorted(names.items(), key=lambda item: -item[1])),
+    )
+
+
+def median_by_repetition(durations: list[float], repetitions: int) -> float:
+    """Total per repetition, median of them, where every one launched the same number of kernels."""
+    per_call, left = divmod(len(durations), repetitions)
+    if left or not per_call:
+        return sum(durations) / repetitions
+    return statistics.median(sum(durations[i * per_call : (i + 1) * per_call]) for i in range(repetitions))
+
+
+def wall_time(call: Callable[[], object], device: torch.device, repetitions: int) -> float:
+    """Median seconds of one synchronised call."""
+    samples: list[float] = []
+    for _ in range(repetitions):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def host_time(call: Callable[[], object], device: torch.device, calls: int = 200, rounds: int = 7) -> float:
+    """Host seconds per call when the device never makes the host wait: the best of several rounds."""
+    best = float("inf")
+    for _ in range(rounds):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls)
+        synchronize(device)
+    return best
+
+
+def copy_bandwidth(device: torch.device, size: int = 1 << 30) -> float:
+    """Bytes a second of a device-to-device copy, read and written both counted: the yardstick."""
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    measured = device_time(lambda: target.copy_(source), device, repetitions=20)
+    return 2 * size / measured.seconds
