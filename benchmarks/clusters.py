@@ -92,7 +92,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x.float()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # float32, and float64 for the truth
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
     return weight * normal.to(x.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from benchmarks.record import Record, environment, figure, geometric_mean, reaso
 from benchmarks.timing import budget, copy_bandwidth, device_time
 
 PHASES = ("forward", "forward+backward")
-ERRORS = (Exception,)
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,8 @@ def entrants(case: Case, compilers: dict[str, Compile]) -> dict[str, tuple[Compi
     """Contender -> (how it compiles, what it compiles)."""
     found: dict[str, tuple[Compile, Callable[..., object]]] = {n: (c, case.fn) for n, c in compilers.items()}
     if case.liger is not None:
-        try:
+        with contextlib.suppress(ImportError, AttributeError):  # not installed, or a version without it
             found["liger"] = (lambda fn: fn, case.liger(liger_functional()))
-        except (ImportError, AttributeError):
-            pass
     return found
 
 
@@ -117,7 +115,7 @@ def row_of(case: Case, phase: str, options: argparse.Namespace, bandwidth: float
             with budget(options.budget):
                 cell = measure(case, compile_, fn, truth, wrt, options.repetitions)
             cell["fraction"] = row["bytes"] / (cell["us"] / 1e6) / bandwidth
-        except ERRORS as error:
+        except Exception as error:
             cell = {"failed": reason(error)}
         row["cells"][name] = cell
     return row
@@ -141,7 +139,7 @@ def show(rows: list[dict[str, Any]]) -> str:
             line.append(
                 f"{cell['us']:.0f} us {cell['fraction']:.2f} /{cell['kernels']}"
                 if "us" in cell
-                else "failed" if cell else "–"
+                else "failed" if cell else "-"
             )  # fmt: skip
         ours = row["cells"].get("ours", {})
         line += [
@@ -185,7 +183,7 @@ def main(options: argparse.Namespace) -> Record:
                 continue
             try:
                 row = row_of(case, phase, options, bandwidth)
-            except ERRORS as error:
+            except Exception as error:
                 row = {"case": case.name, "phase": phase, "cells": {}, "failed": reason(error)}
             record.add(row)
             report(row)

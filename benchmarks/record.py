@@ -112,4 +112,4 @@ def reason(error: BaseException) -> str:
 
 
 def figure(value: float | None, form: str = ".2f") -> str:
-    return "–" if value is None else format(value, form)
+    return "-" if value is None else format(value, form)

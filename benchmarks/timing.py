@@ -21,13 +21,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 CONTRACTION = re.compile(
-    r"gemm|cutlass(?!.*fmha)|nvjet|cublas|splitk|xmma|gemv|convolve|conv2d|conv_depthwise|dgrad|wgrad|fprop",
+    r"gemm|cutlass|nvjet|cublas|splitk|xmma|gemv|convolve|conv2d|conv_depthwise|dgrad|wgrad|fprop",
     re.IGNORECASE,
 )
 ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)
 
 
-class OverBudget(Exception):
+class OverBudgetError(Exception):
     """A contender took longer than its row allows."""
 
 
@@ -50,10 +50,10 @@ def kind_of(kernel: str) -> str:
 
 @contextmanager
 def budget(seconds: float) -> Iterator[None]:
-    """Raises OverBudget in the main thread when the block takes longer; cannot stop a C call midway."""
+    """Raises OverBudgetError in the main thread when the block takes longer; cannot stop a C call midway."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        raise OverBudget(f"over {seconds:.0f} s")
+        raise OverBudgetError(f"over {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)

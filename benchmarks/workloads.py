@@ -240,7 +240,8 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(
         "BERT-large encoder layer written out, fp16, train, 8 x 512", encoder_layer,
         {"batch": 8, "length": 512, "hidden": 1024, "heads": 16},
-        {"batch": 2, "length": 16, "hidden": 64, "heads": 4}, train=True, dtype=torch.float16, exact=torch.float64,
+        {"batch": 2, "length": 16, "hidden": 64, "heads": 4}, train=True,
+        dtype=torch.float16, exact=torch.float64,
     ),
     Workload(
         "Llama-1B shape, one-token decode, batch 1", llama_decode,
