@@ -22,6 +22,8 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fusion_compiler.passes.rewrites.graphs import unregister_constants
+
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 # Methods that change a tensor's place in autograd without an operator that could be traced.
 _AUTOGRAD_METHODS = ("requires_grad_", "retain_grad", "register_hook", "set_", "resize_", "backward")
@@ -128,7 +130,9 @@ def _fake(x: Any, mode: FakeTensorMode, context: TracingContext) -> Any:
         symbolic = context.tensor_to_context.get(x)
         source = symbolic.tensor_source if symbolic is not None else None  # type: ignore[attr-defined]
         fake = mode.from_tensor(x, symbolic_context=symbolic, source=source, trace=symbolic is None)
-    return fake.detach()
+    handle = fake.detach()
+    handle.item_memo = fake.item_memo  # a Python float that Dynamo passes as a tensor stays that float
+    return handle
 
 
 def _keep_annotations(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
@@ -141,7 +145,4 @@ def _keep_annotations(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
         after.meta = {**before.meta, **after.meta}
         if hasattr(before, "_dynamo_source"):
             after._dynamo_source = before._dynamo_source  # type: ignore[attr-defined]
-    # Constants of the trace are not parameters of the user's: AOTAutograd must not lift them.
-    for name, constant in list(traced.named_buffers(recurse=False)):
-        del traced._buffers[name]
-        traced.__dict__[name] = constant
+    unregister_constants(traced)

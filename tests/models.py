@@ -18,7 +18,7 @@ from torch import nn
 Batch = dict[str, torch.Tensor]
 VOCABULARY = 97
 
-_DECODER = {
+_DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 112,
@@ -28,7 +28,7 @@ _DECODER = {
     "max_position_embeddings": 128,
     "use_cache": False,
 }
-_ENCODER = {
+_ENCODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 112,

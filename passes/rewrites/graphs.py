@@ -1,0 +1,104 @@
+"""What the rewrites share: reading and cutting fx graphs that may hold in-place operators."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+
+def copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy of `gm` that shares its tensors, and its nodes by those of the original."""
+    nodes: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, nodes)
+    graph.output(output).meta = copy.copy(gm.graph.output_node().meta)
+    for before, after in nodes.items():
+        if hasattr(before, "_dynamo_source"):
+            after._dynamo_source = before._dynamo_source  # type: ignore[attr-defined]
+    new = fx.GraphModule(gm, graph, gm.__class__.__name__)
+    unregister_constants(new)
+    new.meta = gm.meta
+    if hasattr(gm, "_param_name_to_source"):
+        new._param_name_to_source = gm._param_name_to_source
+    return new, nodes
+
+
+def unregister_constants(gm: fx.GraphModule) -> None:
+    """Constants of a trace become plain attributes: as buffers, AOTAutograd would take them for
+    inputs of the user's and ask Dynamo for their source."""
+    for name, constant in list(gm.named_buffers(recurse=False)):
+        del gm._buffers[name]
+        gm.__dict__[name] = constant
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an ATen call by the names of its schema, defaults filled in."""
+    assert isinstance(node.target, OpOverload)
+    named = {a.name: a.default_value for a in node.target._schema.arguments}
+    return named | dict(zip(named, node.args, strict=False)) | dict(node.kwargs)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """An ATen call that has no effect and always gives the same value for the same inputs."""
+    target = node.target
+    return (
+        node.op == "call_function"
+        and isinstance(target, OpOverload)
+        and target.namespace == "aten"
+        and not target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and "empty" not in target._schema.name  # uninitialised memory
+    )
+
+
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """`node` and everything that it is computed from."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current not in found:
+            found.add(current)
+            pending += current.all_input_nodes
+    return found
+
+
+def mutated_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose memory some in-place call of `graph` writes to, directly or through a view."""
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+            continue
+        named = arguments(node)
+        pending = [
+            named[a.name]
+            for a in node.target._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        while pending:
+            current = pending.pop()
+            if isinstance(current, list | tuple):
+                pending += current
+            elif isinstance(current, fx.Node) and current not in written:
+                written.add(current)
+                pending += _viewed(current)
+    return written
+
+
+def _viewed(node: fx.Node) -> list[Any]:
+    """The arguments whose memory a call's result may be."""
+    if not isinstance(node.target, OpOverload):
+        return node.all_input_nodes
+    named = arguments(node)
+    return [named[a.name] for a in node.target._schema.arguments if a.alias_info is not None]
+
+
+def erase_unused(nodes: set[fx.Node]) -> None:
+    """Erase those pure nodes of `nodes` that nothing reads any more."""
+    for node in sorted(nodes, reverse=True):
+        if not node.users and is_pure(node):
+            node.graph.erase_node(node)

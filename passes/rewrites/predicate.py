@@ -1,0 +1,105 @@
+"""A small algebra of predicates over integer coordinates, enough to prove what a mask is.
+
+    formula := True | False | Le0(e) | Every(formulas) | Some(formulas)
+    e       := affine in the coordinates and the sizes, with integer coefficients
+
+Every formula is kept simplified: an inequality that holds (or fails) within the coordinates'
+bounds is True (or False) at once, so "proved" is `formula is True`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+
+@dataclass(frozen=True, slots=True)
+class Le0:
+    """expr <= 0."""
+
+    expr: sympy.Expr
+
+    def __str__(self) -> str:
+        return f"{self.expr} <= 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    parts: frozenset[Formula]
+
+    def __str__(self) -> str:
+        return "(" + " and ".join(sorted(str(p) for p in self.parts)) + ")"
+
+
+@dataclass(frozen=True, slots=True)
+class Some:
+    parts: frozenset[Formula]
+
+    def __str__(self) -> str:
+        return "(" + " or ".join(sorted(str(p) for p in self.parts)) + ")"
+
+
+Formula = bool | Le0 | Every | Some
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Coordinates range over 0 <= coordinate < size; sizes are integers or symbols of at least 1."""
+
+    sizes: dict[sympy.Symbol, sympy.Expr]
+
+    def at_most(self, expr: sympy.Expr) -> sympy.Expr | None:
+        """The largest value of `expr`, None where there is no bound for all sizes."""
+        expr = sympy.expand(expr)
+        for coordinate, size in self.sizes.items():
+            coefficient = expr.coeff(coordinate)
+            rest = sympy.expand(expr - coefficient * coordinate)
+            if rest.has(coordinate) or not coefficient.is_Integer:
+                return None
+            expr = sympy.expand(rest + coefficient * (size - 1)) if coefficient > 0 else rest
+        for symbol in expr.free_symbols:
+            coefficient = expr.coeff(symbol)
+            rest = sympy.expand(expr - coefficient * symbol)
+            if rest.has(symbol) or not coefficient.is_Integer or coefficient > 0:
+                return None
+            expr = rest + coefficient
+        return expr if expr.is_Integer else None
+
+    def le0(self, expr: sympy.Expr) -> Formula:
+        """expr <= 0, for an integer expression."""
+        expr = sympy.expand(expr)
+        highest, lowest = self.at_most(expr), self.at_most(-expr)
+        if highest is not None and highest <= 0:
+            return True
+        if lowest is not None and lowest < 0:
+            return False
+        return Le0(expr)
+
+
+def every(*parts: Formula) -> Formula:
+    """All of `parts` hold."""
+    flat = {q for p in parts for q in (p.parts if isinstance(p, Every) else (p,))} - {True}
+    if False in flat:
+        return False
+    return True if not flat else next(iter(flat)) if len(flat) == 1 else Every(frozenset(flat))
+
+
+def some(*parts: Formula) -> Formula:
+    """At least one of `parts` holds."""
+    return negation(every(*(negation(p) for p in parts)))
+
+
+def negation(formula: Formula) -> Formula:
+    if isinstance(formula, bool):
+        return not formula
+    if isinstance(formula, Le0):
+        return Le0(sympy.expand(1 - formula.expr))  # not e <= 0  <=>  e >= 1
+    if isinstance(formula, Some):
+        return every(*(negation(p) for p in formula.parts))
+    parts = {q for p in formula.parts for n in (negation(p),) for q in _alternatives(n)} - {False}
+    return True in parts or Some(frozenset(parts)) if parts else False
+
+
+def _alternatives(formula: Formula) -> frozenset[Formula]:
+    return formula.parts if isinstance(formula, Some) else frozenset((formula,))
