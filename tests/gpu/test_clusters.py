@@ -35,15 +35,16 @@ def test_values_and_gradients_are_as_close_as_eagers(case: Case) -> None:
 def test_one_kernel_forward_and_at_most_two_backward(case: Case) -> None:
     inputs = case.inputs(CUDA)
     fast = fc.compile(case.fn, strict=True)
+    seed = int(case.random)  # drawn from PyTorch's generator by a launch of PyTorch's
     forward = device_time(lambda: run(fast, inputs, (), ()), CUDA, repetitions=3)
-    assert forward.kernels == 1, forward.names
+    assert forward.kernels == 1 + seed, forward.names
     wanting = leaves(inputs, case.differentiate)
     with torch.no_grad():
         outputs = case.fn(*inputs.values())
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     gradients = [torch.ones_like(o) for o in outputs]
     both = device_time(lambda: run(fast, wanting, case.differentiate, gradients), CUDA, repetitions=3)
-    assert both.kernels <= 3, both.names
+    assert both.kernels <= 3 + seed, both.names
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
