@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fusion_compiler import report
 from fusion_compiler.dag import OpDag, Source
 from fusion_compiler.loops import LoopNest
 
@@ -70,3 +71,11 @@ class FusionPlan:
     rejections: tuple[Rejected, ...]
     device: str
     notes: dict[str, str] = field(default_factory=dict[str, str])
+
+    def __str__(self) -> str:
+        """What to show a colleague: totals, clusters, library calls, eager ops, largest rejections."""
+        return report.format_plan(self)
+
+    def json(self) -> dict[str, object]:
+        """The plan as plain data; `report.plan_json` documents the schema."""
+        return report.plan_json(self)

@@ -41,6 +41,7 @@ from fusion_compiler.loops import (
     Ref,
 )
 from fusion_compiler.plan import Cost
+from fusion_compiler.schema import is_view
 
 SECTOR = 32  # bytes: the smallest piece of device memory that is moved
 BLOCK = 1024  # elements that one program of a flat kernel holds
@@ -398,10 +399,10 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
 
 
 def eager_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Cost:
-    """One op as the ATen call that eager would make: nothing for a view, else a kernel of its own."""
+    """One op as the ATen call that eager would make: nothing for a view or an input, else its own kernel."""
     if op.kind is ops.Kind.CONTRACTION:
         return contraction_cost(op, device, hints)
-    if not op.bytes:
+    if not isinstance(op.target, OpOverload) or is_view(op.target):
         return Cost(0.0, 0, 0, 0, "launch")
     read, written = _traffic(op, hints)
     slow = op.kind in (ops.Kind.NORMALIZATION, ops.Kind.REDUCTION)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from nests import Nest
+from torch._ops import OpOverload
 
 from fusion_compiler.dag import Op, TensorMeta
 from fusion_compiler.device import DEVICES, device_spec
@@ -21,7 +21,9 @@ from fusion_compiler.loops import COLS, ROWS, Load, Ref
 from fusion_compiler.ops import Kind
 from fusion_compiler.passes.cost import BufferInfo, contraction_cost, cost_of, eager_cost
 from fusion_compiler.plan import Cost
+from tests.nests import Nest
 
+aten = torch.ops.aten
 H200 = device_spec("h200")
 K = 1024
 
@@ -392,7 +394,7 @@ def test_the_model_is_fast():
     assert min(times) < 100e-6
 
 
-def lone(target: str, kind: Kind, shapes: list[tuple[int, ...]], flops: int, dtype: torch.dtype) -> Op:
+def lone(target: OpOverload, kind: Kind, shapes: list[tuple[int, ...]], flops: int, dtype: torch.dtype) -> Op:
     metas = tuple(TensorMeta(shape, (), dtype, "cuda") for shape in shapes)
     moved = sum(prod(shape) for shape in shapes) * dtype.itemsize
     return Op("op", target, kind, (), metas[-1:], (), (), flops, moved, None)
@@ -400,22 +402,24 @@ def lone(target: str, kind: Kind, shapes: list[tuple[int, ...]], flops: int, dty
 
 def test_contraction_cost_of_a_measured_product():
     m, k, n = 16384, 1024, 4096
-    op = lone("aten.mm.default", Kind.CONTRACTION, [(m, k), (k, n), (m, n)], 2 * m * k * n, torch.bfloat16)
+    op = lone(aten.mm.default, Kind.CONTRACTION, [(m, k), (k, n), (m, n)], 2 * m * k * n, torch.bfloat16)
     c = contraction_cost(op, H200)
     assert c.us == pytest.approx(188, rel=0.02) and c.bound == "arithmetic"
     assert (c.bytes_read, c.bytes_written) == ((m * k + k * n) * 2, m * n * 2)
     single = replace(op, outputs=(TensorMeta((m, n), (), torch.float32, "cuda"),))
     assert contraction_cost(single, H200).us > 10 * c.us
-    vector = lone("aten.mm.default", Kind.CONTRACTION, [(1, k), (k, n), (1, n)], 2 * k * n, torch.bfloat16)
+    vector = lone(aten.mm.default, Kind.CONTRACTION, [(1, k), (k, n), (1, n)], 2 * k * n, torch.bfloat16)
     assert contraction_cost(vector, H200).bound != "arithmetic"
 
 
 def test_eager_cost():
     shape = (16384, 4096)
-    view = replace(lone("aten.view.default", Kind.LAYOUT, [shape], 0, torch.bfloat16), bytes=0)
+    view = lone(aten.view.default, Kind.LAYOUT, [shape, shape], 0, torch.bfloat16)
     assert eager_cost(view, H200).us == 0
-    add = lone("aten.add.Tensor", Kind.ELEMENTWISE, [shape, shape, shape], prod(shape), torch.bfloat16)
-    total = lone("aten.sum.dim_IntList", Kind.REDUCTION, [shape, shape, shape], prod(shape), torch.bfloat16)
+    joined = lone(aten.cat.default, Kind.LAYOUT, [shape, shape], 0, torch.bfloat16)
+    assert eager_cost(joined, H200).us > 2 * 2 * prod(shape) / H200.copy_bandwidth * 1e6
+    add = lone(aten.add.Tensor, Kind.ELEMENTWISE, [shape, shape, shape], prod(shape), torch.bfloat16)
+    total = lone(aten.sum.dim_IntList, Kind.REDUCTION, [shape, shape, shape], prod(shape), torch.bfloat16)
     assert add.bytes / H200.copy_bandwidth * 1e6 < eager_cost(add, H200).us < eager_cost(total, H200).us
-    small = lone("aten.add.Tensor", Kind.ELEMENTWISE, [(8,)] * 3, 8, torch.bfloat16)
+    small = lone(aten.add.Tensor, Kind.ELEMENTWISE, [(8,)] * 3, 8, torch.bfloat16)
     assert eager_cost(small, H200) == Cost(H200.launch_us, 32, 16, 8, "launch")

@@ -1,0 +1,25 @@
+"""Facts about ATen overloads that their schemas state."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch._ops import OpOverload
+
+_SHORT = {"convert_element_type": "cast", "_to_copy": "cast"}
+
+
+def is_view(target: object) -> bool:
+    """Whether eager runs the op without a kernel: a view of its input, or an element of a tuple."""
+    if isinstance(target, OpOverload):
+        return target.is_view or target is torch.ops.aten._unsafe_view.default
+    return target is operator.getitem
+
+
+def short_name(target: object) -> str:
+    """ "add" for aten.add.Tensor, "cast" for conversions, the name of any other callable."""
+    if isinstance(target, OpOverload):
+        name = target._schema.name.split("::")[-1]
+        return _SHORT.get(name, name)
+    return getattr(target, "__name__", None) or str(target)
