@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from fusion_compiler.builds import TRITON_LOCK, load_kernel
 from fusion_compiler.errors import KernelError
-from fusion_compiler.kernel import Kernel, Role
+from fusion_compiler.kernel import Kernel
 from fusion_compiler.target import argument_type
 
 Array = np.ndarray[Any, Any]
@@ -47,29 +47,43 @@ def run_kernel(kernel: Kernel, values: Sequence[torch.Tensor | int], grid: Seque
     values: a tensor for each buffer among `kernel.arguments` and an int for each size, in their
     order. Raises KernelError with the interpreter's reason when the kernel fails.
     """
-    arguments = [
-        _to_tensor(value, argument_type(argument), argument.role)
-        for value, argument in zip(values, kernel.arguments, strict=True)
-    ]
-    extents = (*grid, 1, 1)[:3]
+    types = [argument_type(argument) for argument in kernel.arguments]
     try:
-        with interpreting():
-            function = _rewritten(load_kernel(kernel.source, kernel.name).fn)
-            base.interpreter_builder.set_grid_dim(*extents)
-            for program in product(*map(range, extents)):
-                base.interpreter_builder.set_grid_idx(*program)
-                function(*arguments)
+        run_source(kernel.source, kernel.name, types, [_address(value) for value in values], grid)
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
         raise KernelError(kernel=kernel.name, action="run in the interpreter", detail=detail) from error
 
 
-def _to_tensor(value: torch.Tensor | int, name: str, role: Role) -> tl.tensor:
+def run_source(
+    source: str, name: str, types: Sequence[str], values: Sequence[int], grid: Sequence[int]
+) -> None:
+    """Runs the kernel `name` of the module `source`.
+
+    types: Triton's names of the parameters' types ("*bf16", "i64"). values: an address on the host
+    for each pointer, a number for each integer. Raises what the kernel raises.
+    """
+    arguments = [_argument(value, kind) for value, kind in zip(values, types, strict=True)]
+    extents = (*grid, 1, 1)[:3]
+    with interpreting():
+        function = _rewritten(load_kernel(source, name).fn)
+        base.interpreter_builder.set_grid_dim(*extents)
+        for program in product(*map(range, extents)):
+            base.interpreter_builder.set_grid_idx(*program)
+            function(*arguments)
+
+
+def _address(value: torch.Tensor | int) -> int:
+    if isinstance(value, int):
+        return value
+    if value.device.type != "cpu":
+        raise ValueError(f"the interpreter needs CPU tensors, not one on {value.device}")
+    return value.data_ptr()
+
+
+def _argument(value: int, name: str) -> tl.tensor:
     kind: Any = tl.str_to_ty(name, None)
-    if role is Role.SIZE:
-        return tl.tensor(TensorHandle(np.array([value], base._get_np_dtype(kind)), kind), kind)
-    assert isinstance(value, torch.Tensor) and value.device.type == "cpu", "the interpreter needs CPU tensors"
-    return tl.tensor(TensorHandle(np.array([value.data_ptr()], np.uint64), kind), kind)
+    return tl.tensor(TensorHandle(np.array([value], base._get_np_dtype(kind)), kind), kind)
 
 
 @functools.lru_cache(maxsize=1024)

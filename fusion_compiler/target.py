@@ -67,12 +67,13 @@ def parse_target(target: str) -> tuple[str, int | str, int]:
 def build_of(
     kernel: Kernel,
     target: tuple[str, int | str, int],
-    aligned_inputs: bool = True,
+    aligned: bool = True,
     wide_sizes: bool = False,
 ) -> Build:
     """What to compile for `kernel`.
 
-    aligned_inputs: False leaves out that the program's inputs are multiples of 16 bytes.
+    aligned: False leaves out that the program's inputs and sizes are multiples of 16, which its
+        arguments may claim; what the launcher allocates is one in any case.
     wide_sizes: sizes are 64-bit even where the kernel would take them as 32-bit.
     """
 
@@ -81,7 +82,7 @@ def build_of(
         return "i64" if wide else argument_type(argument)
 
     def is_divisible(argument: Argument) -> bool:
-        return argument.aligned and (aligned_inputs or argument.role is not Role.INPUT)
+        return argument.aligned and (aligned or argument.role in (Role.OUTPUT, Role.SCRATCH))
 
     arguments = kernel.arguments
     return Build(

@@ -1,0 +1,328 @@
+"""Runs a cluster: picks among its programs, compiles, tunes, launches, and falls back.
+
+A `Runner` stands for every cluster of one structure. Its first call decides (from the record of an
+earlier process, or by timing the candidates) and leaves behind a function that only launches (see
+`binding`); every later call goes straight there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+
+from fusion_compiler.binding import GRID_LIMITS, Entry, Gpu, Launcher, Variant, bind, evaluate
+from fusion_compiler.builds import Build, compile_builds
+from fusion_compiler.cache import Cache
+from fusion_compiler.errors import FusionWarning, KernelError
+from fusion_compiler.kernel import Buffer, Program, Role
+from fusion_compiler.target import build_of
+
+Backend = Literal["triton", "interpret", "eager"]
+
+# A later candidate is taken only where it beats every earlier one by more than timing noise.
+NOISE = 0.02
+
+
+def find_gpu(device: torch.device | None) -> Gpu:
+    """The CUDA device `device`, None for the current one.
+
+    Raises ValueError for another kind of device, and when Triton is missing or has no driver for it.
+    """
+    if device is not None and device.type != "cuda":
+        raise ValueError(f"its inputs are on {device}, and Triton's kernels need a CUDA device")
+    from fusion_compiler.cuda import gpu_of
+
+    return gpu_of(torch.cuda.current_device() if device is None else device.index)
+
+
+class Runner:
+    """Computes one cluster: `runner(*inputs, *sizes)` gives the tuple of its outputs.
+
+    candidates: programs that compute the same, best predicted first; at least one.
+    fallback: takes the same arguments and gives the same outputs, by ATen.
+    name: of the cluster, for messages.
+    backend: "triton" compiles and launches; "interpret" runs candidate `schedule` in Triton's
+        interpreter, on CPU tensors; "eager" calls the fallback.
+    strict: a failure raises KernelError; otherwise one FusionWarning says what failed, and from
+        then on the fallback computes the cluster.
+    tune: several candidates are timed on the first call, with its arguments; otherwise the first
+        that compiles is taken. cache: where the outcome is kept between processes.
+    gpus: finds the GPU of the inputs' device, or of None where there are no inputs.
+
+    While a CUDA graph is captured nothing is timed: the first candidate is taken. Out of memory
+    while timing does the same; out of memory while launching raises, as in eager.
+    """
+
+    def __init__(
+        self,
+        candidates: tuple[Program, ...],
+        fallback: Launcher,
+        *,
+        name: str,
+        backend: Backend = "triton",
+        strict: bool = False,
+        tune: bool = True,
+        cache: Cache | None = None,
+        schedule: int = 0,
+        gpus: Callable[[torch.device | None], Gpu] = find_gpu,
+    ) -> None:
+        if not candidates and backend != "eager":
+            raise ValueError(f"cluster {name} has no program")
+        self.candidates = candidates
+        self.fallback = fallback
+        self.name = name
+        self.backend: Backend = backend
+        self.strict = strict
+        self.tune = tune
+        self.cache = cache
+        self.schedule = schedule
+        self._gpus = gpus
+        self._lock = threading.RLock()
+        self._launchers: dict[int, Launcher] = {}
+        self._entry: Launcher = {
+            "triton": self._dispatch,
+            "interpret": self._interpret,
+            "eager": fallback,
+        }[backend]
+
+    def __call__(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+        return self._entry(*arguments)
+
+    # -- deciding ----------------------------------------------------------------------------------
+
+    def _dispatch(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+        """Calls the function of the arguments' device, made now when this is its first call."""
+        try:
+            gpu = self._gpu_of(arguments)
+            launcher = self._launchers.get(gpu.index)
+            if launcher is None:
+                with self._lock:
+                    launcher = self._launchers.get(gpu.index) or self._decide(gpu, arguments)
+                    self._launchers[gpu.index] = launcher
+                    if self._entry == self._dispatch:  # later devices come back through `elsewhere`
+                        self._entry = launcher
+        except KernelError as error:
+            return self._give_up(error, arguments)
+        with gpu.active():
+            return launcher(*arguments)
+
+    def _gpu_of(self, arguments: Sequence[torch.Tensor | int]) -> Gpu:
+        devices = sorted({str(a.device) for a in arguments if isinstance(a, torch.Tensor)})
+        try:
+            if len(devices) > 1:
+                raise ValueError(f"its inputs are on {' and '.join(devices)}; they must be on one device")
+            return self._gpus(torch.device(devices[0]) if devices else None)
+        except Exception as error:  # no Triton, no driver, a device that is none
+            raise self._error("launch", error) from error
+
+    def _decide(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
+        """The function of the best candidate on `gpu`. Raises KernelError when none can be launched."""
+        rivals = self.candidates[:1] if gpu.is_capturing() or not self.tune else self.candidates
+        key = tuning_key(self.candidates, gpu.name)
+        if len(rivals) > 1:
+            chosen = self._recorded(key)
+            if chosen is None:
+                chosen = self._fastest(gpu, arguments, key)
+            order = [chosen, *(i for i in range(len(self.candidates)) if i != chosen)]
+        else:
+            order = list(range(len(self.candidates)))
+        reasons: list[str] = []
+        for i in order:
+            try:
+                return _Bound(self, self.candidates[i], gpu).variant(True, False)
+            except KernelError as error:
+                reasons.append(f"{self.candidates[i].schedule or f'candidate {i}'}: {error.fields['detail']}")
+        raise self._error("compile", "; ".join(dict.fromkeys(reasons)))
+
+    def _recorded(self, key: str) -> int | None:
+        """The candidate that an earlier process found fastest."""
+        record = self.cache.get(key) if self.cache is not None else None
+        chosen = record.get("candidate") if isinstance(record, dict) else None
+        known = isinstance(chosen, int) and 0 <= chosen < len(self.candidates)
+        return chosen if known else None
+
+    def _fastest(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int], key: str) -> int:
+        """Compiles all candidates at once, times those that can be launched, and keeps the outcome."""
+        compile_builds(b for program in self.candidates for b in program_builds(program, gpu.target))
+        launchers: dict[int, Launcher] = {}
+        for i, program in enumerate(self.candidates):
+            try:
+                launchers[i] = _Bound(self, program, gpu).variant(True, False)
+            except KernelError:
+                continue  # `_decide` reports it, if no other can be launched
+        if len(launchers) < 2:
+            return next(iter(launchers), 0)
+        try:
+            times = gpu.times([functools.partial(launcher, *arguments) for launcher in launchers.values()])
+        except torch.OutOfMemoryError:
+            return next(iter(launchers))
+        bar = min(times) * (1 + NOISE)
+        chosen = next(i for i, us in zip(launchers, times, strict=True) if us <= bar)
+        if self.cache is not None:
+            self.cache.put(key, {"cluster": self.name, "candidate": chosen, "us": times})
+        return chosen
+
+    # -- failing -----------------------------------------------------------------------------------
+
+    def _error(self, action: str, detail: object) -> KernelError:
+        return KernelError(kernel=self.name, action=action, detail=detail)
+
+    def _give_up(
+        self, error: KernelError, arguments: Sequence[torch.Tensor | int]
+    ) -> tuple[torch.Tensor, ...]:
+        """Computes by the fallback, from now on without another word."""
+        if self.strict:
+            raise error
+        with self._lock:
+            if self._entry != self.fallback:
+                self._entry = self.fallback
+                warnings.warn(
+                    f"cluster {self.name} runs eager: {error}\n  or pass strict=True to raise here",
+                    FusionWarning,
+                    stacklevel=4,
+                )
+        return self.fallback(*arguments)
+
+    def _too_large(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+        detail = f"the sizes {[a for a in arguments if isinstance(a, int)]} need a grid beyond {GRID_LIMITS}"
+        error = self._error("launch", detail)
+        if self.strict:
+            raise error
+        warnings.warn(f"cluster {self.name} runs eager here: {error}", FusionWarning, stacklevel=3)
+        return self.fallback(*arguments)
+
+    # -- interpreting ------------------------------------------------------------------------------
+
+    def _interpret(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+        program = self.candidates[self.schedule]
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        sizes = [a for a in arguments if isinstance(a, int)]
+        try:
+            if wrong := {str(tensor.device) for tensor in tensors} - {"cpu"}:
+                raise self._error("run in the interpreter", f"its inputs are on {sorted(wrong)}, not on cpu")
+            return interpret(program, tensors, sizes)
+        except KernelError as error:
+            return self._give_up(error, arguments)
+
+
+class _Bound:
+    """A program on a device: the launch functions of its variants, each built when first needed."""
+
+    def __init__(self, runner: Runner, program: Program, gpu: Gpu) -> None:
+        self._runner = runner
+        self._program = program
+        self._gpu = gpu
+        self._variants: dict[Variant, Launcher] = {}
+
+    def variant(self, aligned: bool, wide: bool) -> Launcher:
+        """Raises KernelError when a kernel does not compile or needs more than the device has."""
+        wanted = Variant(aligned, wide)
+        found = self._variants.get(wanted)
+        if found is None:
+            entries = [self._load(build) for build in program_builds(self._program, self._gpu.target, wanted)]
+            found = self._variants[wanted] = bind(
+                self._program,
+                wanted,
+                entries,
+                self._gpu,
+                self._late_variant,
+                self._runner._dispatch,
+                self._runner._too_large,
+            )
+        return found
+
+    def _late_variant(self, aligned: bool, wide: bool) -> Launcher:
+        """A variant that a later call needs: when it cannot be built, the fallback takes that call."""
+        try:
+            return self.variant(aligned, wide)
+        except KernelError as error:
+            failure = error
+        return lambda *arguments: self._runner._give_up(failure, arguments)
+
+    def _load(self, build: Build) -> Entry:
+        try:
+            return self._gpu.load(build)
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}"
+            raise KernelError(kernel=build.name, action="compile", detail=detail) from error
+
+
+def program_builds(
+    program: Program, target: tuple[str, int | str, int], variant: Variant | None = None
+) -> list[Build]:
+    """The builds of a program's kernels, in order."""
+    variant = variant or Variant()
+    return [build_of(kernel, target, variant.aligned, variant.wide) for kernel in program.kernels]
+
+
+@functools.cache
+def _versions() -> str:
+    return f"torch {torch.__version__} triton {importlib.metadata.version('triton')}"
+
+
+def tuning_key(candidates: Iterable[Program], device: str) -> str:
+    """What a tuning record is kept under: everything that its outcome depends on."""
+    kernels = [
+        (kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.arguments)
+        for program in candidates
+        for kernel in program.kernels
+    ]
+    digest = hashlib.sha256(repr(kernels).encode()).hexdigest()
+    return f"tuning {digest} on {device}, {_versions()}"
+
+
+def compile_all(
+    runners: Iterable[Runner], device: torch.device | None = None, workers: int | None = None
+) -> dict[str, str]:
+    """Compiles the kernels of many clusters in parallel, ahead of their first calls.
+
+    Equal kernels are compiled once, and where an earlier process has tuned a cluster, its winner
+    alone. device: by default the current CUDA device. Returns kernel name ->
+    reason for those that did not compile; the runners that need them report it when called.
+    """
+    builds: list[Build] = []
+    for runner in runners:
+        if runner.backend != "triton":
+            continue
+        gpu = runner._gpus(device)
+        programs = runner.candidates if runner.tune else runner.candidates[:1]
+        recorded = runner._recorded(tuning_key(runner.candidates, gpu.name)) if len(programs) > 1 else None
+        if recorded is not None:
+            programs = (runner.candidates[recorded],)
+        builds += [build for program in programs for build in program_builds(program, gpu.target)]
+    failed = compile_builds(builds, workers)
+    return {build.name: reason for build, reason in failed.items()}
+
+
+def interpret(
+    program: Program, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()
+) -> tuple[torch.Tensor, ...]:
+    """Runs a program on CPU tensors in Triton's interpreter.
+
+    Raises KernelError when a kernel fails, or leaves behind scratch that it should leave zero.
+    """
+    from fusion_compiler.interpreter import run_kernel
+
+    def allocate(buffer: Buffer) -> torch.Tensor:
+        shape, stride = (evaluate(dims, program, sizes) for dims in (buffer.shape, buffer.stride))
+        empty = torch.empty_strided(shape, stride, dtype=buffer.dtype)
+        return empty.zero_() if buffer.zeroed else empty
+
+    outputs = [allocate(buffer) for buffer in program.outputs]
+    scratch = [allocate(buffer) for buffer in program.scratch]
+    values = {Role.INPUT: inputs, Role.OUTPUT: outputs, Role.SCRATCH: scratch, Role.SIZE: sizes}
+    for kernel in program.kernels:
+        arguments = [values[argument.role][argument.index] for argument in kernel.arguments]
+        run_kernel(kernel, arguments, evaluate(kernel.grid, program, sizes))
+    for tensor, buffer in zip(scratch, program.scratch, strict=True):
+        if buffer.zeroed and tensor.count_nonzero():
+            detail = f"scratch {buffer.name} is not zero at the end"
+            raise KernelError(kernel=program.kernels[-1].name, action="clear its scratch", detail=detail)
+    return tuple(outputs)
