@@ -40,6 +40,13 @@ def sigmoid(x):
 
 
 @triton.jit
+def copysign(x, y):
+    """The magnitude of x with the sign of y, also that of a zero or a NaN."""
+    dtype: tl.constexpr = (x + y).dtype
+    return libdevice.copysign(tl.cast(x, dtype), tl.cast(y, dtype))
+
+
+@triton.jit
 def fmod(x, y):
     """Remainder with the sign of the dividend (C's fmod and %)."""
     dtype: tl.constexpr = (x + y).dtype
@@ -151,3 +158,36 @@ def uniform(seed, index, salt):
     a, b, c, d = uniform4(seed, index // 4, salt)
     lane = index % 4
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+
+
+@triton.jit
+def multiply(a, b):
+    """The combining function of products."""
+    return a * b
+
+
+@triton.jit
+def maximum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
+    """The maximum along an axis; NaN where there is one, which tl.max would pass over."""
+    nan = tl.max((x != x).to(tl.int32), axis=axis, keep_dims=keep_dims)
+    return tl.where(nan != 0, float("nan"), tl.max(x, axis=axis, keep_dims=keep_dims))
+
+
+@triton.jit
+def minimum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
+    """The minimum along an axis; NaN where there is one, which tl.min would pass over."""
+    nan = tl.max((x != x).to(tl.int32), axis=axis, keep_dims=keep_dims)
+    return tl.where(nan != 0, float("nan"), tl.min(x, axis=axis, keep_dims=keep_dims))
+
+
+@triton.jit
+def uniform_block(seed, counter, salt):
+    """uniform() of four elements for each counter, side by side along the last axis."""
+    a, b, c, d = uniform4(seed, counter, salt)
+    fours = tl.join(tl.join(a, c), tl.join(b, d))
+    shape: tl.constexpr = fours.shape
+    if len(shape) == 3:
+        out = tl.reshape(fours, [shape[0] * 4])
+    else:
+        out = tl.reshape(fours, [shape[0], shape[1] * 4])
+    return out

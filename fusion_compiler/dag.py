@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import networkx as nx
@@ -9,9 +11,10 @@ import sympy
 import torch
 from torch import fx
 
-from fusion_compiler.ops import Kind
+from fusion_compiler.dims import Dim, hint, numel
+from fusion_compiler.ops import Kind, spec_of
 
-Dim = int | sympy.Expr
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,13 @@ class TensorMeta:
     stride: tuple[Dim, ...]
     dtype: torch.dtype
     device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is another op's result."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -68,3 +78,121 @@ class OpDag:
 
     def op(self, name: str) -> Op:
         return self.graph.nodes[name]["op"]
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Names in execution order."""
+        return tuple(self.graph.nodes)
+
+    def consumers(self, name: str) -> tuple[str, ...]:
+        return tuple(self.graph.successors(name))
+
+
+# Library calls: their arithmetic is worth more than any fusion around them.
+CONTRACTIONS = frozenset({
+    "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "_addmm_activation",
+    "_scaled_mm", "_grouped_mm", "matmul", "einsum",
+})  # fmt: skip
+
+
+def kind_of(node: fx.Node) -> Kind:
+    """The class of an fx node: from the operator table, else contraction by name, else opaque."""
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        return kind_of(parent) if isinstance(parent, fx.Node) and kind_of(parent) is Kind.LAYOUT else Kind.OPAQUE
+    spec = spec_of(node.target)
+    if spec is not None:
+        return spec.kind
+    name = getattr(node.target, "_opname", "")
+    if name in CONTRACTIONS or "scaled_dot_product" in name or "attention" in name:
+        return Kind.CONTRACTION
+    return Kind.OPAQUE
+
+
+def dim_of(size: int | torch.SymInt) -> Dim:
+    """An integer as it is; a SymInt as its sympy expression, or as an integer where it is constant."""
+    if isinstance(size, int):
+        return size
+    expr = sympy.expand(size.node.expr)
+    return int(expr) if expr.is_Integer else expr
+
+
+def metas_of(value: object) -> tuple[TensorMeta, ...]:
+    """TensorMeta of every tensor in an fx node's `val`; empty for symbolic integers and None."""
+    if isinstance(value, torch.Tensor):
+        shape = tuple(map(dim_of, value.shape))
+        strided = value.layout is torch.strided
+        stride = tuple(map(dim_of, value.stride())) if strided else ()
+        return (TensorMeta(shape, stride, value.dtype, str(value.device)),)
+    if isinstance(value, list | tuple):
+        return tuple(m for v in value for m in metas_of(v))
+    return ()
+
+
+def _argument(arg: object) -> object:
+    """An fx argument with nodes as Ref, symbolic integers as Dim, containers as tuples."""
+    if isinstance(arg, fx.Node):
+        value = arg.meta.get("val")
+        return dim_of(value) if isinstance(value, int | torch.SymInt) else Ref(arg.name)
+    if isinstance(arg, list | tuple):
+        return tuple(_argument(a) for a in arg)
+    if isinstance(arg, slice):
+        return (_argument(arg.start), _argument(arg.stop), _argument(arg.step))
+    return arg
+
+
+def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMeta]) -> int:
+    """Arithmetic of one op: table rows by element, matrix products by their inner dimension."""
+    spec = spec_of(node.target)
+    out = sum(numel(m.shape) for m in outputs)
+    if spec is not None:
+        return spec.flops * (max([out, *(numel(m.shape) for m in inputs)]) if spec.combine else out)
+    name = getattr(node.target, "_opname", "")
+    if name in ("mm", "bmm", "linear"):
+        return 2 * out * hint(inputs[0].shape[-1])
+    if name in ("addmm", "baddbmm", "_addmm_activation"):
+        return 2 * out * hint(inputs[1].shape[-1])
+    if "attention" in name and len(inputs) >= 3:
+        query, key = inputs[:2]  # two products, forward; five in the backward pass
+        return (10 if "backward" in name else 4) * numel(query.shape) * hint(key.shape[-2])
+    if name.startswith("convolution") and len(inputs) >= 2:
+        weight = inputs[2 if "backward" in name else 1]
+        positions = inputs[0] if "backward" in name else outputs[0]
+        return 2 * numel(positions.shape) * numel(weight.shape[1:]) * (2 if "backward" in name else 1)
+    return 0
+
+
+def _bytes(meta: TensorMeta) -> int:
+    return numel(meta.shape) * meta.dtype.itemsize
+
+
+def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = lambda node: None) -> OpDag:
+    """Read an fx graph of functional ATen ops, annotated with FakeTensors, as an OpDag."""
+    graph: nx.DiGraph = nx.DiGraph()
+    inputs: list[str] = []
+    outputs: tuple[str, ...] = ()
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            outputs = tuple(n.name for n in node.all_input_nodes)
+            continue
+        metas = metas_of(node.meta.get("val"))
+        reads = [metas_of(n.meta.get("val")) for n in node.all_input_nodes]
+        flat = [m for r in reads for m in r]
+        is_input = node.op in ("placeholder", "get_attr")
+        if is_input:
+            inputs.append(node.name)
+        op = Op(
+            name=node.name,
+            target=node.op if is_input else node.target,
+            kind=Kind.OPAQUE if is_input else kind_of(node),
+            inputs=tuple(n.name for n in node.all_input_nodes),
+            outputs=metas,
+            args=tuple(_argument(a) for a in node.args),
+            kwargs=tuple((k, _argument(v)) for k, v in node.kwargs.items()),
+            flops=0 if is_input else _work(node, metas, flat),
+            bytes=0 if is_input else sum(map(_bytes, metas)) + sum(map(_bytes, flat)),
+            source=None if is_input else source_of(node),
+        )
+        graph.add_node(node.name, op=op)
+        graph.add_edges_from((name, node.name) for name in op.inputs)
+    return OpDag(graph, tuple(inputs), outputs, gm)

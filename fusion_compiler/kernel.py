@@ -8,7 +8,7 @@ from enum import StrEnum
 import sympy
 import torch
 
-Dim = int | sympy.Expr
+from fusion_compiler.dims import Dim
 
 
 class Role(StrEnum):

@@ -15,13 +15,14 @@ varies over; a tile holds it as [ROWS, COLS], [ROWS, 1], [1, COLS] or [1, 1].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-import sympy
 import torch
 from torch._ops import OpOverload
 
-Dim = int | sympy.Expr
+from fusion_compiler.dims import Dim
+
 ROWS, COLS = "rows", "cols"
 
 
@@ -125,3 +126,67 @@ class LoopNest:
     nodes: tuple[Node, ...]
     stores: tuple[Store, ...]
     names: tuple[str, ...]  # of the values, for printing: one per node
+
+
+def operands_of(node: Node) -> tuple[int, ...]:
+    """Numbers of the nodes that a node reads."""
+    match node:
+        case Load(_, index, within, _):
+            own = () if within is None else (within,)
+            return (*own, *_indirect(index))
+        case Coordinate(index, _) | InRange(index, _, _, _):
+            return _indirect(index)
+        case Random(seed, index, _, _):
+            return (seed, *_indirect(index))
+        case Compute(_, operands, _):
+            return tuple(a.node for _, a in operands if isinstance(a, Ref))
+        case Reduce(_, operand, _, _):
+            return (operand,)
+        case _:
+            return ()
+
+
+def _indirect(index: Index) -> tuple[int, ...]:
+    return tuple(~key for key, _ in index.terms if key < 0)
+
+
+def store_operands(store: Store) -> tuple[int, ...]:
+    within = () if store.within is None else (store.within,)
+    return (store.value, *within, *_indirect(store.index))
+
+
+def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
+    """The axis groups that each node varies over."""
+    out: list[frozenset[str]] = []
+    for node in loops.nodes:
+        groups = {g for o in operands_of(node) for g in out[o]}
+        if isinstance(node, Load | Coordinate | InRange | Random):
+            groups |= {loops.axes[k].group for k, _ in node.index.terms if k >= 0}
+        if isinstance(node, Reduce):
+            groups -= node.over
+        out.append(frozenset(groups))
+    return tuple(out)
+
+
+def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Node:
+    """A node whose operands, and axes where given, go by new numbers."""
+    match node:
+        case Load():
+            within = None if node.within is None else numbers[node.within]
+            return replace(node, index=renumber_index(node.index, numbers, axes), within=within)
+        case Coordinate() | InRange():
+            return replace(node, index=renumber_index(node.index, numbers, axes))
+        case Random():
+            return replace(node, seed=numbers[node.seed], index=renumber_index(node.index, numbers, axes))
+        case Compute():
+            operands = tuple((n, Ref(numbers[a.node]) if isinstance(a, Ref) else a) for n, a in node.operands)
+            return replace(node, operands=operands)
+        case Reduce():
+            return replace(node, operand=numbers[node.operand])
+        case _:
+            return node
+
+
+def renumber_index(index: Index, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Index:
+    moved = ((~numbers[~k] if k < 0 else k if axes is None else axes[k], c) for k, c in index.terms)
+    return Index(index.const, tuple(sorted(moved)))

@@ -1,0 +1,35 @@
+"""Row reductions together with sums over the rows: dx and dweight of a norm in one pass.
+
+Each program walks blocks of rows, keeps its share of the sums over rows in registers, and leaves one
+partial row; about one program a multiprocessor, loads of the next rows in flight by software pipelining.
+"""
+
+from __future__ import annotations
+
+from fusion_compiler.codegen.printer import Analysis, Cols, Schedule
+from fusion_compiler.device import DeviceSpec
+from fusion_compiler.dims import hint
+from fusion_compiler.loops import COLS, ROWS
+
+WIDEST = 16384
+
+
+def fits(a: Analysis) -> bool:
+    width = a.size(COLS)
+    wide_sums = any(COLS in a.groups[i] for i in a.across_rows)
+    unknown = bool(a.across_rows) and not isinstance(a.size(ROWS), int)
+    return isinstance(width, int) and width <= WIDEST and (wide_sums or unknown)
+
+
+def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    width, count = a.size(COLS), hint(a.size(ROWS))
+    assert isinstance(width, int)
+    block = 1 << max(0, (width - 1).bit_length())
+    rows = max(1, min(8192 // block, 8))
+    shapes = ((rows, 8, 3), (max(1, rows // 2), 8, 3), (max(1, rows // 2), 4, 2), (rows, 8, 1))
+    if not isinstance(a.size(ROWS), int):
+        count = 1 << 30
+    return tuple(
+        Schedule(r, block, Cols.WHOLE, programs=max(1, min(device.sms, -(-count // r))), num_warps=w, num_stages=s)
+        for r, w, s in dict.fromkeys(shapes)
+    )

@@ -1,0 +1,71 @@
+"""Sizes: integers, or sympy expressions of positive integer symbols where shapes are dynamic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import sympy
+
+Dim = int | sympy.Expr
+
+
+def simple(dim: Dim) -> Dim:
+    """An expression in normal form, an integer where it is constant."""
+    if isinstance(dim, int):
+        return dim
+    expr = sympy.expand(dim)
+    return int(expr) if expr.is_Integer else expr
+
+
+def product(dims: Iterable[Dim]) -> Dim:
+    result: Dim = 1
+    for dim in dims:
+        result = result * dim
+    return simple(result)
+
+
+@lru_cache(maxsize=65536)
+def quotient(a: Dim, b: Dim) -> Dim | None:
+    """a / b where b divides a for every value of the symbols, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    ratio = sympy.cancel(sympy.sympify(a) / b)
+    numerator, denominator = sympy.fraction(ratio)
+    if denominator != 1 or not numerator.is_integer:
+        return None
+    return simple(numerator)
+
+
+@lru_cache(maxsize=65536)
+def not_above(a: Dim, b: Dim) -> bool:
+    """Whether a <= b for every value of the symbols (False: not proved)."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a <= b
+    return bool(sympy.expand(sympy.sympify(b) - a).is_nonnegative)
+
+
+def hint(dim: Dim, values: Mapping[sympy.Symbol, int] | None = None) -> int:
+    """A number for estimates: the size itself; symbols from `values`, else 64 each."""
+    if isinstance(dim, int):
+        return dim
+    known = values or {}
+    return int(dim.subs({s: known.get(s, 64) for s in dim.free_symbols}))  # type: ignore[arg-type]
+
+
+def numel(shape: Iterable[Dim]) -> int:
+    """Number of elements, symbols estimated."""
+    total = 1
+    for dim in shape:
+        total *= hint(dim)
+    return total
+
+
+def strides_of(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """Contiguous strides in elements."""
+    strides: list[Dim] = []
+    step: Dim = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = simple(step * size)
+    return tuple(reversed(strides))

@@ -1,0 +1,411 @@
+"""Group ops into clusters: best predicted gain first, re-scored as clusters grow.
+
+Every fusible op starts as a cluster of its own. A merge is legal when no path leaves the pair and comes
+back (kept as bit sets), when the union lowers to one tile program, and when that obeys the laws; it is
+worth it when the cost model predicts that the union is faster than the two. Ops that cost less to compute
+again than to read (constants, index arithmetic, widening casts) are part of every cluster that reads them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+
+from fusion_compiler.dag import Op, OpDag
+from fusion_compiler.device import DeviceSpec
+from fusion_compiler.dims import numel
+from fusion_compiler.loops import LoopNest
+from fusion_compiler.ops import Kind, spec_of
+from fusion_compiler.passes import layout
+from fusion_compiler.passes.cost import BufferInfo, cost_of
+from fusion_compiler.passes.legality import first_refusal
+from fusion_compiler.passes.lower import Illegal, lower
+from fusion_compiler.passes.simplify import simplify
+from fusion_compiler.plan import Cluster, Cost, FusionPlan, Leftover, Rejected
+from fusion_compiler.schema import short_name
+
+FUSIBLE = frozenset({Kind.ELEMENTWISE, Kind.REDUCTION, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT})
+L2_SHARE = 0.25  # of L2 that a tensor may fill and still be there when the next kernel reads it
+
+
+@dataclass(frozen=True)
+class Part:
+    """A cluster while the search runs. ops in topological order, outputs among them."""
+
+    ops: tuple[str, ...]
+    outputs: tuple[str, ...]
+    loops: LoopNest
+    cost: Cost
+    unfused_us: float
+
+
+class Reads:
+    """Who reads whom once views are looked through."""
+
+    def __init__(self, dag: OpDag) -> None:
+        self.dag = dag
+        self.position = {name: i for i, name in enumerate(dag.order)}
+        self.sources: dict[str, tuple[str, ...]] = {}
+        self.users: dict[str, list[str]] = {name: [] for name in dag.order}
+        for name in dag.order:
+            sources = tuple(dict.fromkeys(self.base(i) for i in dag.op(name).inputs))
+            self.sources[name] = sources
+            if not layout.is_view(dag.op(name)):
+                for source in sources:
+                    self.users[source].append(name)
+        self.returned = frozenset(self.base(o) for o in dag.outputs)
+
+    def base(self, name: str) -> str:
+        """The op whose result a chain of views shows."""
+        while layout.is_view(self.dag.op(name)):
+            name = self.dag.op(name).inputs[0]
+        return name
+
+    def views_of(self, name: str) -> list[str]:
+        """The views through which a tensor is seen, itself first."""
+        found, stack = [], [name]
+        while stack:
+            found.append(stack.pop())
+            stack.extend(c for c in self.dag.consumers(found[-1]) if layout.is_view(self.dag.op(c)))
+        return found
+
+
+class Search:
+    """One graph's clustering on one device."""
+
+    def __init__(self, dag: OpDag, device: DeviceSpec, hints: Mapping[sympy.Symbol, int], rounded: bool) -> None:
+        self.dag, self.device, self.hints, self.rounded = dag, device, hints, rounded
+        self.reads = Reads(dag)
+        self.infos: dict[str, BufferInfo] = {}
+        self.rejections: dict[tuple[str, str], Rejected] = {}
+        self.leftovers: list[Leftover] = []
+        self.memo: dict[tuple[str, ...], Part | Illegal] = {}
+        self.again = frozenset(n for n in dag.order if self.fusible(dag.op(n)) and self.cheap(dag.op(n)))
+        self.parts: dict[int, Part] = {}
+        self.owner: dict[str, int] = {}
+        self.start()
+
+    # -- single ops --------------------------------------------------------------------------------
+
+    def fusible(self, op: Op) -> bool:
+        return op.kind in FUSIBLE and not layout.is_view(op) and len(op.outputs) == 1 and spec_of(op.target) is not None
+
+    def cheap(self, op: Op) -> bool:
+        """Whether computing it again costs no more than reading it: at most one tensor, not wider than the result."""
+        if op.kind is Kind.REDUCTION or op.kind is Kind.RANDOM:
+            return False
+        spec = spec_of(op.target)
+        tensors = [m for i in op.inputs for m in self.dag.op(i).outputs]
+        if spec is None or spec.special > 0 or spec.flops > 2 or len(tensors) > 1:
+            return False
+        out = op.outputs[0]
+        return all(
+            m.dtype.itemsize <= out.dtype.itemsize and numel(m.shape) <= numel(out.shape) for m in tensors
+        )
+
+    def info(self, name: str) -> BufferInfo:
+        found = self.infos.get(name)
+        if found is None:
+            op = self.dag.op(name)
+            meta = op.outputs[0]
+            count = numel(meta.shape)
+            made_here = op.target not in ("placeholder", "get_attr")
+            near = made_here and count * meta.dtype.itemsize < L2_SHARE * self.device.l2_bytes
+            found = self.infos[name] = BufferInfo(count, meta.dtype.itemsize, near)
+        return found
+
+    def part(self, ops: tuple[str, ...]) -> Part:
+        """Lower, check and price a set of ops. Raises Illegal."""
+        known = self.memo.get(ops)
+        if known is None:
+            try:
+                known = self._part(ops)
+            except Illegal as error:
+                known = error
+            self.memo[ops] = known
+        if isinstance(known, Illegal):
+            raise known
+        return known
+
+    def _part(self, ops: tuple[str, ...]) -> Part:
+        inside = set(ops)
+        outputs = tuple(n for n in ops if self.escapes(n, inside))
+        if not outputs:
+            raise Illegal("dead", "nothing reads it")
+        loops = simplify(lower(self.dag, ops, outputs, round_like_eager=self.rounded))
+        refusal = first_refusal(loops, self.device)
+        if refusal is not None:
+            raise Illegal(*refusal)
+        buffers = {n.buffer: self.info(n.buffer) for n in loops.nodes if hasattr(n, "buffer")}
+        buffers |= {s.buffer: self.info(s.buffer) for s in loops.stores}
+        cost = cost_of(loops, self.device, buffers, self.hints)
+        return Part(ops, outputs, loops, cost, cost.us)
+
+    def escapes(self, name: str, inside: set[str]) -> bool:
+        """Whether a value is needed outside. What is computed again inside is stored only where nobody else can."""
+        outside = [u for u in self.reads.users[name] if u not in inside]
+        if name in self.again:
+            own = self.closure(name)
+            if inside != set(own):
+                return False
+            return name in self.reads.returned or any(u not in self.owned for u in outside)
+        return name in self.reads.returned or bool(outside)
+
+    def closure(self, name: str) -> tuple[str, ...]:
+        """An op with all that is computed again for it, in topological order."""
+        found, stack = {name}, [name]
+        while stack:
+            for source in self.reads.sources[stack.pop()]:
+                if source in self.again and source not in found:
+                    found.add(source)
+                    stack.append(source)
+        return tuple(sorted(found, key=self.reads.position.__getitem__))
+
+    def start(self) -> None:
+        """One part for every op that needs a result in memory."""
+        order = [n for n in self.dag.order if n not in self.dag.inputs and not layout.is_view(self.dag.op(n))]
+        self.owned = {n for n in order if self.fusible(self.dag.op(n))}
+        devices = {n: m.device for n in order for m in self.dag.op(n).outputs[:1]}
+        for name in list(order):
+            op = self.dag.op(name)
+            if name not in self.owned:
+                self.leave(op, "library call" if op.kind is Kind.CONTRACTION else "no row in the operator table")
+        for name in order:
+            if name not in self.owned:
+                continue
+            reason = self.foreign(self.dag.op(name), devices)
+            if reason is None and name not in self.again:
+                try:
+                    self.parts[self.reads.position[name]] = self.part(self.closure(name))
+                    continue
+                except Illegal as error:
+                    reason = f"{error.rule}: {error.reason}"
+            if reason is not None:
+                self.owned.discard(name)
+                self.again -= {name}
+                self.memo.clear()
+                if reason != "dead: nothing reads it":
+                    self.leave(self.dag.op(name), reason)
+        for name in order:  # what is computed again by everyone still has to exist for those who cannot
+            if name in self.again and (name in self.reads.returned or any(u not in self.owned for u in self.reads.users[name])):
+                self.parts[self.reads.position[name]] = self.part(self.closure(name))
+        for number, part in self.parts.items():
+            self.owner[self.dag.order[number]] = number
+
+    def foreign(self, op: Op, devices: Mapping[str, str]) -> str | None:
+        """A tensor on another device than the graph's."""
+        tensors = [m.device for i in op.inputs for m in self.dag.op(i).outputs]
+        if any(d != op.outputs[0].device for d in tensors):
+            return "reads a tensor on another device"
+        main = max(set(devices.values()), key=list(devices.values()).count)
+        return None if op.outputs[0].device == main else f"runs on {op.outputs[0].device}, the graph on {main}"
+
+    def leave(self, op: Op, reason: str) -> None:
+        self.leftovers.append(Leftover(op.name, str(op.target), str(op.kind), reason, op.source))
+
+    # -- convexity ----------------------------------------------------------------------------------
+
+    def build_reach(self) -> None:
+        """Descendants and ancestors of every unit, as bit sets over unit numbers."""
+        unit = dict(self.owner)
+        for name in self.dag.order:
+            if name not in unit and not layout.is_view(self.dag.op(name)) and name not in self.again:
+                unit[name] = self.reads.position[name]
+        self.unit = unit
+        self.below: dict[int, int] = {}
+        self.above: dict[int, int] = {}
+        for name in self.dag.order:
+            number = unit.get(name)
+            if number is None:
+                continue
+            above = 0
+            for source in self.unit_sources(number):
+                above |= self.above[source] | (1 << source)
+            self.above[number] = above
+            self.below[number] = 0
+        for number in sorted(self.above, reverse=True):
+            for source in self.unit_sources(number):
+                self.below[source] |= self.below[number] | (1 << number)
+
+    def unit_sources(self, number: int) -> set[int]:
+        """Units that a unit reads."""
+        part = self.parts.get(number)
+        names = part.ops if part else (self.dag.order[number],)
+        inside = set(names)
+        out: set[int] = set()
+        for name in names:
+            for source in self.reads.sources[name]:
+                if source not in inside and source in self.unit and self.unit[source] != number:
+                    out.add(self.unit[source])
+        return out
+
+    def convex(self, a: int, b: int) -> bool:
+        """No unit lies on a path between them."""
+        between = (self.below[a] & self.above[b]) | (self.below[b] & self.above[a])
+        return not between & ~((1 << a) | (1 << b))
+
+    def join_reach(self, kept: int, gone: int) -> None:
+        """`gone` becomes part of `kept`: everything above either is above both, likewise below."""
+        pair = (1 << kept) | (1 << gone)
+        above = (self.above[kept] | self.above[gone]) & ~pair
+        below = (self.below[kept] | self.below[gone]) & ~pair
+        del self.above[gone], self.below[gone]
+        self.above[kept], self.below[kept] = above, below
+        bit = 1 << kept
+        for number in self.above:
+            mask = 1 << number
+            if above & mask:
+                self.below[number] |= below | bit
+            if below & mask:
+                self.above[number] |= above | bit
+            if self.below[number] & pair:
+                self.below[number] = (self.below[number] & ~pair) | bit
+            if self.above[number] & pair:
+                self.above[number] = (self.above[number] & ~pair) | bit
+
+    # -- the search ----------------------------------------------------------------------------------
+
+    def run(self) -> list[Part]:
+        self.build_reach()
+        self.version = dict.fromkeys(self.parts, 0)
+        self.heap: list[tuple[float, int, int, int, int]] = []
+        for number in self.parts:
+            for other, saved in self.neighbours(number).items():
+                if number < other:
+                    self.push(number, other, saved)
+        while self.heap:
+            _, a, b, va, vb = heapq.heappop(self.heap)
+            if self.version.get(a) != va or self.version.get(b) != vb:
+                continue
+            self.try_merge(a, b)
+        return [self.parts[n] for n in sorted(self.parts)]
+
+    def push(self, a: int, b: int, saved: int) -> None:
+        heapq.heappush(self.heap, (-float(saved), a, b, self.version[a], self.version[b]))
+
+    def neighbours(self, number: int) -> dict[int, int]:
+        """Parts that share a tensor with this one, and the bytes that one pass over both would not move."""
+        part = self.parts[number]
+        inside = set(part.ops)
+        found: dict[int, int] = {}
+        for name in dict.fromkeys(s for op in part.ops for s in self.reads.sources[op] if s not in inside):
+            if not self.dag.op(name).outputs:
+                continue
+            size = self.bytes(name)
+            owner = self.owner.get(name)
+            if owner is not None and owner != number and owner in self.parts:
+                found[owner] = found.get(owner, 0) + 2 * size
+            for user in self.readers(name):
+                if user != number:
+                    found[user] = found.get(user, 0) + size
+        for name in part.outputs:
+            for user in self.readers(name):
+                if user != number:
+                    found[user] = found.get(user, 0) + 2 * self.bytes(name)
+        return found
+
+    def readers(self, name: str) -> set[int]:
+        """Parts that read a tensor, directly or through what they compute again."""
+        out: set[int] = set()
+        stack = [name]
+        while stack:
+            for user in self.reads.users[stack.pop()]:
+                if user in self.again:
+                    stack.append(user)
+                if user in self.owner:
+                    out.add(self.owner[user])
+        return out
+
+    def bytes(self, name: str) -> int:
+        info = self.info(name)
+        return int(info.numel) * info.itemsize  # type: ignore[arg-type]
+
+    def try_merge(self, a: int, b: int) -> None:
+        first, second = self.parts[a], self.parts[b]
+        names = tuple(sorted({*first.ops, *second.ops}, key=self.reads.position.__getitem__))
+        pair = (self.label(first), self.label(second))
+        if not self.convex(a, b):
+            self.rejections[pair] = Rejected(*pair, "convex", "an op between them needs one and feeds the other")
+            return
+        try:
+            union = self.part(names)
+        except Illegal as error:
+            self.rejections[pair] = Rejected(*pair, error.rule, error.reason, self.bound(first, second))
+            return
+        gain = first.cost.us + second.cost.us - union.cost.us
+        if gain <= 0:
+            reason = f"together {union.cost.us:.1f} us, apart {first.cost.us:.1f} + {second.cost.us:.1f} us"
+            self.rejections[pair] = Rejected(*pair, "cost", reason, gain)
+            return
+        kept, gone = min(a, b), max(a, b)
+        self.parts[kept] = replace(union, unfused_us=first.unfused_us + second.unfused_us)
+        del self.parts[gone], self.version[gone]
+        for name, owner in list(self.owner.items()):
+            if owner == gone:
+                self.owner[name] = kept
+        for name in names:
+            if self.unit.get(name) == gone:
+                self.unit[name] = kept
+        self.join_reach(kept, gone)
+        self.version[kept] += 1
+        for other, saved in self.neighbours(kept).items():
+            self.push(min(kept, other), max(kept, other), saved)
+
+    def bound(self, a: Part, b: Part) -> float:
+        """What a merge could save at most: the tensors between them and one launch."""
+        shared = (set(a.outputs) | set(self.read_by(a))) & (set(b.outputs) | set(self.read_by(b)))
+        moved = sum(self.bytes(n) for n in shared if self.dag.op(n).outputs)
+        return moved / self.device.copy_bandwidth * 1e6 + self.device.launch_us
+
+    def read_by(self, part: Part) -> set[str]:
+        return {s for op in part.ops for s in self.reads.sources[op] if s not in part.ops}
+
+    def label(self, part: Part) -> str:
+        return part.outputs[-1]
+
+
+def cluster_name(dag: OpDag, ops: tuple[str, ...], limit: int = 6) -> str:
+    """What the kernel does, in the names of its ops."""
+    skip = {"cast", "clone", "_to_copy", "full", "scalar_tensor", "where"}
+    names = [short_name(dag.op(n).target).strip("_") for n in ops]
+    names = [n for n in names if n not in skip] or names
+    short: list[str] = []
+    for name in names:
+        if not short or short[-1] != name:
+            short.append(name)
+    shown = short if len(short) <= limit else [*short[: limit - 1], "etc"]
+    return "_".join(shown)
+
+
+def plan(
+    name: str, dag: OpDag, device: DeviceSpec, hints: Mapping[sympy.Symbol, int], *, numerics: str = "float32"
+) -> FusionPlan:
+    """Decide what is fused in one graph. Pure: the plan is all that comes out."""
+    search = Search(dag, device, hints, numerics == "eager")
+    parts = search.run()
+    taken: dict[str, int] = {}
+    clusters: list[Cluster] = []
+    for part in parts:
+        base = cluster_name(dag, part.ops)
+        taken[base] = taken.get(base, 0) + 1
+        unique = base if taken[base] == 1 else f"{base}_{taken[base]}"
+        inputs = tuple(dict.fromkeys(n.buffer for n in part.loops.nodes if hasattr(n, "buffer")))
+        clusters.append(Cluster(unique, part.ops, inputs, part.outputs, part.loops, part.cost, part.unfused_us))
+    final = {n: c.name for c in clusters for n in c.ops}
+    rejections = _current(search, final)
+    return FusionPlan(name, dag, tuple(clusters), tuple(search.leftovers), rejections, device.name)
+
+
+def _current(search: Search, final: Mapping[str, str]) -> tuple[Rejected, ...]:
+    """Refusals between clusters that are still apart, by cluster name, the last word on each pair."""
+    out: dict[tuple[str, str], Rejected] = {}
+    for (a, b), rejected in search.rejections.items():
+        pair = (final.get(a, a), final.get(b, b))
+        if pair[0] != pair[1]:
+            out[pair] = replace(rejected, a=pair[0], b=pair[1])
+    return tuple(sorted(out.values(), key=lambda r: -r.saving_us))
+
+

@@ -1,0 +1,87 @@
+"""The laws of a tile program: small functions, each None or the reason why no kernel computes it.
+
+`lower` has settled that the ops share one iteration space. These say whether one launch can run it:
+what waits for a sum over all rows can run only at the end, and what is kept per column must fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fusion_compiler.device import DeviceSpec
+from fusion_compiler.dims import numel
+from fusion_compiler.loops import COLS, ROWS, Load, LoopNest, Reduce, groups_of, operands_of
+
+MOST_OPS = 96
+MOST_BUFFERS = 24
+
+Law = Callable[[LoopNest, DeviceSpec], str | None]
+
+
+def size(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """A kernel that people can read and compilers can schedule."""
+    buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
+    if len(loops.nodes) > MOST_OPS:
+        return f"{len(loops.nodes)} operations are more than {MOST_OPS}"
+    return f"{len(buffers)} tensors are more than {MOST_BUFFERS}" if len(buffers) > MOST_BUFFERS else None
+
+
+def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """Only stores may follow a sum over all rows; a program that went on would wait for every other."""
+    groups = groups_of(loops)
+    late: set[int] = set()
+    for i, node in enumerate(loops.nodes):
+        waits = any(o in late for o in operands_of(node))
+        if waits and (isinstance(node, Reduce) or ROWS in groups[i]):
+            return f"{loops.names[i]} needs a reduction over all rows before it is complete"
+        if waits or (isinstance(node, Reduce) and ROWS in node.over):
+            late.add(i)
+    return None
+
+
+def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """Every result is computed once, not once in every program."""
+    present = {a.group for a in loops.axes}
+    reduced: list[frozenset[str]] = []
+    for node in loops.nodes:
+        over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
+        reduced.append(over | node.over if isinstance(node, Reduce) else over)
+    groups = groups_of(loops)
+    for store in loops.stores:
+        moves = {loops.axes[k].group for k, _ in store.index.terms if k >= 0} | groups[store.value]
+        if present - moves - reduced[store.value]:
+            return f"{store.buffer} would be computed again for every {'row' if ROWS not in moves else 'column'}"
+    return None
+
+
+def width(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """Row reductions beside sums over rows: each program keeps a row of sums in registers."""
+    groups = groups_of(loops)
+    over = [(i, n.over) for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)]
+    along_row = any(o == frozenset({COLS}) for _, o in over)
+    row_of_sums = any(ROWS in o and COLS in groups[i] for i, o in over)
+    both = any(o == frozenset({ROWS, COLS}) for _, o in over)
+    cols = [a.size for a in loops.axes if a.group == COLS]
+    widest = device.registers_per_sm // 4
+    if (along_row or both) and row_of_sums:
+        if not all(isinstance(c, int) for c in cols):
+            return "sums over rows beside sums along rows of unknown width"
+        if numel(cols) > widest:
+            return f"{numel(cols)} sums over rows do not fit in registers ({widest})"
+    rows = [a.size for a in loops.axes if a.group == ROWS]
+    if any(ROWS in o for _, o in over) and along_row and not all(isinstance(r, int) for r in rows):
+        if not all(isinstance(c, int) for c in cols) or numel(cols) > widest:
+            return "an unknown number of wide rows is summed"
+    return None
+
+
+LAWS: tuple[tuple[str, Law], ...] = (("size", size), ("grid", grid_wide), ("fill", fills), ("registers", width))
+
+
+def first_refusal(loops: LoopNest, device: DeviceSpec) -> tuple[str, str] | None:
+    """(rule, reason) of the first law that the tile program breaks."""
+    for rule, law in LAWS:
+        reason = law(loops, device)
+        if reason is not None:
+            return rule, reason
+    return None
