@@ -409,6 +409,15 @@ def _bools(*operands: Any) -> bool:
     return all(isinstance(operand, Tensor) and operand.dtype is torch.bool for operand in operands)
 
 
+def _neg_unsigned(x: Tensor) -> Any:
+    return NotImplemented if x.dtype.is_signed else aten.rsub.Scalar(x, 0)
+
+
+def _not_unsigned(x: Tensor) -> Any:
+    unsigned = not x.dtype.is_signed and x.dtype is not torch.bool
+    return torch.bitwise_xor(x, torch.iinfo(x.dtype).max) if unsigned else NotImplemented
+
+
 def _whole_number(x: Tensor, **_: Any) -> Any:
     """Rounding of what is whole already."""
     return NotImplemented if x.is_floating_point() else x.clone()
@@ -528,6 +537,8 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.mul.Tensor: _mul_bool,
     aten.maximum.default: _maximum_bool,
     aten.minimum.default: _minimum_bool,
+    aten.neg.default: _neg_unsigned,
+    aten.bitwise_not.default: _not_unsigned,
     aten.floor.default: _whole_number,
     aten.ceil.default: _whole_number,
     aten.trunc.default: _whole_number,

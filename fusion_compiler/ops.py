@@ -152,7 +152,7 @@ def _clamp(self: str, min: str = "None", max: str = "None") -> str:
 
 def _elu(self: str, alpha: str = "1", scale: str = "1", input_scale: str = "1") -> str:
     rise = f"libdevice.expm1({_scaled(self, input_scale)})"
-    return f"tl.where({self} > 0, {_scaled(self, scale)}, {_scaled(_scaled(rise, alpha), scale)})"
+    return f"tl.where({self} < 0, {_scaled(_scaled(rise, alpha), scale)}, {_scaled(self, scale)})"
 
 
 def _round_decimals(self: str, decimals: str) -> str:
@@ -247,7 +247,7 @@ _ARITHMETIC = (
     *_elementwise(_clamp, aten.clamp.default, aten.clamp.Tensor, flops=2),
     *_elementwise(_maximum("{self}", "{min}"), aten.clamp_min.default, aten.clamp_min.Tensor),
     *_elementwise(_minimum("{self}", "{max}"), aten.clamp_max.default, aten.clamp_max.Tensor),
-    *_elementwise("libdevice.copysign({self}, {other})", aten.copysign.Tensor, aten.copysign.Scalar),
+    *_elementwise("fm.copysign({self}, {other})", aten.copysign.Tensor, aten.copysign.Scalar),
 )
 
 _COMPARISONS = (
