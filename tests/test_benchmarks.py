@@ -13,7 +13,8 @@ import torch
 from benchmarks.accuracy import error_of, not_worse, worst_ratio
 from benchmarks.clusters import CASES, Case
 from benchmarks.kernels import run, truth_of
-from benchmarks.record import Record, geometric_mean, table
+from benchmarks.readme import BEGIN, END, RESULTS, rewritten, text_of
+from benchmarks.record import ROOT, Record, geometric_mean, table
 from benchmarks.timing import OverBudgetError, budget, kind_of, median_by_repetition
 from benchmarks.workloads import WORKLOADS, Workload, gradient_for, result_of, step
 
@@ -126,6 +127,33 @@ def test_a_record_keeps_every_row_as_it_comes(tmp_path: Path) -> None:
         record.add({"row": number})
         read = json.loads((tmp_path / "out.json").read_text())
         assert read["commit"] == "abc" and len(read["rows"]) == number + 1
+
+
+def test_readme_quotes_the_results(tmp_path: Path) -> None:
+    cell = {"us": 10.0, "kernels": 1, "fraction": 0.987}
+    result = {
+        "command": "python -m benchmarks kernels",
+        "commit": "0123abc",
+        "device": "GPU",
+        "versions": {"torch": "2.11"},
+        "summary": {"forward vs eager": 3.456},
+        "rows": [
+            {"case": "softmax", "phase": "forward", "cells": {"ours": cell, "eager": {"failed": "no"}}},
+        ],
+    }
+    (tmp_path / "kernels.json").write_text(json.dumps(result))
+    text = rewritten(f"before\n{BEGIN}\nold\n{END}\nafter", text_of(tmp_path))
+    assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter")
+    assert "old" not in text
+    assert "| softmax | failed | - | 0.99 | - | - | - |" in text
+    assert "3.46x (forward vs eager)" in text and "at 0123abc on GPU: torch 2.11" in text
+    with pytest.raises(ValueError, match="needs the lines"):
+        rewritten("no marks", "")
+
+
+def test_the_readme_is_what_the_results_say() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert rewritten(readme, text_of(RESULTS)) == readme
 
 
 def test_table_and_geometric_mean() -> None:

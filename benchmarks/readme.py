@@ -1,0 +1,103 @@
+"""python -m benchmarks readme: the README's figures, rewritten from benchmarks/results/*.json.
+
+Between two marks in README.md stands nothing that a person wrote: tables, means, and the command
+and commit that made them. A benchmark without a result file has no table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import kernels, models
+from benchmarks.record import ROOT, figure
+
+BEGIN = "<!-- figures: written by python -m benchmarks readme -->"
+END = "<!-- end of figures -->"
+RESULTS = Path(__file__).parent / "results"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def origin(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{n} {v}" for n, v in result["versions"].items() if v)
+    return f"`{result['command']}` at {result['commit']} on {result['device']}: {versions}."
+
+
+def best_of(cell: dict[str, Any]) -> str:
+    return figure(cell.get("fraction")) if "failed" not in cell else "failed"
+
+
+def kernels_text(result: dict[str, Any]) -> str:
+    """Fractions of the copy bandwidth, forward and forward + backward."""
+    rows: list[list[str]] = []
+    for case in dict.fromkeys(r["case"] for r in result["rows"]):
+        line = [case]
+        for phase in kernels.PHASES:
+            row = next((r for r in result["rows"] if (r["case"], r["phase"]) == (case, phase)), None)
+            cells = row["cells"] if row else {}
+            line += [best_of(cells.get(name, {})) for name in ("eager", "compile", "ours")]
+        rows.append(line)
+    phases = [f"{name} {phase}" for phase in ("fwd", "fwd+bwd") for name in ("eager", "compile", "ours")]
+    means = [f"{mean:.2f}x ({name})" for name, mean in result["summary"].items()]
+    return "\n\n".join(
+        [
+            "Fraction of the device's copy bandwidth (each input read once, each output written once):",
+            markdown(["cluster", *phases], rows),
+            f"Geometric mean of time saved: {', '.join(means)}. {origin(result)}",
+        ]
+    )
+
+
+def models_text(result: dict[str, Any]) -> str:
+    """GPU time of whole steps, and how errors compare."""
+    rows = [
+        [
+            row["workload"],
+            *(figure(row["cells"].get(n, {}).get("gpu_ms")) for n in ("eager", "compile", "ours")),
+            figure(models.ratio(row, "eager")),
+            figure(models.ratio(row, "compile")),
+            *(figure(row["cells"].get(n, {}).get("peak_gb"), ".1f") for n in ("eager", "ours")),
+            figure(row["cells"].get("ours", {}).get("error_to_eager")),
+        ]
+        for row in result["rows"]
+    ]
+    header = ["workload", "eager ms", "compile ms", "ours ms", "x eager", "x compile"]
+    means = [f"{mean:.2f}x ({name})" for name, mean in result["summary"].items()]
+    return "\n\n".join(
+        [
+            "GPU time of one step, peak memory, and our error over eager's (both against a wider run):",
+            markdown([*header, "eager GB", "ours GB", "error"], rows),
+            f"Geometric means: {', '.join(means)}. {origin(result)}",
+        ]
+    )
+
+
+def text_of(results: Path) -> str:
+    """The block between the marks."""
+    parts: list[str] = []
+    for name, write in (("kernels", kernels_text), ("models", models_text)):
+        file = results / f"{name}.json"
+        if file.exists():
+            parts.append(write(json.loads(file.read_text())))
+    return "\n\n".join(parts)
+
+
+def rewritten(readme: str, figures: str) -> str:
+    """`readme` with the text between the marks replaced. Raises ValueError where a mark is missing."""
+    head, begin, rest = readme.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md needs the lines {BEGIN} and {END}")
+    return f"{head}{BEGIN}\n{figures}\n{END}{tail}" if figures else f"{head}{BEGIN}\n{END}{tail}"
+
+
+def main(options: argparse.Namespace) -> None:
+    results = options.json.parent if options.json else RESULTS
+    file = ROOT / "README.md"
+    file.write_text(rewritten(file.read_text(), text_of(results)))
