@@ -52,7 +52,6 @@ def signature(dag: OpDag, cluster: Cluster) -> tuple[object, ...]:
 def totals(plan: FusionPlan) -> Totals:
     fused = [plan.dag.op(name) for cluster in plan.clusters for name in cluster.ops]
     library = library_calls(plan)
-    eager = [left for left in plan.leftovers if left.kind != Kind.CONTRACTION]
     inputs = set(plan.dag.inputs)
     return Totals(
         ops=sum(name not in inputs for name in plan.dag.graph.nodes),
@@ -60,12 +59,21 @@ def totals(plan: FusionPlan) -> Totals:
         kernels=len(plan.clusters),
         distinct_kernels=len({signature(plan.dag, cluster) for cluster in plan.clusters}),
         library_calls=sum(library.values()),
-        eager_ops=len(eager),
+        eager_ops=len(eager_ops(plan)),
         bytes_before=sum(op.bytes for op in fused if not is_view(op.target)),
         bytes_after=sum(c.cost.bytes_read + c.cost.bytes_written for c in plan.clusters),
         us_before=sum(cluster.unfused_us for cluster in plan.clusters),
         us_after=sum(cluster.cost.us for cluster in plan.clusters),
     )
+
+
+def eager_ops(plan: FusionPlan) -> list[Leftover]:
+    """Ops that stay ATen calls though they are no contractions; views and tuple elements launch nothing."""
+    return [
+        left
+        for left in plan.leftovers
+        if left.kind != Kind.CONTRACTION and not is_view(plan.dag.op(left.op).target)
+    ]
 
 
 def library_calls(plan: FusionPlan) -> Counter[str]:
@@ -76,10 +84,10 @@ def library_calls(plan: FusionPlan) -> Counter[str]:
 
 
 def iteration_space(cluster: Cluster) -> str:
-    """ "16384 rows x 4096", or the number of elements where nothing runs along a row."""
-    sizes = {group: [a.size for a in cluster.loops.axes if a.group == group] for group in (ROWS, COLS)}
-    rows, cols = (prod(sizes[group]) for group in (ROWS, COLS))
-    return f"{rows} rows x {cols}" if sizes[COLS] else f"{rows} elements"
+    """ "16384 rows x 4096", or the number of elements where all axes are of one group."""
+    rows, cols = (prod(a.size for a in cluster.loops.axes if a.group == group) for group in (ROWS, COLS))
+    groups = {axis.group for axis in cluster.loops.axes}
+    return f"{rows} rows x {cols}" if len(groups) == 2 else f"{rows * cols} elements"
 
 
 def format_plan(plan: FusionPlan, level: int = 1) -> str:
@@ -103,7 +111,7 @@ def format_plan(plan: FusionPlan, level: int = 1) -> str:
     library = [f"{number} {name}" for name, number in sorted(library_calls(plan).items())]
     if library:
         lines += ["", *wrapped("library calls: ", ", ".join(library))]
-    lines += _eager(plan.leftovers)
+    lines += _eager(eager_ops(plan))
     lines += _rejections(plan.rejections, everything=level >= 2)
     if plan.notes:
         lines += ["", *(line for key, text in plan.notes.items() for line in wrapped(f"{key}: ", text))]
@@ -165,8 +173,7 @@ def modules_of(dag: OpDag, names: Iterable[str]) -> str:
 def _eager(leftovers: Sequence[Leftover]) -> list[str]:
     groups: dict[tuple[str, str], list[Leftover]] = {}
     for left in leftovers:
-        if left.kind != Kind.CONTRACTION:
-            groups.setdefault((left.target, left.reason), []).append(left)
+        groups.setdefault((left.target, left.reason), []).append(left)
     lines = ["", "stayed eager"] if groups else []
     for (target, reason), same in groups.items():
         times = f" x{len(same)}" if len(same) > 1 else ""
@@ -272,8 +279,7 @@ def plan_json(plan: FusionPlan) -> dict[str, object]:
                 "reason": left.reason,
                 "source": _source_json(left.source),
             }
-            for left in plan.leftovers
-            if left.kind != Kind.CONTRACTION
+            for left in eager_ops(plan)
         ],
         "rejections": [
             {"a": r.a, "b": r.b, "rule": r.rule, "reason": r.reason, "saving_us": r.saving_us}

@@ -33,6 +33,7 @@ from fusion_compiler.loops import (
     Compute,
     Constant,
     Index,
+    InRange,
     Load,
     LoopNest,
     Node,
@@ -43,6 +44,7 @@ from fusion_compiler.loops import (
 from fusion_compiler.plan import Cost
 from fusion_compiler.schema import is_view
 
+LOGICAL_AND = torch.ops.aten.logical_and.default
 SECTOR = 32  # bytes: the smallest piece of device memory that is moved
 BLOCK = 1024  # elements that one program of a flat kernel holds
 # Bandwidth drawn with P programs resident on a multiprocessor is P / (P + STALL): a program loads, reduces
@@ -113,6 +115,8 @@ class _Walk:
         self.writes: dict[str, float] = {}
         self.gathered: set[str] = set()
         self.seen: set[object] = set()
+        self.inside: dict[int, float] = {}  # part of the space in which a condition holds
+        self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
         for node in loops.nodes:
             if type(node) is Compute:
                 self._compute(node)
@@ -121,9 +125,13 @@ class _Walk:
         for store in loops.stores:
             varies, axes, _ = self._index(store.index)
             self.moves += self.count[varies]
-            self._touch(self.writes, store.buffer, store.index, axes)
+            self._touch(True, store.buffer, store.index, axes, store.within)
             if self.phase[store.value]:
                 self.late |= self.needs[store.value]
+        for (written, buffer, terms), (moved, most) in self.partial.items():
+            if (written, buffer, terms) not in self.seen:
+                table = self.writes if written else self.reads
+                table[buffer] = table.get(buffer, 0.0) + min(moved, most)
 
     def _compute(self, node: Compute) -> None:
         varies = axes = needs = phase = 0
@@ -135,6 +143,9 @@ class _Walk:
                 needs |= self.needs[n]
                 if self.phase[n] > phase:
                     phase = self.phase[n]
+                if n in self.inside and node.target is LOGICAL_AND:
+                    number = len(self.varies)
+                    self.inside[number] = self.inside.get(number, 1.0) * self.inside[n]
         self._add(varies, axes, needs, phase)
         flops, special = _weights(node.target)
         count = self.count[varies]
@@ -153,7 +164,7 @@ class _Walk:
         if isinstance(node, Load):
             varies, axes, phase = self._index(node.index)
             self.moves += self.count[varies]
-            self._touch(self.reads, node.buffer, node.index, axes)
+            self._touch(False, node.buffer, node.index, axes, node.within)
             if self.count[varies] == self.count[3]:
                 needs = 1 << len(self.tile_loads)
                 self.tile_loads.append(node.buffer)
@@ -167,6 +178,8 @@ class _Walk:
         elif not isinstance(node, Constant | Compute):
             varies, axes, phase = self._index(node.index)
             self.integer += self.count[varies]
+            if isinstance(node, InRange):
+                self.inside[len(self.varies)] = self._part(node)
         self._add(varies, axes, needs, phase)
 
     def _add(self, varies: int, axes: int, needs: int, phase: int) -> None:
@@ -204,13 +217,29 @@ class _Walk:
                 phase = max(phase, self.phase[~key])
         return varies, axes, phase
 
-    def _touch(self, table: dict[str, float], buffer: str, index: Index, axes: int) -> None:
-        """Count the elements that an access moves, in whole sectors; the same access only once."""
-        access = (buffer, index.const, index.terms)
-        if access in self.seen:
+    def _part(self, node: InRange) -> float:
+        """Of the values that an index takes, the part that lies in the range."""
+        first = last = hint(node.index.const, self.hints)
+        for key, coefficient in node.index.terms:
+            if key < 0:
+                return 1.0
+            span = hint(coefficient, self.hints) * (self.sizes[key] - 1)
+            first, last = first + min(span, 0), last + max(span, 0)
+        low, high = max(first, hint(node.low, self.hints)), min(last + 1, hint(node.high, self.hints))
+        return max(0, high - low) / (last + 1 - first)
+
+    def _touch(self, written: bool, buffer: str, index: Index, axes: int, within: int | None) -> None:
+        """Count the elements that an access moves, in whole sectors; the same access only once.
+
+        Accesses under a condition count for the part of the space where it holds. Those that differ only by
+        an offset (the halves of a rotation, the sides of a concatenation) share the space out among
+        themselves, and lie in what an access without a condition moves anyway.
+        """
+        where, exact = (written, buffer, index.terms), (written, buffer, index.terms, index.const, within)
+        if exact in self.seen:
             return
-        self.seen.add(access)
-        moved, run = 1, 1
+        self.seen.add(exact)
+        moved, run = 1.0, 1
         for axis, size in enumerate(self.sizes):
             if axes >> axis & 1:
                 moved *= size
@@ -222,6 +251,12 @@ class _Walk:
         itemsize = self.buffers[buffer].itemsize
         if run * itemsize < SECTOR:
             moved *= self._waste(index, itemsize)
+        if within is not None:
+            before, _ = self.partial.get(where, (0.0, 0.0))
+            self.partial[where] = (before + moved * self.inside.get(within, 1.0), moved)
+            return
+        self.seen.add(where)
+        table = self.writes if written else self.reads
         table[buffer] = table.get(buffer, 0.0) + moved
 
     def _waste(self, index: Index, itemsize: int) -> float:

@@ -65,11 +65,12 @@ class Nest:
         const: int = 0,
         dtype: torch.dtype = torch.bfloat16,
         numel: int | None = None,
+        within: Ref | None = None,
     ) -> Ref:
         terms = self.whole(axes) if at is None else at
         self.describe(name, terms, dtype, numel)
         inside = torch.float32 if dtype.is_floating_point and dtype.itemsize < 8 else dtype
-        return self.push(Load(name, self.index(terms, const), None, inside))
+        return self.push(Load(name, self.index(terms, const), within.node if within else None, inside))
 
     def store(
         self,
@@ -79,10 +80,11 @@ class Nest:
         at: dict[str | Ref, int] | None = None,
         dtype: torch.dtype = torch.bfloat16,
         numel: int | None = None,
+        within: Ref | None = None,
     ) -> None:
         terms = self.whole(axes) if at is None else at
         self.describe(name, terms, dtype, numel)
-        self.stores.append(Store(name, self.index(terms), value.node))
+        self.stores.append(Store(name, self.index(terms), value.node, within.node if within else None))
 
     def op(self, target: str, *operands: object, dtype: torch.dtype = torch.float32) -> Ref:
         names = [argument.name for argument in TARGETS[target]._schema.arguments]

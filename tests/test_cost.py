@@ -174,14 +174,15 @@ def group_norm_silu() -> Nest:
 
 
 def rope() -> Nest:
-    """Queries of Llama: rotate_half as two shifted loads, cosine and sine from a table."""
+    """Queries and keys of Llama: rotate_half as two shifted loads, cosine and sine from a table."""
     n = Nest({"b": (4, ROWS), "t": (2048, ROWS), "h": (40, ROWS), "d": (64, COLS)})
     axes = ("b", "t", "h", "d")
     x, cos, sin = n.load("x", *axes), n.load("cos", "t", "d"), n.load("sin", "t", "d")
     at, size = n.whole(axes), prod(hint(n.axes[a][0]) for a in axes)
-    up = n.load("x", at=at, const=32, numel=size)
-    down = n.op("neg.default", n.load("x", at=at, const=-32, numel=size))
-    half = n.op("where.self", n.in_range("d", 0, 32), down, up)
+    left, right = n.in_range("d", 0, 32), n.in_range("d", 32, 64)
+    up = n.load("x", at=at, const=32, numel=size, within=left)
+    down = n.load("x", at=at, const=-32, numel=size, within=right)
+    half = n.op("where.self", left, n.op("neg.default", up), down)
     n.store("y", n.add(n.mul(x, cos), n.mul(half, sin)), *axes)
     return n
 
@@ -250,6 +251,27 @@ def test_parts_of_a_buffer_never_count_more_than_the_whole():
     for const in range(3):
         n.store(f"y{const}", n.load("qkv", at=third, const=const, numel=3 * 8192 * 4096), "r", "c")
     assert cost(n).bytes_read == 3 * 8192 * 4096 * 2
+
+
+def test_accesses_under_a_condition_count_where_it_holds():
+    """Columns 0..31 from a wide buffer's left, 32..127 from another's; then a rotation of one buffer."""
+    n = tile(8192, 128)
+    left, right = n.in_range("c", 0, 32), n.in_range("c", 32, 128)
+    wide: dict[str | Ref, int] = {"r": 4096, "c": 1}
+    a = n.load("a", at=wide, numel=8192 * 4096, within=left)
+    b = n.load("b", at=wide, const=-32, numel=8192 * 4096, within=right)
+    n.store("y", n.op("where.self", left, a, b), "r", "c")
+    assert cost(n).bytes_read == 8192 * (32 + 96) * 2
+    n.load("a", at=wide, const=96, numel=8192 * 4096, within=right)
+    assert cost(n).bytes_read == 8192 * (32 + 96 + 96) * 2, "the two parts of a share its 128 columns out"
+    n.load("a", at=wide, numel=8192 * 4096)
+    assert cost(n).bytes_read == 8192 * (128 + 96) * 2, "and lie in the whole"
+    both = n.op("logical_and.default", left, n.in_range("c", 16, 128), dtype=torch.bool)
+    n.load("d", at=wide, numel=8192 * 4096, within=both)
+    part = 32 / 128 * 112 / 128  # conditions count as independent
+    assert cost(n).bytes_read == 8192 * int(128 + 96 + 128 * part) * 2
+    n.store("z", a, at=wide, numel=8192 * 4096, within=left)
+    assert cost(n).bytes_written == 8192 * (128 + 32) * 2
 
 
 @pytest.mark.parametrize(("stride", "waste"), [(1, 1), (2, 2), (3, 3), (16, 16), (64, 16)])

@@ -116,6 +116,7 @@ def test_iteration_space():
     axes = (Axis("b", s, "rows"), Axis("t", 128, "rows"), Axis("c", 64, "cols"))
     assert iteration_space(replace(cluster, loops=replace(cluster.loops, axes=axes))) == "128*s0 rows x 64"
     assert iteration_space(replace(cluster, loops=replace(cluster.loops, axes=axes[:2]))) == "128*s0 elements"
+    assert iteration_space(replace(cluster, loops=replace(cluster.loops, axes=axes[1:2]))) == "128 elements"
 
 
 def test_totals():
@@ -130,6 +131,12 @@ def test_contractions_are_library_calls_not_eager_ops():
     plan = layered_plan()
     only_topk = tuple(left for left in plan.leftovers if left.kind != "contraction")
     assert totals(replace(plan, leftovers=only_topk)) == totals(plan), "listed as leftovers or not"
+
+
+def test_views_that_stay_are_not_eager_ops():
+    plan = layered_plan(1)
+    view = Leftover("view_0", "aten.view.default", "layout", "nobody fuses it", None)
+    assert str(replace(plan, leftovers=(*plan.leftovers, view))) == str(plan)
 
 
 def test_modules():
@@ -201,5 +208,7 @@ def test_print_plan_is_the_same_text_at_a_terminal_and_in_a_file(monkeypatch: py
 
 
 def test_an_eager_op_without_a_source_prints_without_a_place():
-    plan = replace(layered_plan(1), leftovers=(Leftover("t", "aten.topk.default", "opaque", "why", None),))
+    plan = replace(
+        layered_plan(1), leftovers=(Leftover("topk_0", "aten.topk.default", "opaque", "why", None),)
+    )
     assert "  aten.topk.default: why\n" in str(plan) and "\n      at " not in str(plan)
