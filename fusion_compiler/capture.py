@@ -57,7 +57,7 @@ def make_backend(
     compile_graph: CompileGraph,
     *,
     rewrites: Sequence[Rewrite],
-    decompositions: Mapping[Any, Callable[..., Any]],
+    decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
 ) -> Backend:
     """A backend for `torch.compile(model, backend=...)`.
 
@@ -66,7 +66,7 @@ def make_backend(
         and returns the list of outputs; with the attribute `_boxed_call` set it takes one list
         of arguments, which it empties, so that saved activations are freed at their last use.
     rewrites: run in order on the pre-autograd graph.
-    decompositions: ATen overload -> function, applied under autograd.
+    decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
     """
     numbers = itertools.count()
 
@@ -75,7 +75,7 @@ def make_backend(
         rewritten, notes = rewrite(gm, inputs, rewrites)
         stages = _Stages(compile_graph, name)
         try:
-            return stages.compile(rewritten, inputs, notes, decompositions)
+            return stages.compile(rewritten, inputs, notes, decompositions())
         except Exception as error:
             if rewritten is gm or stages.reached:
                 raise
@@ -83,7 +83,7 @@ def make_backend(
             # model may not accept: Dynamo's own graph is what the user wrote.
             reason = f"undone, autograd refused the result: {type(error).__name__}: {error}"
             notes = (*notes, RewriteNote("pre-autograd", "", False, reason))
-            return stages.compile(gm, inputs, notes, decompositions)
+            return stages.compile(gm, inputs, notes, decompositions())
 
     return backend
 

@@ -75,6 +75,7 @@ class Runner:
     ) -> None:
         if not candidates and backend != "eager":
             raise ValueError(f"cluster {name} has no program")
+        self.__name__ = self.__qualname__ = name  # how the stitched graph's code calls it
         self.candidates = candidates
         self.fallback = fallback
         self.name = name

@@ -16,17 +16,15 @@ import torch
 from torch import fx
 from torch._functorch import partitioners
 from torch.utils._ordered_set import OrderedSet
-from torch.utils.checkpoint import CheckpointPolicy
+
+from fusion_compiler.random import merge_seeds
 
 _aten = torch.ops.aten
 
 
 def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward; see torch._functorch.partitioners."""
-    for node in joint.graph.nodes:
-        if _is_seed(node):
-            # Drawing again would give another mask, also inside a checkpointed region.
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    merge_seeds(joint)
     default = partitioners.get_default_op_list
     with patch.object(partitioners, "get_default_op_list", functools.cache(lambda: _extended(default()))):
         return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
@@ -34,13 +32,13 @@ def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.Gr
 
 def _extended(ops: partitioners.OpTypes) -> partitioners.OpTypes:
     more = OrderedSet[Callable[..., Any]](
-        [torch.ops.prims.iota, _aten.full_like, _aten.zeros_like, _aten.ones_like, _aten.scalar_tensor]
+        [
+            torch.ops.prims.iota,
+            _aten.full_like,
+            _aten.zeros_like,
+            _aten.ones_like,
+            _aten.scalar_tensor,
+            torch.ops.fusion_compiler.uniform,
+        ]
     )
-    namespace = getattr(torch.ops, "fusion_compiler", None)
-    if namespace is not None and hasattr(namespace, "uniform"):
-        more.add(namespace.uniform)
     return replace(ops, fusible_ops=ops.fusible_ops | more, recomputable_ops=ops.recomputable_ops | more)
-
-
-def _is_seed(node: fx.Node) -> bool:
-    return str(node.target).startswith("fusion_compiler.seed")

@@ -14,7 +14,6 @@ from typing import cast
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 # The seed keeps PyTorch's RNG tag so that no pass shares, drops or repeats a draw.
 torch.library.define(
@@ -85,22 +84,17 @@ def merge_seeds(gm: fx.GraphModule) -> fx.GraphModule:
     """Leave one seed per device in the graph; numbers of different seeds get different salts instead.
 
     To be run in place on the whole (joint forward and backward) graph before it is partitioned:
-    the salts of forward and backward must agree. The seed is marked to be saved for backward
-    (int64[1]) and the numbers to be made again there.
+    the salts of forward and backward must agree. Numbers that shared a seed and a salt still do.
     """
     first: dict[torch.device, fx.Node] = {}
     salts: dict[tuple[object, object], int] = {}
-    streams = [node for node in gm.graph.nodes if node.target is uniform]
-    for node in streams:
-        if isinstance(node.args[0], fx.Node) and node.args[0].target is seed:
+    for node in gm.graph.nodes:
+        if node.target is uniform and isinstance(node.args[0], fx.Node) and node.args[0].target is seed:
             salt = salts.setdefault((node.args[0], node.args[2]), len(salts))
             node.args = (*node.args[:2], salt)
-            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     for node in [node for node in gm.graph.nodes if node.target is seed]:
         kept = first.setdefault(torch.device(cast(torch.device, node.args[0])), node)
-        if kept is node:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        else:
+        if kept is not node:
             node.replace_all_uses_with(kept)
             gm.graph.erase_node(node)
     gm.recompile()

@@ -46,9 +46,7 @@ class _Stitcher:
             self.require(name)
         self.graph.node_copy(output, lambda n: self.env[n.name])
         self.graph.set_codegen(BoxedCodeGen())
-        module = fx.GraphModule(self.source, self.graph)
-        module._boxed_call = True  # pyright: ignore[reportAttributeAccessIssue]  AOTAutograd looks for it
-        return module
+        return fx.GraphModule(self.source, self.graph)
 
     def must_run(self, node: fx.Node) -> bool:
         """Calls that change something, whoever reads them."""

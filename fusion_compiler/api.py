@@ -1,0 +1,141 @@
+"""The public functions. `Compiler.graph` is the pipeline of the README; nothing else calls the stages."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from fusion_compiler.cache import Cache
+from fusion_compiler.canonical import Canonical, canonical, describe
+from fusion_compiler.capture import GraphInfo, make_backend
+from fusion_compiler.codegen.templates import emit
+from fusion_compiler.dag import OpDag, build
+from fusion_compiler.debug import Debug, DebugSettings
+from fusion_compiler.decompositions import decomposition_table
+from fusion_compiler.device import DEFAULT, DeviceSpec, device_spec
+from fusion_compiler.errors import NotCallableError, WarnOnce
+from fusion_compiler.kernel import Program
+from fusion_compiler.launch import Runner, compile_all
+from fusion_compiler.module import Plans, wrap
+from fusion_compiler.options import Options
+from fusion_compiler.passes.cluster import plan as plan_clusters
+from fusion_compiler.passes.rewrites import DEFAULT_REWRITES
+from fusion_compiler.plan import Cluster, FusionPlan
+from fusion_compiler.sources import source_of
+from fusion_compiler.stitch import stitch, subgraph
+
+
+def compile(model: nn.Module | Callable[..., Any], **options: Any) -> Any:
+    """Compile a module or function; the result is called, trained and saved like the original.
+
+    options: the fields of `Options`. The module returned shares the model's parameters, buffers and
+    mode; its `.plan` holds the FusionPlan of every graph captured so far. Compilation happens at the
+    first call, and again for inputs that do not fit what was compiled.
+
+    Raises NotCallableError, UnknownOptionError or InvalidOptionError at once.
+    """
+    if isinstance(model, type) or not callable(model):
+        raise NotCallableError(got=model.__name__ if isinstance(model, type) else type(model).__name__)
+    chosen = Options.of(**options)
+    compiler = Compiler(chosen)
+    recompile = functools.partial(compile, **options)
+    return wrap(model, compiler.backend(), compiler.plans, recompile, dynamic=chosen.dynamic, fullgraph=chosen.fullgraph)
+
+
+def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile(model, backend="fusion_compiler")`; `options=` are the fields of Options."""
+    return Compiler(Options.of(**options.get("options", options))).backend()(gm, inputs)
+
+
+class Compiler:
+    """One compile() call: its options, and what its graphs share (kernels, plans, warnings)."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.plans = Plans()
+        self.warned = WarnOnce(options.strict)
+        self.debug = Debug(DebugSettings.of(os.environ), self.warned)
+        self.cache = Cache()
+        self.programs: dict[tuple[Canonical, str], tuple[Program, ...]] = {}
+        self.runners: dict[tuple[Canonical, str], Runner] = {}
+
+    def backend(self) -> Callable[..., Any]:
+        return make_backend(self.graph, rewrites=DEFAULT_REWRITES, decompositions=decomposition_table)
+
+    def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
+        """One graph through the stages: dag, cluster, emit, stitch."""
+        self.debug.stage(info.name, "capture", gm)
+        dag = build(gm, source_of)
+        kind = device_type(dag)
+        device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
+        plan = plan_clusters(info.name, dag, device, size_hints(inputs), numerics=self.options.numerics)
+        self.plans.record(plan)
+        self.debug.plan(plan)
+        backend = self.backend_for(kind)
+        runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
+        stitched = stitch(plan, runners)
+        self.debug.stage(info.name, "stitch", stitched)
+        if backend == "triton":
+            compile_all(dict.fromkeys(runners.values()), torch.device(kind))
+        run = functools.partial(stitched.forward)
+        run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
+        return run
+
+    def backend_for(self, kind: str) -> str:
+        """What runs the clusters of a graph on this kind of device."""
+        if self.options.backend != "auto":
+            return self.options.backend
+        if kind == "cuda":
+            return "triton"
+        self.warned.warn(
+            "device",
+            f"the graph is on {kind}: its clusters run as ATen ops, one by one\n"
+            "  what to do: move the model to a GPU, or compile(..., backend='interpret') to run the kernels here",
+        )
+        return "eager"
+
+    def runner(self, cluster: Cluster, plan: FusionPlan, device: DeviceSpec, backend: str) -> Runner:
+        """The runner of a cluster; identical clusters share one."""
+        key = (canonical(cluster, plan.dag), backend)
+        if key not in self.runners:
+            programs = () if backend == "eager" else self.emit(key[0], cluster, plan.dag, device)
+            for program in programs[:1]:
+                for kernel in program.kernels:
+                    self.debug.kernel(plan.name, kernel.name, kernel.source)
+            self.runners[key] = Runner(
+                programs,
+                subgraph(cluster, plan.dag),
+                name=cluster.name,
+                backend=backend,  # type: ignore[arg-type]
+                strict=self.options.strict,
+                tune=self.options.tune,
+                cache=self.cache,
+            )
+        return self.runners[key]
+
+    def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
+        buffers = {b.name: b for b in key.buffers}
+        return emit(key.loops, cluster.name, describe(cluster, dag), buffers, device)
+
+
+def device_type(dag: OpDag) -> str:
+    """The device kind of most tensors."""
+    kinds = [m.device.split(":")[0] for name in dag.order for m in dag.op(name).outputs[:1]]
+    return max(set(kinds), key=kinds.count) if kinds else "cpu"
+
+
+def size_hints(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
+    """The sizes that symbols had when the graph was captured."""
+    hints: dict[sympy.Symbol, int] = {}
+    for value in inputs:
+        dims: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for dim in dims:
+            if isinstance(dim, torch.SymInt) and isinstance(dim.node.expr, sympy.Symbol):
+                hints[dim.node.expr] = int(dim.node.hint) if dim.node.has_hint() else 64
+    return hints

@@ -1,0 +1,40 @@
+"""Structural identity: clusters that need the same kernel are recognised and compiled once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fusion_compiler.dag import OpDag
+from fusion_compiler.kernel import Buffer
+from fusion_compiler.loops import Load, LoopNest
+from fusion_compiler.plan import Cluster
+from fusion_compiler.schema import short_name
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A tile program with its tensors by position: equal for clusters that need the same kernel."""
+
+    loops: LoopNest
+    buffers: tuple[Buffer, ...]
+
+
+def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
+    """Rename tensors by first use and values by number; identical clusters become equal."""
+    names = dict.fromkeys((*cluster.inputs, *cluster.outputs))
+    short = {name: f"buffer{i}" for i, name in enumerate(names)}
+    loops = cluster.loops
+    nodes = tuple(replace(n, buffer=short[n.buffer]) if isinstance(n, Load) else n for n in loops.nodes)
+    stores = tuple(replace(s, buffer=short[s.buffer]) for s in loops.stores)
+    plain = LoopNest(loops.axes, nodes, stores, tuple(str(i) for i in range(len(nodes))))
+    metas = [(short[name], dag.op(name).outputs[0]) for name in names]
+    return Canonical(plain, tuple(Buffer(n, m.shape, m.stride, m.dtype) for n, m in metas))
+
+
+def describe(cluster: Cluster, dag: OpDag) -> str:
+    """A kernel's docstring: what it computes and where that stands in the model."""
+    ops = " ".join(short_name(dag.op(n).target) for n in cluster.ops)
+    sources = [s for n in cluster.ops if (s := dag.op(n).source) is not None]
+    places = dict.fromkeys(f"{s.module} {s.file.rpartition('/')[2]}:{s.line}".strip() for s in sources)
+    lines = [ops if len(ops) <= 100 else ops[:97] + "...", *(f"from {p}" for p in list(places)[:4])]
+    return "\n".join(lines).replace("\\", "/").replace('"""', "'''")

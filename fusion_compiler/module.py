@@ -1,0 +1,174 @@
+"""What compile() returns: a drop-in for the module or function, with its plans.
+
+A compiled module is an instance of a subclass of the model's own class that *shares the model's
+__dict__*: parameters, buffers, hooks, mode and every attribute are the same objects under the
+same names, whichever of the two is changed. Only `forward` differs, and `plan` is added.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from fusion_compiler.capture import Backend
+from fusion_compiler.plan import FusionPlan
+
+
+class Plans(Sequence[FusionPlan]):
+    """The plans of all graphs captured so far, in order of their compilation; str() joins them."""
+
+    def __init__(self) -> None:
+        self._plans: list[FusionPlan] = []
+
+    def record(self, plan: FusionPlan) -> None:
+        """Add the plan of a graph that has just been compiled."""
+        self._plans.append(plan)
+
+    @overload
+    def __getitem__(self, index: int) -> FusionPlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[FusionPlan]: ...
+    def __getitem__(self, index: int | slice) -> FusionPlan | Sequence[FusionPlan]:
+        return self._plans[index]
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __iter__(self) -> Iterator[FusionPlan]:
+        return iter(tuple(self._plans))
+
+    def __repr__(self) -> str:
+        return f"Plans({', '.join(p.name for p in self._plans)})"
+
+    def __str__(self) -> str:
+        if not self._plans:
+            return "no graph has been captured yet: call it once"
+        return "\n\n".join(str(p) for p in self._plans)
+
+
+# Rebuilds a compiled object from the plain one: copies and unpickled modules are compiled anew.
+Recompile = Callable[[Any], Any]
+
+
+class CompiledModule(nn.Module):
+    """What compiled modules have beside their own class; see compiled_module."""
+
+    _fusion_model: nn.Module  # the plain model; both have one __dict__
+    _fusion_plans: Plans
+    _fusion_recompile: Recompile
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        del protocol
+        return _rebuild, (self._fusion_recompile, self._fusion_model)
+
+    def __copy__(self) -> Any:
+        return self._fusion_recompile(copy.copy(self._fusion_model))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._fusion_recompile(copy.deepcopy(self._fusion_model, memo))
+
+
+class CompiledFunction:
+    """A compiled function: called like the function, with its name, signature and docstring."""
+
+    def __init__(
+        self, function: Callable[..., Any], run: Callable[..., Any], plans: Plans, recompile: Recompile
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._run, self._plans, self._recompile = function, run, plans, recompile
+
+    @property
+    def plan(self) -> Plans:
+        return self._plans
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._recompile, self._function)
+
+
+def wrap(
+    target: nn.Module | Callable[..., Any],
+    backend: Backend,
+    plans: Plans,
+    recompile: Recompile,
+    *,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> Any:
+    """`target` compiled through `backend`: a module of the same class, or a CompiledFunction.
+
+    plans: filled by the backend; it becomes `.plan`.
+    recompile: makes a compiled object of a plain one, for deepcopy and pickle (it is pickled too).
+    dynamic, fullgraph: as torch.compile's.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        # A frame of its own: Dynamo counts recompilations per code object, and many models
+        # share one outermost function (a decorator's).
+        return torch.compile(_own_frame(function), backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+    if isinstance(target, nn.Module):
+        # A forward of the instance's own (set by hooks of other libraries) goes before the class's.
+        own = vars(target).get("forward")
+        function = type(target).forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs)
+        return _compiled_module(target, compiled(function), plans, recompile)
+    return CompiledFunction(target, compiled(target), plans, recompile)
+
+
+def plan_of(compiled: object) -> Plans:
+    """The plans of a compiled module or function, also of a module that has a `plan` of its own."""
+    return compiled.plan if isinstance(compiled, CompiledFunction) else compiled._fusion_plans  # type: ignore[attr-defined]
+
+
+def _compiled_module(
+    model: nn.Module, run: Callable[..., Any], plans: Plans, recompile: Recompile
+) -> nn.Module:
+    original = type(model)
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        del self
+        return run(model, *args, **kwargs)
+
+    body: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": forward if "forward" not in vars(model) else property(forward.__get__),
+        "_fusion_model": model,
+        "_fusion_plans": plans,
+        "_fusion_recompile": staticmethod(recompile),
+    }
+    if not hasattr(model, "plan"):
+        body["plan"] = property(lambda self: plans, doc=Plans.__doc__)
+    cls = types.new_class(original.__name__, (CompiledModule, original), {}, lambda space: space.update(body))
+    fast = cls.__new__(cls)
+    fast.__dict__ = model.__dict__
+    return fast
+
+
+def _own_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` behind a code object that nothing else has."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    own = types.FunctionType(
+        call.__code__.replace(), call.__globals__, call.__name__, call.__defaults__, call.__closure__
+    )
+    return functools.update_wrapper(own, function) if hasattr(function, "__name__") else own
+
+
+def _rebuild(recompile: Recompile, plain: Any) -> Any:
+    return recompile(plain)
