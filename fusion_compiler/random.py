@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 # The seed keeps PyTorch's RNG tag so that no pass shares, drops or repeats a draw.
 torch.library.define(
@@ -85,6 +86,8 @@ def merge_seeds(gm: fx.GraphModule) -> fx.GraphModule:
 
     To be run in place on the whole (joint forward and backward) graph before it is partitioned:
     the salts of forward and backward must agree. Numbers that shared a seed and a salt still do.
+    The seed is marked to be saved for backward, also inside a checkpointed region, where drawing
+    it again would give another mask; the numbers are marked to be made again there.
     """
     first: dict[torch.device, fx.Node] = {}
     salts: dict[tuple[object, object], int] = {}
@@ -92,9 +95,12 @@ def merge_seeds(gm: fx.GraphModule) -> fx.GraphModule:
         if node.target is uniform and isinstance(node.args[0], fx.Node) and node.args[0].target is seed:
             salt = salts.setdefault((node.args[0], node.args[2]), len(salts))
             node.args = (*node.args[:2], salt)
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     for node in [node for node in gm.graph.nodes if node.target is seed]:
         kept = first.setdefault(torch.device(cast(torch.device, node.args[0])), node)
-        if kept is not node:
+        if kept is node:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        else:
             node.replace_all_uses_with(kept)
             gm.graph.erase_node(node)
     gm.recompile()
