@@ -9,6 +9,7 @@ again than to read (constants, index arithmetic, widening casts) are part of eve
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -171,7 +172,7 @@ class Search:
         devices = {n: m.device for n in order for m in self.dag.op(n).outputs[:1]}
         for name in list(order):
             op = self.dag.op(name)
-            if name not in self.owned:
+            if name not in self.owned and op.target is not operator.getitem and op.outputs:
                 self.leave(op, "library call" if op.kind is Kind.CONTRACTION else "no row in the operator table")
         for name in order:
             if name not in self.owned:
@@ -190,8 +191,11 @@ class Search:
                 if reason != "dead: nothing reads it":
                     self.leave(self.dag.op(name), reason)
         for name in order:  # what is computed again by everyone still has to exist for those who cannot
-            if name in self.again and (name in self.reads.returned or any(u not in self.owned for u in self.reads.users[name])):
-                self.parts[self.reads.position[name]] = self.part(self.closure(name))
+            if name in self.again and self.escapes(name, set(self.closure(name))):
+                try:
+                    self.parts[self.reads.position[name]] = self.part(self.closure(name))
+                except Illegal as error:
+                    self.leave(self.dag.op(name), f"{error.rule}: {error.reason}")
         for number, part in self.parts.items():
             self.owner[self.dag.order[number]] = number
 

@@ -129,7 +129,7 @@ def lower(
     dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], *, round_like_eager: bool = False
 ) -> LoopNest:
     """The tile program of `ops` (topological order), storing `outputs`. Raises Illegal."""
-    space = anchor_space(dag, ops)
+    space = anchor_space(dag, ops, outputs)
     for _ in range(24):
         try:
             return _Lowering(dag, ops, outputs, space, round_like_eager).run()
@@ -142,11 +142,11 @@ def lower(
     raise Illegal("layout", "the views of these ops cut the space into too many pieces")
 
 
-def anchor_space(dag: OpDag, ops: tuple[str, ...]) -> Space:
+def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> Space:
     """The iteration space: a reduction's input, best one that is broadcast back; else the largest output."""
     reductions = [dag.op(n) for n in ops if dag.op(n).kind is Kind.REDUCTION]
     if not reductions:
-        largest = max((dag.op(n) for n in ops), key=lambda op: numel(op.outputs[0].shape))
+        largest = max((dag.op(n) for n in outputs), key=lambda op: numel(op.outputs[0].shape))
         shape = largest.outputs[0].shape
         return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape))
     inside = set(ops)
