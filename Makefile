@@ -19,7 +19,7 @@ test: lint
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf $(VENV)
