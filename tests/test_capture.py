@@ -1,0 +1,440 @@
+"""Captured graphs mean what the model means: the same results, gradients, mutations and aliases."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils.checkpoint import checkpoint
+
+from fusion_compiler.capture import Backend, GraphInfo, Phase, make_backend
+from fusion_compiler.decompositions import decomposition_table
+from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, Rewrite
+from fusion_compiler.sources import source_of
+from tests import models
+
+
+@dataclass
+class Captured:
+    """A backend that runs the graphs as they are and keeps them."""
+
+    rewrites: Sequence[Rewrite] = DEFAULT_REWRITES
+    graphs: list[tuple[fx.GraphModule, GraphInfo]] = field(default_factory=list)
+    saved: int = 0  # bytes that the last forward call kept for backward
+
+    def backend(self) -> Backend:
+        return make_backend(self.keep, rewrites=self.rewrites, decompositions=decomposition_table)
+
+    def keep(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
+        self.graphs.append((gm, info))
+        if info.phase is not Phase.FORWARD:
+            return make_boxed_func(gm.forward)
+
+        def run(*args: Any) -> Any:
+            results = gm(*args)
+            known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+            self.saved = stored_bytes(results[info.outputs :], known)
+            return results
+
+        return make_boxed_func(run)
+
+    def phases(self) -> list[str]:
+        return [info.name for _, info in self.graphs]
+
+    def notes(self) -> list[str]:
+        return [str(note) for _, info in self.graphs for note in info.rewrites]
+
+
+def stored_bytes(values: Sequence[Any], known: set[int]) -> int:
+    """Bytes of the distinct storages of `values` that are not in `known`."""
+    storages = {v.untyped_storage().data_ptr(): v.untyped_storage() for v in values if _is_tensor(v)}
+    return sum(s.nbytes() for p, s in storages.items() if p not in known)
+
+
+def eager_saved_bytes(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    known = [*model.parameters(), *model.buffers(), *batch.values()]
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(**batch)
+    return stored_bytes(kept, {t.untyped_storage().data_ptr() for t in known})
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same(function: Callable[..., Any], *args: Any, captured: Captured | None = None, **kwargs: Any) -> Captured:
+    """Compiled and eager agree in results, input gradients and what the inputs hold afterwards."""
+    captured = captured or Captured()
+    fast = torch.compile(function, backend=captured.backend())
+    mine, theirs = _leaves(args), _leaves(args)
+    got, want = fast(*mine, **kwargs), function(*theirs, **kwargs)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    outputs = [t for t in torch.utils._pytree.tree_leaves(want) if _is_tensor(t) and t.requires_grad]
+    if outputs:
+        mixed = [t for t in torch.utils._pytree.tree_leaves(got) if _is_tensor(t) and t.requires_grad]
+        sum((t * t).sum() for t in mixed).backward()
+        sum((t * t).sum() for t in outputs).backward()
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(getattr(a, "grad", None), getattr(b, "grad", None))
+    return captured
+
+
+def _leaves(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        a.detach().clone().requires_grad_(a.requires_grad) if _is_tensor(a) else copy.deepcopy(a) for a in args
+    )
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_loss_and_gradients_of_models(name: str) -> None:
+    model, batch = models.small(name, dropout=False)
+    eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    captured = Captured()
+    loss = torch.compile(model, backend=captured.backend())(**batch).loss
+    loss.backward()
+    eager_loss = eager(**batch).loss
+    eager_loss.backward()
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    exact_loss = exact(**wide).loss
+    exact_loss.backward()
+
+    def error(candidate: nn.Module) -> float:
+        truth, found = gradients(exact), gradients(candidate)
+        assert truth.keys() == found.keys()
+        scale = max(float(t.abs().max()) for t in truth.values())
+        return max(float((found[n] - truth[n]).abs().max()) for n in truth) / scale
+
+    assert abs(loss.double() - exact_loss) <= 2 * abs(eager_loss.double() - exact_loss) + 1e-6
+    assert error(model) <= 2 * error(eager) + 1e-6
+    assert "undone" not in " ".join(captured.notes())
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_models_train_with_dropout(name: str) -> None:
+    model, batch = models.small(name)
+    captured = Captured()
+    torch.compile(model, backend=captured.backend())(**batch).loss.backward()
+    assert all(torch.isfinite(g).all() for g in gradients(model).values())
+    randoms = {t for gm, info in captured.graphs for t in _targets(gm, info)}
+    assert not [t for t in randoms if "bernoulli" in t or "native_dropout" in t]
+
+
+def _targets(gm: fx.GraphModule, info: GraphInfo) -> set[str]:
+    del info
+    return {str(n.target) for n in gm.graph.nodes if n.op == "call_function"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_no_more_bytes_are_saved_than_in_eager(name: str, dtype: torch.dtype) -> None:
+    model, batch = models.small(name, batch=4, length=64)
+    model = model.to(dtype)
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    captured = Captured()
+    torch.compile(model, backend=captured.backend())(**batch)
+    assert 0 < captured.saved <= eager_saved_bytes(model, batch)
+
+
+def test_sixteen_bit_activations_are_saved_in_sixteen_bits() -> None:
+    def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return F.gelu(w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype))
+
+    captured = Captured()
+    x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(64, dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(norm, backend=captured.backend())(x, w)
+    assert captured.saved <= 8 * 4  # x and w are inputs; only the row statistic is kept
+
+
+def test_dropout_masks_are_not_stored_and_agree_with_backward() -> None:
+    captured = Captured()
+    fast = torch.compile(lambda x: F.dropout(x, 0.5), backend=captured.backend())
+    x = torch.randn(64, 64, requires_grad=True)
+    y = fast(x)
+    y.sum().backward()
+    kept = (y != 0).float()
+    torch.testing.assert_close(x.grad, kept * 2)
+    assert 0.4 < float(kept.mean()) < 0.6
+    assert captured.saved <= 8  # the seed
+    assert not torch.equal(fast(x) != 0, y != 0)
+    torch.manual_seed(3)
+    first = fast(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(fast(x), first)
+
+
+def test_checkpointed_regions_are_recomputed_with_the_same_mask() -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.sin(torch.exp(x @ x)), 0.5)
+
+    captured = Captured()
+    fast = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), backend=captured.backend())
+    x = (torch.randn(32, 32) / 8).requires_grad_()
+    y = fast(x)
+    y.sum().backward()
+    leaf = x.detach().clone().requires_grad_()
+    (torch.sin(torch.exp(leaf @ leaf)) * (y.detach() != 0) * 2).sum().backward()
+    torch.testing.assert_close(x.grad, leaf.grad)
+    assert captured.saved <= 8
+    assert "aten.mm.default" in _targets(*captured.graphs[-1])
+    assert not captured.notes()
+
+
+def test_selective_checkpointing_is_left_to_autograd() -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op is torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: torch.sin(y @ y), x, use_reentrant=False, context_fn=contexts)
+
+    captured = same(model, torch.randn(8, 8, requires_grad=True))
+    assert "selectively checkpointed" in captured.notes()[0]
+
+
+def test_keyword_arguments_and_nested_outputs() -> None:
+    def model(x: torch.Tensor, *, scale: float, extra: dict[str, torch.Tensor]) -> Any:
+        return {"a": (x * scale, [extra["b"] + x]), "c": None, "d": x.shape[0]}
+
+    captured = Captured()
+    x, b = torch.randn(3, 4), torch.randn(3, 4)
+    got = torch.compile(model, backend=captured.backend())(x, scale=2.0, extra={"b": b})
+    torch.testing.assert_close(got, model(x, scale=2.0, extra={"b": b}))
+    assert captured.phases() == ["graph0.inference"]
+
+
+def test_batch_norm_statistics_are_updated() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU()).train()
+    eager = copy.deepcopy(model)
+    fast = torch.compile(model, backend=Captured().backend())
+    for _ in range(3):
+        x = torch.randn(16, 6)
+        torch.testing.assert_close(fast(x), eager(x))
+    fast(x).sum().backward()
+    eager(x).sum().backward()
+    for a, b in zip(model.state_dict().values(), eager.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(gradients(model).values(), gradients(eager).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_graph_breaks_give_several_graphs() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        torch._dynamo.graph_break()
+        return y * 2
+
+    captured = same(model, torch.randn(5, requires_grad=True))
+    assert {n.split(".")[0] for n in captured.phases()} == {"graph0", "graph1"}
+
+
+def test_mutated_and_aliased_inputs_and_outputs() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
+        x.mul_(2)
+        y[1:].add_(1)
+        return x, y.view(-1), y[0], (x + y).t()
+
+    same(model, torch.randn(3, 4), torch.randn(3, 4))
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    got = torch.compile(model, backend=Captured().backend())(x, y)
+    assert got[0] is x and got[1].data_ptr() == y.data_ptr()
+
+
+def test_in_place_on_a_view_of_an_input_with_gradient() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        y[0].exp_()
+        return y.contiguous().t().contiguous()
+
+    same(model, torch.randn(3, 4, requires_grad=True))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast(inside: bool) -> None:
+    linear = nn.Linear(8, 8)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        if inside:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = linear(x)
+            return y.float() + F.linear(x, linear.weight)
+        return linear(x)
+
+    x = torch.randn(4, 8)
+    captured = Captured()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+        got, want = torch.compile(model, backend=captured.backend())(x), model(x)
+    assert got.dtype is want.dtype
+    torch.testing.assert_close(got, want)
+    assert not captured.notes()
+    got.sum().backward()
+    grad = linear.weight.grad.clone()
+    linear.weight.grad = None
+    want.sum().backward()
+    torch.testing.assert_close(grad, linear.weight.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_gradient_modes_inside_the_graph() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.abs().max()
+        return x / scale
+
+    same(model, torch.randn(5, requires_grad=True))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference(mode: Callable[[], Any]) -> None:
+    model, batch = models.small("llama")
+    captured = Captured()
+    with mode():
+        got = torch.compile(model, backend=captured.backend())(**batch)
+        torch.testing.assert_close(got.logits, model(**batch).logits)
+    assert captured.phases() == ["graph0.inference"]
+    assert captured.graphs[0][1].outputs == 2
+
+
+def test_another_size_costs_one_further_compilation() -> None:
+    model, _ = models.small("llama", dropout=False)
+    captured = Captured()
+    fast = torch.compile(model, backend=captured.backend())
+    for batch, length in [(2, 19), (3, 23), (4, 31), (5, 7)]:
+        tokens = torch.randint(0, models.VOCABULARY, (batch, length))
+        got, want = fast(tokens, labels=tokens), model(tokens, labels=tokens)
+        torch.testing.assert_close(got.loss, want.loss)
+        torch.testing.assert_close(got.logits, want.logits)
+        got.loss.backward()
+    assert [p for p in captured.phases() if "forward" in p] == ["graph0.forward", "graph1.forward"]
+    assert all("causal, proved" in n for n in captured.notes())
+
+
+def test_dynamic_from_the_start() -> None:
+    model, batch = models.small("gpt2", dropout=False)
+    fast = torch.compile(model, backend=Captured().backend(), dynamic=True)
+    torch.testing.assert_close(fast(**batch).loss, model(**batch).loss)
+
+
+def test_constants_made_in_the_graph() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([1.0, 2.0, 3.0]) + torch.tensor(0.5)
+
+    captured = same(model, torch.randn(4, 3, requires_grad=True))
+    assert not captured.notes()
+
+
+def test_higher_order_operators_are_left_to_autograd() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,))
+
+    captured = same(model, torch.randn(4))
+    assert "higher-order operator cond" in captured.notes()[0]
+
+
+def test_a_custom_autograd_function_is_left_to_autograd() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return grad * 5
+
+    captured = same(lambda x: Twice.apply(x).sin(), torch.randn(4, requires_grad=True))
+    assert "higher-order operator" in captured.notes()[0]
+
+
+def test_a_rewrite_that_autograd_refuses_is_undone() -> None:
+    def transposed(gm: fx.GraphModule) -> Any:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            with gm.graph.inserting_before(node):
+                t = gm.graph.call_function(torch.ops.aten.transpose.int, (node.args[0], 0, 1))
+            node.args = (t, node.args[1])
+        gm.recompile()
+        return gm, ()
+
+    captured = same(lambda x: (x + 1).view(-1), torch.randn(3, 4), captured=Captured((transposed,)))
+    assert "undone, autograd refused" in captured.notes()[0]
+
+
+def test_an_error_of_compile_graph_is_not_swallowed() -> None:
+    def fails(gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Any:
+        raise ZeroDivisionError(info.name)
+
+    backend = make_backend(fails, rewrites=DEFAULT_REWRITES, decompositions=decomposition_table)
+    with pytest.raises(Exception, match=r"graph0\.inference") as caught:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.randn(3))
+    assert isinstance(caught.value.inner_exception, ZeroDivisionError)
+
+
+def test_boxed_graphs_are_called_with_a_list() -> None:
+    class Boxed:
+        _boxed_call = True
+
+        def __init__(self, gm: fx.GraphModule) -> None:
+            self.gm = gm
+
+        def __call__(self, args: list[Any]) -> Any:
+            values = tuple(args)
+            args.clear()
+            return self.gm(*values)
+
+    backend = make_backend(
+        lambda gm, inputs, info: Boxed(gm), rewrites=(), decompositions=decomposition_table
+    )
+    x = torch.randn(3, requires_grad=True)
+    torch.compile(lambda x: x.sin() * x, backend=backend)(x).sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos() * x.detach() + x.detach().sin())
+
+
+def test_static_inputs_are_the_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    captured = Captured()
+    torch.compile(model, backend=captured.backend())(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    shapes = {(8, 4), (8,), (2, 8), (2,)}
+    for gm, info in captured.graphs:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        found = {tuple(placeholders[i].meta["val"].shape) for i in info.static_inputs}
+        assert found <= shapes and found
+    assert len(captured.graphs[0][1].static_inputs) == 4
+    assert captured.graphs[0][1].outputs == 1
+
+
+def test_nodes_know_their_source() -> None:
+    model, batch = models.small("llama")
+    captured = Captured()
+    torch.compile(model, backend=captured.backend())(**batch).loss.backward()
+    for gm, info in captured.graphs:
+        nodes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.rsqrt.default) or [
+            n for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default
+        ]
+        source = source_of(nodes[0])
+        assert source is not None and source.module.startswith(("model.layers", "lm_head")), info.name
+        assert source.file.endswith("modeling_llama.py") and source.line > 0
+        assert source.code in open(source.file).read().splitlines()[source.line - 1]
+        assert all(source_of(n) for n in gm.graph.nodes if n.op == "call_function")
