@@ -1,0 +1,496 @@
+"""Choosing, compiling, tuning and launching, against a GPU that computes in the interpreter.
+
+`FakeGpu` takes raw addresses and a grid as the driver does, so what is launched is checked by what
+it computes; where `compiles` is set, every kernel is compiled for sm_90 first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import timeit
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+
+from fusion_compiler import launch
+from fusion_compiler.binding import Entry, Variant, ZeroedScratch, bind, dim_source, evaluate
+from fusion_compiler.builds import Build, compile_build
+from fusion_compiler.cache import Cache
+from fusion_compiler.errors import FusionWarning, KernelError
+from fusion_compiler.interpreter import run_source
+from fusion_compiler.kernel import Program, Role
+from fusion_compiler.launch import Runner, compile_all, interpret, tuning_key
+from tests.hand_made import argument, contiguous, elementwise, row_softmax, ticket_sum, two_kernel_sum
+
+
+@dataclass
+class FakeGpu:
+    """CPU memory, one stream; `us` gives the times of candidates in the order of their timing."""
+
+    index: int = -1  # what get_device() says of a CPU tensor
+    name: str = "fake"
+    target: tuple[str, int | str, int] = ("cuda", 90, 32)
+    us: tuple[float, ...] = ()
+    compiles: bool = False
+    capturing: bool = False
+    stream: int = 7
+    refused: tuple[str, ...] = ()
+    out_of_memory: bool = False
+    loaded: list[Build] = field(default_factory=list[Build])
+    launched: list[tuple[str, tuple[int, ...], int]] = field(default_factory=list[Any])
+    timed: int = 0
+    fill: float | None = None
+
+    def current_device(self) -> int:
+        return self.index
+
+    def current_stream(self, index: int, /) -> int:
+        assert index == self.index
+        return self.stream
+
+    def empty(self, shape: Any, stride: Any, dtype: torch.dtype, /) -> torch.Tensor:
+        made = torch.empty_strided(shape, stride, dtype=dtype)
+        return made.fill_(3)  # nobody may rely on fresh memory
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def load(self, build: Build) -> Entry:
+        if self.compiles:
+            compile_build(build)
+        if build.name in self.refused or str(build.num_warps) in self.refused:
+            raise RuntimeError("out of resource: shared memory")
+        self.loaded.append(build)
+        types = [kind for _, kind in build.signature]
+
+        def run(*given: Any) -> None:
+            grid, stream, (function, packed, *hooks), arguments = given[:3], given[3], given[4:9], given[9:]
+            assert (function, packed, hooks) == ("function", "packed", [None, None, None])
+            for position in build.divisible:
+                assert arguments[position] % 16 == 0, build.signature[position]
+            self.launched.append((build.name, grid, stream))
+            run_source(build.source, build.name, types, arguments, grid)
+
+        return Entry(run, "function", "packed")
+
+    def times(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        if self.out_of_memory:
+            raise torch.OutOfMemoryError("no memory")
+        self.timed += 1
+        for call in calls:
+            call()
+        return list(self.us[: len(calls)])
+
+
+def no_fallback(*_: object) -> tuple[torch.Tensor, ...]:
+    raise AssertionError("the fallback was called")
+
+
+def runner(gpu: FakeGpu, *candidates: Program, **options: Any) -> Runner:
+    options = {"fallback": no_fallback, "name": "cluster", "strict": True} | options
+    return Runner(tuple(candidates), gpus=lambda device: gpu, **options)
+
+
+def add_bf16(n: int = 1000, block: int = 128) -> Program:
+    return elementwise("x0 + x1", n, (torch.bfloat16, torch.bfloat16), torch.bfloat16, block)
+
+
+def vectors(n: int, count: int = 2, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.randn(n, dtype=torch.float64).to(dtype) for _ in range(count)]
+
+
+def assert_softmax(y: torch.Tensor, x: torch.Tensor) -> None:
+    """Within one rounding to bfloat16 of the float64 result."""
+    torch.testing.assert_close(y.double(), torch.softmax(x.double(), -1), rtol=2**-8, atol=0)
+
+
+# -- launching ------------------------------------------------------------------------------------
+
+
+def test_elementwise() -> None:
+    gpu = FakeGpu(compiles=True)
+    run = runner(gpu, add_bf16())
+    for _ in range(2):
+        a, b = vectors(1000)
+        (y,) = run(a, b)
+        assert torch.equal(y, a + b)
+    assert gpu.launched == [("elementwise", (8, 1, 1), 7)] * 2
+    assert len(gpu.loaded) == 1
+
+
+def test_sizes_are_arguments() -> None:
+    gpu = FakeGpu(compiles=True)
+    run = runner(gpu, row_softmax(100))
+    for rows in (1, 5, 16):
+        x = torch.randn(rows, 100).bfloat16()
+        (y,) = run(x, rows)
+        assert y.shape == (rows, 100) and y.stride() == (100, 1)
+        assert_softmax(y, x)
+    assert len(gpu.loaded) == 1
+    assert dict(gpu.loaded[0].signature)["rows"] == "i32"
+
+
+@pytest.mark.parametrize(
+    "program", [two_kernel_sum(37, 64), ticket_sum(37, 64)], ids=["two kernels", "ticket"]
+)
+def test_column_sums(program: Program) -> None:
+    gpu = FakeGpu(compiles=True)
+    run = runner(gpu, program)
+    for _ in range(3):
+        x = torch.randn(37, 64)
+        (y,) = run(x)
+        torch.testing.assert_close(y.double(), x.double().sum(0), rtol=0, atol=1e-5)
+    assert [name for name, _, _ in gpu.launched] == [k.name for k in program.kernels] * 3
+
+
+def test_unaligned_inputs_take_another_build() -> None:
+    gpu = FakeGpu()
+    run = runner(gpu, add_bf16(100))
+    a, b = vectors(108)
+    for offset in (0, 1, 3, 8, 1):
+        x, y = a[offset : offset + 100], b[8 - offset : 108 - offset]
+        assert torch.equal(run(x, y)[0], x + y)
+    # The output is allocated by the launcher, so it stays aligned in both.
+    assert [build.divisible for build in gpu.loaded] == [(0, 1, 2), (2,)]
+
+
+def test_only_claimed_alignment_is_checked() -> None:
+    program = add_bf16(100)
+    (kernel,) = program.kernels
+    arguments = tuple(replace(a, aligned=a.role is Role.OUTPUT) for a in kernel.arguments)
+    gpu = FakeGpu()
+    run = runner(gpu, replace(program, kernels=(replace(kernel, arguments=arguments),)))
+    a, b = vectors(101)
+    assert torch.equal(run(a[1:], b[1:])[0], a[1:] + b[1:])
+    assert [build.divisible for build in gpu.loaded] == [(2,)]
+
+
+def test_a_size_may_claim_divisibility_too() -> None:
+    program = row_softmax(100)
+    (kernel,) = program.kernels
+    arguments = tuple(replace(a, aligned=True) for a in kernel.arguments)
+    gpu = FakeGpu()
+    run = runner(gpu, replace(program, kernels=(replace(kernel, arguments=arguments),)))
+    for rows in (16, 5):
+        x = torch.randn(rows, 100).bfloat16()
+        assert_softmax(run(x, rows)[0], x)
+    assert [build.divisible for build in gpu.loaded] == [(0, 1, 2), (1,)]
+
+
+def test_sizes_beyond_int32_take_a_wide_build() -> None:
+    n = sympy.Symbol("s7", integer=True, positive=True)
+    source = row_softmax(4).kernels[0].source.split("def ")[0] + (
+        "def low_bits(y_ptr, n):\n    tl.store(y_ptr, n.to(tl.int64) % 1000)\n"
+    )
+    arguments = (
+        argument("y_ptr", Role.OUTPUT, 0, torch.int64),
+        argument("n", Role.SIZE, 0, torch.int32, aligned=False),
+    )
+    kernel = replace(
+        row_softmax(4).kernels[0], name="low_bits", source=source, arguments=arguments, grid=(1,)
+    )
+    gpu = FakeGpu(compiles=True)
+    run = runner(gpu, Program((kernel,), (), (contiguous("y", (1,), torch.int64),), sizes=(n,)))
+    for value in (2**31 - 1, 2**31, 2**40 + 77, 12):
+        assert run(value)[0].item() == value % 1000
+    assert [dict(build.signature)["n"] for build in gpu.loaded] == ["i32", "i64"]
+
+
+def test_empty_grids_launch_nothing_and_allocate() -> None:
+    gpu = FakeGpu()
+    assert runner(gpu, add_bf16(0))(*vectors(0))[0].shape == (0,)
+    (y,) = runner(gpu, row_softmax(8))(torch.empty(0, 8).bfloat16(), 0)
+    assert y.shape == (0, 8) and y.dtype == torch.bfloat16
+    assert gpu.launched == []
+
+
+def test_outputs_have_the_strides_that_the_program_says() -> None:
+    program = elementwise("x0", 12, (torch.float32,), torch.float32)
+    transposed = replace(program, outputs=(replace(program.outputs[0], shape=(3, 4), stride=(1, 3)),))
+    x = torch.randn(12)
+    (y,) = runner(FakeGpu(), transposed)(x)
+    assert y.stride() == (1, 3) and torch.equal(y, x.view(4, 3).T)
+
+
+def test_a_grid_beyond_the_hardware_runs_the_fallback() -> None:
+    program = row_softmax(8)
+    (kernel,) = program.kernels
+    rows = program.sizes[0]
+    tall = replace(program, kernels=(replace(kernel, grid=(1, rows)),))
+    x = torch.randn(3, 8).bfloat16()
+    called: list[int] = []
+
+    def fallback(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
+        called.append(rows)
+        return (x,)
+
+    gpu = FakeGpu()
+    run = runner(gpu, tall, fallback=fallback, strict=False)
+    with pytest.warns(FusionWarning, match="65536"):
+        run(x, 65536)
+    assert called == [65536] and gpu.launched == []
+    with pytest.raises(KernelError, match="65536"):
+        runner(gpu, tall)(x, 65536)
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+def test_size_expressions_are_exact() -> None:
+    from torch.utils._sympy.functions import CeilDiv, FloorDiv, Mod
+
+    a, b = sympy.symbols("s3 n1", integer=True, positive=True)  # n1 is also a name of the text
+    values = [*range(1, 120), 2**53 + 1, 3 * 2**60 + 5]
+    expressions: dict[Any, Callable[[int, int], int]] = {
+        sympy.ceiling(a / 49): lambda x, y: -(-x // 49),
+        sympy.floor(a / 49): lambda x, y: x // 49,
+        sympy.ceiling(a / b): lambda x, y: -(-x // y),
+        FloorDiv(a + b, 7): lambda x, y: (x + y) // 7,
+        CeilDiv(a, 128): lambda x, y: -(-x // 128),
+        Mod(a, 8) + 1: lambda x, y: x % 8 + 1,
+        a * (a - 1) / 2: lambda x, y: x * (x - 1) // 2,
+        sympy.Max(a, b) * 3 - 1: lambda x, y: max(x, y) * 3 - 1,
+        sympy.Min(a, 100): lambda x, y: min(x, 100),
+        a**2 * b: lambda x, y: x * x * y,
+    }
+    program = Program((), (), (), sizes=(a, b))
+    for expression, expected in expressions.items():
+        for x in values:
+            (got,) = evaluate((expression,), program, (x, 49))
+            assert got == expected(x, 49) and isinstance(got, int), (expression, x)
+    with pytest.raises(ValueError, match="no sizes"):
+        dim_source(a + sympy.Symbol("z"), (a,))
+
+
+# -- scratch ----------------------------------------------------------------------------------------
+
+
+def test_zeroed_scratch_is_kept_for_stream_and_thread() -> None:
+    gpu = FakeGpu()
+    scratch = ZeroedScratch(gpu, (contiguous("t", (1,), torch.int32, zeroed=True),))
+    (first,) = scratch(1, (4,))
+    assert first.tolist() == [0, 0, 0, 0]
+    assert scratch(1, (4,))[0] is first and scratch(1, (2,))[0] is first
+    assert scratch(2, (4,))[0] is not first
+    (grown,) = scratch(1, (8,))
+    assert grown.numel() == 8 and scratch(1, (4,))[0] is grown
+    other: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: other.extend(scratch(1, (8,))))
+    thread.start()
+    thread.join()
+    assert other[0] is not grown
+    gpu.capturing = True
+    assert scratch(1, (8,))[0] is not grown and scratch(1, (8,))[0].tolist() == [0] * 8
+
+
+def test_the_interpreter_notices_scratch_that_is_left_dirty() -> None:
+    program = ticket_sum(37, 64)
+    (kernel,) = program.kernels
+    dirty = replace(kernel, source=kernel.source.replace("tl.store(ticket_ptr, 0)", "pass"))
+    with pytest.raises(KernelError, match="ticket is not zero"):
+        interpret(replace(program, kernels=(dirty,)), [torch.randn(37, 64)])
+
+
+# -- tuning -----------------------------------------------------------------------------------------
+
+
+def blocks() -> tuple[Program, ...]:
+    return tuple(add_bf16(block=block) for block in (128, 256, 512))
+
+
+def launched_grid(gpu: FakeGpu) -> int:
+    return gpu.launched[-1][1][0]
+
+
+def test_the_fastest_is_taken_and_remembered(tmp_path: Path) -> None:
+    a, b = vectors(1000)
+    gpu = FakeGpu(us=(9.0, 8.0, 5.0), compiles=True)
+    run = runner(gpu, *blocks(), cache=Cache(tmp_path))
+    assert torch.equal(run(a, b)[0], a + b)
+    assert gpu.timed == 1 and launched_grid(gpu) == 2
+    again = FakeGpu(us=(1.0, 2.0, 3.0))
+    assert torch.equal(runner(again, *blocks(), cache=Cache(tmp_path))(a, b)[0], a + b)
+    assert again.timed == 0 and launched_grid(again) == 2 and len(again.loaded) == 1
+    other = FakeGpu(us=(1.0, 2.0, 3.0), name="another GPU")
+    runner(other, *blocks(), cache=Cache(tmp_path))(a, b)
+    assert other.timed == 1 and launched_grid(other) == 8
+
+
+def test_timing_noise_does_not_beat_the_prediction() -> None:
+    gpu = FakeGpu(us=(5.04, 5.0, 6.0))
+    runner(gpu, *blocks())(*vectors(1000))
+    assert launched_grid(gpu) == 8
+
+
+@pytest.mark.parametrize("record", [{"candidate": 17}, {"candidate": "0"}, [], "x", {"candidate": -1}, {}])
+def test_a_foreign_record_is_ignored(tmp_path: Path, record: Any) -> None:
+    cache = Cache(tmp_path)
+    cache.put(tuning_key(blocks(), "fake"), record)
+    gpu = FakeGpu(us=(9.0, 5.0, 8.0))
+    runner(gpu, *blocks(), cache=cache)(*vectors(1000))
+    assert gpu.timed == 1 and launched_grid(gpu) == 4
+
+
+def test_capture_and_no_tuning_take_the_first() -> None:
+    for options, gpu in (({}, FakeGpu(capturing=True)), ({"tune": False}, FakeGpu())):
+        runner(gpu, *blocks(), **options)(*vectors(1000))
+        assert gpu.timed == 0 and launched_grid(gpu) == 8 and len(gpu.loaded) == 1
+
+
+def test_out_of_memory_while_timing_takes_the_first(tmp_path: Path) -> None:
+    cache, gpu = Cache(tmp_path), FakeGpu(out_of_memory=True)
+    a, b = vectors(1000)
+    assert torch.equal(runner(gpu, *blocks(), cache=cache)(a, b)[0], a + b)
+    assert launched_grid(gpu) == 8 and cache.list() == {}
+
+
+def test_a_candidate_that_cannot_be_launched_is_dropped() -> None:
+    slow, fast = row_softmax(100, warps=8), row_softmax(100, warps=4)
+    x = torch.randn(3, 100).bfloat16()
+    for order in itertools.permutations((slow, fast)):
+        gpu = FakeGpu(refused=("8",))
+        assert_softmax(runner(gpu, *order)(x, 3)[0], x)
+        assert {build.num_warps for build in gpu.loaded} == {4}
+    untuned = FakeGpu(refused=("8",))
+    runner(untuned, slow, fast, tune=False)(x, 3)
+    assert [build.num_warps for build in untuned.loaded] == [4]
+
+
+# -- failing ----------------------------------------------------------------------------------------
+
+
+def broken() -> Program:
+    program = add_bf16()
+    (kernel,) = program.kernels
+    return replace(
+        program, kernels=(replace(kernel, source=kernel.source.replace("x0 + x1", "tl.no_such(x0)")),)
+    )
+
+
+def test_when_all_fail_one_warning_and_the_fallback() -> None:
+    a, b = vectors(1000)
+    gpu = FakeGpu(compiles=True)
+    run = runner(gpu, broken(), fallback=lambda a, b: (a + b,), strict=False, name="residual_3")
+    with pytest.warns(FusionWarning) as caught:
+        assert torch.equal(run(a, b)[0], a + b)
+    (warning,) = caught
+    text = str(warning.message)
+    assert "residual_3" in text and "no_such" in text and "what to do" in text and "strict=True" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(run(a, b)[0], a + b)
+    with pytest.raises(KernelError, match="no_such"):
+        runner(gpu, broken())(a, b)
+
+
+def test_a_late_variant_that_fails_runs_the_fallback() -> None:
+    gpu = FakeGpu()
+    run = runner(gpu, add_bf16(100), fallback=lambda a, b: (a + b,), strict=False)
+    a, b = vectors(101)
+    run(a[:100], b[:100])
+    gpu.refused = ("elementwise",)
+    with pytest.warns(FusionWarning, match="shared memory"):
+        assert torch.equal(run(a[1:], b[1:])[0], a[1:] + b[1:])
+
+
+def test_inputs_that_are_not_on_a_gpu() -> None:
+    a, b = vectors(1000)
+    run = Runner((add_bf16(),), lambda a, b: (a + b,), name="cluster")
+    with pytest.warns(FusionWarning, match="on cpu"):
+        assert torch.equal(run(a, b)[0], a + b)
+    with pytest.raises(KernelError, match="meta"):
+        runner(FakeGpu(), add_bf16())(a, b.to("meta"))
+    with pytest.raises(ValueError, match="no program"):
+        Runner((), no_fallback, name="cluster")
+
+
+def test_errors_of_the_driver_are_not_hidden() -> None:
+    gpu = FakeGpu()
+    run = runner(gpu, add_bf16(), fallback=no_fallback, strict=False)
+    a, b = vectors(1000)
+    run(a, b)
+    gpu.launched = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        run(a, b)
+
+
+# -- other backends -----------------------------------------------------------------------------------
+
+
+def test_eager_and_interpret_backends() -> None:
+    a, b = vectors(1000)
+    marker = (torch.zeros(1),)
+    assert Runner((), lambda *_: marker, name="c", backend="eager")(a, b) is marker
+    for schedule in range(3):
+        run = Runner(blocks(), no_fallback, name="c", backend="interpret", strict=True, schedule=schedule)
+        assert torch.equal(run(a, b)[0], a + b)
+    wrong = Runner((broken(),), no_fallback, name="c", backend="interpret", strict=True)
+    with pytest.raises(KernelError, match="no_such"):
+        wrong(a, b)
+    meta = Runner((add_bf16(),), lambda *_: marker, name="c", backend="interpret")
+    with pytest.warns(FusionWarning, match="meta"):
+        assert meta(a.to("meta"), b) is marker
+
+
+# -- ahead of time ----------------------------------------------------------------------------------
+
+
+def test_compile_all_compiles_each_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[Build]] = []
+
+    def compile_builds(builds: Iterator[Build], workers: int | None = None) -> dict[Build, str]:
+        asked.append(list(builds))
+        return {}
+
+    monkeypatch.setattr(launch, "compile_builds", compile_builds)
+    gpu, cache = FakeGpu(us=(9.0, 8.0, 5.0)), Cache(tmp_path)
+    softmax = runner(gpu, row_softmax(100), cache=cache)
+    tuned = runner(gpu, *blocks(), cache=cache)
+    untuned = runner(gpu, *blocks(), tune=False)
+    eager = Runner((), no_fallback, name="c", backend="eager")
+    compile_all([softmax, tuned, untuned, eager])
+    assert [build.name for build in asked[-1]] == ["row_softmax"] + ["elementwise"] * 4
+    assert len(set(asked[-1])) == 4
+    cache.put(tuning_key(blocks(), "fake"), {"candidate": 2})
+    compile_all([tuned])
+    assert len(asked[-1]) == 1 and asked[-1][0].source == blocks()[2].kernels[0].source
+
+
+# -- speed ------------------------------------------------------------------------------------------
+
+
+def test_a_launch_costs_the_host_little() -> None:
+    """A call, less what allocating and taking addresses cost, which no launcher can avoid."""
+    gpu = FakeGpu()
+    gpu.empty = lambda shape, stride, dtype: y  # type: ignore[method-assign]
+    y = torch.empty(1000, dtype=torch.bfloat16)
+    entry = Entry(lambda *_: None, None, None)
+
+    def never(*_: Any) -> Any:
+        raise AssertionError
+
+    function = bind(add_bf16(), Variant(), [entry], gpu, never, never, never)
+    a, b = vectors(1000)
+
+    def unavoidable() -> tuple[torch.Tensor]:
+        gpu.current_stream(-1)
+        a.data_ptr()
+        b.data_ptr()
+        y.data_ptr()
+        return (y,)
+
+    count = 20000
+    ours = min(timeit.repeat(lambda: function(a, b), number=count, repeat=5)) / count * 1e6
+    least = min(timeit.repeat(unavoidable, number=count, repeat=5)) / count * 1e6
+    assert ours - least < 2.0

@@ -1,0 +1,211 @@
+"""Compiling without a GPU: targets, resources, Triton's cache when damaged, many kernels at once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from fusion_compiler import builds, cuda
+from fusion_compiler.builds import (
+    Build,
+    cache_entry,
+    compile_build,
+    compile_builds,
+    forget,
+    is_cached,
+    load_kernel,
+)
+from fusion_compiler.errors import FusionWarning, KernelError
+from fusion_compiler.kernel import Kernel, Role
+from fusion_compiler.target import _directive, argument_type, build_of, compile_for, parse_target
+from tests.hand_made import HEADER, argument, elementwise, row_softmax, ticket_sum, two_kernel_sum
+
+PROGRAMS = (two_kernel_sum(37, 64), ticket_sum(37, 64), row_softmax(100))
+KERNELS = {kernel.name: kernel for program in PROGRAMS for kernel in program.kernels}
+SM_90 = ("cuda", 90, 32)
+
+
+@pytest.fixture
+def triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path / "triton"
+
+
+def spilling() -> Kernel:
+    """Holds 16384 numbers in one warp across a reduction: 512 a thread, 256 on AMD."""
+    source = HEADER + (
+        "def spilling(x_ptr, y_ptr):\n"
+        "    i = tl.arange(0, 16384)\n"
+        "    x = tl.load(x_ptr + i)\n"
+        "    tl.store(y_ptr + i, x / tl.sum(x, axis=0))\n"
+    )
+    arguments = (
+        argument("x_ptr", Role.INPUT, 0, torch.float32),
+        argument("y_ptr", Role.OUTPUT, 0, torch.float32),
+    )
+    return Kernel("spilling", source, arguments, (1,), num_warps=1)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_compiles_for_every_target(name: str, target: str) -> None:
+    binary = compile_for(KERNELS[name], target)
+    assert 0 < binary.registers <= 64 and binary.spills == 0
+    assert set(binary.asm) >= {"ttir", "ttgir", "llir", "amdgcn" if target == "gfx942" else "ptx"}
+    assert name in binary.asm["ttir"]
+
+
+def test_registers_and_spills_are_seen() -> None:
+    # 255 is the most that a thread has on NVIDIA; AMD's has 512.
+    assert compile_for(spilling(), "sm_90").spills > 0
+    on_amd = compile_for(spilling(), "gfx942")
+    assert on_amd.registers > 256 and on_amd.spills == 0
+    assert _directive("    .vgpr_count:     22\n    .vgpr_spill_count: 7\n", "vgpr_spill_count") == 7
+
+
+def test_shared_memory_is_seen() -> None:
+    assert compile_for(KERNELS["row_softmax"], "sm_90").shared_bytes > 0
+    assert compile_for(KERNELS["finish_sums"], "sm_90").shared_bytes == 0
+
+
+def test_alignment_reaches_the_load() -> None:
+    program = elementwise("x0", 4096, (torch.float32,), torch.float32, block=1024)
+    (kernel,) = program.kernels
+    unaligned = replace(kernel, arguments=tuple(replace(a, aligned=False) for a in kernel.arguments))
+    assert "ld.global.v4" in compile_for(kernel, "sm_90").asm["ptx"]
+    assert "ld.global.v4" not in compile_for(unaligned, "sm_90").asm["ptx"]
+    late = build_of(kernel, SM_90, aligned=False)
+    assert late.divisible == (1,) and build_of(unaligned, SM_90).divisible == ()
+
+
+def test_types_and_targets() -> None:
+    assert argument_type(argument("p", Role.INPUT, 0, torch.bool)) == "*i1"
+    assert argument_type(argument("p", Role.SCRATCH, 0, torch.bfloat16)) == "*bf16"
+    assert argument_type(argument("n", Role.SIZE, 0, torch.int64)) == "i64"
+    assert parse_target("sm_100") == ("cuda", 100, 32)
+    assert parse_target("gfx942") == ("hip", "gfx942", 64)
+    assert parse_target("gfx1100") == ("hip", "gfx1100", 32)
+    with pytest.raises(ValueError, match="gfx942"):
+        parse_target("cpu")
+
+
+def test_a_kernel_that_does_not_compile_names_itself() -> None:
+    kernel = KERNELS["row_softmax"]
+    wrong = replace(kernel, source=kernel.source.replace("tl.exp", "tl.no_such"))
+    with pytest.raises(KernelError, match=r"row_softmax failed to compile for sm_90[\s\S]*no_such"):
+        compile_for(wrong, "sm_90")
+
+
+def test_tracebacks_show_the_kernel() -> None:
+    source = "def fails():\n    raise RuntimeError('here')  # this line\n"
+    try:
+        load_kernel(source, "fails")()  # type: ignore[operator]
+    except RuntimeError:
+        assert "# this line" in traceback.format_exc()
+    else:
+        raise AssertionError
+
+
+# -- Triton's cache on disk ---------------------------------------------------------------------------
+
+
+def fresh_build(columns: int = 100) -> Build:
+    return build_of(row_softmax(columns).kernels[0], SM_90)
+
+
+def test_compiled_once_then_loaded(triton_cache: Path) -> None:
+    build = fresh_build()
+    assert not is_cached(build)
+    first = compile_build(build)
+    assert is_cached(build) and cache_entry(build).parent == triton_cache
+    written = {file: file.stat().st_mtime_ns for file in cache_entry(build).iterdir()}
+    assert compile_build(build).kernel == first.kernel
+    assert {file: file.stat().st_mtime_ns for file in cache_entry(build).iterdir()} == written
+    forget(build)
+    assert not is_cached(build)
+
+
+@pytest.mark.parametrize("suffix", ["cubin", "json", "ptx", "ttir", "sha256", "source"])
+def test_a_damaged_entry_is_compiled_again(triton_cache: Path, suffix: str) -> None:
+    build = fresh_build()
+    good = compile_build(build)
+    files = [file for file in cache_entry(build).iterdir() if file.name.endswith(suffix)]
+    rng = random.Random(time.time_ns())
+    for file in files:  # the metadata and the list of files both end in .json
+        content = file.read_bytes()
+        position = rng.randrange(len(content))
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << rng.randrange(8)
+        for damaged in (content[:position], bytes(flipped), b"", b"\xff" * 64, None):
+            if damaged is None:
+                file.unlink()
+            else:
+                file.write_bytes(damaged)
+            kernel = compile_build(build)
+            assert kernel.kernel == good.kernel and kernel.metadata == good.metadata
+
+
+def test_a_killed_compiler_leaves_a_usable_cache(triton_cache: Path) -> None:
+    build = fresh_build(300)
+    code = (
+        "import sys; from fusion_compiler import builds; builds.serve(2, sys.stdin.buffer, sys.stdout.buffer)"
+    )
+    for delay in (0.3, 0.45, 0.6, 0.8):
+        server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
+        assert server.stdin is not None
+        pickle.dump([builds._fields(build), builds._fields(fresh_build(301))], server.stdin)
+        server.stdin.flush()
+        time.sleep(delay)
+        os.killpg(server.pid, 9)
+        server.communicate()
+    assert compile_build(build).metadata.name == "row_softmax"
+
+
+def test_an_unwritable_cache_moves_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(occupied / "triton"))
+    with triton.knobs.cache.scope():
+        with pytest.warns(FusionWarning, match="TRITON_CACHE_DIR") as caught:
+            cuda.make_cache_writable()
+        cuda.make_cache_writable()
+        assert len(caught) == 1
+        compile_build(fresh_build())
+        assert not str(triton.knobs.cache.dir).startswith(str(occupied))
+
+
+# -- many at once -------------------------------------------------------------------------------------
+
+
+def test_many_kernels_are_compiled_in_processes(triton_cache: Path) -> None:
+    wrong = replace(fresh_build(7), source=fresh_build(7).source.replace("tl.exp", "tl.no_such"))
+    many = [fresh_build(90 + i) for i in range(6)] + [fresh_build(91), wrong]
+    reasons = compile_builds(many, workers=2)
+    assert set(reasons) == {wrong} and "no_such" in reasons[wrong]
+    assert all(is_cached(build) for build in many if build != wrong)
+
+
+def test_few_kernels_are_compiled_here(triton_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "_compile_served", None)
+    few = [fresh_build(90 + i) for i in range(2)]
+    assert compile_builds(few) == {} and all(map(is_cached, few))
+    many = [fresh_build(90 + i) for i in range(2) for _ in range(9)]
+    assert compile_builds(many, workers=4) == {}
+
+
+def test_a_server_that_dies_is_made_good(triton_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds.sys, "executable", "/bin/false")
+    many = [fresh_build(90 + i) for i in range(4)]
+    assert compile_builds(many, workers=2) == {}
+    assert all(map(is_cached, many))
