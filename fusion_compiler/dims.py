@@ -65,7 +65,8 @@ def _value(expr: sympy.Basic, known: Mapping[sympy.Symbol, int]) -> int | Fracti
     if isinstance(expr, sympy.Add | sympy.Mul):
         parts = [_value(part, known) for part in expr.args]
         return sum(parts) if isinstance(expr, sympy.Add) else prod(parts)
-    return int(expr.subs({s: known.get(s, 64) for s in expr.free_symbols}))  # type: ignore[arg-type]
+    value = expr.subs({s: known.get(s, 64) for s in expr.free_symbols})  # type: ignore[arg-type]
+    return _value(value, known) if isinstance(value, sympy.Rational) else int(value)  # type: ignore[arg-type]
 
 
 def numel(shape: Iterable[Dim]) -> int:

@@ -47,6 +47,7 @@ from fusion_compiler.schema import is_view
 LOGICAL_AND = torch.ops.aten.logical_and.default
 SECTOR = 32  # bytes: the smallest piece of device memory that is moved
 BLOCK = 1024  # elements that one program of a flat kernel holds
+COLUMN_BLOCK = 64  # columns of which one program can sum all rows
 # Bandwidth drawn with P programs resident on a multiprocessor is P / (P + STALL): a program loads, reduces
 # and stores in turn, and another covers its pauses. Softmax over 32768 columns in registers, P = 1: 0.76.
 STALL = 0.316
@@ -301,8 +302,9 @@ def _schedules(walk: _Walk, device: DeviceSpec) -> tuple[_Schedule, ...]:
     """The ways in which codegen could run the nest; the cheapest is the cost."""
     _, rows, cols, tile = walk.count
     blocks = ceil(tile / BLOCK)
-    if walk.reduced & 1:  # persistent programs, partial sums, one finishing sum
-        finishing = device.floor_us if blocks > device.sms else 0.0
+    if walk.reduced & 1:  # persistent programs; partial sums and a finishing one unless columns are many
+        partial = walk.reduced == 3 or cols < COLUMN_BLOCK * device.sms
+        finishing = device.floor_us if partial and blocks > device.sms else 0.0
         return (_Schedule(min(blocks, device.sms), STAGED, finishing_us=finishing),)
     if not walk.reduced:
         return (_Schedule(blocks, 1.0),)

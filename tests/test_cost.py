@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._ops import OpOverload
 
 from fusion_compiler.dag import Op, TensorMeta
@@ -378,6 +380,43 @@ def test_whole_sum_is_split_over_the_device():
     assert fraction(n) > 0.85
 
 
+def test_sums_over_rows_are_finished_once_where_columns_are_few():
+    def column_sum(rows: int, cols: int) -> Cost:
+        n = tile(rows, cols)
+        n.store("y", n.reduce("sum", n.load("x", "r", "c"), ROWS), "c", dtype=torch.float32)
+        return cost(n)
+
+    few, many = column_sum(1 << 17, 1024), column_sum(1 << 7, 1 << 20)
+    assert few.bytes_read == many.bytes_read
+    outputs = 4 * (1 << 20) / H200.copy_bandwidth * 1e6 / 0.98
+    assert few.us - (many.us - outputs) == pytest.approx(H200.floor_us, abs=0.1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_laws_on_random_nests(data: st.DataObject):
+    """More work, traffic or bytes per element is never cheaper; footprints bound the traffic from below."""
+    rows, cols = data.draw(st.integers(1, 1 << 16)), data.draw(st.integers(1, 1 << 15))
+    n = tile(rows, cols)
+    values = [n.load("x", "r", "c"), n.load("w", "c"), n.load("s", "r")]
+    for _ in range(data.draw(st.integers(1, 12))):
+        kind = data.draw(st.sampled_from(["add.Tensor", "mul.Tensor", "exp.default", "sum"]))
+        a, b = (data.draw(st.sampled_from(values)) for _ in range(2))
+        values.append(n.reduce("sum", values[0]) if kind == "sum" else n.op(kind, a, b))
+    n.store("y", n.add(values[-1], values[0]), "r", "c")
+    before = cost(n)
+    assert before.us >= H200.launch_us - 1e-9 and before.bytes_written == 2 * rows * cols
+    assert before.bytes_read >= 2 * rows * cols
+    ideal = (before.bytes_read + before.bytes_written) / H200.copy_bandwidth * 1e6
+    assert before.us >= ideal
+    doubled = {name: BufferInfo(hint(b.numel), 2 * b.itemsize) for name, b in n.buffers.items()}
+    assert cost(n, **doubled).us >= before.us - 1e-9
+    n.op("exp.default", n.op("exp.default", values[0]))
+    assert cost(n).us >= before.us
+    n.store("z", values[-1], "r", "c")
+    assert cost(n).us >= before.us - 1e-9
+
+
 def test_float64_runs_on_its_own_units():
     n = tile(8192, 4096)
     x = n.load("x", "r", "c", dtype=torch.float64)
@@ -395,6 +434,25 @@ def test_symbolic_sizes_take_their_hints():
     n.axes["r"] = (8 * s, ROWS)
     n.buffers = {name: BufferInfo(4096 * 8 * s, 2) for name in n.buffers}
     assert cost_of(n.nest(), H200, n.buffers, {s: 128}) == cost(copy_nest(1024, 4096))
+
+
+A, B, C = sympy.symbols("a b c", positive=True, integer=True)
+
+
+@pytest.mark.parametrize(
+    ("expr", "value"),
+    [
+        (A * B * 8, 480),
+        (A / 2 + B / 2, 8),
+        ((A + B) / 4, 4),
+        (C, 64),
+        (A**2 - 1, 24),
+        (sympy.floor(B / 5), 2),
+    ],
+    ids=str,
+)
+def test_hints_are_exact(expr: sympy.Expr, value: int):
+    assert hint(expr, {A: 5, B: 12}) == value
 
 
 def test_faster_devices_are_faster():
