@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import networkx as nx
+
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS
 from fusion_compiler.ops import Kind
@@ -76,6 +78,23 @@ def eager_ops(plan: FusionPlan) -> list[Leftover]:
     ]
 
 
+def execution_order(plan: FusionPlan) -> list[Cluster]:
+    """The clusters in an order in which they can run: by their last op, inputs first."""
+    position = {name: i for i, name in enumerate(plan.dag.graph.nodes)}
+    made_by = {name: cluster.name for cluster in plan.clusters for name in cluster.outputs}
+    units = nx.DiGraph()
+    for name in position:
+        if name not in made_by:
+            units.add_edges_from((made_by.get(i, i), name) for i in plan.dag.op(name).inputs)
+    last = {cluster.name: max(position[name] for name in cluster.ops) for cluster in plan.clusters}
+    for cluster in plan.clusters:
+        units.add_node(cluster.name)
+        units.add_edges_from((made_by.get(i, i), cluster.name) for i in cluster.inputs)
+    clusters = {cluster.name: cluster for cluster in plan.clusters}
+    order = nx.lexicographical_topological_sort(units, key=lambda unit: last.get(unit, position.get(unit, 0)))
+    return [clusters[unit] for unit in order if unit in clusters]
+
+
 def library_calls(plan: FusionPlan) -> Counter[str]:
     """How often each contraction is called, by short name."""
     fused = {name for cluster in plan.clusters for name in cluster.ops}
@@ -121,7 +140,7 @@ def format_plan(plan: FusionPlan, level: int = 1) -> str:
 def _clusters(plan: FusionPlan) -> list[str]:
     """A table row and a line of ops for each distinct cluster."""
     groups: dict[tuple[object, ...], list[Cluster]] = {}
-    for cluster in plan.clusters:
+    for cluster in execution_order(plan):
         groups.setdefault(signature(plan.dag, cluster), []).append(cluster)
     if not groups:
         return []
@@ -148,26 +167,23 @@ def _clusters(plan: FusionPlan) -> list[str]:
     return ["", *(f"  {line}" for line in both)]
 
 
-def _below(dag: OpDag, cluster: Cluster, where: str) -> str:
+def _below(dag: OpDag, cluster: Cluster, where: Sequence[str]) -> str:
     """The ops in short form, repeats counted, then the modules that they come from."""
     ops = [dag.op(name) for name in cluster.ops]
     counts = Counter(short_name(op.target) for op in ops if not is_view(op.target))
-    text = ", ".join(name if number == 1 else f"{name} x{number}" for name, number in counts.items())
-    if cluster.pattern:
-        text = f"[{cluster.pattern}] {text}"
-    where = shortened(where, 50)
-    room = WIDTH - 8 - (len(where) + 2 if where else 0)
-    text = shortened(text, room)
-    return f"    {text}{f'  @ {where}' if where else ''}"
+    pattern = f"[{shortened(cluster.pattern, 30)}] " if cluster.pattern else ""
+    modules = f"  @ {fitting(where, 50)}" if where else ""
+    names = [name if number == 1 else f"{name} x{number}" for name, number in counts.items()]
+    return f"    {pattern}{fitting(names, WIDTH - 6 - len(pattern) - len(modules))}{modules}"
 
 
-def modules_of(dag: OpDag, names: Iterable[str]) -> str:
-    """The user's modules behind some ops, layer numbers that differ as *: "layers.*.mlp, layers.*.norm"."""
+def modules_of(dag: OpDag, names: Iterable[str]) -> list[str]:
+    """The user's modules behind some ops, layer numbers that differ as *: ["layers.*.mlp", "layers.*.norm"]."""
     found = {op.source.module: None for op in map(dag.op, names) if op.source and op.source.module}
     by_form: dict[str, list[str]] = {}
     for module in found:
         by_form.setdefault(re.sub(r"\b\d+\b", "*", module), []).append(module)
-    return ", ".join(form if len(modules) > 1 else modules[0] for form, modules in by_form.items())
+    return [form if len(modules) > 1 else modules[0] for form, modules in by_form.items()]
 
 
 def _eager(leftovers: Sequence[Leftover]) -> list[str]:
@@ -232,6 +248,18 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
+def fitting(items: Sequence[str], width: int) -> str:
+    """As many items as fit, separated by commas; then how many more there are."""
+    text = ""
+    for shown, item in enumerate(items):
+        longer = f"{text}, {item}" if text else item
+        rest = len(items) - shown - 1
+        if len(longer) + (len(f", +{rest}") if rest else 0) > width:
+            return f"{text}, +{rest + 1}" if text else shortened(item, width)
+        text = longer
+    return text
+
+
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -269,7 +297,9 @@ def plan_json(plan: FusionPlan) -> dict[str, object]:
         "graph": plan.name,
         "device": plan.device,
         "totals": dict(vars(totals(plan))),
-        "clusters": [_cluster_json(plan.dag, c, repeats[signature(plan.dag, c)]) for c in plan.clusters],
+        "clusters": [
+            _cluster_json(plan.dag, c, repeats[signature(plan.dag, c)]) for c in execution_order(plan)
+        ],
         "library_calls": dict(sorted(library_calls(plan).items())),
         "eager": [
             {

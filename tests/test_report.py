@@ -14,6 +14,8 @@ from fusion_compiler.loops import Axis
 from fusion_compiler.plan import FusionPlan, Leftover, Rejected
 from fusion_compiler.report import (
     WIDTH,
+    execution_order,
+    fitting,
     format_plan,
     human_bytes,
     iteration_space,
@@ -68,6 +70,21 @@ def test_level_two_shows_every_rejection():
     assert text.count("merging costs") == 6 and "shows all" not in text
     savings = [float(line.split()[0]) for line in text.split("not fused")[1].splitlines() if " us  " in line]
     assert savings == sorted(savings, reverse=True) and savings[0] == 24.5
+
+
+def test_clusters_are_listed_in_execution_order():
+    plan = layered_plan()
+    backwards = replace(plan, clusters=plan.clusters[::-1])
+    assert [c.name for c in execution_order(backwards)] == [c.name for c in plan.clusters]
+    assert str(backwards) == str(plan)
+
+
+def test_a_cluster_comes_after_what_it_reads_though_its_ops_began_earlier():
+    plan = layered_plan()
+    first, second = plan.clusters[0], plan.clusters[1]
+    reader = replace(first, ops=(*second.ops, "topk_0"), inputs=("mul_1",), outputs=("topk_2",))
+    crossed = replace(plan, clusters=(reader, replace(second, ops=("topk_2",))))
+    assert [c.name for c in execution_order(crossed)] == [second.name, reader.name]
 
 
 def test_single_layer_is_not_folded():
@@ -141,9 +158,21 @@ def test_views_that_stay_are_not_eager_ops():
 
 def test_modules():
     dag = layered_plan().dag
-    assert modules_of(dag, ["mm_0", "add_0"]) == "model.layers.0.mlp"
-    assert modules_of(dag, ["mm_0", "add_1"]) == "model.layers.*.mlp"
-    assert modules_of(dag, ["x"]) == ""
+    assert modules_of(dag, ["mm_0", "add_0"]) == ["model.layers.0.mlp"]
+    assert modules_of(dag, ["mm_0", "add_1"]) == ["model.layers.*.mlp"]
+    assert modules_of(dag, ["x"]) == []
+
+
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [(16, "aaa, bbbb, ccccc"), (15, "aaa, bbbb, +1"), (12, "aaa, +2"), (7, "aaa, +2")],
+)
+def test_items_that_do_not_fit_are_counted(width: int, text: str):
+    assert fitting(["aaa", "bbbb", "ccccc"], width) == text
+
+
+def test_a_single_item_is_cut():
+    assert fitting(["abcdefgh"], 6) == "abc..." and fitting([], 6) == ""
 
 
 @pytest.mark.parametrize(
