@@ -178,7 +178,7 @@ def _below(dag: OpDag, cluster: Cluster, where: Sequence[str]) -> str:
 
 
 def modules_of(dag: OpDag, names: Iterable[str]) -> list[str]:
-    """The user's modules behind some ops, layer numbers that differ as *: ["layers.*.mlp", "layers.*.norm"]."""
+    """The user's modules behind some ops, layer numbers that differ as *: "layers.*.mlp"."""
     found = {op.source.module: None for op in map(dag.op, names) if op.source and op.source.module}
     by_form: dict[str, list[str]] = {}
     for module in found:
