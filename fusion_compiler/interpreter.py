@@ -7,6 +7,7 @@ interpreter gets wrong or lacks is put right:
 
 - conversion to bfloat16 rounds to nearest even, as the hardware does (Triton's truncates), and
   arithmetic on bfloat16 works on its values (Triton's on its bits);
+- `and`, `or` and `not` of blocks are element by element;
 - a reduction by any function halves the axis in steps, as the hardware does (Triton's calls the
   function once for each element, in Python);
 - libdevice and the `approx` instructions of inline assembly exist.
@@ -14,8 +15,8 @@ interpreter gets wrong or lacks is put right:
 
 from __future__ import annotations
 
+import ast
 import functools
-import math
 import re
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -35,9 +36,9 @@ from triton.runtime.jit import JITFunction
 from fusion_compiler.builds import TRITON_LOCK, load_kernel
 from fusion_compiler.errors import KernelError
 from fusion_compiler.kernel import Kernel
+from fusion_compiler.libdevice import APPROXIMATIONS, LIBDEVICE, Array
 from fusion_compiler.target import argument_type
 
-Array = np.ndarray[Any, Any]
 TensorHandle = base.TensorHandle
 
 
@@ -89,7 +90,51 @@ def _argument(value: int, name: str) -> tl.tensor:
 @functools.lru_cache(maxsize=1024)
 def _rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
     # Takes the plain function: hashing a JITFunction reads the language that is being replaced.
-    return base.FunctionRewriter(function).rewrite_ast()
+    function.__globals__.update(LOGIC)
+    rewriter = base.FunctionRewriter(function)
+    rewriter.ast_transformer = _LogicTransformer()
+    return rewriter.rewrite_ast()
+
+
+class _LogicTransformer(base.ASTTransformer):
+    """`a and b`, `a or b` and `not a` of blocks, element by element: Python would ask for one bool."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:  # noqa: N802
+        name = "fusion_and" if isinstance(node.op, ast.And) else "fusion_or"
+        result, *others = (self.visit(value) for value in node.values)
+        for other in others:
+            late = ast.Lambda(ast.arguments([], [], None, [], [], None, []), other)
+            result = ast.Call(ast.Name(name, ast.Load()), [result, late], [])
+        return result
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:  # noqa: N802
+        node.value = self.visit(node.value)  # the base class leaves it alone
+        return super().visit_Assign(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:  # noqa: N802
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Not):
+            return node
+        return ast.Call(ast.Name("fusion_not", ast.Load()), [node.operand], [])
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, tl.tensor) and isinstance(value.type, tl.block_type)
+
+
+def _and(left: Any, right: Callable[[], Any]) -> Any:
+    return left.logical_and(right()) if _is_block(left) else left and right()
+
+
+def _or(left: Any, right: Callable[[], Any]) -> Any:
+    return left.logical_or(right()) if _is_block(left) else left or right()
+
+
+def _not(value: Any) -> Any:
+    return value == 0 if _is_block(value) else not value
+
+
+LOGIC: dict[str, Callable[..., Any]] = {"fusion_and": _and, "fusion_or": _or, "fusion_not": _not}
 
 
 @contextmanager
@@ -144,7 +189,9 @@ def _with_semantic(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 def _decode(data: Array, kind: tl.dtype) -> Array:
     """A handle's array as numbers that NumPy can work with: bfloat16 is held as its 16 bits."""
-    return (data.astype(np.uint32) << 16).view(np.float32) if kind == tl.bfloat16 else data
+    if kind != tl.bfloat16 or data.dtype == bool:  # a comparison's result keeps its operands' type
+        return data
+    return (data.astype(np.uint32) << 16).view(np.float32)
 
 
 def _encode(values: Array, kind: tl.dtype) -> Array:
@@ -209,7 +256,7 @@ def _reduce(operation: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
     )
     if axis is None:
         arrays, axis = [array.reshape(-1) for array in arrays], 0
-    ufunc = REDUCTIONS.get(operation.combine_fn)
+    ufunc = REDUCTIONS.get(operation.combine_fn.fn)
     if ufunc is not None and len(arrays) == 1:
         values = _decode(arrays[0], kinds[0])
         arrays = [_encode(np.asarray(ufunc.reduce(values, axis=axis, dtype=values.dtype)), kinds[0])]
@@ -244,10 +291,6 @@ def _block(data: Array, kind: tl.dtype) -> tl.tensor:
 # -- what Triton's interpreter lacks ------------------------------------------------------------
 
 
-def _torch(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Array], Array]:
-    return lambda x: function(torch.from_numpy(np.ascontiguousarray(x))).numpy()
-
-
 def _extern_elementwise(_lib: str, _path: str, symbol: str, arguments: Any, result: Any, _pure: bool) -> Any:
     """A libdevice function by its symbol: __nv_tanhf, __nv_tanh, __nv_isnand and the like.
 
@@ -280,15 +323,11 @@ def _inline_assembly(asm: str, _constraints: str, values: Any, results: Any, _pu
 
 def _error_function(argument: Any) -> Any:
     wide = _decode(argument.data, argument.dtype.scalar).astype(np.float64)
-    return TensorHandle(_encode(_torch(torch.erf)(wide), argument.dtype.scalar), argument.dtype.scalar)
+    return TensorHandle(_encode(LIBDEVICE["erf"](wide), argument.dtype.scalar), argument.dtype.scalar)
 
 
 def _binary(ufunc: np.ufunc) -> Callable[[Any, Any], Any]:
     return lambda left, right: base.interpreter_builder.binary_op(left, right, ufunc)
-
-
-def _half_away(x: Array) -> Array:
-    return np.trunc(x + np.copysign(np.where(np.abs(x) < 2.0**52, 0.5, 0.0), x))
 
 
 BUILDER_FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -304,101 +343,13 @@ BUILDER_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "create_minnumf": _binary(np.fmin),
 }
 
-# The functions by which tl.sum, tl.max and their like reduce; any other is called as it is.
+# The functions by which tl.sum, tl.max and their like reduce; any other is called as it is. Plain
+# functions: see `_rewritten`.
 REDUCTIONS: dict[Any, np.ufunc] = {
-    tl.standard._sum_combine: np.add,
-    tl.standard._prod_combine: np.multiply,
-    tl.standard._elementwise_max: np.fmax,
-    tl.standard._elementwise_min: np.fmin,
-    tl.standard._xor_combine: np.bitwise_xor,
-    tl.standard._or_combine: np.bitwise_or,
-}
-
-APPROXIMATIONS: dict[str, Callable[[Array], Array]] = {
-    "tanh": np.tanh,
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "rcp": np.reciprocal,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sin": np.sin,
-    "cos": np.cos,
-}
-
-LIBDEVICE: dict[str, Callable[..., Any]] = {
-    "abs": np.abs,
-    "fabs": np.abs,
-    "acos": np.arccos,
-    "acosh": np.arccosh,
-    "asin": np.arcsin,
-    "asinh": np.arcsinh,
-    "atan": np.arctan,
-    "atan2": np.arctan2,
-    "atanh": np.arctanh,
-    "cbrt": np.cbrt,
-    "rcbrt": lambda x: 1 / np.cbrt(x),
-    "ceil": np.ceil,
-    "copysign": np.copysign,
-    "cos": np.cos,
-    "cosh": np.cosh,
-    "cospi": lambda x: np.cos(np.pi * np.fmod(x, 2)),
-    "cyl_bessel_i0": _torch(torch.special.i0),
-    "cyl_bessel_i1": _torch(torch.special.i1),
-    "div_rn": np.divide,
-    "fdivide": np.divide,
-    "erf": _torch(torch.erf),
-    "erfc": _torch(torch.erfc),
-    "erfcinv": lambda x: _torch(torch.erfinv)(1 - x),
-    "erfcx": _torch(torch.special.erfcx),
-    "erfinv": _torch(torch.erfinv),
-    "exp": np.exp,
-    "exp10": lambda x: np.power(10.0, x),
-    "exp2": np.exp2,
-    "expm1": np.expm1,
-    "fdim": lambda x, y: np.where(np.isnan(x) | np.isnan(y), np.nan, np.fmax(x - y, 0)),
-    "finite": np.isfinite,
-    "isfinite": np.isfinite,
-    "floor": np.floor,
-    "fma": lambda x, y, z: x * y + z,
-    "fmod": np.fmod,
-    "hypot": np.hypot,
-    "rhypot": lambda x, y: 1 / np.hypot(x, y),
-    "ilogb": lambda x: np.frexp(x)[1] - 1,
-    "isinf": np.isinf,
-    "isnan": np.isnan,
-    "j0": _torch(torch.special.bessel_j0),
-    "j1": _torch(torch.special.bessel_j1),
-    "ldexp": lambda x, n: np.ldexp(x, n.astype(np.int64)),
-    "scalbn": lambda x, n: np.ldexp(x, n.astype(np.int64)),
-    "lgamma": _torch(torch.lgamma),
-    "llrint": np.rint,
-    "llround": _half_away,
-    "log": np.log,
-    "log10": np.log10,
-    "log1p": np.log1p,
-    "log2": np.log2,
-    "logb": lambda x: np.frexp(x)[1] - 1,
-    "nearbyint": np.rint,
-    "normcdf": _torch(torch.special.ndtr),
-    "normcdfinv": _torch(torch.special.ndtri),
-    "pow": np.power,
-    "powi": np.power,
-    "rcp_rn": np.reciprocal,
-    "remainder": np.vectorize(math.remainder, otypes=[np.float64]),
-    "rint": np.rint,
-    "round": _half_away,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "rsqrt_rn": lambda x: 1 / np.sqrt(x),
-    "saturate": lambda x: np.fmin(np.fmax(x, 0), 1),
-    "signbit": np.signbit,
-    "sin": np.sin,
-    "sinh": np.sinh,
-    "sinpi": lambda x: np.sin(np.pi * np.fmod(x, 2)),
-    "sqrt": np.sqrt,
-    "sqrt_rn": np.sqrt,
-    "tan": np.tan,
-    "tanh": np.tanh,
-    "trunc": np.trunc,
-    "y0": _torch(torch.special.bessel_y0),
-    "y1": _torch(torch.special.bessel_y1),
+    tl.standard._sum_combine.fn: np.add,
+    tl.standard._prod_combine.fn: np.multiply,
+    tl.standard._elementwise_max.fn: np.fmax,
+    tl.standard._elementwise_min.fn: np.fmin,
+    tl.standard._xor_combine.fn: np.bitwise_xor,
+    tl.standard._or_combine.fn: np.bitwise_or,
 }
