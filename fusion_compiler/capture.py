@@ -118,9 +118,21 @@ class _Stages:
         def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             self.reached = True
             compiled = self._compile_graph(graph, fakes, _info(graph, self._name, phase, notes))
-            return compiled if hasattr(compiled, "_boxed_call") else make_boxed_func(compiled)
+            return _boxed(compiled)
 
         return compile_stage
+
+
+def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function that takes one list; AOTAutograd's wrappers lose the mark of other callables."""
+    if not getattr(compiled, "_boxed_call", False):
+        return make_boxed_func(compiled)
+
+    def call(args: list[Any]) -> Any:
+        return compiled(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def rewrite(

@@ -8,6 +8,7 @@ Two layers, hidden sizes of 32 to 64, float32 on the CPU. Inputs are drawn afres
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,14 @@ def without_dropout(model: nn.Module) -> nn.Module:
         if isinstance(value, float) and ("drop" in name):
             setattr(config, name, 0.0)
     return model
+
+
+def exact(model: nn.Module) -> nn.Module:
+    """A copy in float64: what results are measured against."""
+    wide = copy.deepcopy(model).double()
+    config: Any = wide.config
+    config._experts_implementation = "eager"  # the grouped product has no float64
+    return wide
 
 
 def small(
