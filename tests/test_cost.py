@@ -374,6 +374,18 @@ def test_few_rows_cannot_draw_the_bandwidth():
     assert cost(few).us / 8 > 3 * cost(many).us / 1024
 
 
+def test_time_grows_smoothly_with_rows():
+    """Neither a row split over programs nor an incomplete last round of programs makes a step."""
+
+    def per_row(rows: int) -> float:
+        n = tile(rows, 1 << 18)
+        n.store("y", softmax(n, n.load("x", "r", "c")), "r", "c")
+        return cost(n).us / rows
+
+    steps = [per_row(rows) for rows in range(200, 2000, 8)]
+    assert max(steps) < 1.15 * min(steps)
+
+
 def test_whole_sum_is_split_over_the_device():
     n = tile(1, 1 << 28)
     n.store("y", n.reduce("sum", n.load("x", "c")), at={}, dtype=torch.float32)
