@@ -4,9 +4,9 @@ Each works on blocks of any shape, under the compiler and under the interpreter.
 one call have the same dtype; one of them may be a Python literal.
 """
 
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownParameterType=false
 # ruff: noqa: RET505 -- a static branch must end in else: Triton compiles what follows a return
-# pyright: reportMissingParameterType=false, reportUnknownArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportMissingParameterType=false
 # The bodies are Triton, which reuses Python's syntax and not its types.
 
 import triton

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler import random
 from fusion_compiler.ops import Kind, spec_of
@@ -48,6 +49,7 @@ _BORROWED = (
     aten.dist,
     aten.upsample_nearest2d,
     aten.bucketize,
+    aten.rrelu_with_noise_backward,
 )
 
 
@@ -162,20 +164,40 @@ def _vector_norm(
 
 
 def _max_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return torch.amax(x, dim, keepdim), torch.argmax(x, dim, keepdim)
+    ordered = x.to(torch.uint8) if x.dtype is torch.bool else x
+    return torch.amax(x, dim, keepdim), torch.argmax(ordered, dim, keepdim)
 
 
 def _min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return torch.amin(x, dim, keepdim), torch.argmin(x, dim, keepdim)
+    ordered = x.to(torch.uint8) if x.dtype is torch.bool else x
+    return torch.amin(x, dim, keepdim), torch.argmin(ordered, dim, keepdim)
 
 
-def _max_dim_backward(grad: Tensor, dim: int, indices: Tensor, sizes: Sequence[int], keepdim: bool) -> Tensor:
-    if not sizes:
-        return grad.clone()
-    dim %= len(sizes)
-    if not keepdim:
-        grad, indices = grad.unsqueeze(dim), indices.unsqueeze(dim)
-    return torch.where(_coordinates(sizes[dim], dim, grad) == indices, grad, _zero(grad))
+def _one_in_each_row(x: Tensor, dim: int, index: Tensor) -> Tensor | None:
+    """Where `index` points, if it names exactly one position along dim everywhere else in x."""
+    whole = [1 if d == dim % max(x.ndim, 1) else size for d, size in enumerate(x.shape)]
+    if not x.ndim or index.ndim != x.ndim:
+        return None
+    if not all(statically_known_true(a == b) for a, b in zip(index.shape, whole, strict=True)):
+        return None
+    return _coordinates(x.shape[dim], dim % x.ndim, x) == index
+
+
+def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Any:
+    """Element-wise where each row gets one value: the gradient of max, one-hot, a target's probability."""
+    hit = _one_in_each_row(x, dim, index)
+    if hit is None:
+        return NotImplemented
+    if isinstance(src, Tensor):
+        return torch.where(hit, src[tuple(slice(size) for size in index.shape)], x)
+    return torch.where(hit, torch.full((), src, dtype=x.dtype, device=x.device), x)
+
+
+def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
+    hit = _one_in_each_row(x, dim, index)
+    if hit is None:
+        return NotImplemented
+    return x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))
 
 
 # Normalizations
@@ -347,7 +369,7 @@ def _nll_loss_forward(
     counts = target != ignore_index
     safe = torch.where(counts, target, _zero(target))
     loss = -_wide(torch.gather(x, dim, safe.unsqueeze(dim)).squeeze(dim))
-    scale = torch.ones_like(loss) if weight is None else _wide(weight)[safe]
+    scale = torch.ones_like(loss) if weight is None else aten.index.Tensor(_wide(weight), [safe])
     loss = torch.where(counts, loss if weight is None else loss * scale, _zero(loss))
     if reduction == 0:
         return loss.to(x.dtype), _zero(loss)
@@ -371,7 +393,7 @@ def _nll_loss_backward(
         wide = wide / total_weight
     counts = target != ignore_index
     if weight is not None:
-        wide = wide * _wide(weight)[torch.where(counts, target, _zero(target))]
+        wide = wide * aten.index.Tensor(_wide(weight), [torch.where(counts, target, _zero(target))])
     row = torch.where(counts, wide, _zero(wide)).unsqueeze(dim)
     hit = _coordinates(x.shape[dim], dim, row) == target.unsqueeze(dim)
     return torch.where(hit, row, _zero(row)).to(x.dtype)
@@ -425,6 +447,10 @@ def _whole_number(x: Tensor, **_: Any) -> Any:
 
 def _pow_zero(x: Tensor, exponent: float) -> Any:
     return torch.ones_like(x) if exponent == 0 and not isinstance(exponent, float) else NotImplemented
+
+
+def _shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
+    return torch.where((x >= -lambd) & (x <= lambd), _zero(grad), grad)
 
 
 # Layout
@@ -517,7 +543,9 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.min.default: lambda x: torch.amin(x),
     aten.max.dim: _max_dim,
     aten.min.dim: _min_dim,
-    aten.value_selecting_reduction_backward.default: _max_dim_backward,
+    aten.scatter.src: _scatter,
+    aten.scatter.value: _scatter,
+    aten.scatter_add.default: _scatter_add,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten._fused_rms_norm.default: _rms_norm,
@@ -533,6 +561,8 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.gelu.default: _gelu,
+    aten.hardshrink_backward.default: _shrink_backward,
+    aten.softshrink_backward.default: _shrink_backward,
     aten.add.Tensor: _add_bool,
     aten.mul.Tensor: _mul_bool,
     aten.maximum.default: _maximum_bool,

@@ -1,0 +1,192 @@
+"""Every decomposition against eager, values and gradients, and what is left when it is done."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fusion_compiler.decompositions import decomposition_table
+from fusion_compiler.ops import Kind, spec_of
+
+TABLE = decomposition_table()
+
+NAMES = """
+    nn.functional.layer_norm native_layer_norm nn.functional.rms_norm nn.functional.group_norm
+    nn.functional.batch_norm native_batch_norm _native_batch_norm_legit
+    _batch_norm_with_update nn.functional.instance_norm nn.functional.local_response_norm
+    softmax log_softmax _softmax_backward_data nn.functional.softmin
+    nn.functional.gelu nn.functional.silu nn.functional.mish nn.functional.hardswish nn.functional.softplus
+    nn.functional.hardsigmoid nn.functional.logsigmoid nn.functional.softsign nn.functional.tanhshrink
+    nn.functional.threshold nn.functional.prelu nn.functional.hardshrink nn.functional.softshrink
+    nn.functional.elu nn.functional.selu nn.functional.celu nn.functional.leaky_relu nn.functional.relu
+    nn.functional.relu6 nn.functional.hardtanh nn.functional.glu nn.functional.rrelu
+    nn.functional.nll_loss nn.functional.cross_entropy nn.functional.mse_loss nn.functional.l1_loss
+    nn.functional.smooth_l1_loss nn.functional.huber_loss nn.functional.binary_cross_entropy
+    nn.functional.binary_cross_entropy_with_logits nn.functional.kl_div nn.functional.poisson_nll_loss
+    nn.functional.gaussian_nll_loss nn.functional.soft_margin_loss nn.functional.margin_ranking_loss
+    nn.functional.cosine_embedding_loss nn.functional.hinge_embedding_loss
+    nn.functional.cosine_similarity nn.functional.normalize nn.functional.pairwise_distance
+    nn.functional.upsample_nearest nn.functional.pixel_shuffle nn.functional.pad nn.functional.one_hot
+    mean sum prod amax amin argmax argmin all any aminmax nansum nanmean logsumexp count_nonzero
+    var var_mean std std_mean norm linalg.vector_norm max min
+    dist renorm lerp addcmul addcdiv masked_fill where clamp clamp_min clamp_max nan_to_num logaddexp
+    xlogy sinc logit frac sgn sign round floor ceil trunc rsub float_power square isclose isfinite
+    tril triu repeat tile roll flip chunk split split_with_sizes unbind __getitem__ narrow select
+    select_scatter slice slice_scatter stack cat hstack diagonal expand unflatten movedim swapaxes squeeze
+    unsqueeze index_select gather take_along_dim zeros_like ones_like full_like new_zeros new_full
+    pow add sub mul div remainder fmod floor_divide maximum minimum fmax fmin hypot atan2 sigmoid tanh
+    exp log erf erfc sqrt rsqrt reciprocal abs neg sin cos logical_not bitwise_not
+"""
+OPINFOS = [info for info in op_db if info.name in NAMES.split() and info.variant_test_name != "nuc"]
+
+# Two samples are of functions that PyTorch warns about.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`nn.functional.upsample_nearest` is deprecated"),
+]
+
+# What stays an ATen call on purpose: scatters and gathers' gradients with many positions in a row,
+# scans, pooling.
+OPAQUE = {
+    "aten.scatter.src",
+    "aten.scatter_add.default",
+    "aten.index_put.default",
+    "aten.diagonal_scatter.default",
+    "aten.cumprod.default",
+    "aten.avg_pool2d.default",
+    "aten.avg_pool2d_backward.default",
+    "aten.upsample_nearest1d_backward.default",
+    "aten.upsample_nearest2d_backward.default",
+    "aten.upsample_nearest3d_backward.default",
+    "aten.replication_pad1d_backward.default",
+    "aten.replication_pad2d_backward.default",
+    "aten.replication_pad3d_backward.default",
+}
+# Only without functionalization: buffers about to be filled, constants of Python, and numbers that
+# the operator's own Python code asks for.
+HERE = {
+    "aten.empty.memory_format",
+    "aten.empty_permuted.default",
+    "aten.new_empty_strided.default",
+    "aten.as_strided.default",
+    "aten._efficientzerotensor.default",
+    "aten.lift_fresh.default",
+    "aten._local_scalar_dense.default",
+}
+
+
+class Decompose(TorchDispatchMode):
+    """Applies the table under autograd, as AOTAutograd does, and keeps what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        decompose = TABLE.get(func)
+        if decompose is not None:
+            with self:
+                result = decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        if func._can_decompose():
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not func._schema.is_mutable:  # AOTAutograd makes these functional first
+            self.left.append((func, result))
+        return result
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def forward_and_gradients(
+    info: Any, sample: Any, dtype: torch.dtype | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def fresh(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        widened = value.to(dtype or value.dtype) if value.is_floating_point() else value
+        return widened.detach().clone().requires_grad_(value.requires_grad)
+
+    args, kwargs = tree_map(fresh, ([sample.input, *sample.args], sample.kwargs))
+    outputs = leaves(info.op(*args, **kwargs))
+    smooth = [out for out in outputs if out.requires_grad and out.numel()]
+    inputs = [leaf for leaf in leaves((args, kwargs)) if leaf.requires_grad]
+    # Exact in every dtype: otherwise rounding of the cotangents would count as an error.
+    weights = [((torch.arange(out.numel()) * 5 % 13 - 4) / 8).view(out.shape).to(out.dtype) for out in smooth]
+    found = torch.autograd.grad(smooth, inputs, weights, allow_unused=True) if smooth and inputs else ()
+    return outputs, [torch.zeros(()) if gradient is None else gradient for gradient in found]
+
+
+def flat(results: tuple[list[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [*results[0], *results[1]]
+
+
+def compare(mine: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
+    """As near to the result in float64 as eager is, or as near as assert_close asks."""
+    assert mine.dtype is eager.dtype and mine.shape == eager.shape
+    if not mine.is_floating_point():
+        assert torch.equal(mine, eager)
+        return
+    absolute, relative = (1e-5, 1.3e-6) if mine.dtype is torch.float32 else (1e-7, 1e-7)
+    exact = torch.where(exact.to(mine.dtype).isinf(), exact.to(mine.dtype), exact)
+
+    def excess(result: torch.Tensor) -> float:
+        """The worst error in units of what is allowed anyway; NaN beside a number is infinitely wrong."""
+        same = (result == exact) | (result.isnan() & exact.isnan())
+        error = (result - exact).abs() / (absolute + relative * exact.abs())
+        return torch.where(same, 0.0, error.nan_to_num(math.inf)).amax().item() if result.numel() else 0.0
+
+    assert excess(mine) <= max(1.0, excess(eager)), (mine, eager, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64], ids=str)
+@pytest.mark.parametrize("info", OPINFOS, ids=lambda info: info.formatted_name)
+def test_against_eager(info: Any, dtype: torch.dtype) -> None:
+    if dtype not in info.dtypes:
+        pytest.skip("not an operator of this dtype")
+    grad = dtype.is_floating_point and info.supports_autograd
+    for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad), 8):
+        expected = forward_and_gradients(info, sample)
+        mode = Decompose()
+        with mode:
+            got = forward_and_gradients(info, sample)
+        truth = forward_and_gradients(info, sample, torch.float64) if dtype is torch.float32 else expected
+        for mine, eager, exact in zip(*map(flat, (got, expected, truth)), strict=True):
+            compare(mine, eager, exact)
+        for target, _ in mode.left:
+            spec = spec_of(target)
+            assert spec is not None or str(target) in OPAQUE | HERE, target
+
+
+# Sums in the user's own dtype, and operators that eager itself composes of such sums.
+OWN_SUMS = """
+    sum nansum prod nanmean nn.functional.cross_entropy nn.functional.kl_div nn.functional.l1_loss
+    nn.functional.cosine_similarity
+    nn.functional.cosine_embedding_loss nn.functional.hinge_embedding_loss nn.functional.margin_ranking_loss
+"""
+
+
+@pytest.mark.parametrize("info", OPINFOS, ids=lambda info: info.formatted_name)
+def test_no_reduction_returns_16_bits(info: Any) -> None:
+    """What is summed inside a decomposition is summed in float32, so that it cannot overflow."""
+    if torch.float16 not in info.dtypes or info.name in OWN_SUMS.split():
+        pytest.skip("no 16-bit floats, or a reduction itself")
+    for sample in itertools.islice(info.sample_inputs("cpu", torch.float16), 6):
+        mode = Decompose()
+        with mode:
+            info.op(sample.input, *sample.args, **sample.kwargs)
+        for target, result in mode.left:
+            spec = spec_of(target)
+            if spec is not None and spec.kind is Kind.REDUCTION and spec.combine in ("sum", "prod"):
+                assert result.dtype not in (torch.float16, torch.bfloat16), target
