@@ -3,11 +3,10 @@
 The module imports neither torch nor the rest of the package: it is also the program that the
 compile server runs (see `compile_builds`), which then starts in a tenth of a second.
 
-Why processes: Triton 3.6 and 3.7 hold the interpreter lock through the whole front end, MLIR and
-LLVM; only ptxas, a quarter to a third of the time, overlaps between threads. 16 row kernels for
-sm_90 on two cores: 1.71 s one after the other, 1.57 s in two threads, 1.69 s in four, against half
-the serial time in two processes. What a process compiles reaches the others through Triton's own
-cache on disk, from where loading costs 1.6 ms a kernel.
+Why processes: Triton holds the interpreter lock through the front end, MLIR and LLVM, three quarters
+of the time; only ptxas overlaps between threads. 16 row-softmax kernels for sm_90, Triton 3.7.1, two
+idle cores: 1.71 s one after the other, 1.57 s in two threads, 1.69 s in four. What a process compiles
+reaches the others through Triton's own cache on disk, from where loading costs 1.6 ms a kernel.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ if TYPE_CHECKING:
 # them: nothing may be compiled in one thread while another interprets.
 TRITON_LOCK = threading.RLock()
 
-# Fewer kernels than this are compiled where they are: a server costs about half a second to start.
-SERVER_FROM = 4
+# Fewer kernels than this are compiled where they are: a server takes about half a second to start,
+# a kernel a tenth.
+SERVER_FROM = 8
 
 
 @dataclass(frozen=True)

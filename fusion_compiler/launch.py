@@ -39,7 +39,8 @@ def find_gpu(device: torch.device | None) -> Gpu:
         raise ValueError(f"its inputs are on {device}, and Triton's kernels need a CUDA device")
     from fusion_compiler.cuda import gpu_of
 
-    return gpu_of(torch.cuda.current_device() if device is None else device.index)
+    index: int | None = None if device is None else device.index  # torch.device("cuda") has none
+    return gpu_of(torch.cuda.current_device() if index is None else index)
 
 
 class Runner:
@@ -292,7 +293,10 @@ def compile_all(
     for runner in runners:
         if runner.backend != "triton":
             continue
-        gpu = runner._gpus(device)
+        try:
+            gpu = runner._gpus(device)
+        except Exception:  # no Triton or no driver: each runner says so when it is called
+            continue
         programs = runner.candidates if runner.tune else runner.candidates[:1]
         recorded = runner._recorded(tuning_key(runner.candidates, gpu.name)) if len(programs) > 1 else None
         if recorded is not None:

@@ -14,18 +14,29 @@ from pathlib import Path
 
 import pytest
 
+import fusion_compiler
 from fusion_compiler.cache import Cache, default_path
 from fusion_compiler.errors import FusionWarning
 
-# Writes one of two records of known content under one key, for ever.
-WRITER = """
-import itertools, sys
+# Importing the package would import torch: the processes take its modules without its __init__.
+BARE = f"""
+import sys, types
+sys.modules["fusion_compiler"] = package = types.ModuleType("fusion_compiler")
+package.__path__ = [{str(Path(fusion_compiler.__file__).parent)!r}]
 from fusion_compiler.cache import Cache
+"""
+
+# Writes one of two records of known content under one key, for ever.
+WRITER = (
+    BARE
+    + """
+import itertools
 cache = Cache(sys.argv[1])
 print("ready", flush=True)
 for i in itertools.count():
     cache.put("shared", {"letter": "ab"[i % 2], "filling": "ab"[i % 2] * 5000})
 """
+)
 
 
 def start_writer(path: Path) -> subprocess.Popen[str]:
@@ -56,7 +67,7 @@ def test_values_come_back_in_another_process_too(tmp_path: Path) -> None:
     for key, value in values.items():
         cache.put(key, value)
     cache.put("a", 2)
-    code = "import sys; from fusion_compiler.cache import Cache; print(Cache(sys.argv[1]).get('a'))"
+    code = BARE + "print(Cache(sys.argv[1]).get('a'))"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout == "2\n", done.stderr
     assert Cache(tmp_path).list() == values | {"a": 2}

@@ -20,14 +20,14 @@ import pytest
 import sympy
 import torch
 
-from fusion_compiler import launch
+from fusion_compiler import cuda, launch
 from fusion_compiler.binding import Entry, Variant, ZeroedScratch, bind, dim_source, evaluate
 from fusion_compiler.builds import Build, compile_build
 from fusion_compiler.cache import Cache
 from fusion_compiler.errors import FusionWarning, KernelError
 from fusion_compiler.interpreter import run_source
 from fusion_compiler.kernel import Program, Role
-from fusion_compiler.launch import Runner, compile_all, interpret, tuning_key
+from fusion_compiler.launch import Runner, compile_all, find_gpu, interpret, tuning_key
 from tests.hand_made import argument, contiguous, elementwise, row_softmax, ticket_sum, two_kernel_sum
 
 
@@ -465,6 +465,19 @@ def test_compile_all_compiles_each_kernel_once(tmp_path: Path, monkeypatch: pyte
     cache.put(tuning_key(blocks(), "fake"), {"candidate": 2})
     compile_all([tuned])
     assert len(asked[-1]) == 1 and asked[-1][0].source == blocks()[2].kernels[0].source
+
+
+def test_devices_without_an_index_are_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "gpu_of", lambda index: FakeGpu(index=index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert find_gpu(torch.device("cuda", 2)).index == 2
+    assert find_gpu(torch.device("cuda")).index == 3 and find_gpu(None).index == 3
+    with pytest.raises(ValueError, match="cpu"):
+        find_gpu(torch.device("cpu"))
+
+
+def test_compile_all_leaves_a_missing_gpu_to_the_runners() -> None:
+    assert compile_all([Runner((add_bf16(),), no_fallback, name="c")], torch.device("cpu")) == {}
 
 
 # -- speed ------------------------------------------------------------------------------------------

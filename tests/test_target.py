@@ -158,11 +158,13 @@ def test_a_damaged_entry_is_compiled_again(triton_cache: Path, suffix: str) -> N
 
 def test_a_killed_compiler_leaves_a_usable_cache(triton_cache: Path) -> None:
     build = fresh_build(300)
-    code = (
-        "import sys; from fusion_compiler import builds; builds.serve(2, sys.stdin.buffer, sys.stdout.buffer)"
-    )
     for delay in (0.3, 0.45, 0.6, 0.8):
-        server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
+        server = subprocess.Popen(
+            [sys.executable, "-P", builds.__file__, "2"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         assert server.stdin is not None
         pickle.dump([builds._fields(build), builds._fields(fresh_build(301))], server.stdin)
         server.stdin.flush()
@@ -190,7 +192,7 @@ def test_an_unwritable_cache_moves_with_one_warning(tmp_path: Path, monkeypatch:
 
 def test_many_kernels_are_compiled_in_processes(triton_cache: Path) -> None:
     wrong = replace(fresh_build(7), source=fresh_build(7).source.replace("tl.exp", "tl.no_such"))
-    many = [fresh_build(90 + i) for i in range(6)] + [fresh_build(91), wrong]
+    many = [fresh_build(90 + i) for i in range(8)] + [fresh_build(91), wrong]
     reasons = compile_builds(many, workers=2)
     assert set(reasons) == {wrong} and "no_such" in reasons[wrong]
     assert all(is_cached(build) for build in many if build != wrong)
@@ -206,6 +208,6 @@ def test_few_kernels_are_compiled_here(triton_cache: Path, monkeypatch: pytest.M
 
 def test_a_server_that_dies_is_made_good(triton_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builds.sys, "executable", "/bin/false")
-    many = [fresh_build(90 + i) for i in range(4)]
+    many = [fresh_build(90 + i) for i in range(builds.SERVER_FROM)]
     assert compile_builds(many, workers=2) == {}
     assert all(map(is_cached, many))
