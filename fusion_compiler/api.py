@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -70,19 +72,25 @@ class Compiler:
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         """One graph through the stages: dag, cluster, emit, stitch."""
+        clock = Clock()
         self.debug.stage(info.name, "capture", gm)
         dag = build(gm, source_of)
         kind = device_type(dag)
         device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
         plan = plan_clusters(info.name, dag, device, size_hints(inputs), numerics=self.options.numerics)
-        self.plans.record(plan)
-        self.debug.plan(plan)
+        clock.lap("plan")
         backend = self.backend_for(kind)
         runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
+        clock.lap("emit")
         stitched = stitch(plan, runners)
+        clock.lap("stitch")
         self.debug.stage(info.name, "stitch", stitched)
         if backend == "triton":
             compile_all(dict.fromkeys(runners.values()), torch.device(kind))
+            clock.lap("kernels")
+        plan = replace(plan, notes={**plan.notes, "seconds": str(clock)})
+        self.plans.record(plan)
+        self.debug.plan(plan)
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
         return run
@@ -122,6 +130,22 @@ class Compiler:
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}
         return emit(key.loops, cluster.name, describe(cluster, dag), buffers, device)
+
+
+class Clock:
+    """Seconds of each stage."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+        self.laps: list[str] = []
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps.append(f"{name} {now - self.last:.2f}")
+        self.last = now
+
+    def __str__(self) -> str:
+        return ", ".join(self.laps)
 
 
 def device_type(dag: OpDag) -> str:

@@ -9,6 +9,7 @@ again than to read (constants, index arithmetic, widening casts) are part of eve
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import sympy
 from fusion_compiler.dag import Op, OpDag
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import numel
-from fusion_compiler.loops import LoopNest
+from fusion_compiler.loops import Load, LoopNest
 from fusion_compiler.ops import Kind, spec_of
 from fusion_compiler.passes import layout
 from fusion_compiler.passes.cost import BufferInfo, cost_of
@@ -34,9 +35,13 @@ L2_SHARE = 0.25  # of L2 that a tensor may fill and still be there when the next
 
 @dataclass(frozen=True)
 class Part:
-    """A cluster while the search runs. ops in topological order, outputs among them."""
+    """A cluster while the search runs. ops in topological order, outputs among them.
+
+    kept: ops that others compute again but that this part alone has to store.
+    """
 
     ops: tuple[str, ...]
+    kept: frozenset[str]
     outputs: tuple[str, ...]
     loops: LoopNest
     cost: Cost
@@ -83,7 +88,7 @@ class Search:
         self.infos: dict[str, BufferInfo] = {}
         self.rejections: dict[tuple[str, str], Rejected] = {}
         self.leftovers: list[Leftover] = []
-        self.memo: dict[tuple[str, ...], Part | Illegal] = {}
+        self.memo: dict[tuple[tuple[str, ...], frozenset[str]], Part | Illegal] = {}
         self.again = frozenset(n for n in dag.order if self.fusible(dag.op(n)) and self.cheap(dag.op(n)))
         self.parts: dict[int, Part] = {}
         self.owner: dict[str, int] = {}
@@ -118,42 +123,40 @@ class Search:
             found = self.infos[name] = BufferInfo(count, meta.dtype.itemsize, near)
         return found
 
-    def part(self, ops: tuple[str, ...]) -> Part:
+    def part(self, ops: tuple[str, ...], kept: frozenset[str] = frozenset()) -> Part:
         """Lower, check and price a set of ops. Raises Illegal."""
-        known = self.memo.get(ops)
+        known = self.memo.get((ops, kept))
         if known is None:
             try:
-                known = self._part(ops)
+                known = self._part(ops, kept)
             except Illegal as error:
                 known = error
-            self.memo[ops] = known
+            self.memo[ops, kept] = known
         if isinstance(known, Illegal):
             raise known
         return known
 
-    def _part(self, ops: tuple[str, ...]) -> Part:
+    def _part(self, ops: tuple[str, ...], kept: frozenset[str]) -> Part:
         inside = set(ops)
-        outputs = tuple(n for n in ops if self.escapes(n, inside))
+        outputs = tuple(n for n in ops if n in kept or (n not in self.again and self.escapes(n, inside)))
         if not outputs:
             raise Illegal("dead", "nothing reads it")
         loops = simplify(lower(self.dag, ops, outputs, round_like_eager=self.rounded))
         refusal = first_refusal(loops, self.device)
         if refusal is not None:
             raise Illegal(*refusal)
-        buffers = {n.buffer: self.info(n.buffer) for n in loops.nodes if hasattr(n, "buffer")}
+        buffers = {n.buffer: self.info(n.buffer) for n in loops.nodes if isinstance(n, Load)}
         buffers |= {s.buffer: self.info(s.buffer) for s in loops.stores}
         cost = cost_of(loops, self.device, buffers, self.hints)
-        return Part(ops, outputs, loops, cost, cost.us)
+        return Part(ops, kept, outputs, loops, cost, cost.us)
 
     def escapes(self, name: str, inside: set[str]) -> bool:
-        """Whether a value is needed outside. What is computed again inside is stored only where nobody else can."""
-        outside = [u for u in self.reads.users[name] if u not in inside]
-        if name in self.again:
-            own = self.closure(name)
-            if inside != set(own):
-                return False
-            return name in self.reads.returned or any(u not in self.owned for u in outside)
-        return name in self.reads.returned or bool(outside)
+        """Whether anything outside reads a value."""
+        return name in self.reads.returned or any(u not in inside for u in self.reads.users[name])
+
+    def must_exist(self, name: str) -> bool:
+        """Whether something that cannot compute it again reads a value."""
+        return name in self.reads.returned or any(u not in self.owned for u in self.reads.users[name])
 
     def closure(self, name: str) -> tuple[str, ...]:
         """An op with all that is computed again for it, in topological order."""
@@ -191,9 +194,9 @@ class Search:
                 if reason != "dead: nothing reads it":
                     self.leave(self.dag.op(name), reason)
         for name in order:  # what is computed again by everyone still has to exist for those who cannot
-            if name in self.again and self.escapes(name, set(self.closure(name))):
+            if name in self.again and self.must_exist(name):
                 try:
-                    self.parts[self.reads.position[name]] = self.part(self.closure(name))
+                    self.parts[self.reads.position[name]] = self.part(self.closure(name), frozenset({name}))
                 except Illegal as error:
                     self.leave(self.dag.op(name), f"{error.rule}: {error.reason}")
         for number, part in self.parts.items():
@@ -335,7 +338,7 @@ class Search:
             self.rejections[pair] = Rejected(*pair, "convex", "an op between them needs one and feeds the other")
             return
         try:
-            union = self.part(names)
+            union = self.part(names, first.kept | second.kept)
         except Illegal as error:
             self.rejections[pair] = Rejected(*pair, error.rule, error.reason, self.bound(first, second))
             return
@@ -390,13 +393,16 @@ def plan(
     """Decide what is fused in one graph. Pure: the plan is all that comes out."""
     search = Search(dag, device, hints, numerics == "eager")
     parts = search.run()
-    taken: dict[str, int] = {}
+    taken = set(dag.order)
     clusters: list[Cluster] = []
     for part in parts:
-        base = cluster_name(dag, part.ops)
-        taken[base] = taken.get(base, 0) + 1
-        unique = base if taken[base] == 1 else f"{base}_{taken[base]}"
-        inputs = tuple(dict.fromkeys(n.buffer for n in part.loops.nodes if hasattr(n, "buffer")))
+        unique = base = cluster_name(dag, part.ops)
+        for i in itertools.count(2):
+            if unique not in taken:
+                break
+            unique = f"{base}_{i}"
+        taken.add(unique)
+        inputs = tuple(dict.fromkeys(n.buffer for n in part.loops.nodes if isinstance(n, Load)))
         clusters.append(Cluster(unique, part.ops, inputs, part.outputs, part.loops, part.cost, part.unfused_us))
     final = {n: c.name for c in clusters for n in c.ops}
     rejections = _current(search, final)

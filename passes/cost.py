@@ -111,9 +111,8 @@ def _memory_us(
             near += bytes_again
     parallel = min(1.0, schedule.programs * SM_SHARE / device.sms)
     left = schedule.programs % schedule.slots if schedule.programs > schedule.slots > 0 else 0
-    tail = (
-        max(0.0, device.sms / SM_SHARE - left) / schedule.programs if left else 0.0
-    )  # in them, few SMs draw
+    idle = max(0.0, device.sms / SM_SHARE - left) if left else 0.0  # in the last round, too few draw
+    tail = idle / max(1, schedule.programs)
     seconds = (dram + extra) * (1 + tail) / (device.copy_bandwidth * schedule.share * parallel)
     return 1e6 * (seconds + near / (device.l2_bandwidth * parallel)), extra
 

@@ -1,8 +1,19 @@
 """Rewrites above autograd: ATen graph -> (ATen graph, notes), in this order."""
 
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
+from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.record import Notes, Rewrite, RewriteNote
+from fusion_compiler.passes.rewrites.vocabulary import align_features
 
-DEFAULT_REWRITES: tuple[Rewrite, ...] = (simplify_masks,)
+# Masks first: without a mask tensor, grouped queries reach the flash kernel.
+DEFAULT_REWRITES: tuple[Rewrite, ...] = (simplify_masks, group_queries, align_features)
 
-__all__ = ["DEFAULT_REWRITES", "Notes", "Rewrite", "RewriteNote", "simplify_masks"]
+__all__ = [
+    "DEFAULT_REWRITES",
+    "Notes",
+    "Rewrite",
+    "RewriteNote",
+    "align_features",
+    "group_queries",
+    "simplify_masks",
+]

@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fusion_compiler.passes.rewrites.graphs import (
     ancestors,
@@ -84,7 +85,7 @@ def _square(call: fx.Node) -> bool:
 
 def _verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
     built_from = ancestors(mask)
-    if data := sorted(n for n in built_from if n.op in ("placeholder", "get_attr") and _is_tensor(n)):
+    if data := sorted(n for n in built_from if n.op != "call_function" and _is_tensor(n) and not _literal(n)):
         return None, f"the mask depends on data ({data[0].name})"
     if built_from & written:
         return None, "the mask is built in place"
@@ -98,6 +99,19 @@ def _verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _literal(node: fx.Node) -> bool:
+    """A constant of the model's code (torch.tensor(0.5)), as the trace stores it."""
+    return (
+        node.op == "get_attr"
+        and type(_stored(node)) is torch.Tensor
+        and all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+    )
+
+
+def _stored(node: fx.Node) -> Any:
+    return getattr(node.graph.owning_module, str(node.target), None)
 
 
 def _by_algebra(mask: fx.Node) -> tuple[Mask | None, str]:
@@ -115,7 +129,7 @@ def _causal(coordinates: tuple[sympy.Symbol, ...]) -> Formula:
 
 def _by_value(mask: fx.Node, built_from: set[fx.Node]) -> tuple[Mask | None, str]:
     """The same by evaluating the mask on the CPU; all its sizes are known."""
-    if impure := [n for n in sorted(built_from) if not is_pure(n)]:
+    if impure := [n for n in sorted(built_from) if n.op == "call_function" and not is_pure(n)]:
         return None, f"the mask depends on {impure[0].target}"
     if (size := max(n.meta["val"].numel() for n in built_from)) > MAX_EVALUATED:
         return None, f"the mask has {size} elements, more than are evaluated, and the algebra cannot tell"
@@ -141,8 +155,11 @@ def _evaluate(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
             return values[argument]
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
-    with torch.no_grad(), torch._subclasses.fake_tensor.unset_fake_temporarily():
+    with torch.no_grad(), unset_fake_temporarily():
         for node in nodes:
+            if node.op == "get_attr":
+                values[node] = _stored(node).cpu()
+                continue
             args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), here)  # type: ignore[misc]
             values[node] = node.target(*args, **{**kwargs, **_unpinned(kwargs)})  # type: ignore[operator]
     return values

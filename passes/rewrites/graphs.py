@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+
+
+# What a node that replaces another inherits from it.
+_ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace", "recompute", "ac_graph_id", "custom")
 
 
 def copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -95,6 +101,17 @@ def _viewed(node: fx.Node) -> list[Any]:
         return node.all_input_nodes
     named = arguments(node)
     return [named[a.name] for a in node.target._schema.arguments if a.alias_info is not None]
+
+
+def emit(like: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call at the graph's insertion point that comes from where `like` does, its value traced."""
+    node = like.graph.call_function(target, args, kwargs)
+    node.meta = {k: copy.copy(v) for k, v in like.meta.items() if k in _ORIGIN}
+    values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = detect_fake_mode(values)
+    with mode or contextlib.nullcontext(), torch.no_grad():
+        node.meta["val"] = target(*values[0], **values[1])
+    return node
 
 
 def erase_unused(nodes: set[fx.Node]) -> None:
