@@ -507,3 +507,87 @@ def test_a_launch_costs_the_host_little() -> None:
     ours = min(timeit.repeat(lambda: function(a, b), number=count, repeat=5)) / count * 1e6
     least = min(timeit.repeat(unavoidable, number=count, repeat=5)) / count * 1e6
     assert ours - least < 2.0
+
+
+# -- on a device --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "program", [two_kernel_sum(37, 64), ticket_sum(37, 64)], ids=["two kernels", "ticket"]
+)
+def test_programs_run_on_the_device(program: Program) -> None:
+    run = Runner((program,), no_fallback, name="c", strict=True)
+    for _ in range(20):
+        x = torch.randn(37, 64, device="cuda")
+        torch.testing.assert_close(run(x)[0].double(), x.double().sum(0), rtol=0, atol=1e-4)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x = torch.randn(37, 64, device="cuda")
+        (y,) = run(x)
+    stream.synchronize()
+    torch.testing.assert_close(y.double(), x.double().sum(0), rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_tuning_and_alignment_on_the_device(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    candidates = tuple(add_bf16(1_000_000, block) for block in (128, 1024, 4096))
+    a, b = (torch.randn(1_000_008, device="cuda").bfloat16() for _ in range(2))
+    for _ in range(2):  # the second finds the first one's record
+        run = Runner(candidates, no_fallback, name="c", strict=True, cache=cache)
+        for offset in (0, 1, 8):
+            x, y = a[offset : offset + 1_000_000], b[:1_000_000]
+            assert torch.equal(run(x, y)[0], x + y)
+    (record,) = cache.list().values()
+    assert record["candidate"] in range(3) and all(us > 0 for us in record["us"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_cuda_graph_captures_launches(warm: bool) -> None:
+    run = Runner((ticket_sum(37, 64),), no_fallback, name="c", strict=True)
+    x = torch.randn(37, 64, device="cuda")
+    run(x) if warm else Runner((ticket_sum(37, 64),), no_fallback, name="c", strict=True)(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (y,) = run(x)
+    for _ in range(3):
+        x.copy_(torch.randn(37, 64))
+        graph.replay()
+        torch.testing.assert_close(y.double(), x.double().sum(0), rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("damage", [lambda content: content[:100], lambda content: b"\0" * len(content)])
+def test_a_damaged_entry_is_replaced_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    a, b = (torch.randn(1000, device="cuda").bfloat16() for _ in range(2))
+    Runner((add_bf16(),), no_fallback, name="c", strict=True)(a, b)
+    (cubin,) = tmp_path.rglob("elementwise.cubin")
+    for seal in tmp_path.rglob("*.sha256"):
+        seal.unlink()  # so that only the driver can notice
+    cubin.write_bytes(damage(cubin.read_bytes()))
+    cuda.gpu_of.cache_clear()
+    run = Runner((add_bf16(),), no_fallback, name="c", strict=True)
+    assert torch.equal(run(a, b)[0], a + b)
+
+
+@pytest.mark.gpu
+def test_a_launch_costs_the_host_less_than_two_aten_adds() -> None:
+    run = Runner((add_bf16(),), no_fallback, name="c", strict=True)
+    a, b = (torch.randn(1000, device="cuda").bfloat16() for _ in range(2))
+
+    def microseconds(call: Callable[[], object]) -> float:
+        best = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            best.append(timeit.timeit(call, number=500) / 500 * 1e6)
+        return min(best)
+
+    run(a, b)
+    assert microseconds(lambda: run(a, b)) < 2 * microseconds(lambda: a + b)
