@@ -29,6 +29,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--no-check", action="store_true", help="models: leave out the comparison of gradients"
     )
+    parser.add_argument("--only", default="", help="only contenders whose name matches this expression")
+    parser.add_argument("--backend", default="auto", help="ours: auto, interpret or eager")
     parser.add_argument("--budget", type=float, default=90, help="seconds for one contender in one row")
     parser.add_argument("--repetitions", type=int, default=20, help="timed calls, of which the median counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

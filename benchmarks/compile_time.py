@@ -80,7 +80,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 def main(options: argparse.Namespace) -> Record:
     record = Record("compile-time", environment(torch.device(options.device)), options.json)
-    names = [n for n in contenders(options.autotune) if n != "eager"]
+    names = [n for n in contenders(options.autotune, only=options.only) if n != "eager"]
     for number, workload in enumerate(WORKLOADS):
         if not re.search(options.filter, workload.name):
             continue
@@ -93,7 +93,7 @@ def main(options: argparse.Namespace) -> Record:
         record.add(row)
         print(show([row]), flush=True)
     for kind in ("cold", "warm"):
-        pairs = [(r["cells"]["compile"][kind], r["cells"]["ours"][kind]) for r in record.rows]
+        pairs = [[r["cells"].get(n, {}).get(kind) for n in ("compile", "ours")] for r in record.rows]
         found = [a / b for a, b in pairs if isinstance(a, float) and isinstance(b, float)]
         if found:
             record.summary[f"{kind}: compile / ours"] = geometric_mean(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,10 @@ def autotune(model: Any) -> Any:
     return torch.compile(model, dynamic=False, mode="max-autotune-no-cudagraphs")
 
 
-def ours(model: Any) -> Any:
+def ours(backend: str) -> Compile:
     import fusion_compiler as fc
 
-    return fc.compile(model)
+    return lambda model: fc.compile(model, backend=backend)
 
 
 def liger_functional() -> Any:
@@ -35,14 +36,17 @@ def liger_functional() -> Any:
     return functional
 
 
-def contenders(with_autotune: bool, with_inductor: bool = True) -> dict[str, Compile]:
-    """In the order of the table's columns. Liger has kernels rather than a compiler: see clusters.py."""
-    chosen: dict[str, Compile] = {"eager": eager}
-    if with_inductor:
-        chosen["compile"] = inductor
+def contenders(with_autotune: bool, backend: str = "auto", only: str = "") -> dict[str, Compile]:
+    """In the order of the table's columns. Liger has kernels rather than a compiler: see clusters.py.
+
+    backend: of ours; "interpret" checks the harness and the kernels' values on a CPU.
+    only: a regular expression that the names must match.
+    """
+    chosen: dict[str, Compile] = {"eager": eager, "compile": inductor}
     if with_autotune:
         chosen["autotune"] = autotune
-    return chosen | {"ours": ours}
+    chosen["ours"] = ours(backend)
+    return {name: compile_ for name, compile_ in chosen.items() if re.search(only, name)}
 
 
 def eager_ops(compiled: Any) -> list[str] | None:

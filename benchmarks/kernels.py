@@ -110,7 +110,9 @@ def row_of(case: Case, phase: str, options: argparse.Namespace, bandwidth: float
     outputs = truth.exact[: len(truth.gradients)]
     narrow = tuple(o.to(g.dtype) for o, g in zip(outputs, truth.gradients, strict=True))
     row["bytes"] = case.forward_bytes(inputs, narrow) + (case.backward_bytes(inputs, narrow) if wrt else 0)
-    for name, (compile_, fn) in entrants(case, contenders(options.autotune)).items():
+    for name, (compile_, fn) in entrants(
+        case, contenders(options.autotune, options.backend, options.only)
+    ).items():
         try:
             with budget(options.budget):
                 cell = measure(case, compile_, fn, truth, wrt, options.repetitions)

@@ -153,7 +153,7 @@ def row_of(workload: Workload, options: argparse.Namespace, record: Record) -> d
         except Exception as error:
             row["truth_failed"] = reason(error)
         release(torch.device(options.device))
-    for name, compile_ in contenders(options.autotune).items():
+    for name, compile_ in contenders(options.autotune, options.backend, options.only).items():
         try:
             with budget(options.budget):
                 row["cells"][name] = measure(workload, compile_, truth, options)

@@ -47,13 +47,13 @@ def main(options: argparse.Namespace) -> Record:
     device = torch.device(options.device)
     record = Record("overhead", environment(device), options.json)
     lines: list[list[str]] = []
-    names = list(contenders(options.autotune))
+    names = list(contenders(options.autotune, options.backend, options.only))
     for case in (c for c in CASES if c.name in NAMES):
         for phase in ("forward", "forward+backward"):
             if not re.search(options.filter, f"{case.name}, {phase}"):
                 continue
             row: dict[str, Any] = {"case": case.name, "phase": phase, "cells": {}}
-            for name, compile_ in contenders(options.autotune).items():
+            for name, compile_ in contenders(options.autotune, options.backend, options.only).items():
                 torch._dynamo.reset()
                 try:
                     with budget(options.budget):
@@ -69,7 +69,7 @@ def main(options: argparse.Namespace) -> Record:
     found = [
         r["cells"]["compile"]["us"] / r["cells"]["ours"]["us"]
         for r in record.rows
-        if all("us" in r["cells"][n] for n in ("compile", "ours"))
+        if all("us" in r["cells"].get(n, {}) for n in ("compile", "ours"))
     ]
     if found:
         record.summary["compile / ours"] = geometric_mean(found)

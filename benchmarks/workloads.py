@@ -114,7 +114,7 @@ def gpt2(
 
     config = GPT2Config(
         vocab_size=vocabulary, n_positions=length, n_embd=hidden, n_layer=layers, n_head=heads,
-        bos_token_id=0, eos_token_id=0, use_cache=False,
+        bos_token_id=0, eos_token_id=0, use_cache=False, loss_type="ForCausalLM",
     )  # fmt: skip
     ids = tokens(vocabulary, batch, length)
     return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
