@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -20,7 +20,13 @@ import torch
 from fusion_compiler.binding import GRID_LIMITS, Entry, Gpu, Launcher, Variant, bind, evaluate
 from fusion_compiler.builds import Build, compile_builds
 from fusion_compiler.cache import Cache
-from fusion_compiler.errors import FusionWarning, KernelError
+from fusion_compiler.errors import (
+    FusionError,
+    HardwareExceededError,
+    KernelError,
+    MissingTritonError,
+    WarnOnce,
+)
 from fusion_compiler.kernel import Buffer, Program, Role
 from fusion_compiler.target import build_of
 
@@ -33,10 +39,15 @@ NOISE = 0.02
 def find_gpu(device: torch.device | None) -> Gpu:
     """The CUDA device `device`, None for the current one.
 
-    Raises ValueError for another kind of device, and when Triton is missing or has no driver for it.
+    Raises ValueError for another kind of device, MissingTritonError, and what Triton raises when it
+    has no driver for the device.
     """
     if device is not None and device.type != "cuda":
         raise ValueError(f"its inputs are on {device}, and Triton's kernels need a CUDA device")
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise MissingTritonError(detail=error) from error
     from fusion_compiler.cuda import gpu_of
 
     index: int | None = None if device is None else device.index  # torch.device("cuda") has none
@@ -86,6 +97,7 @@ class Runner:
         self.cache = cache
         self.schedule = schedule
         self._gpus = gpus
+        self._warned = WarnOnce(strict)
         self._lock = threading.RLock()
         self._launchers: dict[int, Launcher] = {}
         self._entry: Launcher = {
@@ -110,7 +122,7 @@ class Runner:
                     self._launchers[gpu.index] = launcher
                     if self._entry == self._dispatch:  # later devices come back through `elsewhere`
                         self._entry = launcher
-        except KernelError as error:
+        except FusionError as error:
             return self._give_up(error, arguments)
         with gpu.active():
             return launcher(*arguments)
@@ -121,7 +133,9 @@ class Runner:
             if len(devices) > 1:
                 raise ValueError(f"its inputs are on {' and '.join(devices)}; they must be on one device")
             return self._gpus(torch.device(devices[0]) if devices else None)
-        except Exception as error:  # no Triton, no driver, a device that is none
+        except FusionError:
+            raise
+        except Exception as error:  # no driver, a device that cannot be launched on
             raise self._error("launch", error) from error
 
     def _decide(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
@@ -140,8 +154,10 @@ class Runner:
             try:
                 return _Bound(self, self.candidates[i], gpu).variant(True, False)
             except KernelError as error:
-                reasons.append(f"{self.candidates[i].schedule or f'candidate {i}'}: {error.fields['detail']}")
-        raise self._error("compile", "; ".join(dict.fromkeys(reasons)))
+                if len(order) == 1:
+                    raise
+                reasons.append(f"\n  {self.candidates[i].schedule or f'candidate {i}'}: {_brief(error)}")
+        raise self._error("compile", "".join(reasons))
 
     def _recorded(self, key: str) -> int | None:
         """The candidate that an earlier process found fastest."""
@@ -177,27 +193,22 @@ class Runner:
         return KernelError(kernel=self.name, action=action, detail=detail)
 
     def _give_up(
-        self, error: KernelError, arguments: Sequence[torch.Tensor | int]
+        self, error: FusionError, arguments: Sequence[torch.Tensor | int]
     ) -> tuple[torch.Tensor, ...]:
         """Computes by the fallback, from now on without another word."""
         if self.strict:
             raise error
-        with self._lock:
-            if self._entry != self.fallback:
-                self._entry = self.fallback
-                warnings.warn(
-                    f"cluster {self.name} runs eager: {error}\n  or pass strict=True to raise here",
-                    FusionWarning,
-                    stacklevel=4,
-                )
+        self._entry = self.fallback
+        self._warned.warn(self.name, f"cluster {self.name} runs eager: {error}")
         return self.fallback(*arguments)
 
     def _too_large(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
-        detail = f"the sizes {[a for a in arguments if isinstance(a, int)]} need a grid beyond {GRID_LIMITS}"
-        error = self._error("launch", detail)
+        """Computes one call by the fallback: other sizes may fit."""
+        sizes = [argument for argument in arguments if isinstance(argument, int)]
+        error = self._error("launch", f"the sizes {sizes} need a grid beyond {GRID_LIMITS}")
         if self.strict:
             raise error
-        warnings.warn(f"cluster {self.name} runs eager here: {error}", FusionWarning, stacklevel=3)
+        self._warned.warn("too large", f"cluster {self.name} runs eager at these sizes: {error}")
         return self.fallback(*arguments)
 
     # -- interpreting ------------------------------------------------------------------------------
@@ -212,6 +223,14 @@ class Runner:
             return interpret(program, tensors, sizes)
         except KernelError as error:
             return self._give_up(error, arguments)
+
+
+def _brief(error: KernelError) -> str:
+    """The reason in a line: Triton's messages quote the kernel between their first and last lines."""
+    if "detail" not in error.fields:
+        return str(error).splitlines()[0]
+    lines = [line.strip() for line in str(error.fields["detail"]).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else type(error).__name__
 
 
 class _Bound:
@@ -252,6 +271,11 @@ class _Bound:
         try:
             return self._gpu.load(build)
         except Exception as error:
+            limit = getattr(error, "limit", None)  # Triton's OutOfResources
+            if limit is not None:
+                fields = {"resource": getattr(error, "name", ""), "needed": getattr(error, "required", "")}
+                fields |= {"available": limit, "device": self._gpu.name}
+                raise HardwareExceededError(kernel=build.name, **fields) from error
             detail = f"{type(error).__name__}: {error}"
             raise KernelError(kernel=build.name, action="compile", detail=detail) from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import timeit
 import warnings
@@ -19,12 +20,13 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from triton.runtime.errors import OutOfResources
 
 from fusion_compiler import cuda, launch
 from fusion_compiler.binding import Entry, Variant, ZeroedScratch, bind, dim_source, evaluate
 from fusion_compiler.builds import Build, compile_build
 from fusion_compiler.cache import Cache
-from fusion_compiler.errors import FusionWarning, KernelError
+from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelError, MissingTritonError
 from fusion_compiler.interpreter import run_source
 from fusion_compiler.kernel import Program, Role
 from fusion_compiler.launch import Runner, compile_all, find_gpu, interpret, tuning_key
@@ -70,7 +72,7 @@ class FakeGpu:
         if self.compiles:
             compile_build(build)
         if build.name in self.refused or str(build.num_warps) in self.refused:
-            raise RuntimeError("out of resource: shared memory")
+            raise OutOfResources(300_000, 232_448, "shared memory")
         self.loaded.append(build)
         types = [kind for _, kind in build.signature]
 
@@ -386,12 +388,28 @@ def test_when_all_fail_one_warning_and_the_fallback() -> None:
         assert torch.equal(run(a, b)[0], a + b)
     (warning,) = caught
     text = str(warning.message)
-    assert "residual_3" in text and "no_such" in text and "what to do" in text and "strict=True" in text
+    assert "residual_3" in text and "no_such" in text and "what to do" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(run(a, b)[0], a + b)
-    with pytest.raises(KernelError, match="no_such"):
-        runner(gpu, broken())(a, b)
+    for candidates in ((broken(),), (broken(), replace(broken(), schedule="rows: 1"))):
+        with pytest.raises(KernelError, match="no_such"):
+            runner(gpu, *candidates)(a, b)
+
+
+def test_when_all_exceed_the_hardware_each_says_by_how_much() -> None:
+    gpu = FakeGpu(refused=("row_softmax",))
+    x = torch.randn(3, 100).bfloat16()
+    with pytest.raises(HardwareExceededError, match="300000 of shared memory, but fake has 232448"):
+        runner(gpu, row_softmax(100))(x, 3)
+    with pytest.raises(KernelError, match=r"8 warps: .*300000[\s\S]*4 warps: .*300000"):
+        runner(gpu, row_softmax(100, warps=8), row_softmax(100))(x, 3)
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(MissingTritonError, match="pip install"):
+        find_gpu(None)
 
 
 def test_a_late_variant_that_fails_runs_the_fallback() -> None:
