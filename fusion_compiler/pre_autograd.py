@@ -53,6 +53,7 @@ def trace_pre_autograd(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphMod
             traced = make_fx(_Run(gm).run, pre_dispatch=True)(*fakes)
     except Exception as error:  # whatever it is, Dynamo's own graph is still there
         raise UntraceableError(f"tracing it failed: {type(error).__name__}: {error}") from error
+    _check_constants(traced)
     _keep_annotations(gm, traced)
     return traced
 
@@ -105,10 +106,20 @@ def _check_nodes(gm: fx.GraphModule) -> None:
             _check_nodes(body)
         elif isinstance(node.target, HigherOrderOperator):
             raise UntraceableError(f"it holds the higher-order operator {node.target}")
+        if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            raise UntraceableError("it holds a function transform (vmap, grad or jvp)")
         if node.op == "call_method" and node.target in _AUTOGRAD_METHODS:
             raise UntraceableError(f"it calls Tensor.{node.target}")
         if node.meta.get("unbacked_bindings"):
             raise UntraceableError(f"the size of {node.name} depends on data")
+
+
+def _check_constants(traced: fx.GraphModule) -> None:
+    """Literals of the model's code are copied at each use; any other constant is a tensor that
+    the trace lost sight of, whose value may change between calls."""
+    for node in traced.graph.find_nodes(op="get_attr"):
+        if any(user.target is not torch.ops.aten.lift_fresh_copy.default for user in node.users):
+            raise UntraceableError(f"the trace lost sight of a tensor ({node.target})")
 
 
 def _check_inputs(inputs: Sequence[Any]) -> None:

@@ -367,6 +367,11 @@ def test_higher_order_operators_are_left_to_autograd() -> None:
     assert "higher-order operator cond" in captured.notes()[0]
 
 
+def test_function_transforms_are_left_to_autograd() -> None:
+    captured = same(lambda x: torch.vmap(lambda row: row.sin() * row.sum())(x), torch.randn(4, 3))
+    assert "function transform" in captured.notes()[0]
+
+
 def test_a_custom_autograd_function_is_left_to_autograd() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod

@@ -55,10 +55,15 @@ def is_pure(node: fx.Node) -> bool:
         node.op == "call_function"
         and isinstance(target, OpOverload)
         and target.namespace == "aten"
-        and not target._schema.is_mutable
+        and not _writes(target)
         and torch.Tag.nondeterministic_seeded not in target.tags
         and "empty" not in target._schema.name  # uninitialised memory
     )
+
+
+def _writes(target: OpOverload) -> bool:
+    # detach_, which traces of torch.tensor(...) hold, leaves the numbers as they are.
+    return target._schema.is_mutable and target is not torch.ops.aten.detach_.default
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
@@ -77,7 +82,7 @@ def mutated_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose memory some in-place call of `graph` writes to, directly or through a view."""
     written: set[fx.Node] = set()
     for node in graph.nodes:
-        if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        if not isinstance(node.target, OpOverload) or not _writes(node.target):
             continue
         named = arguments(node)
         pending = [
