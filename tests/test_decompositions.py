@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.ops import Kind, spec_of
 
+aten = torch.ops.aten
 TABLE = decomposition_table()
 
 NAMES = """
@@ -190,3 +191,109 @@ def test_no_reduction_returns_16_bits(info: Any) -> None:
             spec = spec_of(target)
             if spec is not None and spec.kind is Kind.REDUCTION and spec.combine in ("sum", "prod"):
                 assert result.dtype not in (torch.float16, torch.bfloat16), target
+
+
+def decomposed(function: Any, *args: Any, **kwargs: Any) -> tuple[Any, set[Any]]:
+    mode = Decompose()
+    with mode:
+        result = function(*args, **kwargs)
+    return result, {target for target, _ in mode.left}
+
+
+@pytest.mark.parametrize("with_weight", [True, False])
+@pytest.mark.parametrize("shape", [[6], [5, 6], [4, 5, 6]])
+def test_fused_rms_norm(shape: list[int], with_weight: bool) -> None:
+    """The operator that CUDA uses, against the formula in float64 and autograd's own gradients."""
+    x, grad = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
+    weight = torch.randn(shape) if with_weight else None
+    dims = tuple(range(-len(shape), 0))
+    wide = [None if t is None else t.double().requires_grad_() for t in (x, weight)]
+    assert wide[0] is not None
+    expected = wide[0] * torch.rsqrt(wide[0].square().mean(dims, keepdim=True) + 1e-6)
+    expected = expected if wide[1] is None else expected * wide[1]
+    (out, rstd), _ = decomposed(aten._fused_rms_norm.default, x, shape, weight, 1e-6)
+    torch.testing.assert_close(out, expected.float())
+    mask = [True, with_weight]
+    found, left = decomposed(aten._fused_rms_norm_backward.default, grad, x, shape, rstd, weight, mask)
+    expected.backward(grad.double())
+    for mine, source in zip(found, wide, strict=True):
+        assert (mine is None) == (source is None)
+        if source is not None:
+            torch.testing.assert_close(mine, source.grad.float())
+    assert all(spec_of(target) is not None for target in left)
+
+
+@pytest.mark.parametrize(
+    "function", ["mean", "var", "std", "logsumexp", "norm", "layer_norm", "mse", "softmax"]
+)
+def test_no_overflow_inside(function: str) -> None:
+    """float16 values whose sum or square float16 does not hold, but whose result it does."""
+    x = torch.full((2, 4096), 300.0, dtype=torch.float16)
+    x[:, ::2] = 301.0
+    wide = x.double()
+    evaluate = {
+        "mean": lambda x: x.mean(-1),
+        "var": lambda x: x.var(-1),
+        "std": lambda x: x.std(-1),
+        "logsumexp": lambda x: x.logsumexp(-1),
+        "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+        "layer_norm": lambda x: torch.nn.functional.layer_norm(x, (4096,)),
+        "mse": lambda x: torch.nn.functional.mse_loss(x, torch.zeros_like(x) + 200),
+        "softmax": lambda x: x.softmax(-1),
+    }[function]
+    mine, _ = decomposed(evaluate, x)
+    torch.testing.assert_close(mine, evaluate(wide).half(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy_backward_neither_gathers_nor_scatters(weighted: bool, reduction: str) -> None:
+    logits = torch.randn(6, 11, requires_grad=True)
+    target = torch.tensor([0, 3, -100, 10, 5, 5])
+    weight = torch.rand(11) if weighted else None
+    mode = Decompose()
+    with mode:
+        loss = torch.nn.functional.cross_entropy(logits, target, weight, reduction=reduction)
+        mode.left.clear()
+        loss.sum().backward()
+    specs = [spec_of(target) for target, _ in mode.left if str(target) not in HERE]
+    gathers = 1 if weighted else 0  # of the class weights, by target
+    assert [s for s in specs if s is None] == []
+    assert sum(s.target is aten.index.Tensor for s in specs if s) == gathers
+    assert not any(s.target is aten.gather.default for s in specs if s)
+
+
+def test_slices_and_picks_in_backward_are_padding() -> None:
+    x = torch.randn(5, 7, requires_grad=True)
+    mode = Decompose()
+    with mode:
+        (x[1:4, 2:].sum() + 2 * x[-1].sum() + 3 * x.select(1, 2).sum()).backward()
+    expected = torch.zeros(5, 7)
+    expected[1:4, 2:] += 1
+    expected[-1] += 2
+    expected[:, 2] += 3
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected)
+    assert aten.constant_pad_nd.default in {target for target, _ in mode.left}
+    assert aten.slice_scatter.default not in {target for target, _ in mode.left}
+
+
+@pytest.mark.parametrize("kind", ["src", "value", "add"])
+def test_scatter_of_one_in_a_row_is_a_choice(kind: str) -> None:
+    x, index, src = torch.randn(4, 6), torch.tensor([[2], [0], [5], [5]]), torch.randn(4, 1)
+    call = {
+        "src": lambda: x.scatter(1, index, src),
+        "value": lambda: x.scatter(1, index, 2.5),
+        "add": lambda: x.scatter_add(1, index, src),
+    }[kind]
+    mine, left = decomposed(call)
+    assert torch.equal(mine, call())
+    assert all(spec_of(target) is not None for target in left)
+
+
+def test_bools_add_and_multiply_logically() -> None:
+    x, y = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+    for function in (torch.add, torch.mul, torch.maximum, torch.minimum):
+        mine, left = decomposed(function, x, y)
+        assert torch.equal(mine, function(x, y))
+        assert left <= {aten.logical_or.default, aten.logical_and.default}
