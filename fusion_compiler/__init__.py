@@ -1,7 +1,28 @@
-"""A graph-level fusion compiler for PyTorch: few, fast Triton kernels, and a plan that says why."""
+"""A graph-level fusion compiler for PyTorch: few, fast Triton kernels, and a plan that says why.
 
-from fusion_compiler.api import compile
-from fusion_compiler.errors import FusionError, FusionWarning
-from fusion_compiler.options import Options
+The public names are imported on first use: the compile server reads kernels that import
+`fusion_compiler.codegen.math`, and should not wait for torch.
+"""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusion_compiler.api import compile
+    from fusion_compiler.errors import FusionError, FusionWarning
+    from fusion_compiler.options import Options
+
+_HOMES = {"compile": "api", "FusionError": "errors", "FusionWarning": "errors", "Options": "options"}
 __all__ = ["FusionError", "FusionWarning", "Options", "compile"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

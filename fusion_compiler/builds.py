@@ -216,7 +216,9 @@ def _compile_served(builds: Sequence[Build], workers: int) -> Iterator[tuple[Bui
     """
     from triton import knobs
 
-    environment = os.environ | {"TRITON_CACHE_DIR": knobs.cache.dir}
+    # Kernels import the package, which may lie where only this process looks for modules.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    environment = os.environ | {"TRITON_CACHE_DIR": knobs.cache.dir, "PYTHONPATH": paths}
     command = [sys.executable, "-P", __file__, str(workers)]
     answered: set[int] = set()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as server:
@@ -251,6 +253,8 @@ def serve(workers: int, requests: IO[bytes], replies: IO[bytes]) -> None:
     import multiprocessing
 
     from triton.runtime import cache
+
+    import fusion_compiler.codegen.math  # noqa: F401  what kernels import; without torch, see its package
 
     cache.triton_key()  # hashes all of Triton, 0.3 s; memoised, so the workers inherit it
     jobs = list(enumerate(pickle.load(requests)))
