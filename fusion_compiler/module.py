@@ -145,7 +145,9 @@ def _compiled_module(
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "forward": forward if "forward" not in vars(model) else property(forward.__get__),
+        "forward": forward
+        if "forward" not in vars(model)
+        else property(lambda self: types.MethodType(forward, self)),
         "_fusion_model": model,
         "_fusion_plans": plans,
         "_fusion_recompile": staticmethod(recompile),
@@ -153,7 +155,7 @@ def _compiled_module(
     if not hasattr(model, "plan"):
         body["plan"] = property(lambda self: plans, doc=Plans.__doc__)
     cls = types.new_class(original.__name__, (CompiledModule, original), {}, lambda space: space.update(body))
-    fast = cls.__new__(cls)
+    fast: nn.Module = object.__new__(cls)
     fast.__dict__ = model.__dict__
     return fast
 

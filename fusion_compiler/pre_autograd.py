@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.passes.rewrites.graphs import unregister_constants
 
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 # Methods that change a tensor's place in autograd without an operator that could be traced.
 _AUTOGRAD_METHODS = ("requires_grad_", "retain_grad", "register_hook", "set_", "resize_", "backward")
 
@@ -141,7 +141,7 @@ def _fake(x: Any, mode: FakeTensorMode, context: TracingContext) -> Any:
         symbolic = context.tensor_to_context.get(x)
         source = symbolic.tensor_source if symbolic is not None else None  # type: ignore[attr-defined]
         fake = mode.from_tensor(x, symbolic_context=symbolic, source=source, trace=symbolic is None)
-    handle = fake.detach()
+    handle: Any = fake.detach()
     handle.item_memo = fake.item_memo  # a Python float that Dynamo passes as a tensor stays that float
     return handle
 

@@ -342,7 +342,10 @@ def test_another_size_costs_one_further_compilation() -> None:
         torch.testing.assert_close(got.logits, want.logits)
         got.loss.backward()
     assert [p for p in captured.phases() if "forward" in p] == ["graph0.forward", "graph1.forward"]
-    assert all("causal, proved" in n for n in captured.notes())
+    notes = captured.notes()
+    assert {n.split(": ")[0] for n in notes} == {"attention mask", "grouped queries"}
+    assert all("causal, proved" in n for n in notes if n.startswith("attention mask"))
+    assert sum(n.startswith("grouped") for n in notes) == sum(n.startswith("attention") for n in notes)
 
 
 def test_dynamic_from_the_start() -> None:

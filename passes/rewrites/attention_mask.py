@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.node import map_aggregate
 
 from fusion_compiler.passes.rewrites.graphs import (
     ancestors,
@@ -160,7 +161,7 @@ def _evaluate(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
             if node.op == "get_attr":
                 values[node] = _stored(node).cpu()
                 continue
-            args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), here)  # type: ignore[misc]
+            args, kwargs = map_aggregate((node.args, dict(node.kwargs)), here)  # type: ignore[misc]
             values[node] = node.target(*args, **{**kwargs, **_unpinned(kwargs)})  # type: ignore[operator]
     return values
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
-
+from torch.fx.node import map_arg
 
 # What a node that replaces another inherits from it.
 _ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace", "recompute", "ac_graph_id", "custom")
@@ -112,7 +112,7 @@ def emit(like: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Nod
     """A call at the graph's insertion point that comes from where `like` does, its value traced."""
     node = like.graph.call_function(target, args, kwargs)
     node.meta = {k: copy.copy(v) for k, v in like.meta.items() if k in _ORIGIN}
-    values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    values = map_arg((args, kwargs), lambda n: n.meta["val"])
     mode = detect_fake_mode(values)
     with mode or contextlib.nullcontext(), torch.no_grad():
         node.meta["val"] = target(*values[0], **values[1])

@@ -10,6 +10,9 @@ them itself, in the slower math path.
 
 from __future__ import annotations
 
+from typing import Any
+
+import sympy
 import torch
 from torch import fx
 
@@ -76,20 +79,28 @@ def _repeated(heads: fx.Node) -> fx.Node | None:
         return named["self"] if rank == 4 and named["dim"] in (1, -3) else None
     if heads.target not in (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default):
         return None
-    expanded = heads.all_input_nodes[0]
-    if expanded.target is _aten.clone.default:
-        expanded = expanded.all_input_nodes[0]
-    if expanded.target is not _aten.expand.default:
+    expanded = heads.args[0]
+    if not isinstance(expanded, fx.Node) or expanded.target is not _aten.expand.default:
         return None
-    unsqueezed = expanded.all_input_nodes[0]
+    unsqueezed = _whole(expanded.args[0])
     if unsqueezed.target is not _aten.unsqueeze.default:
         return None
-    source = unsqueezed.all_input_nodes[0]
-    narrow, wide, flat = (
-        tuple(expression(s) for s in n.meta["val"].shape) for n in (unsqueezed, expanded, heads)
-    )
+    source = unsqueezed.args[0]
+    assert isinstance(source, fx.Node)
+    narrow, wide, flat = _shape(unsqueezed), _shape(expanded), _shape(heads)
     if len(narrow) != 5 or narrow[2] != 1 or arguments(unsqueezed)["dim"] % 5 != 2:
         return None
     same_but_repeated = wide == (*narrow[:2], wide[2], *narrow[3:])
     merged = flat == (wide[0], wide[1] * wide[2], *wide[3:])
     return source if same_but_repeated and merged else None
+
+
+def _whole(node: Any) -> fx.Node:
+    """`node` before slices that take everything, as x[:, :, None] leaves them for symbolic sizes."""
+    while node.target is _aten.slice.Tensor and _shape(node) == _shape(node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
+    return tuple(expression(s) for s in node.meta["val"].shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -37,7 +37,7 @@ class Value:
 
 def expression(size: object) -> Expr:
     """An int, SymInt or sympy expression as a sympy expression."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
+    return cast(Expr, size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size))
 
 
 def predicate_of(mask: fx.Node) -> tuple[tuple[sympy.Symbol, ...], Formula]:
@@ -154,12 +154,14 @@ def _truth(scalar: Scalar) -> Formula:
 def _pointwise(function: Callable[[_Reader, Scalar, Scalar], Scalar]) -> Rule:
     def rule(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
         del shape
-        scale = _constant(a.get("alpha", 1))
+        scale = _integer(_constant(a.get("alpha", 1)))
         other = a.get("other")
 
         def at(index: Index) -> Scalar:
             right = _element(other, index)
-            return function(reader, _element(a["self"], index), right if scale == 1 else scale * right)
+            return function(
+                reader, _element(a["self"], index), right if scale == 1 else scale * _integer(right)
+            )
 
         return at
 

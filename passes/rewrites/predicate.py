@@ -10,6 +10,7 @@ bounds is True (or False) at once, so "proved" is `formula is True`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
@@ -51,19 +52,17 @@ class Bounds:
 
     def at_most(self, expr: sympy.Expr) -> sympy.Expr | None:
         """The largest value of `expr`, None where there is no bound for all sizes."""
-        expr = sympy.expand(expr)
         for coordinate, size in self.sizes.items():
-            coefficient = expr.coeff(coordinate)
-            rest = sympy.expand(expr - coefficient * coordinate)
-            if rest.has(coordinate) or not coefficient.is_Integer:
+            coefficient, rest = _linear(expr, coordinate)
+            if coefficient is None:
                 return None
-            expr = sympy.expand(rest + coefficient * (size - 1)) if coefficient > 0 else rest
-        for symbol in expr.free_symbols:
-            coefficient = expr.coeff(symbol)
-            rest = sympy.expand(expr - coefficient * symbol)
-            if rest.has(symbol) or not coefficient.is_Integer or coefficient > 0:
+            expr = rest + coefficient * (size - 1) if coefficient > 0 else rest
+        for symbol in sympy.expand(expr).free_symbols:
+            coefficient, rest = _linear(expr, symbol)
+            if coefficient is None or coefficient > 0:
                 return None
-            expr = rest + coefficient
+            expr = rest + coefficient  # the symbol's least value is 1
+        expr = sympy.expand(expr)
         return expr if expr.is_Integer else None
 
     def le0(self, expr: sympy.Expr) -> Formula:
@@ -75,6 +74,16 @@ class Bounds:
         if lowest is not None and lowest < 0:
             return False
         return Le0(expr)
+
+
+def _linear(expr: sympy.Expr, symbol: sympy.Basic) -> tuple[int | None, Any]:
+    """(c, rest) with expr = c * symbol + rest, c an integer; None for c where there is no such c."""
+    expanded: Any = sympy.expand(expr)
+    coefficient = expanded.coeff(symbol)
+    rest = sympy.expand(expanded - coefficient * symbol)
+    if rest.has(symbol) or not coefficient.is_Integer:
+        return None, expr
+    return int(coefficient), rest
 
 
 def every(*parts: Formula) -> Formula:
