@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import linecache
 import os
 import pickle
@@ -141,8 +142,10 @@ def compile_build(build: Build) -> CompiledKernel:
             if not known or _is_whole(kernel):
                 _seal(kernel)
                 return kernel
-        except Exception:
-            if not known:
+        except Exception as error:
+            # Another process that found the same entry damaged may have removed its folder while
+            # this one wrote there.
+            if not known and not isinstance(error, OSError):
                 raise
         shutil.rmtree(cache_entry(build), ignore_errors=True)
         kernel = triton.compile(**_arguments(build))
@@ -254,9 +257,10 @@ def serve(workers: int, requests: IO[bytes], replies: IO[bytes]) -> None:
 
     from triton.runtime import cache
 
-    import fusion_compiler.codegen.math  # noqa: F401  what kernels import; without torch, see its package
-
-    cache.triton_key()  # hashes all of Triton, 0.3 s; memoised, so the workers inherit it
+    # What the workers inherit: the functions that kernels import (the package itself does not import
+    # torch), and Triton's hash of itself, 0.3 s.
+    importlib.import_module("fusion_compiler.codegen.math")
+    cache.triton_key()
     jobs = list(enumerate(pickle.load(requests)))
     with multiprocessing.get_context("fork").Pool(workers) as processes:
         for answer in processes.imap_unordered(_numbered_attempt, jobs):

@@ -20,6 +20,7 @@ import torch
 from fusion_compiler.binding import GRID_LIMITS, Entry, Gpu, Launcher, Variant, bind, evaluate
 from fusion_compiler.builds import Build, compile_builds
 from fusion_compiler.cache import Cache
+from fusion_compiler.cuda import gpu_of, make_cache_writable
 from fusion_compiler.errors import (
     FusionError,
     HardwareExceededError,
@@ -48,8 +49,6 @@ def find_gpu(device: torch.device | None) -> Gpu:
         importlib.import_module("triton")
     except ImportError as error:
         raise MissingTritonError(detail=error) from error
-    from fusion_compiler.cuda import gpu_of
-
     index: int | None = None if device is None else device.index  # torch.device("cuda") has none
     return gpu_of(torch.cuda.current_device() if index is None else index)
 
@@ -326,6 +325,9 @@ def compile_all(
         if recorded is not None:
             programs = (runner.candidates[recorded],)
         builds += [build for program in programs for build in program_builds(program, gpu.target)]
+    if not builds:
+        return {}
+    make_cache_writable()
     failed = compile_builds(builds, workers)
     return {build.name: reason for build, reason in failed.items()}
 

@@ -486,7 +486,7 @@ def test_compile_all_compiles_each_kernel_once(tmp_path: Path, monkeypatch: pyte
 
 
 def test_devices_without_an_index_are_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "gpu_of", lambda index: FakeGpu(index=index))
+    monkeypatch.setattr(launch, "gpu_of", lambda index: FakeGpu(index=index))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert find_gpu(torch.device("cuda", 2)).index == 2
     assert find_gpu(torch.device("cuda")).index == 3 and find_gpu(None).index == 3

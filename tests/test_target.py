@@ -187,6 +187,19 @@ def test_an_unwritable_cache_moves_with_one_warning(tmp_path: Path, monkeypatch:
         assert not str(triton.knobs.cache.dir).startswith(str(occupied))
 
 
+def test_an_entry_removed_while_it_is_written(triton_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, compile_kernel, calls = fresh_build(), triton.compile, list[int]()
+
+    def once_removed(**arguments: object) -> object:
+        calls.append(1)
+        if len(calls) == 1:
+            raise FileNotFoundError("removed by another process")
+        return compile_kernel(**arguments)
+
+    monkeypatch.setattr(triton, "compile", once_removed)
+    assert compile_build(build).metadata.name == "row_softmax" and len(calls) == 2
+
+
 # -- many at once -------------------------------------------------------------------------------------
 
 
