@@ -330,10 +330,20 @@ def _binary(ufunc: np.ufunc) -> Callable[[Any, Any], Any]:
     return lambda left, right: base.interpreter_builder.binary_op(left, right, ufunc)
 
 
+def _clamp(value: Any, low: Any, high: Any, propagate: Any) -> Any:
+    """Of a NaN: NaN where the kernel asks for it, else the lower bound, as on the hardware."""
+    kind = value.dtype.scalar
+    x, least, most = (_decode(operand.data, kind) for operand in (value, low, high))
+    keep = propagate == base._ir.PROPAGATE_NAN.ALL
+    result = np.minimum(np.maximum(x, least), most) if keep else np.fmin(np.fmax(x, least), most)
+    return TensorHandle(_encode(result, kind), kind)
+
+
 BUILDER_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cast_impl": _cast,
     "create_fp_to_fp": _float_to_float,
     "create_fma": _fused_multiply_add,
+    "create_clampf": _clamp,
     "create_umulhi": _high_product,
     "create_erf": _error_function,
     "create_extern_elementwise": _extern_elementwise,

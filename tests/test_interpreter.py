@@ -301,6 +301,16 @@ tl.store(z_ptr + i, tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
         )
 
 
+@pytest.mark.parametrize("propagate", ["NONE", "ALL"])
+def test_clamp_of_nan(propagate: str) -> None:
+    x = torch.cat([torch.randn(60), torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])])
+    y = apply(f"tl.clamp(x0, -0.5, 1.0, propagate_nan=tl.PropagateNan.{propagate})", x)
+    truth = (
+        x.clamp(-0.5, 1.0) if propagate == "ALL" else x.nan_to_num(-9, torch.inf, -torch.inf).clamp(-0.5, 1)
+    )
+    torch.testing.assert_close(y, truth, rtol=0, atol=0, equal_nan=True)
+
+
 def test_argmax_breaks_ties_to_the_left() -> None:
     x = torch.randint(0, 5, (4, 64)).float()
     value, index = torch.empty(4), torch.empty(4, dtype=torch.int32)
