@@ -1,0 +1,55 @@
+"""The memory-bound clusters of the benchmarks: as close as eager in the interpreter, and one kernel each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import fusion_compiler as fc
+from benchmarks.accuracy import not_worse
+from benchmarks.clusters import CASES, Case
+from benchmarks.kernels import leaves, run, truth_of
+
+# Clusters forward and backward where it is not one each.
+MORE = {
+    "RoPE on Q and K": (2, 2),  # Q and K have different iteration spaces
+    "GroupNorm + SiLU": (1, 3),  # its channel sums run over other axes than its group sums
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values_and_gradients_are_as_close_as_eagers(case: Case, dtype: torch.dtype) -> None:
+    truth = truth_of(case, case.inputs("cpu", quick=True, dtype=dtype), case.differentiate)
+    fast = fc.compile(case.without_randomness(), backend="interpret", strict=True)
+    results = run(fast, leaves(truth.inputs, case.differentiate), case.differentiate, truth.gradients)
+    names = [f"out{i}" for i in range(len(truth.gradients))] + [f"d {n}" for n in case.differentiate]
+    wrong = {
+        name: problem
+        for name, ours, eager, exact in zip(names, results, truth.eager, truth.exact, strict=True)
+        if (problem := not_worse(ours, eager, exact))
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_cluster_forward_and_one_backward_at_the_sizes_that_count(case: Case) -> None:
+    """Planned on meta tensors, for the device that the figures are of."""
+    made = case.inputs("meta")
+    if case.name == "cross-entropy":  # PyTorch's nll_loss loses its gradient on meta tensors: fewer rows
+        made = dataclasses.replace(case, sizes={**case.sizes, "rows": 64}).inputs("cpu")
+    inputs = leaves(made, case.differentiate)
+    fast = fc.compile(case.fn, backend="eager", device="h200")
+    outputs = fast(*inputs.values())
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.grad(
+        outputs, [inputs[n] for n in case.differentiate], [torch.empty_like(o) for o in outputs]
+    )
+    forward, backward = fast.plan
+    found = len(forward.clusters), len(backward.clusters)
+    assert found == MORE.get(case.name, (1, 1)), f"{forward}\n{backward}"
+    for plan in (forward, backward):
+        assert {left.target for left in plan.leftovers} <= {"fusion_compiler.seed.default"}, plan
