@@ -78,20 +78,38 @@ def eager_ops(plan: FusionPlan) -> list[Leftover]:
     ]
 
 
-def execution_order(plan: FusionPlan) -> list[Cluster]:
-    """The clusters in an order in which they can run: by their last op, inputs first."""
-    position = {name: i for i, name in enumerate(plan.dag.graph.nodes)}
+def _units(plan: FusionPlan) -> nx.DiGraph[str]:
+    """What runs as one: clusters, and the ops that no cluster stores; edges from the read to the reader."""
     made_by = {name: cluster.name for cluster in plan.clusters for name in cluster.outputs}
-    units = nx.DiGraph()
-    for name in position:
+    units: nx.DiGraph[str] = nx.DiGraph()
+    for name in plan.dag.graph.nodes:
         if name not in made_by:
             units.add_edges_from((made_by.get(i, i), name) for i in plan.dag.op(name).inputs)
-    last = {cluster.name: max(position[name] for name in cluster.ops) for cluster in plan.clusters}
     for cluster in plan.clusters:
         units.add_node(cluster.name)
         units.add_edges_from((made_by.get(i, i), cluster.name) for i in cluster.inputs)
+    return units
+
+
+def cycle_of(plan: FusionPlan) -> tuple[str, ...]:
+    """Clusters and ops that wait for each other in a ring; empty for every plan that can run."""
+    try:
+        return tuple(edge[0] for edge in nx.find_cycle(_units(plan)))
+    except nx.NetworkXNoCycle:
+        return ()
+
+
+def execution_order(plan: FusionPlan) -> list[Cluster]:
+    """The clusters in an order in which they can run: by their last op, inputs first. Raises
+    networkx.NetworkXUnfeasible where `cycle_of` is not empty."""
+    position = {name: i for i, name in enumerate(plan.dag.graph.nodes)}
+    last = {cluster.name: max(position[name] for name in cluster.ops) for cluster in plan.clusters}
     clusters = {cluster.name: cluster for cluster in plan.clusters}
-    order = nx.lexicographical_topological_sort(units, key=lambda unit: last.get(unit, position.get(unit, 0)))
+
+    def key(unit: str) -> int:
+        return last.get(unit, position.get(unit, 0))
+
+    order = nx.lexicographical_topological_sort(_units(plan), key=key)
     return [clusters[unit] for unit in order if unit in clusters]
 
 
@@ -126,7 +144,10 @@ def format_plan(plan: FusionPlan, level: int = 1) -> str:
         f"  fused ops: {human_bytes(t.bytes_before)} -> {human_bytes(t.bytes_after)} moved, "
         f"{t.us_before:.1f} -> {t.us_after:.1f} us predicted{gain}",
     ]
-    lines += _clusters(plan)
+    ring = cycle_of(plan)
+    if ring:
+        lines += wrapped("  CANNOT RUN: ", " -> ".join((*ring, ring[0])))
+    lines += _clusters(plan, plan.clusters if ring else execution_order(plan))
     library = [f"{number} {name}" for name, number in sorted(library_calls(plan).items())]
     if library:
         lines += ["", *wrapped("library calls: ", ", ".join(library))]
@@ -137,10 +158,10 @@ def format_plan(plan: FusionPlan, level: int = 1) -> str:
     return "\n".join(lines)
 
 
-def _clusters(plan: FusionPlan) -> list[str]:
+def _clusters(plan: FusionPlan, clusters: Sequence[Cluster]) -> list[str]:
     """A table row and a line of ops for each distinct cluster."""
     groups: dict[tuple[object, ...], list[Cluster]] = {}
-    for cluster in execution_order(plan):
+    for cluster in clusters:
         groups.setdefault(signature(plan.dag, cluster), []).append(cluster)
     if not groups:
         return []
@@ -283,6 +304,7 @@ def plan_json(plan: FusionPlan) -> dict[str, object]:
 
     schema: 1, raised when a key changes its meaning or goes. graph, device: strings.
     totals: the fields of `Totals`; bytes and microseconds (us_*) cover the fused ops only.
+    cycle: `cycle_of`, empty for a plan that can run.
     clusters: in execution order, each {name, pattern or null, repeats (number of clusters that are the same
         work, itself included), ops: [{name, target, kind, source}], inputs, outputs, axes: [{name, size,
         group, estimate}], cost: {us, bytes_read, bytes_written, flops, bound}, unfused_us}; size is text
@@ -291,15 +313,16 @@ def plan_json(plan: FusionPlan) -> dict[str, object]:
     rejections: [{a, b, rule, reason, saving_us}], in the order in which they were made.
     notes: {key: text}. A source is null or {module, file, line, code}.
     """
+    ring = cycle_of(plan)
+    clusters = plan.clusters if ring else execution_order(plan)
     repeats = Counter(signature(plan.dag, cluster) for cluster in plan.clusters)
     return {
         "schema": SCHEMA,
         "graph": plan.name,
         "device": plan.device,
         "totals": dict(vars(totals(plan))),
-        "clusters": [
-            _cluster_json(plan.dag, c, repeats[signature(plan.dag, c)]) for c in execution_order(plan)
-        ],
+        "cycle": list(ring),
+        "clusters": [_cluster_json(plan.dag, c, repeats[signature(plan.dag, c)]) for c in clusters],
         "library_calls": dict(sorted(library_calls(plan).items())),
         "eager": [
             {

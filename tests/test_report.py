@@ -14,6 +14,7 @@ from fusion_compiler.loops import Axis
 from fusion_compiler.plan import FusionPlan, Leftover, Rejected
 from fusion_compiler.report import (
     WIDTH,
+    cycle_of,
     execution_order,
     fitting,
     format_plan,
@@ -85,6 +86,17 @@ def test_a_cluster_comes_after_what_it_reads_though_its_ops_began_earlier():
     reader = replace(first, ops=(*second.ops, "topk_0"), inputs=("mul_1",), outputs=("topk_2",))
     crossed = replace(plan, clusters=(reader, replace(second, ops=("topk_2",))))
     assert [c.name for c in execution_order(crossed)] == [second.name, reader.name]
+
+
+def test_a_plan_that_cannot_run_says_so():
+    plan = layered_plan()
+    assert cycle_of(plan) == ()
+    first = replace(plan.clusters[0], inputs=("mul_2",))
+    broken = replace(plan, clusters=(first, *plan.clusters[1:]))
+    ring = cycle_of(broken)
+    assert {"add_tanh_mul_0", "add_tanh_mul_2", "mm_1"} <= set(ring)
+    assert "  CANNOT RUN: " in str(broken) and "CANNOT RUN" not in str(plan)
+    assert broken.json()["cycle"] == list(ring) and plan.json()["cycle"] == []
 
 
 def test_single_layer_is_not_folded():
