@@ -63,6 +63,8 @@ class OpSpec:
         argmax or argmin.
     flops: arithmetic operations per element (of the input, for reductions).
     special: how many of the slow-unit operations (exp, log, tanh, division, ...) it takes.
+    rough: a faster expression, right to 2^-18 relative: taken where all that comes of the result is
+        stored in 16 bits.
     """
 
     target: OpOverload
@@ -72,6 +74,7 @@ class OpSpec:
     combine: str | None = None
     flops: int = 1
     special: int = 0
+    rough: str | Callable[..., str] | None = None
 
 
 def number(text: str) -> float | None:
@@ -105,6 +108,11 @@ def _div(self: str, other: str) -> str:
     if value and math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5 and 2**-60 < abs(value) < 2**60:
         return f"{self} * {1 / value!r}"
     return f"fm.div({self}, {other})"
+
+
+def _rough_div(self: str, other: str) -> str:
+    exact = _div(self, other)
+    return exact if number(other) is not None else f"{self} / {other}"
 
 
 def _div_mode(self: str, other: str, rounding_mode: str = "None") -> str:
@@ -212,7 +220,7 @@ _ARITHMETIC = (
     *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar),
     *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar),
     *_elementwise("{self} * {other}", aten.mul.Tensor, aten.mul.Scalar),
-    *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1),
+    *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, rough=_rough_div),
     *_elementwise(_div_mode, aten.div.Tensor_mode, aten.div.Scalar_mode, flops=4, special=1),
     *_elementwise(
         "fm.floor_divide({self}, {other})",
@@ -343,7 +351,7 @@ _ROUNDING = (
 
 _FUNCTIONS = (
     # libdevice's exp and not Triton's, whose float32 error grows with |x| to 40 ulp.
-    *_elementwise("libdevice.exp({self})", aten.exp.default, flops=4, special=1),
+    *_elementwise("libdevice.exp({self})", aten.exp.default, flops=4, special=1, rough="tl.exp({self})"),
     *_elementwise("libdevice.exp2({self})", aten.exp2.default, special=1),
     *_elementwise("libdevice.expm1({self})", aten.expm1.default, flops=12, special=1),
     *_elementwise("tl.log({self})", aten.log.default, flops=8, special=1),
@@ -352,9 +360,9 @@ _FUNCTIONS = (
     *_elementwise("libdevice.log1p({self})", aten.log1p.default, flops=12, special=1),
     *_elementwise("fm.sqrt({self})", aten.sqrt.default, flops=4, special=1),
     *_elementwise("tl.rsqrt({self})", aten.rsqrt.default, special=1),
-    *_elementwise("fm.div(1.0, {self})", aten.reciprocal.default, flops=4, special=1),
-    *_elementwise("fm.sigmoid({self})", aten.sigmoid.default, flops=8, special=2),
-    *_elementwise("libdevice.tanh({self})", aten.tanh.default, flops=12, special=2),
+    *_elementwise("fm.div(1.0, {self})", aten.reciprocal.default, flops=4, special=1, rough="1.0 / {self}"),
+    *_elementwise("fm.sigmoid({self})", aten.sigmoid.default, flops=8, special=2, rough="fm.rough_sigmoid({self})"),
+    *_elementwise("libdevice.tanh({self})", aten.tanh.default, flops=12, special=2, rough="fm.rough_tanh({self})"),
     *_elementwise("libdevice.sin({self})", aten.sin.default, flops=16),
     *_elementwise("libdevice.cos({self})", aten.cos.default, flops=16),
     *_elementwise("libdevice.tan({self})", aten.tan.default, flops=24, special=1),
@@ -464,13 +472,3 @@ _BY_TARGET = {spec.target: spec for spec in OPS}
 def spec_of(target: object) -> OpSpec | None:
     """The row of an ATen overload; None for everything that is not in the table."""
     return _BY_TARGET.get(target) if isinstance(target, OpOverload) else None
-
-
-def expression(spec: OpSpec, arguments: dict[str, str]) -> str:
-    """The Triton expression of one use of `spec`; arguments: schema name -> text (see above)."""
-    if spec.expr is None:
-        raise ValueError(f"{spec.target} has no expression: its kind is {spec.kind.value}")
-    if isinstance(spec.expr, str):
-        return spec.expr.format_map(arguments)
-    parameters = spec.expr.__code__.co_varnames[: spec.expr.__code__.co_argcount]
-    return spec.expr(**{name: text for name, text in arguments.items() if name in parameters})

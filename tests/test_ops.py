@@ -20,7 +20,7 @@ from fusion_compiler.builds import Build, compile_build
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.interpreter import run_kernel
 from fusion_compiler.kernel import Argument, Kernel, Role
-from fusion_compiler.ops import OPS, Operands, OpSpec, expression, spec_of
+from fusion_compiler.ops import OPS, Operands, OpSpec, spec_of
 from fusion_compiler.target import TRITON_TYPES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,6 +59,11 @@ def texts(values: dict[str, Any], out: torch.Tensor) -> dict[str, str]:
         name: f"v_{name}" if isinstance(value, torch.Tensor) else literal(value, out.dtype)
         for name, value in values.items()
     }
+
+
+def expression(spec: OpSpec, text: dict[str, str]) -> str:
+    assert spec.expr is not None
+    return spec.expr.format(**text) if isinstance(spec.expr, str) else spec.expr(**text)
 
 
 def run(spec: OpSpec, values: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
