@@ -248,8 +248,8 @@ def _notes_of(name: str, *, dynamic: bool | None = None, **extra: torch.Tensor) 
 def test_masks_of_models(name: str, dynamic: bool | None) -> None:
     notes = _notes_of(name, dynamic=dynamic)
     reasons = {n.reason for n in notes}
-    if name in ("bert", "vit"):
-        assert not notes
+    if name in ("bert", "vit"):  # transformers leaves the mask out itself where torch lets it
+        assert reasons <= {"all true, proved from its indices"}
     elif name == "mistral":
         assert reasons == {"the mask is neither all true nor causal: (-i2 + i3 <= 0 and i2 - i3 - 7 <= 0)"}
     elif name == "t5":

@@ -118,7 +118,7 @@ def _stored(node: fx.Node) -> Any:
 def _by_algebra(mask: fx.Node) -> tuple[Mask | None, str]:
     coordinates, formula = predicate_of(mask)
     if formula is True:
-        return Mask.ALL_TRUE, "all true, proved for these and all larger sizes"
+        return Mask.ALL_TRUE, "all true, proved from its indices"
     if len(coordinates) >= 2 and formula == _causal(coordinates):
         return Mask.CAUSAL, "causal, proved from its indices"
     return None, f"the mask is neither all true nor causal: {formula}"
