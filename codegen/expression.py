@@ -96,10 +96,13 @@ def promoted(dtypes: list[torch.dtype]) -> torch.dtype:
     return result
 
 
-def compute_text(node: Compute, operand: Callable[[int], tuple[str | None, object, torch.dtype]]) -> str:
+def compute_text(
+    node: Compute, operand: Callable[[int], tuple[str | None, object, torch.dtype]], rough: bool = False
+) -> str:
     """The right-hand side of an operator: the table's expression over converted operands.
 
-    operand(n) gives (variable, literal, dtype) of node n; the variable is None for literals.
+    operand(n) gives (variable, literal, dtype) of node n; the variable is None for literals. rough: the
+    table's faster expression, where it has one.
     """
     spec = spec_of(node.target)
     assert spec is not None and spec.expr is not None
@@ -124,7 +127,8 @@ def compute_text(node: Compute, operand: Callable[[int], tuple[str | None, objec
             values[name] = scalar_text(convert_literal(constant, target), target)
         else:
             values[name] = convert(variable, have, target)
-    return spec.expr(**values) if callable(spec.expr) else spec.expr.format(**values)
+    expr = spec.rough if rough and spec.rough is not None else spec.expr
+    return expr(**values) if callable(expr) else expr.format(**values)
 
 
 def scalar_text(value: object, dtype: torch.dtype) -> str:

@@ -34,12 +34,6 @@ def sqrt(x):
 
 
 @triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x))."""
-    return div(1.0, 1.0 + libdevice.exp(-x))
-
-
-@triton.jit
 def copysign(x, y):
     """The magnitude of x with the sign of y, also that of a zero or a NaN."""
     dtype: tl.constexpr = (x + y).dtype

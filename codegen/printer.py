@@ -11,7 +11,7 @@ and end in one partial result a program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -169,6 +169,16 @@ class Analysis:
                 reach[operand] |= reach[i]
         return reach
 
+    def rough(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
+        """float32 values of which nothing but 16-bit results is made; dtypes: of the buffers."""
+        nodes = self.loops.nodes
+        exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
+        exact |= {s.value for s in self.loops.stores if dtypes[s.buffer] not in (torch.float16, torch.bfloat16)}
+        for i in range(len(nodes) - 1, -1, -1):
+            if i in exact:
+                exact.update(operands_of(nodes[i]))
+        return frozenset(range(len(nodes))) - exact
+
     @cached_property
     def furthest(self) -> int:
         """The largest element offset of any access; -1 where a size is only known at run time."""
@@ -202,6 +212,7 @@ class Printer:
         self.pointers = pointers  # buffer -> parameter
         self.dtypes = dtypes  # of the buffers
         self.load_options = load_options
+        self.rough = analysis.rough(dtypes)
         self.lines: list[str] = []
         self.depth = 1
         self.env: dict[int, str] = {}
@@ -339,7 +350,7 @@ class Printer:
             case Random():
                 text, base = self.random(node), "uniform"
             case Compute():
-                text, base = self.compute(node), self.base_name(node)
+                text, base = self.compute(number, node), self.base_name(node)
             case Reduce():
                 text, base = self.reduce(number, node), f"{'row' if COLS in node.over else 'col'}_{node.combine}"
         if text.isidentifier():  # a cast within the compute dtype, an operand that passes through
@@ -353,13 +364,13 @@ class Printer:
             return "rounded"
         return str(node.target._opname).lstrip("_")
 
-    def compute(self, node: Compute) -> str:
+    def compute(self, number: int, node: Compute) -> str:
         if all(isinstance(self.loops.nodes[a.node], Constant) for _, a in node.operands if isinstance(a, Ref)):
             for _, arg in node.operands:  # nothing else gives the expression a type
                 if isinstance(arg, Ref):
                     self.variable(arg.node)
             return compute_text(node, lambda n: (self.variable(n), None, self.loops.nodes[n].dtype))
-        return compute_text(node, self.operand)
+        return compute_text(node, self.operand, number in self.rough)
 
     def load(self, number: int, node: Load) -> str:
         groups = self.a.groups[number]

@@ -111,8 +111,8 @@ def _div(self: str, other: str) -> str:
 
 
 def _rough_div(self: str, other: str) -> str:
-    exact = _div(self, other)
-    return exact if number(other) is not None else f"{self} / {other}"
+    value = number(other)
+    return f"{self} * {1 / value!r}" if value else f"{self} / {other}"
 
 
 def _div_mode(self: str, other: str, rounding_mode: str = "None") -> str:
@@ -193,9 +193,11 @@ def _elementwise(
     operands: Operands = Operands.RESULT,
     flops: int = 1,
     special: int = 0,
+    rough: str | Callable[..., str] | None = None,
 ) -> tuple[OpSpec, ...]:
     return tuple(
-        OpSpec(target, Kind.ELEMENTWISE, expr, operands, flops=flops, special=special) for target in targets
+        OpSpec(target, Kind.ELEMENTWISE, expr, operands, flops=flops, special=special, rough=rough)
+        for target in targets
     )
 
 

@@ -40,8 +40,12 @@ def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
 
 
 def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
-    """Every result is computed once, not once in every program."""
-    present = {a.group for a in loops.axes}
+    """Every result is computed once, not once in every program.
+
+    A program that reduces along rows holds whole rows, and stores a row's value once.
+    """
+    along_row = any(isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
+    present = {a.group for a in loops.axes} - ({COLS} if along_row else set())
     reduced: list[frozenset[str]] = []
     for node in loops.nodes:
         over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))

@@ -27,11 +27,12 @@ from fusion_compiler.loops import (
     renumber_index,
     store_operands,
 )
+from fusion_compiler.passes.algebra import one_hot_sums
 
 
 def simplify(loops: LoopNest) -> LoopNest:
-    """Dead code, group roles, axis order, coalescing, names; in that order."""
-    loops = remove_dead(loops)
+    """Algebra, dead code, group roles, axis order, coalescing, names; in that order."""
+    loops = remove_dead(one_hot_sums(loops))
     loops = contiguous_cols(loops)
     loops = order_axes(loops)
     return name_axes(coalesce(loops))
