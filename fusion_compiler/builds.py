@@ -3,9 +3,11 @@
 The module imports neither torch nor the rest of the package: it is also the program that the
 compile server runs (see `compile_builds`), which then starts in a tenth of a second.
 
-Why processes: Triton holds the interpreter lock through the front end, MLIR and LLVM, three quarters
-of the time; only ptxas overlaps between threads. 16 row-softmax kernels for sm_90, Triton 3.7.1, two
-idle cores: 1.71 s one after the other, 1.57 s in two threads, 1.69 s in four. What a process compiles
+Why processes: Triton holds the interpreter lock through the front end, MLIR and LLVM, about three
+quarters of the time; only ptxas overlaps between threads, so that any number of them gains a third
+at most. 16 row-softmax kernels for sm_90, Triton 3.7.1, two idle cores: 1.71 s one after the other,
+1.57 s in two threads, 1.69 s in four. Processes scale with the cores but start in half a second: 20
+kernels on two busy cores took 2.3 s here and 1.8 to 2.7 s in a server of two. What a process compiles
 reaches the others through Triton's own cache on disk, from where loading costs 1.6 ms a kernel.
 """
 
@@ -37,9 +39,9 @@ if TYPE_CHECKING:
 # them: nothing may be compiled in one thread while another interprets.
 TRITON_LOCK = threading.RLock()
 
-# Fewer kernels than this are compiled where they are: a server takes about half a second to start,
-# a kernel a tenth.
-SERVER_FROM = 8
+# What a server takes to start and what a kernel takes to compile: it is used where it gains.
+SERVER_SECONDS = 0.5
+KERNEL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,8 @@ def compile_builds(builds: Iterable[Build], workers: int | None = None) -> dict[
     """
     missing = [build for build in dict.fromkeys(builds) if not is_cached(build)]
     workers = min(workers or min(os.cpu_count() or 1, 16), len(missing))
-    if len(missing) >= SERVER_FROM and workers > 1 and sys.executable:
+    gain = len(missing) * KERNEL_SECONDS * (1 - 1 / max(workers, 1)) - SERVER_SECONDS
+    if gain > 0 and sys.executable:
         served = _compile_served(missing, workers)
     else:
         served = ((build, _attempt(build)) for build in missing)
