@@ -48,11 +48,15 @@ def trace_pre_autograd(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphMod
     _check_nodes(gm)
     _check_inputs(inputs)
     fakes = [_fake(x, mode, context) for x in inputs]
+    entered: list[autocast_mode.autocast] = []
     try:
-        with mode, fx_traceback.preserve_node_meta():
-            traced = make_fx(_Run(gm).run, pre_dispatch=True)(*fakes)
+        with torch.set_grad_enabled(torch.is_grad_enabled()), mode, fx_traceback.preserve_node_meta():
+            traced = make_fx(_Run(gm, entered).run, pre_dispatch=True)(*fakes)
     except Exception as error:  # whatever it is, Dynamo's own graph is still there
         raise UntraceableError(f"tracing it failed: {type(error).__name__}: {error}") from error
+    finally:
+        for region in reversed(entered):
+            region.__exit__(None, None, None)
     _check_constants(traced)
     _keep_annotations(gm, traced)
     return traced
@@ -67,15 +71,21 @@ class _Run(PropagateUnbackedSymInts):
     rewrite it may not be.
     """
 
+    def __init__(self, gm: fx.GraphModule, entered: list[autocast_mode.autocast]) -> None:
+        super().__init__(gm)
+        self._entered = entered  # regions that are still open
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is _CHECKPOINT:
             _, body_kwargs = _CHECKPOINT.divide_kwargs(kwargs)
-            return _Run(_marked(args[0])).run(*args[1:], *body_kwargs.values())
+            return _Run(_marked(args[0]), self._entered).run(*args[1:], *body_kwargs.values())
         if target is autocast_mode._enter_autocast:
             region = autocast_mode.autocast(*args, **kwargs)
             region.__enter__()
+            self._entered.append(region)
             return region
         if target is autocast_mode._exit_autocast:
+            self._entered.remove(args[0])
             args[0].__exit__(None, None, None)
             return None
         return super().call_function(target, args, kwargs)

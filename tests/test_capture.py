@@ -15,9 +15,10 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
+from fusion_compiler import pre_autograd
 from fusion_compiler.capture import Backend, GraphInfo, Phase, make_backend
 from fusion_compiler.decompositions import decomposition_table
-from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, Rewrite
+from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, Rewrite, vocabulary
 from fusion_compiler.sources import source_of
 from tests import models
 
@@ -166,6 +167,28 @@ def test_no_more_bytes_are_saved_than_in_eager(name: str, dtype: torch.dtype) ->
     assert 0 < captured.saved <= eager_saved_bytes(model, batch)
 
 
+def test_a_padded_vocabulary_trains_with_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rewrite is made for GPUs; here its conditions on size and device are lifted."""
+    monkeypatch.setattr(vocabulary, "MIN_FEATURES", 64)
+    monkeypatch.setattr(vocabulary, "_refusal", lambda call: "")
+    model, batch = models.small("gpt2", dropout=False)
+    twin = copy.deepcopy(model)
+    captured = Captured()
+    loss = torch.compile(model, backend=captured.backend())(**batch).loss
+    loss.backward()
+    want = twin(**batch).loss
+    want.backward()
+    assert any("97 output features padded to 128" in n for n in captured.notes())
+    torch.testing.assert_close(loss, want)
+    for (name, a), b in zip(gradients(model).items(), gradients(twin).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+    padded = [
+        n for n in captured.graphs[0][0].graph.output_node().args[0]  # type: ignore[union-attr]
+        if isinstance(n, fx.Node) and tuple(n.meta["val"].shape) in ((128, 64), (64, 128))
+    ]  # fmt: skip
+    assert not padded, "a second copy of the weight is kept for backward"
+
+
 def test_sixteen_bit_activations_are_saved_in_sixteen_bits() -> None:
     def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -309,6 +332,20 @@ def test_autocast(inside: bool) -> None:
     linear.weight.grad = None
     want.sum().backward()
     torch.testing.assert_close(grad, linear.weight.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_a_failed_trace_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no such method here")
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            return (x @ x).relu()
+
+    monkeypatch.setattr(pre_autograd._Run, "call_method", fails)
+    captured = same(model, torch.randn(4, 4))
+    assert "no such method here" in captured.notes()[0]
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def test_gradient_modes_inside_the_graph() -> None:
