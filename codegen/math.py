@@ -34,6 +34,28 @@ def sqrt(x):
 
 
 @triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return div(1.0, 1.0 + libdevice.exp(-x))
+
+
+@triton.jit
+def rough_sigmoid(x):
+    """The same with approximate exp and division, for float32: to 2^-18 while exp(-x) is below 2^90."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def rough_tanh(x):
+    """tanh from one exponential, right to 2^-18 relative, for float32.
+
+    1 - 2 / (1 + exp(2x)) cancels near 0, where x - x^3 / 3 is used: the two errors meet at 1/16.
+    """
+    near = x - x * x * x * 0.3333333432674408
+    return tl.where(tl.abs(x) < 0.0625, near, 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))
+
+
+@triton.jit
 def copysign(x, y):
     """The magnitude of x with the sign of y, also that of a zero or a NaN."""
     dtype: tl.constexpr = (x + y).dtype
