@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.codegen.printer import Analysis, Cols, Printer, Schedule, axes_strides
-from fusion_compiler.dims import Dim, product, strides_of
+from fusion_compiler.dims import Dim, product, simple, strides_of
 from fusion_compiler.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.loops import (
     COLS,
@@ -41,7 +41,6 @@ from triton.language.extra import libdevice
 from fusion_compiler.codegen import math as fm
 
 
-@triton.jit
 """
 COUNTER = "ticket"
 
@@ -61,15 +60,15 @@ def ceil_div(a: Dim, b: int) -> Dim:
     return a if b == 1 else FloorDiv(a + (b - 1), b)
 
 
-def signature_of(loops: LoopNest, buffers: Mapping[str, Buffer]) -> Signature:
+def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> Signature:
     """Inputs in order of first load, outputs in order of store, symbols in order of name."""
-    loaded = dict.fromkeys(n.buffer for n in loops.nodes if isinstance(n, Load))
-    stored = [s.buffer for s in loops.stores]
+    loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
+    stored = [s.buffer for loops in nests for s in loops.stores]
     dims: set[sympy.Symbol] = set()
     for name in (*loaded, *stored):
         for dim in (*buffers[name].shape, *buffers[name].stride):
             dims |= set() if isinstance(dim, int) else dim.free_symbols  # type: ignore[arg-type]
-    for a in loops.axes:
+    for a in (a for loops in nests for a in loops.axes):
         dims |= set() if isinstance(a.size, int) else a.size.free_symbols  # type: ignore[arg-type]
     sizes = tuple(sorted(dims, key=lambda s: s.name))
     return Signature(tuple(buffers[b] for b in loaded), tuple(buffers[b] for b in stored), sizes)
@@ -79,7 +78,7 @@ def build(
     loops: LoopNest, schedule: Schedule, name: str, doc: str, buffers: Mapping[str, Buffer], cost: float = 0.0
 ) -> Program:
     """The program of one cluster under one schedule. `buffers` describes every loaded or stored name."""
-    signature = signature_of(loops, buffers)
+    signature = signature_of((loops,), buffers)
     analysis = Analysis(loops)
     programs = row_programs(analysis, schedule)
     if not analysis.across_rows or programs == 1:
@@ -99,6 +98,36 @@ def build(
     finish_doc = f"The partial results of {name}, summed."
     finish = _Assembly(Analysis(late), late_schedule, f"{name}_finish", finish_doc, signature, partials).main(None)
     return Program((main, finish), signature.inputs, signature.outputs, partials, signature.sizes, str(schedule), cost)
+
+
+def build_beside(
+    nests: tuple[LoopNest, ...], schedules: tuple[Schedule, ...], name: str, doc: str, buffers: Mapping[str, Buffer]
+) -> Program:
+    """Tile programs that do not depend on each other in one launch: each takes its share of the grid.
+
+    Their schedules have one number of warps, and none of them reduces over rows.
+    """
+    signature = signature_of(nests, buffers)
+    lines = ["    program = tl.program_id(0)"]
+    functions: list[str] = []
+    end: Dim = 0
+    parts = [_Assembly(Analysis(n), s, name, doc, signature, ()) for n, s in zip(nests, schedules, strict=True)]
+    for position, part in enumerate(parts):
+        p = part.printer(part.a, part.s)
+        p.program = "program"
+        start, count = end, product(part.body(p, partial=False))
+        end = simple(end + count)
+        body = "\n".join(p.lines)
+        used = ", ".join(a.name for a in part.used(body))
+        functions.append(f"@triton.jit\ndef {name}_{position}(program, {used}):\n{body}\n\n\n")
+        last = position == len(parts) - 1
+        lines.append("    else:" if last else f"    {'el' if position else ''}if program < {dim_text(end)}:")
+        own = "program" if position == 0 else f"program - {dim_text(start)}"
+        lines.append(f"        {name}_{position}({own}, {used})")
+    stages = max(s.num_stages for s in schedules)
+    kernel = parts[0].kernel("\n".join(lines), (end,), schedules[0].num_warps, stages, "".join(functions))
+    shown = " beside ".join(str(s) for s in dict.fromkeys(schedules))
+    return Program((kernel,), signature.inputs, signature.outputs, (), signature.sizes, shown)
 
 
 def row_programs(analysis: Analysis, schedule: Schedule) -> Dim:
@@ -200,12 +229,17 @@ class _Assembly:
         grid = self.body(p, partial=bool(self.scratch) and not self.is_finish())
         if last is not None:
             self.last_program(p, *last)
-        body = "\n".join(p.lines)
-        used = tuple(a for a in self.parameters.values() if _uses(body, a.name))
-        head = f"def {self.name}({', '.join(a.name for a in used)}):\n"
+        return self.kernel("\n".join(p.lines), grid, self.s.num_warps, self.s.num_stages)
+
+    def used(self, body: str) -> tuple[Argument, ...]:
+        return tuple(a for a in self.parameters.values() if _uses(body, a.name))
+
+    def kernel(self, body: str, grid: tuple[Dim, ...], warps: int, stages: int, functions: str = "") -> Kernel:
+        used = self.used(body)
+        head = f"@triton.jit\ndef {self.name}({', '.join(a.name for a in used)}):\n"
         quoted = "\n    ".join(self.doc.splitlines())
-        source = f'{HEADER}{head}    """{quoted}"""\n{body}\n'
-        return Kernel(self.name, source, used, grid, self.s.num_warps, max(1, self.s.num_stages))
+        source = f'{HEADER}{functions}{head}    """{quoted}"""\n{body}\n'
+        return Kernel(self.name, source, used, grid, warps, max(1, stages))
 
     def is_finish(self) -> bool:
         return any(isinstance(n, Load) and n.buffer.startswith("partial_") for n in self.a.loops.nodes)
@@ -213,32 +247,42 @@ class _Assembly:
     def body(self, p: Printer, partial: bool) -> tuple[Dim, ...]:
         """Print the main part; the grid that it needs."""
         s = self.s
-        grid: list[Dim] = []
         wide = ".to(tl.int64)" if p.wide else ""
-        if s.cols is Cols.GRID:
-            p.line(f"first_col = tl.program_id(0){wide} * {s.block_cols}")
-            p.cols_at("first_col")
-            grid.append(ceil_div(self.a.size(COLS), s.block_cols))
-        elif s.cols is Cols.WHOLE:
-            p.cols_at(None)
-        row_program = f"tl.program_id({len(grid)}){wide}"
         blocks = ceil_div(self.a.size(ROWS), s.block_rows)
-        programs = s.programs
-        if programs is None and blocks == 1:
-            if self.a.axes[ROWS]:
-                p.rows_at("0")
-        elif programs is None:
-            grid.append(blocks)
-            p.rows_at(row_program if p.flat else f"{row_program} * {s.block_rows}")
-        if programs is None:
+        share = blocks if s.programs is None else s.programs  # programs along the rows
+        row_program, grid = self.place_cols(p, share, wide)
+        if s.programs is None:
+            if share == 1:
+                if self.a.axes[ROWS]:
+                    p.rows_at("0")
+            else:
+                p.rows_at(row_program if p.flat else f"{row_program} * {s.block_rows}")
             self.block(p)
             accumulators = self.tile_accumulators(p)
         else:
-            if programs > 1:
-                grid.append(programs)
-            accumulators = self.row_loop(p, row_program if programs > 1 else "0", programs)
-        self.finish(p, accumulators, f"tl.program_id({len(grid) - 1})", partial)
-        return tuple(grid) or (1,)
+            accumulators = self.row_loop(p, row_program if s.programs > 1 else "0", s.programs)
+        self.finish(p, accumulators, row_program, partial)
+        return grid
+
+    def place_cols(self, p: Printer, share: Dim, wide: str) -> tuple[str, tuple[Dim, ...]]:
+        """Define `col`; (text of the program's number along the rows, grid)."""
+        program = p.program + wide
+        if self.s.cols is not Cols.GRID:
+            if self.s.cols is Cols.WHOLE:
+                p.cols_at(None)
+            return program, (share,)
+        blocks = ceil_div(self.a.size(COLS), self.s.block_cols)
+        if share == 1:
+            p.line(f"first_col = {program} * {self.s.block_cols}")
+            p.cols_at("first_col")
+            return program, (blocks,)
+        if blocks == 1:
+            p.line("first_col = 0")
+        else:
+            p.line(f"first_col = {program} % {dim_text(blocks)} * {self.s.block_cols}")
+            program = f"({program} // {dim_text(blocks)})"
+        p.cols_at("first_col")
+        return program, (product((blocks, share)),)
 
     def block(self, p: Printer) -> None:
         if self.s.cols is Cols.LOOP:

@@ -223,6 +223,7 @@ class Printer:
         self.col_mask: str | None = None
         self.wide = analysis.furthest < 0 or analysis.furthest >= 2**31
         self.last_pass = True
+        self.program = "tl.program_id(0)"
         self.col_start: str | None = None  # where the block of columns begins
 
     # -- text ------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 
 from fusion_compiler.codegen import assemble, columns, flat, persistent_rows, rows, wide_rows
-from fusion_compiler.codegen.printer import Analysis
+from fusion_compiler.codegen.printer import Analysis, Schedule
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.kernel import Buffer, Program
 from fusion_compiler.loops import LoopNest
@@ -14,19 +15,29 @@ from fusion_compiler.loops import LoopNest
 TEMPLATES: tuple[ModuleType, ...] = (flat, columns, persistent_rows, rows, wide_rows)
 
 
-def template_of(loops: LoopNest) -> ModuleType | None:
-    analysis = Analysis(loops)
-    return next((t for t in TEMPLATES if t.fits(analysis)), None)
-
-
-def emit(
-    loops: LoopNest, name: str, doc: str, buffers: Mapping[str, Buffer], device: DeviceSpec, limit: int = 4
-) -> tuple[Program, ...]:
-    """Programs of one cluster, best guess first, at most `limit`. Raises LookupError if no template fits."""
+def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Schedules of the first template that fits, best guess first. Raises LookupError if none does."""
     analysis = Analysis(loops)
     for template in TEMPLATES:
         if template.fits(analysis):
-            schedules = template.schedules(analysis, device)[:limit]
-            loops = template.arrange(loops) if hasattr(template, "arrange") else loops
-            return tuple(assemble.build(loops, s, name, doc, buffers) for s in schedules)
+            return template.schedules(analysis, device)
     raise LookupError(f"no template fits {name}")
+
+
+def emit(
+    nests: tuple[LoopNest, ...],
+    name: str,
+    doc: str,
+    buffers: Mapping[str, Buffer],
+    device: DeviceSpec,
+    limit: int = 4,
+) -> tuple[Program, ...]:
+    """Programs of one cluster, best guess first, at most `limit`. Raises LookupError if no template fits."""
+    choices = [schedules_of(loops, name, device) for loops in nests]
+    if len(nests) == 1:
+        return tuple(assemble.build(nests[0], s, name, doc, buffers) for s in choices[0][:limit])
+    together: list[tuple[Schedule, ...]] = []
+    for first in choices[0]:  # one launch has one number of warps
+        others = [next((s for s in c if s.num_warps == first.num_warps), c[0]) for c in choices[1:]]
+        together.append(tuple(replace(s, num_warps=first.num_warps) for s in (first, *others)))
+    return tuple(assemble.build_beside(nests, t, name, doc, buffers) for t in together[:limit])

@@ -129,7 +129,7 @@ class Compiler:
 
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}
-        return emit(key.loops, cluster.name, describe(cluster, dag), buffers, device)
+        return emit(key.nests, cluster.name, describe(cluster, dag), buffers, device)
 
 
 class Clock:

@@ -13,9 +13,9 @@ from fusion_compiler.schema import short_name
 
 @dataclass(frozen=True)
 class Canonical:
-    """A tile program with its tensors by position: equal for clusters that need the same kernel."""
+    """Tile programs with their tensors by position: equal for clusters that need the same kernel."""
 
-    loops: LoopNest
+    nests: tuple[LoopNest, ...]
     buffers: tuple[Buffer, ...]
 
 
@@ -23,12 +23,15 @@ def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
     """Rename tensors by first use and values by number; identical clusters become equal."""
     names = dict.fromkeys((*cluster.inputs, *cluster.outputs))
     short = {name: f"buffer{i}" for i, name in enumerate(names)}
-    loops = cluster.loops
+    nests = tuple(_renamed(loops, short) for loops in cluster.nests)
+    metas = [(short[name], dag.op(name).outputs[0]) for name in names]
+    return Canonical(nests, tuple(Buffer(n, m.shape, m.stride, m.dtype) for n, m in metas))
+
+
+def _renamed(loops: LoopNest, short: dict[str, str]) -> LoopNest:
     nodes = tuple(replace(n, buffer=short[n.buffer]) if isinstance(n, Load) else n for n in loops.nodes)
     stores = tuple(replace(s, buffer=short[s.buffer]) for s in loops.stores)
-    plain = LoopNest(loops.axes, nodes, stores, tuple(str(i) for i in range(len(nodes))))
-    metas = [(short[name], dag.op(name).outputs[0]) for name in names]
-    return Canonical(plain, tuple(Buffer(n, m.shape, m.stride, m.dtype) for n, m in metas))
+    return LoopNest(loops.axes, nodes, stores, tuple(str(i) for i in range(len(nodes))))
 
 
 def describe(cluster: Cluster, dag: OpDag) -> str:

@@ -48,7 +48,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ops that become one kernel. `ops` in topological order; `inputs` and `outputs` are op names."""
+    """Ops that become one kernel. `ops` in topological order; `inputs` and `outputs` are op names.
+
+    beside: further tile programs that share the launch, independent of `loops` and of each other.
+    """
 
     name: str
     ops: tuple[str, ...]
@@ -58,6 +61,11 @@ class Cluster:
     cost: Cost
     unfused_us: float  # the same ops, one kernel each
     pattern: str | None = None
+    beside: tuple[LoopNest, ...] = ()
+
+    @property
+    def nests(self) -> tuple[LoopNest, ...]:
+        return (self.loops, *self.beside)
 
 
 @dataclass(frozen=True)

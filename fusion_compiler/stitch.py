@@ -54,7 +54,7 @@ class _Stitcher:
 
     def require(self, name: str) -> None:
         """Make a value available, its operands first; iterative, for graphs of any depth."""
-        stack = [name]
+        stack, opened = [name], set[str]()
         while stack:
             top = stack[-1]
             if top in self.env:
@@ -62,6 +62,10 @@ class _Stitcher:
                 continue
             missing = [n for n in self.operands(top) if n not in self.env]
             if missing:
+                unit = self.made[top].name if top in self.made else top
+                if unit in opened:
+                    raise RuntimeError(f"the plan of {self.plan.name} has a cycle through {unit}")
+                opened.add(unit)
                 stack.extend(reversed(missing))
                 continue
             stack.pop()
@@ -108,7 +112,7 @@ class _Stitcher:
 def symbols_of(cluster: Cluster, dag: OpDag) -> tuple[sympy.Symbol, ...]:
     """The sizes that a cluster's kernel takes as arguments, sorted by name."""
     found: set[sympy.Symbol] = set()
-    dims = [a.size for a in cluster.loops.axes]
+    dims = [a.size for loops in cluster.nests for a in loops.axes]
     for name in (*cluster.inputs, *cluster.outputs):
         meta = dag.op(name).outputs[0]
         dims += [*meta.shape, *meta.stride]

@@ -18,8 +18,8 @@ import sympy
 
 from fusion_compiler.dag import Op, OpDag
 from fusion_compiler.device import DeviceSpec
-from fusion_compiler.dims import numel
-from fusion_compiler.loops import Load, LoopNest
+from fusion_compiler.dims import Dim, hint, numel, product
+from fusion_compiler.loops import ROWS, Load, LoopNest, Reduce
 from fusion_compiler.ops import Kind, spec_of
 from fusion_compiler.passes import layout
 from fusion_compiler.passes.cost import BufferInfo, cost_of
@@ -30,6 +30,8 @@ from fusion_compiler.plan import Cluster, Cost, FusionPlan, Leftover, Rejected
 from fusion_compiler.schema import short_name
 
 FUSIBLE = frozenset({Kind.ELEMENTWISE, Kind.REDUCTION, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT})
+MOST_BESIDE = 4  # clusters in one launch
+SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
 L2_SHARE = 0.25  # of L2 that a tensor may fill and still be there when the next kernel reads it
 
 
@@ -117,11 +119,14 @@ class Search:
         if found is None:
             op = self.dag.op(name)
             meta = op.outputs[0]
-            count = numel(meta.shape)
+            count = self.count(meta.shape)
             made_here = op.target not in ("placeholder", "get_attr")
             near = made_here and count * meta.dtype.itemsize < L2_SHARE * self.device.l2_bytes
-            found = self.infos[name] = BufferInfo(count, meta.dtype.itemsize, near)
+            found = self.infos[name] = BufferInfo(product(meta.shape), meta.dtype.itemsize, near)
         return found
+
+    def count(self, shape: tuple[Dim, ...]) -> int:
+        return hint(product(shape), self.hints)
 
     def part(self, ops: tuple[str, ...], kept: frozenset[str] = frozenset()) -> Part:
         """Lower, check and price a set of ops. Raises Illegal."""
@@ -219,7 +224,7 @@ class Search:
         """Descendants and ancestors of every unit, as bit sets over unit numbers."""
         unit = dict(self.owner)
         for name in self.dag.order:
-            if name not in unit and not layout.is_view(self.dag.op(name)) and name not in self.again:
+            if name not in unit and not layout.is_view(self.dag.op(name)) and self.exists(name):
                 unit[name] = self.reads.position[name]
         self.unit = unit
         self.below: dict[int, int] = {}
@@ -236,6 +241,10 @@ class Search:
         for number in sorted(self.above, reverse=True):
             for source in self.unit_sources(number):
                 self.below[source] |= self.below[number] | (1 << number)
+
+    def exists(self, name: str) -> bool:
+        """Whether an op outside all parts runs at all."""
+        return name not in self.again or self.must_exist(name)
 
     def unit_sources(self, number: int) -> set[int]:
         """Units that a unit reads."""
@@ -275,7 +284,8 @@ class Search:
 
     # -- the search ----------------------------------------------------------------------------------
 
-    def run(self) -> list[Part]:
+    def run(self) -> None:
+        """Merge until nothing gains."""
         self.build_reach()
         self.version = dict.fromkeys(self.parts, 0)
         self.heap: list[tuple[float, int, int, int, int]] = []
@@ -288,7 +298,6 @@ class Search:
             if self.version.get(a) != va or self.version.get(b) != vb:
                 continue
             self.try_merge(a, b)
-        return [self.parts[n] for n in sorted(self.parts)]
 
     def push(self, a: int, b: int, saved: int) -> None:
         heapq.heappush(self.heap, (-float(saved), a, b, self.version[a], self.version[b]))
@@ -328,7 +337,7 @@ class Search:
 
     def bytes(self, name: str) -> int:
         info = self.info(name)
-        return int(info.numel) * info.itemsize  # type: ignore[arg-type]
+        return hint(info.numel, self.hints) * info.itemsize
 
     def try_merge(self, a: int, b: int) -> None:
         first, second = self.parts[a], self.parts[b]
@@ -340,6 +349,8 @@ class Search:
         try:
             union = self.part(names, first.kept | second.kept)
         except Illegal as error:
+            if error.rule == "dead":
+                return
             self.rejections[pair] = Rejected(*pair, error.rule, error.reason, self.bound(first, second))
             return
         gain = first.cost.us + second.cost.us - union.cost.us
@@ -360,6 +371,46 @@ class Search:
         self.version[kept] += 1
         for other, saved in self.neighbours(kept).items():
             self.push(min(kept, other), max(kept, other), saved)
+
+    def run_beside(self) -> list[list[Part]]:
+        """Independent clusters that are siblings share a launch: it costs what a small kernel costs."""
+        groups: list[list[int]] = []
+        for number in sorted(self.parts):
+            home = next((g for g in groups if self.siblings(g, number)), None)
+            if home is None:
+                groups.append([number])
+            else:
+                home.append(number)
+                self.join_reach(home[0], number)
+        return [[self.parts[n] for n in g] for g in groups]
+
+    def siblings(self, group: list[int], number: int) -> bool:
+        """Whether a part may run beside a group: no path either way, near relatives, nothing summed over rows."""
+        first, part = group[0], self.parts[number]
+        mask = 1 << number
+        if (self.below[first] | self.above[first]) & mask or len(group) >= MOST_BESIDE:
+            return False
+        members = [self.parts[n] for n in group]
+        if any(_sums_rows(p.loops) or p.cost.us > SMALL_US for p in (part, *members)):
+            return False
+        if (not any(a.group == ROWS for a in part.loops.axes)) != (not any(a.group == ROWS for a in members[0].loops.axes)):
+            return False
+        return any(self.related(part, other) for other in members)
+
+    def related(self, a: Part, b: Part) -> bool:
+        """They share a source, a reader, or the source of the library calls that they read."""
+        mine, theirs = self.read_by(a), self.read_by(b)
+        if mine & theirs:
+            return True
+        readers = {u for n in a.outputs for u in self.reads.users[n]}
+        if readers & {u for n in b.outputs for u in self.reads.users[n]}:
+            return True
+        return bool(self.behind(mine) & self.behind(theirs))
+
+    def behind(self, names: set[str]) -> set[str]:
+        """Sources of the library calls among some tensors, parameters aside."""
+        calls = [n for n in names if self.dag.op(n).kind is Kind.CONTRACTION]
+        return {s for n in calls for s in self.reads.sources[n] if self.dag.op(s).kind is not Kind.OPAQUE}
 
     def bound(self, a: Part, b: Part) -> float:
         """What a merge could save at most: the tensors between them and one launch."""
@@ -392,21 +443,39 @@ def plan(
 ) -> FusionPlan:
     """Decide what is fused in one graph. Pure: the plan is all that comes out."""
     search = Search(dag, device, hints, numerics == "eager")
-    parts = search.run()
+    search.run()
     taken = set(dag.order)
     clusters: list[Cluster] = []
-    for part in parts:
-        unique = base = cluster_name(dag, part.ops)
+    for parts in search.run_beside():
+        ops = tuple(sorted({n for p in parts for n in p.ops}, key=search.reads.position.__getitem__))
+        unique = base = cluster_name(dag, ops)
         for i in itertools.count(2):
             if unique not in taken:
                 break
             unique = f"{base}_{i}"
         taken.add(unique)
-        inputs = tuple(dict.fromkeys(n.buffer for n in part.loops.nodes if isinstance(n, Load)))
-        clusters.append(Cluster(unique, part.ops, inputs, part.outputs, part.loops, part.cost, part.unfused_us))
+        clusters.append(_cluster(unique, ops, parts, device))
     final = {n: c.name for c in clusters for n in c.ops}
     rejections = _current(search, final)
     return FusionPlan(name, dag, tuple(clusters), tuple(search.leftovers), rejections, device.name)
+
+
+def _cluster(name: str, ops: tuple[str, ...], parts: list[Part], device: DeviceSpec) -> Cluster:
+    nests = tuple(p.loops for p in parts)
+    inputs = tuple(dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load)))
+    cost = parts[0].cost
+    for part in parts[1:]:
+        more = part.cost
+        us = cost.us + more.us - device.launch_us
+        total = (cost.bytes_read + more.bytes_read, cost.bytes_written + more.bytes_written, cost.flops + more.flops)
+        cost = Cost(us, *total, cost.bound)
+    outputs = tuple(n for p in parts for n in p.outputs)
+    unfused = sum(p.unfused_us for p in parts)
+    return Cluster(name, ops, inputs, outputs, nests[0], cost, unfused, beside=nests[1:])
+
+
+def _sums_rows(loops: LoopNest) -> bool:
+    return any(isinstance(n, Reduce) and ROWS in n.over for n in loops.nodes)
 
 
 def _current(search: Search, final: Mapping[str, str]) -> tuple[Rejected, ...]:
