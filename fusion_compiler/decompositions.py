@@ -338,8 +338,7 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     if wide.numel() == 0:
         return wide if half_to_float else wide.to(x.dtype)
     exp = torch.exp(wide - torch.amax(wide, dim, keepdim=True))
-    # One division a row: a correctly rounded one for every element would bound the kernel.
-    out = exp * torch.reciprocal(torch.sum(exp, dim, keepdim=True))
+    out = exp / torch.sum(exp, dim, keepdim=True)
     return out if half_to_float else out.to(x.dtype)
 
 
