@@ -14,8 +14,6 @@ from benchmarks.kernels import leaves, run, truth_of
 
 # Clusters forward and backward where it is not one each: what is left to win.
 MORE = {
-    "cross-entropy": (2, 1),  # the mean over rows is a kernel of its own
-    "RoPE on Q and K": (2, 2),  # Q and K have different iteration spaces
     "GroupNorm + SiLU": (1, 3),  # its channel sums run over other axes than its group sums
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

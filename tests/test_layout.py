@@ -172,18 +172,35 @@ def test_wheel_from_sdist_is_the_same(tmp_path: Path) -> None:
     check_wheel(build(unpacked, "build_wheel", tmp_path / "wheel"))
 
 
+def run_installed(source: Path, to: Path, code: str) -> str:
+    """Output of `code` where an editable install of `source` is on the path, and the repository is not."""
+    wheel = build(source, "build_editable", to / "wheel")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(to / "site")
+    code = f"import site; site.addsitedir({str(to / 'site')!r})\n{code}"
+    done = subprocess.run([sys.executable, "-I", "-c", code], cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 def test_editable_install_finds_passes_and_codegen(tmp_path: Path) -> None:
     source = copy_of_the_sources(tmp_path)
-    wheel = build(source, "build_editable", tmp_path / "wheel")
-    site = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
     code = (
-        f"import site; site.addsitedir({str(site)!r})\n"
         "import fusion_compiler.passes, fusion_compiler.codegen, importlib.util\n"
         "print(fusion_compiler.passes.__file__)\n"
         "assert not importlib.util.find_spec('passes') and not importlib.util.find_spec('codegen')\n"
     )
-    done = subprocess.run([sys.executable, "-I", "-c", code], cwd="/", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_relative_to(source)
+    assert Path(run_installed(source, tmp_path, code)).is_relative_to(source)
+
+
+def test_torch_compile_finds_the_backend_of_an_installed_package(tmp_path: Path) -> None:
+    source = copy_of_the_sources(tmp_path)
+    code = (
+        "import torch\n"
+        "fast = torch.compile(lambda x: torch.tanh(x) * 2, backend='fusion_compiler',"
+        " options={'backend': 'interpret', 'strict': True})\n"
+        "x = torch.randn(3, 5)\n"
+        "torch.testing.assert_close(fast(x), torch.tanh(x) * 2)\n"
+        "print('equal')\n"
+    )
+    assert run_installed(source, tmp_path, code) == "equal"
