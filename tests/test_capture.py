@@ -154,8 +154,7 @@ def _targets(gm: fx.GraphModule, _: GraphInfo) -> set[str]:
 # GPUs, where they are float32 as ours are).
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(n, torch.float32) for n in ("llama", "gpt2", "bert", "vit")]
-    + [(n, torch.bfloat16) for n in ("llama", "gpt2", "bert")],
+    [(n, torch.float32) for n in ("llama", "vit")] + [(n, torch.bfloat16) for n in ("llama", "gpt2", "bert")],
     ids=str,
 )
 def test_no_more_bytes_are_saved_than_in_eager(name: str, dtype: torch.dtype) -> None:
@@ -383,12 +382,6 @@ def test_another_size_costs_one_further_compilation() -> None:
     assert {n.split(": ")[0] for n in notes} == {"attention mask", "grouped queries"}
     assert all("causal, proved" in n for n in notes if n.startswith("attention mask"))
     assert sum(n.startswith("grouped") for n in notes) == sum(n.startswith("attention") for n in notes)
-
-
-def test_dynamic_from_the_start() -> None:
-    model, batch = models.small("gpt2", dropout=False)
-    fast = torch.compile(model, backend=Captured().backend(), dynamic=True)
-    torch.testing.assert_close(fast(**batch).loss, model(**batch).loss)
 
 
 def test_constants_made_in_the_graph() -> None:
