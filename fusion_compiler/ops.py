@@ -363,8 +363,12 @@ _FUNCTIONS = (
     *_elementwise("fm.sqrt({self})", aten.sqrt.default, flops=4, special=1),
     *_elementwise("tl.rsqrt({self})", aten.rsqrt.default, special=1),
     *_elementwise("fm.div(1.0, {self})", aten.reciprocal.default, flops=4, special=1, rough="1.0 / {self}"),
-    *_elementwise("fm.sigmoid({self})", aten.sigmoid.default, flops=8, special=2, rough="fm.rough_sigmoid({self})"),
-    *_elementwise("libdevice.tanh({self})", aten.tanh.default, flops=12, special=2, rough="fm.rough_tanh({self})"),
+    *_elementwise(
+        "fm.sigmoid({self})", aten.sigmoid.default, flops=8, special=2, rough="fm.rough_sigmoid({self})"
+    ),
+    *_elementwise(
+        "libdevice.tanh({self})", aten.tanh.default, flops=12, special=2, rough="fm.rough_tanh({self})"
+    ),
     *_elementwise("libdevice.sin({self})", aten.sin.default, flops=16),
     *_elementwise("libdevice.cos({self})", aten.cos.default, flops=16),
     *_elementwise("libdevice.tan({self})", aten.tan.default, flops=24, special=1),
