@@ -32,7 +32,7 @@ class Captured:
 
     rewrites: Sequence[Rewrite] = DEFAULT_REWRITES
     graphs: list[tuple[fx.GraphModule, GraphInfo]] = field(default_factory=list)
-    saved: int = 0  # bytes that the last forward call kept for backward
+    saved: int = 0  # bytes that all forward calls have kept for backward
 
     def backend(self) -> Backend:
         return make_backend(self.keep, rewrites=self.rewrites, decompositions=decomposition_table)
@@ -45,7 +45,7 @@ class Captured:
         def run(*args: Any) -> Any:
             results = gm(*args)
             known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
-            self.saved = stored_bytes(results[info.outputs :], known)
+            self.saved += stored_bytes(results[info.outputs :], known)
             return results
 
         return make_boxed_func(run)
