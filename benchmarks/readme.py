@@ -1,21 +1,27 @@
-"""python -m benchmarks readme: the README's figures, rewritten from benchmarks/results/*.json.
+"""python -m benchmarks readme: the README's plan and figures, rewritten.
 
-Between two marks in README.md stands nothing that a person wrote: tables, means, and the command
-and commit that made them. A benchmark without a result file has no table.
+Between its marks README.md holds nothing that a person wrote. The plan is that of the demo's block
+at its sizes on a GPU, planned here and now. The figures come from benchmarks/results/*.json: tables,
+means, and the command and commit that made them; a benchmark without a result file has no table.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import fusion_compiler as fc
 from benchmarks import kernels, models
 from benchmarks.record import ROOT, figure
+from examples.demo import Block
 
-BEGIN = "<!-- figures: written by python -m benchmarks readme -->"
-END = "<!-- end of figures -->"
+FIGURES = "figures: written by python -m benchmarks readme"
+PLAN = "plan: written by python -m benchmarks readme"
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -88,16 +94,29 @@ def text_of(results: Path) -> str:
     return "\n\n".join(parts)
 
 
-def rewritten(readme: str, figures: str) -> str:
-    """`readme` with the text between the marks replaced. Raises ValueError where a mark is missing."""
-    head, begin, rest = readme.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md needs the lines {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n{figures}\n{END}{tail}" if figures else f"{head}{BEGIN}\n{END}{tail}"
+def plan_text() -> str:
+    """The forward plan of the demo's block for an H200, on meta tensors: no device is needed."""
+    block = Block(2048, 32, 8192).to(torch.bfloat16).to("meta")
+    fast = fc.compile(block, backend="eager", device="h200")
+    with torch.no_grad():
+        fast(torch.empty(8, 2048, 2048, dtype=torch.bfloat16, device="meta"))
+    (plan,) = fast.plan
+    lines = str(dataclasses.replace(plan, notes={})).splitlines()  # how long it took is another's matter
+    return "\n".join(["```", *(line[:110] for line in lines), "```"])
+
+
+def rewritten(readme: str, mark: str, text: str) -> str:
+    """`readme` with the text between a mark and its end replaced. Raises ValueError where one is missing."""
+    begin, end = f"<!-- {mark} -->", f"<!-- end of {mark.partition(':')[0]} -->"
+    head, found, rest = readme.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"README.md needs the lines {begin} and {end}")
+    return f"{head}{begin}\n{text}\n{end}{tail}" if text else f"{head}{begin}\n{end}{tail}"
 
 
 def main(options: argparse.Namespace) -> None:
     results = options.json.parent if options.json else RESULTS
     file = ROOT / "README.md"
-    file.write_text(rewritten(file.read_text(), text_of(results)))
+    readme = rewritten(file.read_text(), FIGURES, text_of(results))
+    file.write_text(rewritten(readme, PLAN, plan_text()))

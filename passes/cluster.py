@@ -143,7 +143,7 @@ class Search:
 
     def _part(self, ops: tuple[str, ...], kept: frozenset[str]) -> Part:
         inside = set(ops)
-        outputs = tuple(n for n in ops if n in kept or (n not in self.again and self.escapes(n, inside)))
+        outputs = tuple(n for n in ops if n in kept or (n not in self.again and self.escapes(n, inside, kept)))
         if not outputs:
             raise Illegal("dead", "nothing reads it")
         loops = simplify(lower(self.dag, ops, outputs, round_like_eager=self.rounded))
@@ -155,9 +155,21 @@ class Search:
         cost = cost_of(loops, self.device, buffers, self.hints)
         return Part(ops, kept, outputs, loops, cost, cost.us)
 
-    def escapes(self, name: str, inside: set[str]) -> bool:
-        """Whether anything outside reads a value."""
-        return name in self.reads.returned or any(u not in inside for u in self.reads.users[name])
+    def escapes(self, name: str, inside: set[str], kept: frozenset[str]) -> bool:
+        """Whether anything outside reads a value, or computes again what reads it."""
+        return name in self.reads.returned or any(
+            user not in inside or (user in self.again and self.elsewhere(user, inside, kept))
+            for user in self.reads.users[name]
+        )
+
+    def elsewhere(self, name: str, inside: set[str], kept: frozenset[str]) -> bool:
+        """Whether a part other than this one computes `name` (again)."""
+        if self.must_exist(name) and name not in kept:
+            return True
+        return any(
+            user in self.owned and (user not in inside or (user in self.again and self.elsewhere(user, inside, kept)))
+            for user in self.reads.users[name]
+        )
 
     def must_exist(self, name: str) -> bool:
         """Whether something that cannot compute it again reads a value."""
@@ -183,29 +195,34 @@ class Search:
             if name not in self.owned and op.target is not operator.getitem and op.outputs:
                 self.leave(op, "library call" if op.kind is Kind.CONTRACTION else "no row in the operator table")
         for name in order:
-            if name not in self.owned:
-                continue
-            reason = self.foreign(self.dag.op(name), devices)
-            if reason is None and name not in self.again:
-                try:
-                    self.parts[self.reads.position[name]] = self.part(self.closure(name))
-                    continue
-                except Illegal as error:
-                    reason = f"{error.rule}: {error.reason}"
+            reason = self.foreign(self.dag.op(name), devices) if name in self.owned else None
             if reason is not None:
-                self.owned.discard(name)
-                self.again -= {name}
-                self.memo.clear()
-                if reason != "dead: nothing reads it":
-                    self.leave(self.dag.op(name), reason)
-        for name in order:  # what is computed again by everyone still has to exist for those who cannot
-            if name in self.again and self.must_exist(name):
-                try:
-                    self.parts[self.reads.position[name]] = self.part(self.closure(name), frozenset({name}))
-                except Illegal as error:
-                    self.leave(self.dag.op(name), f"{error.rule}: {error.reason}")
+                self.give_up(name, reason)
+        while not self.build_parts(order):  # an op that is given up needs its operands to exist
+            self.memo.clear()
         for number, part in self.parts.items():
             self.owner[self.dag.order[number]] = number
+
+    def build_parts(self, order: list[str]) -> bool:
+        """Lower every op that needs a result in memory; False if some could not be."""
+        self.parts, complete = {}, True
+        for name in order:
+            if name not in self.owned or (name in self.again and not self.must_exist(name)):
+                continue
+            kept = frozenset({name}) & self.again
+            try:
+                self.parts[self.reads.position[name]] = self.part(self.closure(name), kept)
+            except Illegal as error:
+                complete = complete and error.rule == "dead"
+                self.give_up(name, "" if error.rule == "dead" else f"{error.rule}: {error.reason}")
+        return complete
+
+    def give_up(self, name: str, reason: str) -> None:
+        """An op stays an ATen call, or goes with no reason if nothing reads it."""
+        self.owned.discard(name)
+        self.again -= {name}
+        if reason:
+            self.leave(self.dag.op(name), reason)
 
     def foreign(self, op: Op, devices: Mapping[str, str]) -> str | None:
         """A tensor on another device than the graph's."""
@@ -224,7 +241,7 @@ class Search:
         """Descendants and ancestors of every unit, as bit sets over unit numbers."""
         unit = dict(self.owner)
         for name in self.dag.order:
-            if name not in unit and not layout.is_view(self.dag.op(name)) and self.exists(name):
+            if name not in unit and not layout.is_view(self.dag.op(name)) and name not in self.again:
                 unit[name] = self.reads.position[name]
         self.unit = unit
         self.below: dict[int, int] = {}
@@ -241,10 +258,6 @@ class Search:
         for number in sorted(self.above, reverse=True):
             for source in self.unit_sources(number):
                 self.below[source] |= self.below[number] | (1 << number)
-
-    def exists(self, name: str) -> bool:
-        """Whether an op outside all parts runs at all."""
-        return name not in self.again or self.must_exist(name)
 
     def unit_sources(self, number: int) -> set[int]:
         """Units that a unit reads."""

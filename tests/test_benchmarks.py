@@ -13,7 +13,7 @@ import torch
 from benchmarks.accuracy import error_of, not_worse, worst_ratio
 from benchmarks.clusters import CASES, Case
 from benchmarks.kernels import run, truth_of
-from benchmarks.readme import BEGIN, END, RESULTS, rewritten, text_of
+from benchmarks.readme import FIGURES, PLAN, RESULTS, plan_text, rewritten, text_of
 from benchmarks.record import ROOT, Record, geometric_mean, table
 from benchmarks.timing import OverBudgetError, budget, kind_of, median_by_repetition
 from benchmarks.workloads import WORKLOADS, Workload, gradient_for, result_of, step
@@ -142,18 +142,27 @@ def test_readme_quotes_the_results(tmp_path: Path) -> None:
         ],
     }
     (tmp_path / "kernels.json").write_text(json.dumps(result))
-    text = rewritten(f"before\n{BEGIN}\nold\n{END}\nafter", text_of(tmp_path))
-    assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter")
+    begin, end = f"<!-- {FIGURES} -->", "<!-- end of figures -->"
+    text = rewritten(f"before\n{begin}\nold\n{end}\nafter", FIGURES, text_of(tmp_path))
+    assert text.startswith(f"before\n{begin}\n") and text.endswith(f"{end}\nafter")
     assert "old" not in text
     assert "| softmax | failed | - | 0.99 | - | - | - |" in text
     assert "3.46x (forward vs eager)" in text and "at 0123abc on GPU: torch 2.11" in text
     with pytest.raises(ValueError, match="needs the lines"):
-        rewritten("no marks", "")
+        rewritten("no marks", FIGURES, "")
 
 
 def test_the_readme_is_what_the_results_say() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert rewritten(readme, text_of(RESULTS)) == readme
+    assert rewritten(readme, FIGURES, text_of(RESULTS)) == readme
+
+
+def test_the_readme_has_a_plan_of_the_demos_block() -> None:
+    begin = f"<!-- {PLAN} -->\n"
+    shown = (ROOT / "README.md").read_text().split(begin)[1]
+    made = plan_text()
+    assert made.splitlines()[1] == shown.splitlines()[1]  # of the same graph, for the same device
+    assert "iteration space" in made and "iteration space" in shown
 
 
 def test_table_and_geometric_mean() -> None:
