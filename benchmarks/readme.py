@@ -1,7 +1,7 @@
 """python -m benchmarks readme: the README's plan and figures, rewritten.
 
-Between its marks README.md holds nothing that a person wrote. The plan is that of the demo's block
-at its sizes on a GPU, planned here and now. The figures come from benchmarks/results/*.json: tables,
+Between its marks README.md holds nothing that a person wrote. The plan is that of
+BERT-large's encoder layer, planned here and now. The figures come from benchmarks/results/*.json: tables,
 means, and the command and commit that made them; a benchmark without a result file has no table.
 """
 
@@ -18,7 +18,7 @@ import torch
 import fusion_compiler as fc
 from benchmarks import kernels, models
 from benchmarks.record import ROOT, figure
-from examples.demo import Block
+from examples.encoder_layer import EncoderLayer
 
 FIGURES = "figures: written by python -m benchmarks readme"
 PLAN = "plan: written by python -m benchmarks readme"
@@ -95,12 +95,13 @@ def text_of(results: Path) -> str:
 
 
 def plan_text() -> str:
-    """The forward plan of the demo's block for an H200, on meta tensors: no device is needed."""
-    block = Block(2048, 32, 8192).to(torch.bfloat16).to("meta")
-    fast = fc.compile(block, backend="eager", device="h200")
-    with torch.no_grad():
-        fast(torch.empty(8, 2048, 2048, dtype=torch.bfloat16, device="meta"))
-    (plan,) = fast.plan
+    """The forward plan of BERT-large's encoder layer for an H200, on meta tensors: no device is needed."""
+    layer = EncoderLayer().half().to("meta")
+    fast = fc.compile(layer, backend="eager", device="h200")
+    fast(torch.empty(8, 512, 1024, dtype=torch.half, device="meta", requires_grad=True)).backward(
+        torch.empty(8, 512, 1024, dtype=torch.half, device="meta")
+    )
+    plan, _ = fast.plan
     lines = str(dataclasses.replace(plan, notes={})).splitlines()  # how long it took is another's matter
     return "\n".join(["```", *(line[:110] for line in lines), "```"])
 

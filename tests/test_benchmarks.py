@@ -157,7 +157,7 @@ def test_the_readme_is_what_the_results_say() -> None:
     assert rewritten(readme, FIGURES, text_of(RESULTS)) == readme
 
 
-def test_the_readme_has_a_plan_of_the_demos_block() -> None:
+def test_the_readme_has_the_plan_of_the_encoder_layer() -> None:
     begin = f"<!-- {PLAN} -->\n"
     shown = (ROOT / "README.md").read_text().split(begin)[1]
     made = plan_text()
