@@ -34,8 +34,8 @@ from fusion_compiler.passes.rewrites.record import Notes, RewriteNote
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 RULE = "attention mask"
-# Evaluating a mask of 2^26 elements takes the CPU about a second.
-MAX_EVALUATED = 2**26
+# At 2^24 elements the int64 steps on the way to a mask take 128 MiB each.
+MAX_EVALUATED = 2**24
 
 
 class Mask(StrEnum):
