@@ -6,6 +6,7 @@ import ast
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -177,8 +178,10 @@ def run_installed(source: Path, to: Path, code: str) -> str:
     wheel = build(source, "build_editable", to / "wheel")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(to / "site")
-    code = f"import site; site.addsitedir({str(to / 'site')!r})\n{code}"
-    done = subprocess.run([sys.executable, "-I", "-c", code], cwd="/", capture_output=True, text=True)
+    # This environment's own packages, but without its .pth files: the project may be installed in it too.
+    others = sysconfig.get_path("purelib")
+    code = f"import site, sys; site.addsitedir({str(to / 'site')!r}); sys.path.append({others!r})\n{code}"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd="/", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
