@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import TracingContext
 
@@ -76,13 +77,17 @@ def make_backend(
         stages = _Stages(compile_graph, name)
         try:
             return stages.compile(rewritten, inputs, notes, decompositions())
+        except TensorifyScalarRestartAnalysis:  # not an error: Dynamo starts again
+            raise
         except Exception as error:
             if rewritten is gm or stages.reached:
                 raise
             # What a rewrite yields can lay out its results differently, which a `view` in the
             # model may not accept: Dynamo's own graph is what the user wrote.
             reason = f"undone, autograd refused the result: {type(error).__name__}: {error}"
-            notes = (*notes, RewriteNote("pre-autograd", "", False, reason))
+            undone = (replace(n, applied=False, reason=f"{n.reason}; undone") for n in notes if n.applied)
+            refused = (n for n in notes if not n.applied)
+            notes = (RewriteNote("pre-autograd", "", False, reason), *undone, *refused)
             return stages.compile(gm, inputs, notes, decompositions())
 
     return backend
