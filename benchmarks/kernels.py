@@ -94,6 +94,8 @@ def measure(
     timed, inputs = compile_(fn), leaves(truth.inputs, wrt)
     device = truth.gradients[0].device
     measured = device_time(lambda: run(timed, inputs, wrt, truth.gradients), device, repetitions)
+    if hasattr(timed, "plan"):
+        cell["predicted_us"] = sum(cluster.cost.us for plan in timed.plan for cluster in plan.clusters)
     return cell | {
         "us": measured.seconds * 1e6,
         "kernels": measured.kernels,
@@ -162,8 +164,15 @@ def report(row: dict[str, Any]) -> None:
             print(f"  {name}: {cell['failed']}", flush=True)
 
 
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's: 1 where both are in the same order, -1 where in opposite orders; ties by position."""
+    ranks = [{i: rank for rank, i in enumerate(sorted(range(len(v)), key=v.__getitem__))} for v in (a, b)]
+    n = len(a)
+    return 1 - 6 * sum((ranks[0][i] - ranks[1][i]) ** 2 for i in range(n)) / (n * (n * n - 1))
+
+
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Geometric means of how many times faster ours is, per peer and phase."""
+    """Geometric means of how many times faster ours is, per peer and phase; how good predictions are."""
     means: dict[str, Any] = {}
     for phase in PHASES:
         of_phase = [r for r in rows if r["phase"] == phase]
@@ -171,6 +180,14 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
             found = [v for r in of_phase if (v := ratio(r, other)) is not None]
             if found:
                 means[f"{phase} vs {other}"] = geometric_mean(found)
+    predicted = [c for r in rows if "predicted_us" in (c := r["cells"].get("ours", {}))]
+    if len(predicted) > 2:
+        means["prediction: mean error"] = sum(abs(c["predicted_us"] / c["us"] - 1) for c in predicted) / len(
+            predicted
+        )
+        means["prediction: rank correlation"] = rank_correlation(
+            [c["predicted_us"] for c in predicted], [c["us"] for c in predicted]
+        )
     return means
 
 
@@ -196,5 +213,5 @@ def main(options: argparse.Namespace) -> Record:
     record.write()
     print("\n" + show([r for r in record.rows if r["cells"]]))
     for name, mean in record.summary.items():
-        print(f"geometric mean, {name}: {mean:.2f}x")
+        print(f"{name}: {mean:.2f}")
     return record

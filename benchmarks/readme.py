@@ -50,7 +50,13 @@ def kernels_text(result: dict[str, Any]) -> str:
             line += [best_of(cells.get(name, {})) for name in ("eager", "compile", "ours")]
         rows.append(line)
     phases = [f"{name} {phase}" for phase in ("fwd", "fwd+bwd") for name in ("eager", "compile", "ours")]
-    means = [f"{mean:.2f}x ({name})" for name, mean in result["summary"].items()]
+    summary = result["summary"]
+    means = [f"{mean:.2f}x ({name})" for name, mean in summary.items() if " vs " in name]
+    if "prediction: mean error" in summary:
+        means.append(
+            f"predicted times are off by {summary['prediction: mean error']:.0%} on average, "
+            f"rank correlation {summary['prediction: rank correlation']:.2f}"
+        )
     return "\n\n".join(
         [
             "Fraction of the device's copy bandwidth (each input read once, each output written once):",

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.accuracy import error_of, not_worse, worst_ratio
 from benchmarks.clusters import CASES, Case
-from benchmarks.kernels import run, truth_of
+from benchmarks.kernels import rank_correlation, run, summarize, truth_of
 from benchmarks.readme import FIGURES, PLAN, RESULTS, plan_text, rewritten, text_of
 from benchmarks.record import ROOT, Record, geometric_mean, table
 from benchmarks.timing import OverBudgetError, budget, kind_of, median_by_repetition
@@ -127,6 +127,23 @@ def test_a_record_keeps_every_row_as_it_comes(tmp_path: Path) -> None:
         record.add({"row": number})
         read = json.loads((tmp_path / "out.json").read_text())
         assert read["commit"] == "abc" and len(read["rows"]) == number + 1
+
+
+def test_rank_correlation_and_summary() -> None:
+    assert rank_correlation([1, 2, 3], [10, 20, 30]) == 1
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == -1
+    rows = [
+        {
+            "phase": "forward",
+            "cells": {"ours": {"us": us, "predicted_us": 1.1 * us}, "eager": {"us": 2 * us}, "compile": {}},
+        }
+        for us in (1.0, 5.0, 3.0)
+    ]
+    summary = summarize(rows)
+    assert summary["forward vs eager"] == pytest.approx(2)
+    assert "forward vs compile" not in summary
+    assert summary["prediction: mean error"] == pytest.approx(0.1)
+    assert summary["prediction: rank correlation"] == 1
 
 
 def test_readme_quotes_the_results(tmp_path: Path) -> None:
