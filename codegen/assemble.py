@@ -227,9 +227,8 @@ class _Assembly:
     def main(self, last: tuple[LoopNest, Schedule, int] | None) -> Kernel:
         p = self.printer(self.a, self.s)
         grid = self.body(p, partial=bool(self.scratch) and not self.is_finish())
-        if last is not None:
-            self.last_program(p, *last)
-        return self.kernel("\n".join(p.lines), grid, self.s.num_warps, self.s.num_stages)
+        functions = self.last_program(p, *last) if last is not None else ""
+        return self.kernel("\n".join(p.lines), grid, self.s.num_warps, self.s.num_stages, functions)
 
     def used(self, body: str) -> tuple[Argument, ...]:
         return tuple(a for a in self.parameters.values() if _uses(body, a.name))
@@ -335,19 +334,23 @@ class _Assembly:
                 p.row_mask = None
                 p.store(store)
 
-    def last_program(self, p: Printer, late: LoopNest, schedule: Schedule, programs: int) -> None:
-        """The program that takes the last ticket runs the finishing part, and puts the counter back."""
+    def last_program(self, p: Printer, late: LoopNest, schedule: Schedule, programs: int) -> str:
+        """The program that takes the last ticket runs the finishing part, and puts the counter back.
+
+        Returns the finishing part as a function of its own: its names mean other tiles than the caller's.
+        """
+        inner = self.printer(Analysis(late), schedule, ', cache_modifier=".cg"')
+        inner.cols_at(None)
+        inner.print_nodes(inner.need([s.value for s in late.stores]))
+        for store in late.stores:
+            inner.store(store)
+        body = "\n".join(inner.lines)
+        used = ", ".join(a.name for a in self.used(body))
         p.line("tl.debug_barrier()")
         with p.scope(f"if tl.atomic_add({COUNTER}_ptr, 1) == {programs - 1}:"):
             p.line(f"tl.store({COUNTER}_ptr, 0)")
-            inner = self.printer(Analysis(late), schedule, ', cache_modifier=".cg"')
-            inner.depth = p.depth
-            inner.taken |= p.taken
-            inner.cols_at(None)
-            inner.print_nodes(inner.need([s.value for s in late.stores]))
-            for store in late.stores:
-                inner.store(store)
-            p.lines.extend(inner.lines)
+            p.line(f"{self.name}_last({used})")
+        return f"@triton.jit\ndef {self.name}_last({used}):\n{body}\n\n\n"
 
 
 PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}

@@ -492,9 +492,8 @@ class _Lowering:
         return self.emit(Compute(aten.where.self, operands, dtype), name)
 
     def constant(self, value: bool | int | float, dtype: torch.dtype, name: str) -> int:
-        if dtype.is_floating_point:
-            value = float(value)
-        return self.emit(Constant(value, dtype), name)
+        typed = float(value) if dtype.is_floating_point else bool(value) if dtype is torch.bool else int(value)
+        return self.emit(Constant(typed, dtype), name)
 
 
 def _reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:
