@@ -1,18 +1,23 @@
-"""The repository's shape: which module may import which, and what a wheel holds."""
+"""The repository's shape: which module may import which, what a wheel holds, what the README promises."""
 
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 
 import networkx as nx
 import pytest
+
+import fusion_compiler as fc
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fusion_compiler"
@@ -207,3 +212,18 @@ def test_torch_compile_finds_the_backend_of_an_installed_package(tmp_path: Path)
         "print('equal')\n"
     )
     assert run_installed(source, tmp_path, code) == "equal"
+
+
+def test_the_readme_promises_what_there_is() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in set(re.findall(r"\bfc\.(\w+)", readme)):
+        assert hasattr(fc, name), f"README.md speaks of fc.{name}"
+    table = readme.split("## Options of")[1].split("## ")[0]
+    shown = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, re.MULTILINE))
+    parameters = inspect.signature(fc.compile).parameters.values()
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert set(shown) == {field.name for field in fields(fc.Options)} | set(keywords)
+    for field in fields(fc.Options):
+        assert ast.literal_eval(shown[field.name]) == field.default, field.name
+    for file in re.findall(r"\]\(([\w./]+)\)", readme):
+        assert (ROOT / file).exists(), file
