@@ -83,7 +83,9 @@ def build(
     programs = row_programs(analysis, schedule)
     if not analysis.across_rows or programs == 1:
         kernel = _Assembly(analysis, schedule, name, doc, signature, ()).main(None)
-        return Program((kernel,), signature.inputs, signature.outputs, (), signature.sizes, str(schedule), cost)
+        return Program(
+            (kernel,), signature.inputs, signature.outputs, (), signature.sizes, str(schedule), cost
+        )
     assert isinstance(programs, int), "programs that share a reduction are counted at compile time"
     partials = tuple(_partial(analysis, i, number, programs) for i, number in enumerate(analysis.across_rows))
     late = finishing(analysis, programs, tuple(b.name for b in partials))
@@ -91,17 +93,29 @@ def build(
     scalar = product(a.size for a in analysis.axes[COLS]) == 1 or not _finish_cols(analysis)
     if scalar:
         counter = Buffer(COUNTER, (1,), (1,), torch.int32, zeroed=True)
-        kernel = _Assembly(analysis, schedule, name, doc, signature, (*partials, counter)).main((late, late_schedule, programs))
+        kernel = _Assembly(analysis, schedule, name, doc, signature, (*partials, counter)).main(
+            (late, late_schedule, programs)
+        )
         scratch = (*partials, counter)
-        return Program((kernel,), signature.inputs, signature.outputs, scratch, signature.sizes, str(schedule), cost)
+        return Program(
+            (kernel,), signature.inputs, signature.outputs, scratch, signature.sizes, str(schedule), cost
+        )
     main = _Assembly(analysis, schedule, name, doc, signature, partials).main(None)
     finish_doc = f"The partial results of {name}, summed."
-    finish = _Assembly(Analysis(late), late_schedule, f"{name}_finish", finish_doc, signature, partials).main(None)
-    return Program((main, finish), signature.inputs, signature.outputs, partials, signature.sizes, str(schedule), cost)
+    finish = _Assembly(Analysis(late), late_schedule, f"{name}_finish", finish_doc, signature, partials).main(
+        None
+    )
+    return Program(
+        (main, finish), signature.inputs, signature.outputs, partials, signature.sizes, str(schedule), cost
+    )
 
 
 def build_beside(
-    nests: tuple[LoopNest, ...], schedules: tuple[Schedule, ...], name: str, doc: str, buffers: Mapping[str, Buffer]
+    nests: tuple[LoopNest, ...],
+    schedules: tuple[Schedule, ...],
+    name: str,
+    doc: str,
+    buffers: Mapping[str, Buffer],
 ) -> Program:
     """Tile programs that do not depend on each other in one launch: each takes its share of the grid.
 
@@ -111,7 +125,9 @@ def build_beside(
     lines = ["    program = tl.program_id(0)"]
     functions: list[str] = []
     end: Dim = 0
-    parts = [_Assembly(Analysis(n), s, name, doc, signature, ()) for n, s in zip(nests, schedules, strict=True)]
+    parts = [
+        _Assembly(Analysis(n), s, name, doc, signature, ()) for n, s in zip(nests, schedules, strict=True)
+    ]
     for position, part in enumerate(parts):
         p = part.printer(part.a, part.s)
         p.program = "program"
@@ -177,7 +193,9 @@ def finishing(analysis: Analysis, programs: int, partials: tuple[str, ...]) -> L
             width = analysis.size(COLS) if wide else 1
             terms = ((0, width), *(axes_strides(cols, 1) if wide else ()))
             dtype = torch.int32 if node.combine in ("any", "all") else node.dtype
-            nodes.append(Load(partials[analysis.across_rows.index(number)], Index(0, tuple(terms)), None, dtype))
+            nodes.append(
+                Load(partials[analysis.across_rows.index(number)], Index(0, tuple(terms)), None, dtype)
+            )
             names.append("partial")
             node = Reduce(node.combine, len(nodes) - 1, frozenset({group}), node.dtype)
         else:
@@ -186,7 +204,9 @@ def finishing(analysis: Analysis, programs: int, partials: tuple[str, ...]) -> L
         nodes.append(node)
         names.append(loops.names[number])
     stores = tuple(
-        Store(s.buffer, Index(s.index.const, tuple((moved[k], c) for k, c in s.index.terms)), numbers[s.value])
+        Store(
+            s.buffer, Index(s.index.const, tuple((moved[k], c) for k, c in s.index.terms)), numbers[s.value]
+        )
         for s in loops.stores
         if s.value in analysis.finish
     )
@@ -208,16 +228,35 @@ class _Assembly:
     """One kernel: parameters, body, grid."""
 
     def __init__(
-        self, analysis: Analysis, schedule: Schedule, name: str, doc: str, signature: Signature, scratch: tuple[Buffer, ...]
+        self,
+        analysis: Analysis,
+        schedule: Schedule,
+        name: str,
+        doc: str,
+        signature: Signature,
+        scratch: tuple[Buffer, ...],
     ) -> None:
-        self.a, self.s, self.name, self.doc, self.signature, self.scratch = analysis, schedule, name, doc, signature, scratch
+        self.a, self.s, self.name, self.doc, self.signature, self.scratch = (
+            analysis,
+            schedule,
+            name,
+            doc,
+            signature,
+            scratch,
+        )
         self.parameters: dict[str, Argument] = {}
-        for role, buffers in ((Role.INPUT, signature.inputs), (Role.OUTPUT, signature.outputs), (Role.SCRATCH, scratch)):
+        for role, buffers in (
+            (Role.INPUT, signature.inputs),
+            (Role.OUTPUT, signature.outputs),
+            (Role.SCRATCH, scratch),
+        ):
             for i, buffer in enumerate(buffers):
                 parameter = f"{PREFIX[role]}{i}_ptr" if role is not Role.SCRATCH else f"{buffer.name}_ptr"
                 self.parameters[buffer.name] = Argument(parameter, role, i, buffer.dtype)
         for i, symbol in enumerate(signature.sizes):
-            self.parameters[f"size {symbol.name}"] = Argument(symbol.name, Role.SIZE, i, torch.int64, aligned=False)
+            self.parameters[f"size {symbol.name}"] = Argument(
+                symbol.name, Role.SIZE, i, torch.int64, aligned=False
+            )
 
     def printer(self, analysis: Analysis, schedule: Schedule, load_options: str = "") -> Printer:
         pointers = {b: p.name for b, p in self.parameters.items()}
@@ -233,7 +272,9 @@ class _Assembly:
     def used(self, body: str) -> tuple[Argument, ...]:
         return tuple(a for a in self.parameters.values() if _uses(body, a.name))
 
-    def kernel(self, body: str, grid: tuple[Dim, ...], warps: int, stages: int, functions: str = "") -> Kernel:
+    def kernel(
+        self, body: str, grid: tuple[Dim, ...], warps: int, stages: int, functions: str = ""
+    ) -> Kernel:
         used = self.used(body)
         head = f"@triton.jit\ndef {self.name}({', '.join(a.name for a in used)}):\n"
         quoted = "\n    ".join(self.doc.splitlines())
@@ -358,5 +399,3 @@ PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}
 
 def _uses(body: str, name: str) -> bool:
     return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(ast.parse("if True:\n" + body)))
-
-

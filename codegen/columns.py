@@ -1,4 +1,4 @@
-"""Sums over the rows alone: tiles of columns, rows split over programs, partial rows finished by a second kernel."""
+"""Sums over the rows alone: tiles of columns, the rows split over programs, partial rows summed at the end."""
 
 from __future__ import annotations
 

@@ -68,7 +68,9 @@ def index_text(index: Index, axis_text: Callable[[int], str], value_text: Callab
 def decompose(axes: tuple[Axis, ...], number: int, flat: str) -> str:
     """Text of one axis of a group from the group's element number."""
     inner = [dim_text(a.size) for a in axes[number + 1 :]]
-    text = flat if not inner else f"{flat} // {inner[0] if len(inner) == 1 else '(' + ' * '.join(inner) + ')'}"
+    text = (
+        flat if not inner else f"{flat} // {inner[0] if len(inner) == 1 else '(' + ' * '.join(inner) + ')'}"
+    )
     return text if number == 0 else f"{text} % {dim_text(axes[number].size)}"
 
 
@@ -139,7 +141,9 @@ def scalar_text(value: object, dtype: torch.dtype) -> str:
     return literal(value)
 
 
-def _wanted(node: Compute, name: str, operands: Operands, want: torch.dtype, have: torch.dtype) -> torch.dtype:
+def _wanted(
+    node: Compute, name: str, operands: Operands, want: torch.dtype, have: torch.dtype
+) -> torch.dtype:
     if operands is Operands.OWN:
         return torch.bool if name == "condition" else (node.dtype if _is_where(node) else have)
     return want

@@ -17,4 +17,6 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if size <= 128:
         return (Schedule(1, 1 << max(2, (size - 1).bit_length()), Cols.GRID, num_warps=1),)
     shapes = ((1024, 4), (2048, 8), (512, 4), (2048, 4))
-    return tuple(Schedule(1, min(block, 1 << (size - 1).bit_length()), Cols.GRID, num_warps=w) for block, w in shapes)
+    return tuple(
+        Schedule(1, min(block, 1 << (size - 1).bit_length()), Cols.GRID, num_warps=w) for block, w in shapes
+    )

@@ -30,6 +30,8 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not isinstance(a.size(ROWS), int):
         count = 1 << 30
     return tuple(
-        Schedule(r, block, Cols.WHOLE, programs=max(1, min(device.sms, -(-count // r))), num_warps=w, num_stages=s)
+        Schedule(
+            r, block, Cols.WHOLE, programs=max(1, min(device.sms, -(-count // r))), num_warps=w, num_stages=s
+        )
         for r, w, s in dict.fromkeys(shapes)
     )

@@ -51,7 +51,9 @@ from fusion_compiler.loops import (
 
 aten = torch.ops.aten
 NEUTRAL = {"sum": 0, "prod": 1, "max": float("-inf"), "min": float("inf"), "any": False, "all": True}
-RESERVED = frozenset({"tl", "fm", "libdevice", "row", "col", "sum", "max", "min", "all", "any", "pow", "abs", "round"})
+RESERVED = frozenset(
+    {"tl", "fm", "libdevice", "row", "col", "sum", "max", "min", "all", "any", "pow", "abs", "round"}
+)
 
 
 class Cols(StrEnum):
@@ -125,15 +127,28 @@ class Analysis:
             reduce = nodes[number]
             assert isinstance(reduce, Reduce)
             power = nodes[reduce.operand]
-            if reduce.combine != "sum" or not isinstance(power, Compute) or power.target is not aten.exp.default:
+            if (
+                reduce.combine != "sum"
+                or not isinstance(power, Compute)
+                or power.target is not aten.exp.default
+            ):
                 continue
             centred = _tensor(power, "self")
             minus = nodes[centred] if centred is not None else None
-            if not isinstance(minus, Compute) or minus.target is not aten.sub.Tensor or dict(minus.operands).get("alpha", 1) != 1:
+            if (
+                not isinstance(minus, Compute)
+                or minus.target is not aten.sub.Tensor
+                or dict(minus.operands).get("alpha", 1) != 1
+            ):
                 continue
             value, top = _tensor(minus, "self"), _tensor(minus, "other")
             peak = nodes[top] if top is not None else None
-            if isinstance(peak, Reduce) and peak.combine == "max" and peak.operand == value and peak.over == reduce.over == frozenset({COLS}):
+            if (
+                isinstance(peak, Reduce)
+                and peak.combine == "max"
+                and peak.operand == value
+                and peak.over == reduce.over == frozenset({COLS})
+            ):
                 assert top is not None
                 pairs[number] = top
         return pairs
@@ -173,7 +188,9 @@ class Analysis:
         """float32 values of which nothing but 16-bit results is made; dtypes: of the buffers."""
         nodes = self.loops.nodes
         exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
-        exact |= {s.value for s in self.loops.stores if dtypes[s.buffer] not in (torch.float16, torch.bfloat16)}
+        exact |= {
+            s.value for s in self.loops.stores if dtypes[s.buffer] not in (torch.float16, torch.bfloat16)
+        }
         for i in range(len(nodes) - 1, -1, -1):
             if i in exact:
                 exact.update(operands_of(nodes[i]))
@@ -205,7 +222,13 @@ class Printer:
     """Prints nodes into lines; knows which variable holds which node in the scopes now open."""
 
     def __init__(
-        self, analysis: Analysis, schedule: Schedule, pointers: dict[str, str], dtypes: dict[str, torch.dtype], taken: set[str], load_options: str = ""
+        self,
+        analysis: Analysis,
+        schedule: Schedule,
+        pointers: dict[str, str],
+        dtypes: dict[str, torch.dtype],
+        taken: set[str],
+        load_options: str = "",
     ) -> None:
         self.a, self.s = analysis, schedule
         self.loops = analysis.loops
@@ -303,9 +326,13 @@ class Printer:
         merged = Index(index.const, tuple(sorted(terms.items())))
         return index_text(merged, lambda k: whole[k] if k in whole else self.axis(k), self.variable)
 
-    def mask(self, groups: frozenset[str], within: int | None, value_groups: frozenset[str] = frozenset()) -> str | None:
+    def mask(
+        self, groups: frozenset[str], within: int | None, value_groups: frozenset[str] = frozenset()
+    ) -> str | None:
         """Which lanes of an access exist."""
-        parts = [m for g, m in ((ROWS, self.row_mask), (COLS, self.col_mask)) if m and g in groups | value_groups]
+        parts = [
+            m for g, m in ((ROWS, self.row_mask), (COLS, self.col_mask)) if m and g in groups | value_groups
+        ]
         if within is not None:
             parts.append(self.variable(within))
         return " & ".join(parts) or None
@@ -343,17 +370,24 @@ class Printer:
             case Coordinate():
                 text, base = f"({self.index(node.index)}).to({TRITON_TYPES[node.dtype]})", "position"
             case Constant():
-                text = f"tl.full({'[1]' if self.flat else '[1, 1]'}, {literal(node.value)}, {TRITON_TYPES[node.dtype]})"
+                shape = "[1]" if self.flat else "[1, 1]"
+                text = f"tl.full({shape}, {literal(node.value)}, {TRITON_TYPES[node.dtype]})"
                 base = "constant"
             case InRange():
                 index = self.index(node.index)
-                text, base = f"({index} >= {dim_text(node.low)}) & ({index} < {dim_text(node.high)})", "inside"
+                text, base = (
+                    f"({index} >= {dim_text(node.low)}) & ({index} < {dim_text(node.high)})",
+                    "inside",
+                )
             case Random():
                 text, base = self.random(node), "uniform"
             case Compute():
                 text, base = self.compute(number, node), self.base_name(node)
             case Reduce():
-                text, base = self.reduce(number, node), f"{'row' if COLS in node.over else 'col'}_{node.combine}"
+                text, base = (
+                    self.reduce(number, node),
+                    f"{'row' if COLS in node.over else 'col'}_{node.combine}",
+                )
         if text.isidentifier():  # a cast within the compute dtype, an operand that passes through
             self.env[number] = text
             return
@@ -366,7 +400,9 @@ class Printer:
         return str(node.target._opname).lstrip("_")
 
     def compute(self, number: int, node: Compute) -> str:
-        if all(isinstance(self.loops.nodes[a.node], Constant) for _, a in node.operands if isinstance(a, Ref)):
+        if all(
+            isinstance(self.loops.nodes[a.node], Constant) for _, a in node.operands if isinstance(a, Ref)
+        ):
             for _, arg in node.operands:  # nothing else gives the expression a type
                 if isinstance(arg, Ref):
                     self.variable(arg.node)
@@ -395,9 +431,15 @@ class Printer:
         seed = self.variable(node.seed)
         terms = dict(node.index.terms)
         last = len(self.loops.axes) - 1
-        fours = all(quotient(c, 4) is not None for k, c in terms.items() if k != last) and quotient(node.index.const, 4) is not None
+        fours = (
+            all(quotient(c, 4) is not None for k, c in terms.items() if k != last)
+            and quotient(node.index.const, 4) is not None
+        )
         if terms.get(last) == 1 and fours and len(self.a.axes[COLS]) == 1 and self.s.block_cols >= 4:
-            rest = Index(quotient(node.index.const, 4) or 0, tuple((k, quotient(c, 4) or 0) for k, c in node.index.terms if k != last))
+            rest = Index(
+                quotient(node.index.const, 4) or 0,
+                tuple((k, quotient(c, 4) or 0) for k, c in node.index.terms if k != last),
+            )
             start = self.col_start
             quarter = f"tl.arange(0, {self.s.block_cols // 4})" + ("" if self.flat else "[None, :]")
             column = quarter if start is None else f"({start}) // 4 + {quarter}"
@@ -412,7 +454,11 @@ class Printer:
         have = self.loops.nodes[reduce.operand].dtype
         if isinstance(self.loops.nodes[reduce.operand], Constant):
             self.variable(reduce.operand)
-        text = convert(self.variable(reduce.operand), have, torch.int32 if reduce.combine in ("any", "all") else reduce.dtype)
+        text = convert(
+            self.variable(reduce.operand),
+            have,
+            torch.int32 if reduce.combine in ("any", "all") else reduce.dtype,
+        )
         if have is torch.bool and reduce.combine in ("any", "all"):
             text = f"{self.variable(reduce.operand)}.to(tl.int32)"
         missing = over - self.a.groups[reduce.operand]
@@ -434,12 +480,16 @@ class Printer:
         if not reduce.dtype.is_floating_point and reduce.combine in ("max", "min"):
             info = torch.iinfo(torch.int32 if reduce.dtype is torch.bool else reduce.dtype)
             return str(info.min if reduce.combine == "max" else info.max)
-        return literal(float(NEUTRAL[reduce.combine]) if reduce.dtype.is_floating_point else NEUTRAL[reduce.combine])
+        return literal(
+            float(NEUTRAL[reduce.combine]) if reduce.dtype.is_floating_point else NEUTRAL[reduce.combine]
+        )
 
     def reduce(self, number: int, node: Reduce) -> str:
         """A reduction over the columns of a tile that holds whole rows."""
         text = self.tile(number, frozenset({COLS}))
-        return self.fold(node, text, "0" if self.flat else "1", keep=not self.flat, plain=number in self.a.nan_safe_max)
+        return self.fold(
+            node, text, "0" if self.flat else "1", keep=not self.flat, plain=number in self.a.nan_safe_max
+        )
 
     def fold(self, node: Reduce, text: str, axis: str, keep: bool, plain: bool = False) -> str:
         """The tile reduced along one dimension."""
@@ -519,7 +569,9 @@ class Printer:
         with self.scope(f"for start in tl.range(0, {size}, {self.s.block_cols}{self.stages()}):"):
             self.cols_at("start")
             online_parts = {self.a.online[i] for i in reductions if i in self.a.online}
-            wanted = [o for i in reductions if i not in self.a.online for o in operands_of(self.loops.nodes[i])]
+            wanted = [
+                o for i in reductions if i not in self.a.online for o in operands_of(self.loops.nodes[i])
+            ]
             wanted += [o for s in stores for o in store_operands(s)]
             self.print_nodes(self.need(wanted))
             for number in reductions:
@@ -593,7 +645,7 @@ class Printer:
     # -- reductions over rows ----------------------------------------------------------------------
 
     def fold_rows(self, number: int, name: str) -> str:
-        """An accumulator over row blocks, folded to this program's partial result: [1, cols], or one element."""
+        """An accumulator over row blocks, folded to this program's result: [1, cols], or one element."""
         node = self.loops.nodes[number]
         assert isinstance(node, Reduce)
         groups = self.a.groups[node.operand] | node.over

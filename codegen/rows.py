@@ -22,7 +22,10 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     block = 1 << max(0, (width - 1).bit_length())
     if block <= 256:
         fill = min(1 << max(0, (count - 1).bit_length()), max(1, 1024 // block))
-        return tuple(Schedule(max(1, r), block, Cols.WHOLE, num_warps=w) for r, w in ((fill, 4), (fill // 2, 2), (fill // 4, 1)))
+        return tuple(
+            Schedule(max(1, r), block, Cols.WHOLE, num_warps=w)
+            for r, w in ((fill, 4), (fill // 2, 2), (fill // 4, 1))
+        )
     if block <= 1024:
         shapes = ((1, 1), (1, 4), (4, 4), (2, 2))
     elif block <= 2048:
@@ -31,4 +34,7 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         shapes = ((1, 8), (1, 4), (1, 16))
     else:
         shapes = ((1, 16), (1, 32), (1, 8))
-    return tuple(Schedule(min(r, 1 << (count - 1).bit_length()) if count > 1 else 1, block, Cols.WHOLE, num_warps=w) for r, w in shapes)
+    return tuple(
+        Schedule(min(r, 1 << (count - 1).bit_length()) if count > 1 else 1, block, Cols.WHOLE, num_warps=w)
+        for r, w in shapes
+    )

@@ -1,4 +1,4 @@
-"""The ordered templates. Each answers `fits(analysis)` and `schedules(analysis, device)`; the first that fits is used."""
+"""The ordered templates: each answers `fits(analysis)` and `schedules(analysis, device)`, first come first."""
 
 from __future__ import annotations
 

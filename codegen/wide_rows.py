@@ -10,7 +10,9 @@ from fusion_compiler.loops import COLS, ROWS
 
 def fits(a: Analysis) -> bool:
     """Any row reductions; sums across rows only of row values, one partial a program."""
-    return all(COLS not in a.groups[i] for i in a.across_rows) and not (a.across_rows and not isinstance(a.size(ROWS), int))
+    return all(COLS not in a.groups[i] for i in a.across_rows) and not (
+        a.across_rows and not isinstance(a.size(ROWS), int)
+    )
 
 
 def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:

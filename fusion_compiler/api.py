@@ -47,7 +47,14 @@ def compile(model: nn.Module | Callable[..., Any], **options: Any) -> Any:
     chosen = Options.of(**options)
     compiler = Compiler(chosen)
     recompile = functools.partial(compile, **options)
-    return wrap(model, compiler.backend(), compiler.plans, recompile, dynamic=chosen.dynamic, fullgraph=chosen.fullgraph)
+    return wrap(
+        model,
+        compiler.backend(),
+        compiler.plans,
+        recompile,
+        dynamic=chosen.dynamic,
+        fullgraph=chosen.fullgraph,
+    )
 
 
 def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -104,7 +111,7 @@ class Compiler:
         self.warned.warn(
             "device",
             f"the graph is on {kind}: its clusters run as ATen ops, one by one\n"
-            "  what to do: move the model to a GPU, or compile(..., backend='interpret') to run the kernels here",
+            "  what to do: move the model to a GPU, or run the kernels here with backend='interpret'",
         )
         return "eager"
 

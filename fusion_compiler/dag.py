@@ -99,7 +99,9 @@ def kind_of(node: fx.Node) -> Kind:
     """The class of an fx node: from the operator table, else contraction by name, else opaque."""
     if node.target is operator.getitem:
         parent = node.args[0]
-        return kind_of(parent) if isinstance(parent, fx.Node) and kind_of(parent) is Kind.LAYOUT else Kind.OPAQUE
+        return (
+            kind_of(parent) if isinstance(parent, fx.Node) and kind_of(parent) is Kind.LAYOUT else Kind.OPAQUE
+        )
     spec = spec_of(node.target)
     if spec is not None:
         return spec.kind

@@ -84,7 +84,9 @@ class Reads:
 class Search:
     """One graph's clustering on one device."""
 
-    def __init__(self, dag: OpDag, device: DeviceSpec, hints: Mapping[sympy.Symbol, int], rounded: bool) -> None:
+    def __init__(
+        self, dag: OpDag, device: DeviceSpec, hints: Mapping[sympy.Symbol, int], rounded: bool
+    ) -> None:
         self.dag, self.device, self.hints, self.rounded = dag, device, hints, rounded
         self.reads = Reads(dag)
         self.infos: dict[str, BufferInfo] = {}
@@ -99,10 +101,15 @@ class Search:
     # -- single ops --------------------------------------------------------------------------------
 
     def fusible(self, op: Op) -> bool:
-        return op.kind in FUSIBLE and not layout.is_view(op) and len(op.outputs) == 1 and spec_of(op.target) is not None
+        return (
+            op.kind in FUSIBLE
+            and not layout.is_view(op)
+            and len(op.outputs) == 1
+            and spec_of(op.target) is not None
+        )
 
     def cheap(self, op: Op) -> bool:
-        """Whether computing it again costs no more than reading it: at most one tensor, not wider than the result."""
+        """Whether computing it again costs no more than reading it: one tensor at most, not wider."""
         if op.kind is Kind.REDUCTION or op.kind is Kind.RANDOM:
             return False
         spec = spec_of(op.target)
@@ -143,7 +150,9 @@ class Search:
 
     def _part(self, ops: tuple[str, ...], kept: frozenset[str]) -> Part:
         inside = set(ops)
-        outputs = tuple(n for n in ops if n in kept or (n not in self.again and self.escapes(n, inside, kept)))
+        outputs = tuple(
+            n for n in ops if n in kept or (n not in self.again and self.escapes(n, inside, kept))
+        )
         if not outputs:
             raise Illegal("dead", "nothing reads it")
         loops = simplify(lower(self.dag, ops, outputs, round_like_eager=self.rounded))
@@ -167,7 +176,8 @@ class Search:
         if self.must_exist(name) and name not in kept:
             return True
         return any(
-            user in self.owned and (user not in inside or (user in self.again and self.elsewhere(user, inside, kept)))
+            user in self.owned
+            and (user not in inside or (user in self.again and self.elsewhere(user, inside, kept)))
             for user in self.reads.users[name]
         )
 
@@ -193,14 +203,16 @@ class Search:
         for name in list(order):
             op = self.dag.op(name)
             if name not in self.owned and op.target is not operator.getitem and op.outputs:
-                self.leave(op, "library call" if op.kind is Kind.CONTRACTION else "no row in the operator table")
+                self.leave(
+                    op, "library call" if op.kind is Kind.CONTRACTION else "no row in the operator table"
+                )
         for name in order:
             reason = self.foreign(self.dag.op(name), devices) if name in self.owned else None
             if reason is not None:
                 self.give_up(name, reason)
         while not self.build_parts(order):  # an op that is given up needs its operands to exist
             self.memo.clear()
-        for number, part in self.parts.items():
+        for number in self.parts:
             self.owner[self.dag.order[number]] = number
 
     def build_parts(self, order: list[str]) -> bool:
@@ -230,7 +242,9 @@ class Search:
         if any(d != op.outputs[0].device for d in tensors):
             return "reads a tensor on another device"
         main = max(set(devices.values()), key=list(devices.values()).count)
-        return None if op.outputs[0].device == main else f"runs on {op.outputs[0].device}, the graph on {main}"
+        return (
+            None if op.outputs[0].device == main else f"runs on {op.outputs[0].device}, the graph on {main}"
+        )
 
     def leave(self, op: Op, reason: str) -> None:
         self.leftovers.append(Leftover(op.name, str(op.target), str(op.kind), reason, op.source))
@@ -357,7 +371,9 @@ class Search:
         names = tuple(sorted({*first.ops, *second.ops}, key=self.reads.position.__getitem__))
         pair = (self.label(first), self.label(second))
         if not self.convex(a, b):
-            self.rejections[pair] = Rejected(*pair, "convex", "an op between them needs one and feeds the other")
+            self.rejections[pair] = Rejected(
+                *pair, "convex", "an op between them needs one and feeds the other"
+            )
             return
         try:
             union = self.part(names, first.kept | second.kept)
@@ -398,7 +414,7 @@ class Search:
         return [[self.parts[n] for n in g] for g in groups]
 
     def siblings(self, group: list[int], number: int) -> bool:
-        """Whether a part may run beside a group: no path either way, near relatives, nothing summed over rows."""
+        """Whether a part may run beside a group: relatives, no path either way, no sums over rows."""
         first, part = group[0], self.parts[number]
         mask = 1 << number
         if (self.below[first] | self.above[first]) & mask or len(group) >= MOST_BESIDE:
@@ -406,7 +422,9 @@ class Search:
         members = [self.parts[n] for n in group]
         if any(_sums_rows(p.loops) or p.cost.us > SMALL_US for p in (part, *members)):
             return False
-        if (not any(a.group == ROWS for a in part.loops.axes)) != (not any(a.group == ROWS for a in members[0].loops.axes)):
+        if (not any(a.group == ROWS for a in part.loops.axes)) != (
+            not any(a.group == ROWS for a in members[0].loops.axes)
+        ):
             return False
         return any(self.related(part, other) for other in members)
 
@@ -480,7 +498,11 @@ def _cluster(name: str, ops: tuple[str, ...], parts: list[Part], device: DeviceS
     for part in parts[1:]:
         more = part.cost
         us = cost.us + more.us - device.launch_us
-        total = (cost.bytes_read + more.bytes_read, cost.bytes_written + more.bytes_written, cost.flops + more.flops)
+        total = (
+            cost.bytes_read + more.bytes_read,
+            cost.bytes_written + more.bytes_written,
+            cost.flops + more.flops,
+        )
         cost = Cost(us, *total, cost.bound)
     outputs = tuple(n for p in parts for n in p.outputs)
     unfused = sum(p.unfused_us for p in parts)
@@ -499,5 +521,3 @@ def _current(search: Search, final: Mapping[str, str]) -> tuple[Rejected, ...]:
         if pair[0] != pair[1]:
             out[pair] = replace(rejected, a=pair[0], b=pair[1])
     return tuple(sorted(out.values(), key=lambda r: -r.saving_us))
-
-

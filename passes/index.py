@@ -50,7 +50,9 @@ def shifted(index: Index, offset: Dim) -> Index:
 
 def flatten(coords: tuple[Index, ...], strides: tuple[Dim, ...]) -> Index:
     """The element number of coordinates under strides."""
-    return combine([(c, s) for c, s in zip(coords, strides, strict=True) if c is not ZERO]) if coords else ZERO
+    return (
+        combine([(c, s) for c, s in zip(coords, strides, strict=True) if c is not ZERO]) if coords else ZERO
+    )
 
 
 class Extents:
@@ -123,7 +125,9 @@ def _divide(index: Index, size: Dim, extents: Extents) -> tuple[Index, Index]:
     raise NotExpressible(f"cannot split an index at {size}")
 
 
-def regroup(coords: tuple[Index, ...], shape: tuple[Dim, ...], into: tuple[Dim, ...], extents: Extents) -> tuple[Index, ...]:
+def regroup(
+    coords: tuple[Index, ...], shape: tuple[Dim, ...], into: tuple[Dim, ...], extents: Extents
+) -> tuple[Index, ...]:
     """Coordinates in a tensor of shape `into` of the element at `coords` of its view of shape `shape`.
 
     Dimensions are matched in runs of equal product, so that what a view leaves alone passes as it is.

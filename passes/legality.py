@@ -54,7 +54,9 @@ def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
     for store in loops.stores:
         moves = {loops.axes[k].group for k, _ in store.index.terms if k >= 0} | groups[store.value]
         if present - moves - reduced[store.value]:
-            return f"{store.buffer} would be computed again for every {'row' if ROWS not in moves else 'column'}"
+            return (
+                f"{store.buffer} would be computed again for every {'row' if ROWS not in moves else 'column'}"
+            )
     return None
 
 
@@ -79,7 +81,12 @@ def width(loops: LoopNest, device: DeviceSpec) -> str | None:
     return None
 
 
-LAWS: tuple[tuple[str, Law], ...] = (("size", size), ("grid", grid_wide), ("fill", fills), ("registers", width))
+LAWS: tuple[tuple[str, Law], ...] = (
+    ("size", size),
+    ("grid", grid_wide),
+    ("fill", fills),
+    ("registers", width),
+)
 
 
 def first_refusal(loops: LoopNest, device: DeviceSpec) -> tuple[str, str] | None:

@@ -116,7 +116,9 @@ class Space:
 
 def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
     """Dimensions that a reduction reduces, counted from the front."""
-    arg = layout.argument(op, 1, "dim") if len(op.args) > 1 or dict(op.kwargs).get("dim") is not None else None
+    arg = (
+        layout.argument(op, 1, "dim") if len(op.args) > 1 or dict(op.kwargs).get("dim") is not None else None
+    )
     if op.target.__name__ == "default" and op.target._opname in ("sum", "prod", "any", "all", "mean"):  # type: ignore[union-attr]
         arg = None
     if arg is None or arg == ():
@@ -153,7 +155,9 @@ def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> 
     best = max(reductions, key=lambda op: (_is_broadcast_back(dag, op, inside), _input_size(dag, op)))
     source = dag.op(best.inputs[0]).outputs[0]
     reduced = reduced_dims(best, len(source.shape))
-    contiguous = next((d for d, s in enumerate(source.stride) if s == 1 and source.shape[d] != 1), len(source.shape) - 1)
+    contiguous = next(
+        (d for d, s in enumerate(source.stride) if s == 1 and source.shape[d] != 1), len(source.shape) - 1
+    )
     inner = COLS if contiguous in reduced else ROWS
     outer = ROWS if inner == COLS else COLS
     groups = tuple(inner if d in reduced else outer for d in range(len(source.shape)))
@@ -184,7 +188,9 @@ def _is_broadcast_back(dag: OpDag, op: Op, inside: set[str]) -> bool:
 
 
 class _Lowering:
-    def __init__(self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounded: bool) -> None:
+    def __init__(
+        self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounded: bool
+    ) -> None:
         self.dag, self.ops, self.outputs, self.space, self.rounded = dag, ops, outputs, space, rounded
         self.inside = set(ops)
         self.extents = Extents(space.axes)
@@ -210,7 +216,9 @@ class _Lowering:
             coords = self.place(name)
             meta = self.dag.op(name).outputs[0]
             if coords is None or not is_bijection(coords, meta.shape, self.extents):
-                raise Illegal("space", f"{name} {list(meta.shape)} does not fill the space {list(self.space.axes)}")
+                raise Illegal(
+                    "space", f"{name} {list(meta.shape)} does not fill the space {list(self.space.axes)}"
+                )
             node = self.value(name, coords, None)
             stores.append(Store(name, flatten(coords, meta.stride), node))
         groups = self.space.axis_groups
@@ -302,7 +310,9 @@ class _Lowering:
         """Row-major coordinates in `shape` of the element numbered by `axes`."""
         sizes = tuple(self.space.axes[i] for i in axes)
         flat = combine([(axis(i), s) for i, s in zip(axes, strides_of(sizes), strict=True)]) if axes else ZERO
-        return tuple(ZERO if s == 1 else c for s, c in zip(shape, digits(flat, shape, self.extents), strict=True))
+        return tuple(
+            ZERO if s == 1 else c for s, c in zip(shape, digits(flat, shape, self.extents), strict=True)
+        )
 
     # -- values --------------------------------------------------------------------------------
 
@@ -368,7 +378,11 @@ class _Lowering:
         schema = op.target._schema.arguments  # type: ignore[union-attr]
         given = dict(op.kwargs)
         for position, argument in enumerate(schema):
-            arg = op.args[position] if position < len(op.args) else given.get(argument.name, argument.default_value)
+            arg = (
+                op.args[position]
+                if position < len(op.args)
+                else given.get(argument.name, argument.default_value)
+            )
             if isinstance(arg, Ref):
                 operands.append((argument.name, Value(self.operand(op, arg.name, coords, within))))
             elif isinstance(arg, bool | int | float | str) or arg is None:
@@ -376,7 +390,9 @@ class _Lowering:
             elif isinstance(arg, torch.dtype | torch.device | torch.layout | torch.memory_format):
                 operands.append((argument.name, str(arg)))
             else:
-                raise Illegal("operand", f"{argument.name}={arg} of {op.name} is neither a tensor nor a constant")
+                raise Illegal(
+                    "operand", f"{argument.name}={arg} of {op.name} is neither a tensor nor a constant"
+                )
         dtype = op.outputs[0].dtype
         node = self.emit(Compute(op.target, tuple(operands), compute_dtype(dtype)), op.name)  # type: ignore[arg-type]
         return self.rounded_like(op, node)
@@ -409,7 +425,9 @@ class _Lowering:
         keepdim = len(op.outputs[0].shape) == len(shape)
         kept_dims = [d for d in range(len(shape)) if d not in dims]
         kept = tuple(coords[d] for d in kept_dims) if keepdim else coords
-        over = self.reduced_groups(op, kept, tuple(shape[d] for d in kept_dims), tuple(shape[d] for d in dims))
+        over = self.reduced_groups(
+            op, kept, tuple(shape[d] for d in kept_dims), tuple(shape[d] for d in dims)
+        )
         axes = tuple(sorted(i for g in over for i in self.group_axes[g]))
         inner = self.spread_like_operand(source, axes, dims, shape)
         full: list[Index] = [ZERO] * len(shape)
@@ -417,12 +435,16 @@ class _Lowering:
             full[d] = c
         for d, c in zip(dims, inner, strict=True):
             full[d] = c
-        node = self.combine(op, source, tuple(full), over, flatten(inner, strides_of(tuple(shape[d] for d in dims))))
+        node = self.combine(
+            op, source, tuple(full), over, flatten(inner, strides_of(tuple(shape[d] for d in dims)))
+        )
         self.reduced[op.name] = (coords, node)
         return node
 
-    def spread_like_operand(self, source: str, axes: tuple[int, ...], dims: tuple[int, ...], shape: tuple[Dim, ...]) -> Coords:
-        """Coordinates of the reduced dimensions: where the operand lies already, if it covers just these axes."""
+    def spread_like_operand(
+        self, source: str, axes: tuple[int, ...], dims: tuple[int, ...], shape: tuple[Dim, ...]
+    ) -> Coords:
+        """Coordinates of the reduced dimensions: where the operand lies, if it covers just these axes."""
         sizes = tuple(shape[d] for d in dims)
         known = self.place_of_operand(source)
         if known is not None:
@@ -432,7 +454,9 @@ class _Lowering:
                 return inner
         return self.spread(axes, sizes)
 
-    def reduced_groups(self, op: Op, kept: Coords, kept_shape: tuple[Dim, ...], reduced: tuple[Dim, ...]) -> frozenset[str]:
+    def reduced_groups(
+        self, op: Op, kept: Coords, kept_shape: tuple[Dim, ...], reduced: tuple[Dim, ...]
+    ) -> frozenset[str]:
         """Which axis groups a reduction at these coordinates runs over."""
         if not is_bijection(kept, kept_shape, self.extents):
             raise Illegal("rows", f"{op.name} does not keep whole axes")
@@ -449,7 +473,9 @@ class _Lowering:
             for candidate in (ROWS, COLS):
                 if count == sizes[candidate]:
                     return frozenset({candidate})
-        raise Illegal("rows", f"{op.name} reduces {count} elements, which is not a whole axis group of {sizes}")
+        raise Illegal(
+            "rows", f"{op.name} reduces {count} elements, which is not a whole axis group of {sizes}"
+        )
 
     def combine(self, op: Op, source: str, coords: Coords, over: frozenset[str], position: Index) -> int:
         """The reduction node; argmax and argmin as the first position that holds the extremum."""
@@ -462,10 +488,18 @@ class _Lowering:
             return self.rounded_like(op, node)
         operand_dtype = self.nodes[value].dtype
         best = self.emit(Reduce(spec.combine[3:], value, over, operand_dtype), f"{op.name}_value")
-        hit = self.emit(Compute(aten.eq.Tensor, (("self", Value(value)), ("other", Value(best))), torch.bool), f"{op.name}_hit")
+        hit = self.emit(
+            Compute(aten.eq.Tensor, (("self", Value(value)), ("other", Value(best))), torch.bool),
+            f"{op.name}_hit",
+        )
         if operand_dtype.is_floating_point:
-            nan = self.emit(Compute(aten.isnan.default, (("self", Value(value)),), torch.bool), f"{op.name}_nan")
-            hit = self.emit(Compute(aten.logical_or.default, (("self", Value(hit)), ("other", Value(nan))), torch.bool), f"{op.name}_hit")
+            nan = self.emit(
+                Compute(aten.isnan.default, (("self", Value(value)),), torch.bool), f"{op.name}_nan"
+            )
+            hit = self.emit(
+                Compute(aten.logical_or.default, (("self", Value(hit)), ("other", Value(nan))), torch.bool),
+                f"{op.name}_hit",
+            )
         here = self.emit(Coordinate(position, torch.int64), f"{op.name}_position")
         never = self.emit(Constant(2**62, torch.int64), "never")
         first = (("condition", Value(hit)), ("self", Value(here)), ("other", Value(never)))
@@ -485,14 +519,18 @@ class _Lowering:
         return (node if within is None else self.both(within, node)), True
 
     def both(self, a: int, b: int) -> int:
-        return self.emit(Compute(aten.logical_and.default, (("self", Value(a)), ("other", Value(b))), torch.bool), "inside")
+        return self.emit(
+            Compute(aten.logical_and.default, (("self", Value(a)), ("other", Value(b))), torch.bool), "inside"
+        )
 
     def choose(self, condition: int, a: int, b: int, dtype: torch.dtype, name: str) -> int:
         operands = (("condition", Value(condition)), ("self", Value(a)), ("other", Value(b)))
         return self.emit(Compute(aten.where.self, operands, dtype), name)
 
     def constant(self, value: bool | int | float, dtype: torch.dtype, name: str) -> int:
-        typed = float(value) if dtype.is_floating_point else bool(value) if dtype is torch.bool else int(value)
+        typed = (
+            float(value) if dtype.is_floating_point else bool(value) if dtype is torch.bool else int(value)
+        )
         return self.emit(Constant(typed, dtype), name)
 
 
@@ -531,7 +569,9 @@ def _cat(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
         moved = (*coords[:dim], shifted(coords[dim], simple(-start)), *coords[dim + 1 :])
         parts.append((self.value(tensor, moved, inside), inside if partial else None))
     for value, inside in reversed(parts):
-        result = value if result is None or inside is None else self.choose(inside, value, result, dtype, op.name)
+        result = (
+            value if result is None or inside is None else self.choose(inside, value, result, dtype, op.name)
+        )
     if result is None:
         return self.constant(0, dtype, op.name)
     return result
@@ -548,7 +588,11 @@ def _stack(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
         if inside is None and partial:
             continue
         value = self.value(tensor, inner, inside)
-        result = value if result is None or not partial or inside is None else self.choose(inside, value, result, dtype, op.name)
+        result = (
+            value
+            if result is None or not partial or inside is None
+            else self.choose(inside, value, result, dtype, op.name)
+        )
     assert result is not None
     return result
 
@@ -599,7 +643,16 @@ def _scatter_select(self: _Lowering, op: Op, coords: Coords, within: int | None)
 
 
 def _overlay(
-    self: _Lowering, op: Op, coords: Coords, within: int | None, base: str, source: str, dim: int, start: Dim, length: Dim, keep: bool
+    self: _Lowering,
+    op: Op,
+    coords: Coords,
+    within: int | None,
+    base: str,
+    source: str,
+    dim: int,
+    start: Dim,
+    length: Dim,
+    keep: bool,
 ) -> int:
     """`source` on the slice [start, start + length) of `dim`, `base` elsewhere."""
     inside, partial = self.in_range(coords[dim], start, simple(start + length), within)
@@ -616,12 +669,21 @@ def _overlay(
 def _flip(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
     shape = op.outputs[0].shape
     dims = [layout.wrap(d, len(shape)) for d in op.args[1]]  # type: ignore[union-attr]
-    turned = tuple(shifted(combine([(c, -1)]), simple(shape[d] - 1)) if d in dims else c for d, c in enumerate(coords))
+    turned = tuple(
+        shifted(combine([(c, -1)]), simple(shape[d] - 1)) if d in dims else c for d, c in enumerate(coords)
+    )
     return self.value(op.inputs[0], turned, within)
 
 
 def _full(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    fill: object = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}.get(op.target._opname)  # type: ignore[union-attr]
+    fill: object = {
+        "zeros": 0,
+        "zeros_like": 0,
+        "new_zeros": 0,
+        "ones": 1,
+        "ones_like": 1,
+        "new_ones": 1,
+    }.get(op.target._opname)  # type: ignore[union-attr]
     if fill is None:
         fill = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}[op.target._opname]  # type: ignore[union-attr]
         fill = op.args[fill]  # type: ignore[call-overload]
@@ -649,11 +711,16 @@ def _indirect(self: _Lowering, op: Op, node: int, length: Dim, signed: bool) -> 
     if signed:
         dtype = self.nodes[node].dtype
         zero = self.constant(0, dtype, "zero")
-        negative = self.emit(Compute(aten.lt.Tensor, (("self", Value(node)), ("other", Value(zero))), torch.bool), f"{op.name}_negative")
+        negative = self.emit(
+            Compute(aten.lt.Tensor, (("self", Value(node)), ("other", Value(zero))), torch.bool),
+            f"{op.name}_negative",
+        )
         if not isinstance(length, int):
             raise Illegal("operand", f"{op.name} wraps around a size that is only known at run time")
         wrapped = Compute(aten.add.Tensor, (("self", Value(node)), ("other", length), ("alpha", 1)), dtype)
-        node = self.choose(negative, self.emit(wrapped, f"{op.name}_wrapped"), node, dtype, f"{op.name}_index")
+        node = self.choose(
+            negative, self.emit(wrapped, f"{op.name}_wrapped"), node, dtype, f"{op.name}_index"
+        )
     self.extents.indirect[~node] = length
     return Index(0, ((~node, 1),))
 

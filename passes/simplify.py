@@ -88,7 +88,8 @@ def contiguous_cols(loops: LoopNest) -> LoopNest:
     swap = {ROWS: COLS, COLS: ROWS}
     axes = tuple(replace(a, group=swap[a.group]) for a in loops.axes)
     nodes = tuple(
-        replace(n, over=frozenset(swap[g] for g in n.over)) if isinstance(n, Reduce) else n for n in loops.nodes
+        replace(n, over=frozenset(swap[g] for g in n.over)) if isinstance(n, Reduce) else n
+        for n in loops.nodes
     )
     return replace(loops, axes=axes, nodes=nodes)
 
@@ -149,7 +150,11 @@ def _merge(loops: LoopNest, outer: int) -> LoopNest:
         return Index(index.const, tuple(sorted(terms)))
 
     def rewrite(node: Node) -> Node:
-        return replace(node, index=merged(node.index)) if isinstance(node, Load | Coordinate | InRange | Random) else node
+        return (
+            replace(node, index=merged(node.index))
+            if isinstance(node, Load | Coordinate | InRange | Random)
+            else node
+        )
 
     stores = tuple(replace(s, index=merged(s.index)) for s in loops.stores)
     return replace(loops, axes=axes, nodes=tuple(map(rewrite, loops.nodes)), stores=stores)
