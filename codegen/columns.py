@@ -1,4 +1,4 @@
-"""Sums over the rows alone: tiles of columns, the rows split over programs, partial rows summed at the end."""
+"""Sums over the rows alone: tiles of columns, the rows split over programs, partial sums added at the end."""
 
 from __future__ import annotations
 

@@ -96,6 +96,18 @@ class Analysis:
         return product(a.size for a in self.axes[group])
 
     @cached_property
+    def tall(self) -> bool:
+        """Whether most full-size accesses are contiguous along the rows: a tile needs several of them."""
+        votes = {ROWS: 0, COLS: 0}
+        indices = [n.index for n in self.loops.nodes if isinstance(n, Load)]
+        for index in [*indices, *(s.index for s in self.loops.stores)]:
+            groups = {self.loops.axes[k].group for k, _ in index.terms if k >= 0}
+            for key, coeff in index.terms:
+                if key >= 0 and coeff == 1 and groups == {ROWS, COLS}:
+                    votes[self.loops.axes[key].group] += 1
+        return votes[ROWS] > votes[COLS]
+
+    @cached_property
     def reductions(self) -> tuple[int, ...]:
         return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce))
 

@@ -20,6 +20,10 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
     block = 1 << max(0, (width - 1).bit_length())
+    if a.tall and block <= 4096:
+        shapes = ((16, 16), (32, 16), (8, 8))
+        fitting = [(r, w) for r, w in shapes if r * block <= WIDEST and r <= count] or [(1, 8)]
+        return tuple(Schedule(r, block, Cols.WHOLE, num_warps=w) for r, w in fitting)
     if block <= 256:
         fill = min(1 << max(0, (count - 1).bit_length()), max(1, 1024 // block))
         return tuple(

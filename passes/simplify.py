@@ -22,6 +22,7 @@ from fusion_compiler.loops import (
     Node,
     Random,
     Reduce,
+    groups_of,
     operands_of,
     renumber,
     renumber_index,
@@ -73,7 +74,8 @@ def accesses(loops: LoopNest) -> list[Index]:
 
 
 def contiguous_cols(loops: LoopNest) -> LoopNest:
-    """Swap the groups' names where more full-size accesses are contiguous in the rows."""
+    """Name the groups: columns are what is reduced and broadcast back, else where most accesses are contiguous."""
+    normalized = _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
     for index in accesses(loops):
         touched = 1
@@ -83,15 +85,27 @@ def contiguous_cols(loops: LoopNest) -> LoopNest:
         for key, coeff in index.terms:
             if key >= 0 and coeff == 1:
                 votes[loops.axes[key].group] += touched
-    if votes[ROWS] <= votes[COLS]:
+    keep = COLS in normalized if normalized else votes[ROWS] <= votes[COLS]
+    if keep:
         return loops
     swap = {ROWS: COLS, COLS: ROWS}
     axes = tuple(replace(a, group=swap[a.group]) for a in loops.axes)
     nodes = tuple(
-        replace(n, over=frozenset(swap[g] for g in n.over)) if isinstance(n, Reduce) else n
-        for n in loops.nodes
+        replace(n, over=frozenset(swap[g] for g in n.over)) if isinstance(n, Reduce) else n for n in loops.nodes
     )
     return replace(loops, axes=axes, nodes=nodes)
+
+
+def _normalized(loops: LoopNest) -> set[str]:
+    """Groups over which something is reduced and then used for every element again."""
+    groups = groups_of(loops)
+    over: list[frozenset[str]] = []
+    found: set[str] = set()
+    for i, node in enumerate(loops.nodes):
+        behind = frozenset[str]().union(*(over[o] for o in operands_of(node)))
+        found |= behind & groups[i]
+        over.append(behind | node.over if isinstance(node, Reduce) else behind)
+    return found
 
 
 def order_axes(loops: LoopNest) -> LoopNest:

@@ -6,12 +6,13 @@ step (29 us at 4.28 TB/s); what it saves is 67 MB of partial sums of the input's
 """
 
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
+from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.record import Notes, Rewrite, RewriteNote
 from fusion_compiler.passes.rewrites.vocabulary import align_features
 
 # Masks first: without a mask tensor, grouped queries reach the flash kernel.
-DEFAULT_REWRITES: tuple[Rewrite, ...] = (simplify_masks, group_queries, align_features)
+DEFAULT_REWRITES: tuple[Rewrite, ...] = (simplify_masks, group_queries, align_features, order_rows)
 
 __all__ = [
     "DEFAULT_REWRITES",
@@ -20,5 +21,6 @@ __all__ = [
     "RewriteNote",
     "align_features",
     "group_queries",
+    "order_rows",
     "simplify_masks",
 ]
