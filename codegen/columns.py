@@ -21,7 +21,7 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         block = min(block, 1 << max(0, (width - 1).bit_length()))
         rows = min(max(rows, 4096 // block), 1 << max(0, (count - 1).bit_length()))
         tiles = -(-width // block)
-        programs = max(1, min(-(-count // rows), -(-4 * device.sms // tiles)))
+        programs = max(1, min(-(-count // rows), 4 * device.sms // tiles))
         out.append(Schedule(rows, block, Cols.GRID, programs=programs, num_warps=warps, num_stages=2))
     return tuple(dict.fromkeys(out))
 

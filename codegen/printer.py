@@ -23,10 +23,12 @@ from fusion_compiler.codegen.expression import (
     TRITON_TYPES,
     compute_text,
     convert,
+    convert_literal,
     decompose,
     dim_text,
     index_text,
     literal,
+    scalar_text,
 )
 from fusion_compiler.dims import Dim, hint, product, quotient
 from fusion_compiler.loops import (
@@ -379,12 +381,12 @@ class Printer:
         match node:
             case Load():
                 text, base = self.load(number, node), self.pointers[node.buffer].removesuffix("_ptr")
+            case Coordinate() if not node.index.terms:  # a size: no tile whose type could be changed
+                text, base = self.full(dim_text(node.index.const), node.dtype), "position"
             case Coordinate():
                 text, base = f"({self.index(node.index)}).to({TRITON_TYPES[node.dtype]})", "position"
             case Constant():
-                shape = "[1]" if self.flat else "[1, 1]"
-                text = f"tl.full({shape}, {literal(node.value)}, {TRITON_TYPES[node.dtype]})"
-                base = "constant"
+                text, base = self.full(literal(node.value), node.dtype), "constant"
             case InRange():
                 index = self.index(node.index)
                 text, base = (
@@ -406,6 +408,10 @@ class Printer:
         self.env[number] = name = self.fresh(base)
         self.line(f"{name} = {text}")
 
+    def full(self, value: str, dtype: torch.dtype) -> str:
+        """A tile of one element that broadcasts to any other."""
+        return f"tl.full({'[1]' if self.flat else '[1, 1]'}, {value}, {TRITON_TYPES[dtype]})"
+
     def base_name(self, node: Compute) -> str:
         if dict(node.operands).get("rounding"):
             return "rounded"
@@ -419,7 +425,32 @@ class Printer:
                 if isinstance(arg, Ref):
                     self.variable(arg.node)
             return compute_text(node, lambda n: (self.variable(n), None, self.loops.nodes[n].dtype))
-        return compute_text(node, self.operand, number in self.rough)
+        rough = number in self.rough
+        if rough and node.target is aten.div.Tensor:
+            divisor = _tensor(node, "other")
+            dividend = _tensor(node, "self")
+            if divisor is not None and dividend is not None and self.is_narrower(divisor, number):
+                return f"{self.operand_text(dividend)} * {self.reciprocal(divisor)}"
+        return compute_text(node, self.operand, rough)
+
+    def is_narrower(self, operand: int, number: int) -> bool:
+        """Whether a value serves a whole row or column of a result."""
+        variable = not isinstance(self.loops.nodes[operand], Constant)
+        return variable and self.a.groups[operand] < self.a.groups[number]
+
+    def operand_text(self, number: int) -> str:
+        node = self.loops.nodes[number]
+        if isinstance(node, Constant):
+            return scalar_text(convert_literal(node.value, torch.float32), torch.float32)
+        return convert(self.variable(number), node.dtype, torch.float32)
+
+    def reciprocal(self, number: int) -> str:
+        """1 / a row's value, once a row."""
+        if ~number not in self.env:
+            value = self.operand_text(number)
+            self.env[~number] = name = self.fresh(f"per_{value}")
+            self.line(f"{name} = 1.0 / {value}")
+        return self.env[~number]
 
     def load(self, number: int, node: Load) -> str:
         groups = self.a.groups[number]
