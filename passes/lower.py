@@ -295,7 +295,7 @@ class _Lowering:
             return None
 
     def in_order(self, shape: tuple[Dim, ...]) -> Coords | None:
-        """The elements of the whole space, or of one group of it, in row-major order."""
+        """The elements of the whole space, or of one group of it, in row-major order if that is affine."""
         if shape == tuple(product(f) for f in self.space.factors):
             return self.space.identity()
         size = product(shape)
@@ -303,7 +303,10 @@ class _Lowering:
         for axes in (every, self.group_axes[ROWS], self.group_axes[COLS]):
             sizes = tuple(self.space.axes[i] for i in axes)
             if product(sizes) == size:
-                return self.spread(axes, shape)
+                try:
+                    return self.spread(axes, shape)
+                except NotExpressible:
+                    return None
         return None
 
     def spread(self, axes: tuple[int, ...], shape: tuple[Dim, ...]) -> Coords:
