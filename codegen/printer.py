@@ -457,7 +457,12 @@ class Printer:
         pointer = f"{self.pointers[node.buffer]} + {self.index(node.index)}"
         if not node.index.terms and node.index.const == 0:
             pointer = self.pointers[node.buffer]
-        mask = self.mask(self.index_groups(node.index), node.within)
+        own = self.index_groups(node.index)
+        if node.within is not None and (
+            more := self.a.groups[node.within] - own
+        ):  # a block needs a mask's shape
+            pointer += f" + tl.zeros({self.shape(own | more)}, tl.int32)"
+        mask = self.mask(own, node.within)
         options = (f", mask={mask}, other=0" if mask else "") + self.load_options
         if self.s.cols is Cols.LOOP and groups == {ROWS, COLS}:
             options += f', eviction_policy="{"evict_first" if self.last_pass else "evict_last"}"'

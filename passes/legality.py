@@ -36,6 +36,9 @@ def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
             return f"{loops.names[i]} needs a reduction over all rows before it is complete"
         if waits or (isinstance(node, Reduce) and ROWS in node.over):
             late.add(i)
+    for store in loops.stores:
+        if store.value in late and any(k >= 0 and loops.axes[k].group == ROWS for k, _ in store.index.terms):
+            return f"{store.buffer} repeats a reduction over all rows in each of them"
     return None
 
 
