@@ -17,13 +17,25 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if width == 1:
         return _one_column(a, device, count)
     out: list[Schedule] = []
-    for block, rows, warps in ((128, 32, 8), (256, 16, 8), (64, 64, 8), (128, 16, 4)):
-        block = min(block, 1 << max(0, (width - 1).bit_length()))
+    whole = 1 << max(0, (width - 1).bit_length())
+    stores = any(s.value not in a.finish for s in a.loops.stores)
+    if stores and isinstance(a.size(COLS), int) and 1024 <= whole <= 8192:
+        out.append(
+            Schedule(1, whole, Cols.WHOLE, _programs(count, 1, 2 * device.sms), num_warps=8, num_stages=3)
+        )
+    for block, rows, warps in ((128, 32, 8), (64, 64, 8), (256, 16, 8)):
+        block = min(block, whole)
         rows = min(max(rows, 4096 // block), 1 << max(0, (count - 1).bit_length()))
-        tiles = -(-width // block)
-        programs = max(1, min(-(-count // rows), 4 * device.sms // tiles))
-        out.append(Schedule(rows, block, Cols.GRID, programs=programs, num_warps=warps, num_stages=2))
+        share = 2 * device.sms // -(-width // block)
+        out.append(
+            Schedule(rows, block, Cols.GRID, _programs(count, rows, share), num_warps=warps, num_stages=3)
+        )
     return tuple(dict.fromkeys(out))
+
+
+def _programs(count: int, rows: int, most: int) -> int:
+    """Programs along the rows: no more than one wave of them, none without a block."""
+    return max(1, min(-(-count // rows), most))
 
 
 def _one_column(a: Analysis, device: DeviceSpec, count: int) -> tuple[Schedule, ...]:

@@ -1,4 +1,4 @@
-"""Element-wise work in one pass over the output, any layout."""
+"""Element-wise work in one pass over the output, any layout: sixteen elements a thread."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ def fits(a: Analysis) -> bool:
 
 
 def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    size = hint(a.size(COLS))
-    if size <= 128:
-        return (Schedule(1, 1 << max(2, (size - 1).bit_length()), Cols.GRID, num_warps=1),)
-    shapes = ((1024, 4), (2048, 8), (512, 4), (2048, 4))
-    return tuple(
-        Schedule(1, min(block, 1 << (size - 1).bit_length()), Cols.GRID, num_warps=w) for block, w in shapes
-    )
+    width = 1 << max(2, (hint(a.size(COLS)) - 1).bit_length())
+    shapes = ((2048, 4), (1024, 2), (4096, 8), (1024, 4))
+    fitting = [(min(block, width), max(1, warps * min(block, width) // block)) for block, warps in shapes]
+    return tuple(Schedule(1, block, Cols.GRID, num_warps=w) for block, w in dict.fromkeys(fitting))

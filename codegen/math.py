@@ -65,7 +65,9 @@ def rough_tanh(x):
 @triton.jit
 def rough_erf(x):
     """erf as a rational function of x clamped to [-4, 4], for float32: to 2^-21 relative (Eigen's coefficients)."""
-    x = tl.minimum(tl.maximum(x, -4.0, propagate_nan=tl.PropagateNan.ALL), 4.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(
+        tl.maximum(x, -4.0, propagate_nan=tl.PropagateNan.ALL), 4.0, propagate_nan=tl.PropagateNan.ALL
+    )
     s = x * x
     p = s * -2.72614225801306e-10 + 2.77068142495902e-08
     p = s * p - 2.10102402082508e-06

@@ -25,13 +25,26 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
     block = 1 << max(0, (width - 1).bit_length())
-    rows = max(1, min(8192 // block, 8))
-    shapes = ((rows, 8, 3), (max(1, rows // 2), 8, 3), (max(1, rows // 2), 4, 2), (rows, 8, 1))
+    if block <= 1024:
+        shapes = ((4, 2, 4, 3), (2, 4, 4, 3), (8, 1, 8, 3), (4, 1, 8, 2))
+    else:
+        rows = max(1, 8192 // block)
+        shapes = (
+            (rows, 1, 8, 3),
+            (max(1, rows // 2), 2, 8, 3),
+            (max(1, rows // 2), 1, 8, 3),
+            (rows, 1, 16, 2),
+        )
     if not isinstance(a.size(ROWS), int):
         count = 1 << 30
     return tuple(
         Schedule(
-            r, block, Cols.WHOLE, programs=max(1, min(device.sms, -(-count // r))), num_warps=w, num_stages=s
+            r,
+            block,
+            Cols.WHOLE,
+            programs=max(1, min(share * device.sms, -(-count // r))),
+            num_warps=w,
+            num_stages=s,
         )
-        for r, w, s in dict.fromkeys(shapes)
+        for r, share, w, s in dict.fromkeys(shapes)
     )

@@ -7,38 +7,36 @@ from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS
 
-WIDEST = 32768
+WIDEST = 16384
 
 
 def fits(a: Analysis) -> bool:
     width = a.size(COLS)
     partial = bool(a.across_rows)
-    return isinstance(width, int) and width <= WIDEST and not (partial and not isinstance(a.size(ROWS), int))
+    known = isinstance(width, int) and width <= WIDEST
+    return known and not (partial and not isinstance(a.size(ROWS), int))
 
 
 def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
     block = 1 << max(0, (width - 1).bit_length())
-    if a.tall and block <= 4096:
-        shapes = ((16, 16), (32, 16), (8, 8))
-        fitting = [(r, w) for r, w in shapes if r * block <= WIDEST and r <= count] or [(1, 8)]
-        return tuple(Schedule(r, block, Cols.WHOLE, num_warps=w) for r, w in fitting)
+    most = 1 << max(0, (count - 1).bit_length())
+    shapes = [(min(r, most), w) for r, w in _shapes(a, block)]
+    return tuple(Schedule(r, block, Cols.WHOLE, num_warps=w) for r, w in dict.fromkeys(shapes))
+
+
+def _shapes(a: Analysis, block: int) -> tuple[tuple[int, int], ...]:
+    """(rows, warps), best guess first."""
+    if a.tall and block <= 4096:  # neighbours in memory are rows: a sector of them at least
+        return tuple((r, w) for r, w in ((16, 16), (32, 16), (8, 8)) if r * block <= 2 * WIDEST) or ((1, 8),)
     if block <= 256:
-        fill = min(1 << max(0, (count - 1).bit_length()), max(1, 1024 // block))
-        return tuple(
-            Schedule(max(1, r), block, Cols.WHOLE, num_warps=w)
-            for r, w in ((fill, 4), (fill // 2, 2), (fill // 4, 1))
-        )
+        rows = 1024 // block
+        return ((rows, 4), (max(1, rows // 2), 2), (max(1, rows // 4), 1), (2 * rows, 4))
     if block <= 1024:
-        shapes = ((1, 1), (1, 4), (4, 4), (2, 2))
-    elif block <= 2048:
-        shapes = ((1, 4), (1, 2), (1, 8))
-    elif block <= 8192:
-        shapes = ((1, 8), (1, 4), (1, 16))
-    else:
-        shapes = ((1, 16), (1, 32), (1, 8))
-    return tuple(
-        Schedule(min(r, 1 << (count - 1).bit_length()) if count > 1 else 1, block, Cols.WHOLE, num_warps=w)
-        for r, w in shapes
-    )
+        return ((1, 1), (4, 2), (4, 4), (1, 4))
+    if block <= 2048:
+        return ((1, 4), (1, 2), (2, 4), (1, 8))
+    if block <= 8192:
+        return ((1, 8), (1, 4), (1, 16))
+    return ((1, 16), (1, 32), (1, 8))
