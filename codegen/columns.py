@@ -13,7 +13,7 @@ def fits(a: Analysis) -> bool:
 
 
 def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    width, count = hint(a.size(COLS)), hint(a.size(ROWS))
+    width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
     if width == 1:
         return _one_column(a, device, count)
     out: list[Schedule] = []
