@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +17,11 @@ from torch.utils._pytree import tree_map
 
 from fusion_compiler.api import Compiler
 from fusion_compiler.capture import GraphInfo, Phase
+from fusion_compiler.codegen import templates
+from fusion_compiler.codegen.printer import Analysis, Cols, Schedule
 from fusion_compiler.decompositions import decomposition_table
+from fusion_compiler.device import DeviceSpec
+from fusion_compiler.loops import LoopNest
 from fusion_compiler.options import Options
 from fusion_compiler.partition import partition
 from fusion_compiler.plan import FusionPlan
@@ -26,11 +31,14 @@ from fusion_compiler.plan import FusionPlan
 class Compiled:
     """A function as AOTAutograd and the compiler see it, without Dynamo before them: ten times as fast.
 
+    cramped: blocks of two rows and four columns, and three programs, for every template that fits, so that
+        small tensors meet every loop, mask and partial sum; schedule then numbers these.
     schedule: which candidate of each cluster runs; the last one where a cluster has fewer.
     """
 
     fn: Callable[..., Any]
     schedule: int = 0
+    cramped: bool = False
     compiler: Compiler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +55,9 @@ class Compiled:
 
     def _stage(self, numbers: Any, phase: Phase, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        run = self.compiler.graph(gm, inputs, GraphInfo(f"g{next(numbers)}.{phase}", phase, (), outputs))
+        info = GraphInfo(f"g{next(numbers)}.{phase}", phase, (), outputs)
+        with patch.object(templates, "schedules_of", cramped if self.cramped else templates.schedules_of):
+            run = self.compiler.graph(gm, inputs, info)
         for runner in self.compiler.runners.values():
             runner.schedule = min(self.schedule, len(runner.candidates) - 1)
         return make_boxed_func(lambda *args: run(list(args)))
@@ -63,6 +73,18 @@ class Compiled:
         """Targets that stayed ATen calls, library calls aside."""
         left = (left for plan in self.plans for left in plan.leftovers)
         return {item.target for item in left if item.kind != "contraction"}
+
+
+def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Schedules that only a test would choose, one of each kind that the program allows."""
+    analysis = Analysis(loops)
+    kinds: dict[Schedule, None] = {}
+    for template in templates.TEMPLATES:
+        for s in template.schedules(analysis, device) if template.fits(analysis) else ():
+            cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, 4)
+            programs = None if s.programs is None else 3
+            kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
+    return tuple(kinds)
 
 
 def wide(value: Any) -> Any:
