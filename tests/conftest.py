@@ -9,6 +9,10 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the files in tests/golden")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything under tests/gpu needs a device; without one it is skipped, and says so."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
