@@ -6,8 +6,9 @@ FUSION_RANDOM_DAGS=5000 draws that many, at random; without it the same few are 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
@@ -35,6 +36,41 @@ def check(dag: Dag, results: Sequence[Tensor], inputs: list[Tensor]) -> None:
         noise = rounding_noise((eager[i] for i in behind), (truth[i] for i in behind))
         problem = not_as_close(ours, eager[number], truth[number], noise)
         assert problem is None, f"v{number}: {problem}"
+
+
+def differentiated(
+    fn: Callable[..., Sequence[Tensor]], inputs: list[Tensor], cotangents: list[Tensor]
+) -> list[Tensor]:
+    """The gradient of every input that one of the outputs depends on, zero for the others."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    outputs = list(fn(*leaves))
+    pairs = [(o, c.to(o.dtype)) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    if not pairs:
+        return []
+    grads = torch.autograd.grad([o for o, _ in pairs], leaves, [c for _, c in pairs], allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+
+
+def check_gradients(dag: Dag, compiled: Compiled) -> None:
+    inputs = dag.tensors()
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randint(-4, 5, o.shape, generator=generator) / 2 for o in dag(*inputs)]
+    eager = differentiated(dag, inputs, cotangents)
+    ours = differentiated(compiled, inputs, cotangents)
+    exact = differentiated(
+        lambda *x: [dag.values(WIDE, *x)[i] for i in dag.outputs], wide(inputs), cotangents
+    )
+    values, truths = dag.values(NAMES, *inputs), dag.values(WIDE, *wide(inputs))
+    noise = rounding_noise((*values, *eager), (*truths, *exact))
+    for number, (our, their, truth) in enumerate(zip(ours, eager, exact, strict=True)):
+        problem = not_as_close(our, their, truth, noise)
+        assert problem is None, f"gradient of v{number}: {problem}"
+
+
+@given(dags(differentiable=True))
+@profile(60)
+def test_gradients(dag: Dag) -> None:
+    check_gradients(dag, Compiled(dag))
 
 
 @given(dags())
