@@ -99,6 +99,7 @@ class Runner:
         self._warned = WarnOnce(strict)
         self._lock = threading.RLock()
         self._launchers: dict[int, Launcher] = {}
+        self._links: list[Callable[[Launcher], None]] = []
         self._entry: Launcher = {
             "triton": self._dispatch,
             "interpret": self._interpret,
@@ -107,6 +108,17 @@ class Runner:
 
     def __call__(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
         return self._entry(*arguments)
+
+    def link(self, replace: Callable[[Launcher], None]) -> None:
+        """`replace` gets the function to call in the runner's place: now, and whenever it changes."""
+        self._links.append(replace)
+        replace(self._entry)
+
+    def _enter(self, function: Launcher) -> None:
+        """Later calls go straight to `function`."""
+        self._entry = function
+        for replace in self._links:
+            replace(function)
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -120,7 +132,7 @@ class Runner:
                     launcher = self._launchers.get(gpu.index) or self._decide(gpu, arguments)
                     self._launchers[gpu.index] = launcher
                     if self._entry == self._dispatch:  # later devices come back through `elsewhere`
-                        self._entry = launcher
+                        self._enter(launcher)
         except FusionError as error:
             return self._give_up(error, arguments)
         with gpu.active():
@@ -197,7 +209,7 @@ class Runner:
         """Computes by the fallback, from now on without another word."""
         if self.strict:
             raise error
-        self._entry = self.fallback
+        self._enter(self.fallback)
         self._warned.warn(self.name, f"cluster {self.name} runs eager: {error}")
         return self.fallback(*arguments)
 

@@ -2,94 +2,171 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import sympy
 import torch
 from torch import fx
-from torch.fx.graph import CodeGen
 
 from fusion_compiler.dag import OpDag
 from fusion_compiler.plan import Cluster, FusionPlan
+from fusion_compiler.schedule import Call, root, schedule
+from fusion_compiler.straight_line import StraightLine, quick
 
 aten = torch.ops.aten
 
 
-def stitch(plan: FusionPlan, runners: Mapping[str, Callable[..., Any]]) -> fx.GraphModule:
-    """The graph of `plan.dag` with each cluster replaced by one call of its runner.
+def restrided(
+    tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], further: int
+) -> torch.Tensor:
+    """The memory of `tensor` by another shape and other strides, `further` elements on."""
+    return torch.as_strided(tensor, shape, stride, tensor.storage_offset() + further)
+
+
+def stitch(
+    plan: FusionPlan,
+    runners: Mapping[str, Callable[..., Any]],
+    *,
+    owned: Iterable[str] = (),
+    view: Callable[..., torch.Tensor] = restrided,
+) -> fx.GraphModule:
+    """The graph of `plan.dag` with each cluster replaced by one call of its runner, in memory's order.
 
     runners: cluster name -> callable(*inputs, *sizes) -> tuple of outputs, in the cluster's order.
     Sizes are the symbols that the cluster's shapes use, sorted by name.
+    owned: inputs that the caller gives up, so that their memory is freed at their last use.
+    view: callable(tensor, shape, strides, elements further) -> another view of the tensor's memory.
+
+    The module's `forward` takes its arguments as one list, which it empties. Where a runner has a
+    `link`, its function is called directly as soon as it is known.
+    Raises RuntimeError where the plan has a circle.
     """
-    return _Stitcher(plan, runners).run()
+    module = _Stitcher(plan, runners, frozenset(owned), view).run()
+    for runner in dict.fromkeys(runners.values()):
+        if isinstance(runner, Linked):
+            runner.link(functools.partial(_relink, weakref.ref(module), runner))
+    return module
+
+
+@runtime_checkable
+class Linked(Protocol):
+    """A callable that hands out the function to call in its place, now or once it is known."""
+
+    def link(self, replace: Callable[[Callable[..., Any]], None], /) -> None: ...
+    def __call__(self, *arguments: Any) -> Any: ...
+
+
+def _relink(module: weakref.ref[fx.GraphModule], runner: object, function: Callable[..., Any]) -> None:
+    """Makes the generated code call `function` where it is written to call `runner`."""
+    target = module()
+    if target is None:
+        return
+    bound: dict[str, Any] = type(target).forward.__globals__
+    for name, value in target.graph._codegen.bound.items():  # type: ignore[attr-defined]
+        if value is runner:
+            bound[name] = function
 
 
 class _Stitcher:
-    def __init__(self, plan: FusionPlan, runners: Mapping[str, Callable[..., Any]]) -> None:
-        self.plan, self.runners = plan, runners
+    def __init__(
+        self,
+        plan: FusionPlan,
+        runners: Mapping[str, Callable[..., Any]],
+        owned: frozenset[str],
+        view: Callable[..., torch.Tensor],
+    ) -> None:
+        self.plan, self.runners, self.owned, self.view_function = plan, runners, owned, view
         self.source = plan.dag.module
         self.nodes = {n.name: n for n in self.source.graph.nodes}
         self.graph = fx.Graph()
         self.env: dict[str, fx.Node] = {}
+        self.views: dict[tuple[object, ...], fx.Node] = {}
         self.symbols: dict[sympy.Symbol, fx.Node] = {}
-        self.made = {name: c for c in plan.clusters for name in c.outputs}
+        self.clusters = {c.name: c for c in plan.clusters}
 
     def run(self) -> fx.GraphModule:
         for node in self.source.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.copy(node)
-        output = self.source.graph.output_node()
-        wanted = [n.name for n in self.source.graph.nodes if self.must_run(n)]
-        for name in [*wanted, *(n.name for n in output.all_input_nodes)]:
-            self.require(name)
-        self.graph.node_copy(output, lambda n: self.env[n.name])
-        self.graph.set_codegen(BoxedCodeGen())
+        for call in schedule(self.plan, self.owned).calls:
+            if call.name in self.clusters:
+                self.call(self.clusters[call.name])
+            else:
+                self.library(call)
+        self.returned()
+        self.graph.set_codegen(StraightLine())
         return fx.GraphModule(self.source, self.graph)
 
-    def must_run(self, node: fx.Node) -> bool:
-        """Calls that change something, whoever reads them."""
-        return node.op == "call_function" and node.is_impure()
+    def value(self, name: str) -> fx.Node:
+        """The node that holds a tensor; a chain of views becomes one, made where it is first read."""
+        if name in self.env:
+            return self.env[name]
+        node = self.nodes[name]
+        base = root(self.plan.dag, name)
+        place = _place(node, self.nodes[base])
+        if place is None:
+            for operand in node.all_input_nodes:
+                self.value(operand.name)
+            self.copy(node)
+            return self.env[name]
+        self.env[name] = self.view(base, place, node)
+        return self.env[name]
 
-    def require(self, name: str) -> None:
-        """Make a value available, its operands first; iterative, for graphs of any depth."""
-        stack, opened = [name], set[str]()
-        while stack:
-            top = stack[-1]
-            if top in self.env:
-                stack.pop()
-                continue
-            missing = [n for n in self.operands(top) if n not in self.env]
-            if missing:
-                unit = self.made[top].name if top in self.made else top
-                if unit in opened:
-                    raise RuntimeError(f"the plan of {self.plan.name} has a cycle through {unit}")
-                opened.add(unit)
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            if top in self.made:
-                self.call(self.made[top])
-            else:
-                self.copy(self.nodes[top])
+    def view(self, base: str, place: Place, node: fx.Node) -> fx.Node:
+        if place == _place(self.nodes[base], self.nodes[base]):
+            return self.env[base]
+        if (base, place) not in self.views:
+            made = self.graph.call_function(self.view_function, (self.env[base], *place))
+            made.meta = dict(node.meta)
+            self.views[base, place] = made
+        return self.views[base, place]
 
-    def operands(self, name: str) -> list[str]:
-        if name in self.made:
-            return list(self.made[name].inputs)
-        return [n.name for n in self.nodes[name].all_input_nodes]
+    def returned(self) -> None:
+        """The output. What the program returns as separate tensors stays separate."""
+        output = self.source.graph.output_node()
+        seen: set[fx.Node] = set()
+
+        def result(node: fx.Node) -> fx.Node:
+            made = self.value(node.name)
+            base = root(self.plan.dag, node.name)
+            is_input = made is self.env[base] and base in self.plan.dag.inputs
+            if node.name != base and (made in seen or is_input):
+                place = _place(node, self.nodes[base])
+                if place is not None:
+                    made = self.graph.call_function(self.view_function, (self.env[base], *place))
+                    made.meta = dict(node.meta)
+            seen.add(made)
+            return made
+
+        # Own results first: a view that is equal to one must not take its place.
+        order = sorted(output.all_input_nodes, key=lambda n: n.name != root(self.plan.dag, n.name))
+        results = {node: result(node) for node in order}
+        self.graph.node_copy(output, lambda n: results[n])
+
+    def library(self, call: Call) -> None:
+        for operand in self.nodes[call.name].all_input_nodes:
+            self.value(operand.name)
+        for name in call.makes:
+            self.copy(self.nodes[name])
 
     def copy(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node, lambda n: self.env[n.name])
+        if node.op == "call_function":
+            new.target = quick(node.target)
         self.env[node.name] = new
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
             self.symbols.setdefault(value.node.expr, new)
 
     def call(self, cluster: Cluster) -> None:
-        arguments: list[Any] = [self.env[name] for name in cluster.inputs]
+        arguments: list[Any] = [self.value(name) for name in cluster.inputs]
         arguments += [self.size(symbol) for symbol in symbols_of(cluster, self.plan.dag)]
         call = self.graph.call_function(self.runners[cluster.name], tuple(arguments))
+        call.meta = {"val": tuple(self.nodes[name].meta["val"] for name in cluster.outputs)}
         for position, name in enumerate(cluster.outputs):
             item = self.graph.call_function(operator.getitem, (call, position))
             item.meta = dict(self.nodes[name].meta)
@@ -107,6 +184,23 @@ class _Stitcher:
             else:
                 raise LookupError(f"size {symbol} is no dimension of an input")
         return self.symbols[symbol]
+
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def _place(node: fx.Node, base: fx.Node) -> Place | None:
+    """Shape, strides and offset by which a view reads the memory of `base`; None if not constant."""
+    here, there = node.meta.get("val"), base.meta.get("val")
+    if not isinstance(here, torch.Tensor) or not isinstance(there, torch.Tensor):
+        return None
+    if here.layout is not torch.strided or here.untyped_storage()._cdata != there.untyped_storage()._cdata:
+        return None
+    offset = here.storage_offset() - there.storage_offset()
+    numbers = (*here.shape, *here.stride(), offset, *there.shape, *there.stride())
+    if here.dtype != there.dtype or not all(isinstance(n, int) for n in numbers):
+        return None
+    return tuple(here.shape), here.stride(), int(offset)
 
 
 def symbols_of(cluster: Cluster, dag: OpDag) -> tuple[sympy.Symbol, ...]:
@@ -164,12 +258,3 @@ def _size_node(graph: fx.Graph, value: torch.SymInt | int, symbols: Mapping[symp
 
 def _evaluate(function: Callable[..., Any], *sizes: int) -> int:
     return int(function(*sizes))
-
-
-class BoxedCodeGen(CodeGen):
-    """Takes its arguments as one list and empties it, so that each is freed at its last use."""
-
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
-        unpack = f"\n    {', '.join(names)}, = args_list" if names else ""
-        return f"def forward(self, args_list){maybe_return_annotation}:{unpack}\n    args_list.clear()"

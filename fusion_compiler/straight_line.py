@@ -1,0 +1,154 @@
+"""The text of a stitched graph: one line a call, results unpacked, each value freed at its last use.
+
+def forward(self, args_list):
+    x, weight, = args_list
+    args_list.clear()
+    y, mean, = rms_norm(x, weight)
+    flat = view(y, (64, 4096), (4096, 1), 0);  del y
+    out = mm(flat, weight);  del flat
+    return (out, mean)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import CodeGen, PythonCode
+
+# Matrix products by torch's own bindings: two thirds of the host time of an ATen overload's call.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_QUICK = {getattr(torch.ops.aten, name).default: getattr(torch, name) for name in _PRODUCTS}
+
+
+def quick(target: Any) -> Any:
+    """The cheapest callable that does the same as an ATen overload."""
+    return _QUICK.get(target, target)
+
+
+class StraightLine(CodeGen):
+    """Takes the arguments as one list and empties it, so that each is freed at its last use.
+
+    bound: the generated code's global names and what they stand for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bound: dict[str, Any] = {}
+
+    def _gen_python_code(self, nodes: Any, root_module: str, namespace: Any, **_: Any) -> PythonCode:
+        printer = _Printer(root_module, namespace)
+        lines = printer.lines(list(nodes))
+        self.bound = printer.bound
+        text = "\n    ".join([f"def forward({root_module}, args_list):", *lines])
+        return PythonCode(f"\n\n{text}\n", dict(printer.bound), None)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One statement: `targets = text`, where text reads `operands`."""
+
+    targets: tuple[str, ...]
+    text: str
+    operands: tuple[str, ...]
+    unpacks: bool = False
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.targets)}{',' if self.unpacks else ''} = {self.text}"
+
+
+class _Printer:
+    def __init__(self, root_module: str, namespace: Any) -> None:
+        self.root_module = root_module
+        self.namespace = namespace
+        self.bound: dict[str, Any] = {}
+
+    def lines(self, nodes: list[fx.Node]) -> list[str]:
+        arguments = tuple(repr(node) for node in nodes if node.op == "placeholder")
+        header = _Line(arguments, "args_list", (), unpacks=True)
+        body = [header] if arguments else []
+        body += [
+            self.line(node)
+            for node in nodes
+            if node.op in ("get_attr", "call_function") and not _is_part(node)
+        ]
+        output = nodes[-1]
+        returned = {repr(node) for node in output.all_input_nodes}
+        last = {name: i for i, line in enumerate(body) for name in (*line.targets, *line.operands)}
+        dead: dict[int, list[str]] = {}
+        for name, i in last.items():
+            if name not in returned:
+                dead.setdefault(i, []).append(name)
+        out = [
+            f"{line};  del {', '.join(dead[i])}" if i in dead else str(line) for i, line in enumerate(body)
+        ]
+        return [*out[: len(body[:1]) if arguments else 0], "args_list.clear()", *out[1 if arguments else 0 :],
+                f"return {self.text(output.args[0])}"]  # fmt: skip
+
+    def line(self, node: fx.Node) -> _Line:
+        if node.op == "get_attr":
+            return _Line((repr(node),), f"{self.root_module}.{node.target}", ())
+        arguments = [self.text(a) for a in node.args] + [
+            f"{k}={self.text(v)}" for k, v in node.kwargs.items()
+        ]
+        if node.target is operator.getitem:
+            text = f"{arguments[0]}[{arguments[1]}]"
+        else:
+            text = f"{self.name(node.target)}({', '.join(arguments)})"
+        operands = tuple(repr(operand) for operand in node.all_input_nodes)
+        count = _unpacked(node)
+        if count is None:
+            return _Line((repr(node),), text, operands)
+        parts = {part.args[1]: repr(part) for part in node.users}
+        targets = tuple(
+            parts.get(i) or self.namespace.create_name(f"{node.name}_{i}", None) for i in range(count)
+        )
+        return _Line(targets, text, operands, unpacks=True)
+
+    def name(self, value: Any) -> str:
+        """A global name for something that has no text of its own."""
+        hint = getattr(value, "_opname", None) or getattr(value, "__name__", None)
+        hint = hint or str(value).rpartition(".")[2]
+        name = self.namespace.create_name(re.sub(r"\W", "_", hint).lstrip("_") or "value", value)
+        self.bound[name] = value
+        return name
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return repr(value)
+        if isinstance(value, tuple):
+            return f"({', '.join(self.text(v) for v in value)}{',' if len(value) == 1 else ''})"
+        if isinstance(value, list):
+            return f"[{', '.join(self.text(v) for v in value)}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{k!r}: {self.text(v)}' for k, v in value.items())}}}"
+        if isinstance(value, slice):
+            return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
+        if (
+            value is None
+            or isinstance(value, bool | int | str)
+            or (isinstance(value, float) and math.isfinite(value))
+        ):
+            return repr(value)
+        return self.name(value)
+
+
+def _unpacked(node: fx.Node) -> int | None:
+    """How many results a call has, where only its single results are read."""
+    value = node.meta.get("val")
+    parts = [user.args[1] for user in node.users if user.target is operator.getitem]
+    distinct = {part for part in parts if isinstance(part, int)}
+    if node.op != "call_function" or not isinstance(value, tuple | list) or not parts:
+        return None
+    return len(value) if len(parts) == len(node.users) == len(distinct) else None
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether the line of the call that made it names it already."""
+    whole = node.args[0] if node.target is operator.getitem else None
+    return isinstance(whole, fx.Node) and _unpacked(whole) is not None

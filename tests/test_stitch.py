@@ -1,0 +1,198 @@
+"""The stitched graph as text: what it calls, what it views, when it frees, in which order it runs."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion_compiler.dag import build
+from fusion_compiler.decompositions import decomposition_table
+from fusion_compiler.device import device_spec
+from fusion_compiler.passes.cluster import plan as plan_clusters
+from fusion_compiler.plan import Cluster, FusionPlan
+from fusion_compiler.schedule import Call, peak, schedule
+from fusion_compiler.stitch import stitch, subgraph
+
+
+def planned(function: Callable[..., Any], *inputs: Tensor) -> FusionPlan:
+    gm = make_fx(function, decomposition_table(), tracing_mode="fake")(*inputs)
+    return plan_clusters("graph", build(gm), device_spec("h200"), {})
+
+
+def runner_of(cluster: Cluster, plan: FusionPlan) -> Callable[..., Any]:
+    function = subgraph(cluster, plan.dag)
+
+    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        return function(*arguments)
+
+    return run
+
+
+def stitched(plan: FusionPlan) -> fx.GraphModule:
+    return stitch(plan, {c.name: runner_of(c, plan) for c in plan.clusters})
+
+
+def check(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """Stitches, compares with the function, and returns the module."""
+    module = stitched(planned(function, *inputs))
+    arguments = list(inputs)
+    results = module.forward(arguments)
+    assert not arguments
+    expected = function(*inputs)
+    assert len(results) == len(expected)
+    for mine, theirs in zip(results, expected, strict=True):
+        assert mine.stride() == theirs.stride()
+        torch.testing.assert_close(mine, theirs)
+    return module
+
+
+def calls_of(module: fx.GraphModule) -> list[str]:
+    tree = ast.parse(module.code.strip())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node.func.id for node in calls if isinstance(node.func, ast.Name)]
+
+
+def test_a_chain_of_views_is_one_view_and_products_are_called_directly() -> None:
+    def attend(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = (x.view(6, 8) @ w.t()).view(2, 3, 4, 2).permute(0, 2, 1, 3).select(2, 1)
+        return (y, y.transpose(0, 1).transpose(0, 1)[:, 1:])
+
+    module = check(attend, torch.randn(2, 3, 8), torch.randn(8, 8))
+    assert calls_of(module) == ["restrided", "restrided", "mm", "restrided", "restrided"]
+
+
+def test_views_that_change_nothing_vanish() -> None:
+    def gradients(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return ((x @ y).t().t().view(4, 6),)
+
+    assert calls_of(check(gradients, torch.randn(4, 5), torch.randn(5, 6))) == ["mm"]
+
+
+def test_results_that_were_separate_tensors_stay_separate() -> None:
+    def twice(x: Tensor) -> tuple[Tensor, ...]:
+        y = x @ x
+        return (y, y.view(4, 4), y.view(4, 4), x.view(4, 4))
+
+    x = torch.randn(4, 4)
+    module = check(twice, x)
+    results = module.forward([x])
+    assert len({id(r) for r in (*results, x)}) == 5
+    assert len({r.untyped_storage().data_ptr() for r in results}) == 2
+
+
+def test_views_of_an_input_at_an_offset() -> None:
+    def tail(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return (x[1:].t() @ w, F.gelu(x[2:]))
+
+    storage = torch.randn(100)
+    check(tail, storage[7:].as_strided((5, 6), (8, 1)), torch.randn(4, 3))
+
+
+def test_every_value_is_freed_at_its_last_use() -> None:
+    def layers(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        h = torch.softmax(x @ a, -1)
+        left, right = torch.linalg.qr(h)
+        return (F.gelu(h @ b) + left @ right,)
+
+    module = check(layers, *(torch.randn(6, 6) for _ in range(3)))
+    (function,) = ast.parse(module.code.strip()).body
+    assert isinstance(function, ast.FunctionDef)
+    held: set[str] = set()
+    loaded = [_names(statement, ast.Load) for statement in function.body]
+    for i, statement in enumerate(function.body):
+        held = (held | _names(statement, ast.Store)) - _names(statement, ast.Del)
+        following = function.body[i + 1 : i + 2]
+        due = held - _names(following[0], ast.Del) if following else set[str]()
+        assert due <= set[str]().union(*loaded[i + 1 :]), ast.unparse(statement)
+
+
+def _names(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:
+    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
+
+
+class Counted:
+    """A runner that asks to be replaced by a function once it has been called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__name__ = "counted"
+        self.function, self.calls = function, 0
+        self.links: list[Callable[[Callable[..., Any]], None]] = []
+
+    def link(self, replace: Callable[[Callable[..., Any]], None]) -> None:
+        self.links.append(replace)
+
+    def __call__(self, *arguments: Tensor) -> Any:
+        self.calls += 1
+        for replace in self.links:
+            replace(self.function)
+        return self.function(*arguments)
+
+
+def test_a_runner_is_left_out_once_its_function_is_known() -> None:
+    x = torch.randn(4, 4)
+    plan = planned(lambda x: (torch.softmax(x, -1), torch.softmax(x @ x, -1)), x)
+    runners = {c.name: Counted(subgraph(c, plan.dag)) for c in plan.clusters}
+    module = stitch(plan, runners)
+    first, second = module.forward([x]), module.forward([x])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert {runner.calls for runner in runners.values()} == {1}
+
+
+def test_links_do_not_keep_a_module_alive() -> None:
+    x = torch.randn(4, 4)
+    plan = planned(lambda x: (torch.softmax(x, -1),), x)
+    runners = {c.name: Counted(subgraph(c, plan.dag)) for c in plan.clusters}
+    module = stitch(plan, runners)
+    alive = weakref.ref(module)
+    del module
+    gc.collect()
+    assert alive() is None
+    for runner in runners.values():
+        runner(x)
+
+
+def test_an_unread_result_of_a_library_call_is_freed() -> None:
+    def values(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.topk(x, 2).indices,)
+
+    code = check(values, torch.randn(5, 6)).code
+    assert "del" in code.split("topk(", 1)[1].splitlines()[0]
+
+
+# -- order ------------------------------------------------------------------------------------------
+
+
+def test_the_order_with_the_lower_peak_is_taken() -> None:
+    def late(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        wide = [x @ (w + i).repeat(1, 8) for i in range(4)]  # all of them at once in program order
+        return tuple(y.sum(1) for y in wide)
+
+    plan = planned(late, torch.randn(64, 64), torch.randn(64, 64))
+    chosen = schedule(plan)
+    by_name = {call.name: call for call in chosen.calls}
+    program = sorted(by_name.values(), key=lambda c: "sum" in c.name)
+    returned = frozenset(plan.dag.outputs)
+    assert chosen.peak == peak(chosen.calls, {}, returned)
+    assert chosen.peak <= peak(program, {}, returned)
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_the_predicted_peak(owned: bool) -> None:
+    calls = [
+        Call("f", ("x",), ("a",), (100,)),
+        Call("g", ("a",), ("b", "c"), (10, 20)),
+        Call("h", ("b",), ("d",), (5,)),
+    ]
+    held = {"x": 1000} if owned else {}
+    # x, a | a, b, c (c is not read: freed) | b, d
+    assert peak(calls, held, frozenset({"d"})) == (1100 if owned else 130)
+    assert peak(calls, held, frozenset({"a", "d"})) == (1100 if owned else 130)
