@@ -335,7 +335,7 @@ class Printer:
                 inner = [product((step, *(a.size for a in axes[i + 1 :]))) for i in range(len(axes))]
                 if all(terms.get(first + i, 0) == c for i, c in enumerate(inner)):
                     for i in range(len(axes) - 1):
-                        del terms[first + i]
+                        terms.pop(first + i, None)  # absent where an inner axis is empty
                     whole[first + len(axes) - 1] = base
         merged = Index(index.const, tuple(sorted(terms.items())))
         return index_text(merged, lambda k: whole[k] if k in whole else self.axis(k), self.variable)
@@ -410,7 +410,7 @@ class Printer:
 
     def full(self, value: str, dtype: torch.dtype) -> str:
         """A tile of one element that broadcasts to any other."""
-        return f"tl.full({'[1]' if self.flat else '[1, 1]'}, {value}, {TRITON_TYPES[dtype]})"
+        return f"tl.full({'[]' if self.flat else '[1, 1]'}, {value}, {TRITON_TYPES[dtype]})"
 
     def base_name(self, node: Compute) -> str:
         if dict(node.operands).get("rounding"):
