@@ -13,9 +13,28 @@ if TYPE_CHECKING:
     from fusion_compiler.api import compile
     from fusion_compiler.errors import FusionError, FusionWarning
     from fusion_compiler.options import Options
+    from fusion_compiler.patterns import DEFAULT_PATTERNS, cluster_hint, rewrite, user_kernel
 
-_HOMES = {"compile": "api", "FusionError": "errors", "FusionWarning": "errors", "Options": "options"}
-__all__ = ["FusionError", "FusionWarning", "Options", "compile"]
+_HOMES = {
+    "compile": "api",
+    "FusionError": "errors",
+    "FusionWarning": "errors",
+    "Options": "options",
+    "DEFAULT_PATTERNS": "patterns",
+    "cluster_hint": "patterns",
+    "rewrite": "patterns",
+    "user_kernel": "patterns",
+}
+__all__ = [
+    "DEFAULT_PATTERNS",
+    "FusionError",
+    "FusionWarning",
+    "Options",
+    "cluster_hint",
+    "compile",
+    "rewrite",
+    "user_kernel",
+]
 
 
 def __getattr__(name: str) -> Any:

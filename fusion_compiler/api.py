@@ -27,26 +27,32 @@ from fusion_compiler.launch import Runner, compile_all
 from fusion_compiler.module import Plans, wrap
 from fusion_compiler.options import Options
 from fusion_compiler.passes.cluster import plan as plan_clusters
+from fusion_compiler.passes.match import Traced, find, traced_hints
 from fusion_compiler.passes.rewrites import DEFAULT_REWRITES
+from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, checked
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.sources import source_of
 from fusion_compiler.stitch import stitch, subgraph
 
 
-def compile(model: nn.Module | Callable[..., Any], **options: Any) -> Any:
+def compile(
+    model: nn.Module | Callable[..., Any], *, patterns: Sequence[Pattern] = DEFAULT_PATTERNS, **options: Any
+) -> Any:
     """Compile a module or function; the result is called, trained and saved like the original.
 
+    patterns: what to recognise and replace, the first wins (`fusion_compiler.patterns`).
     options: the fields of `Options`. The module returned shares the model's parameters, buffers and
     mode; its `.plan` holds the FusionPlan of every graph captured so far. Compilation happens at the
     first call, and again for inputs that do not fit what was compiled.
 
-    Raises NotCallableError, UnknownOptionError or InvalidOptionError at once.
+    Raises NotCallableError, UnknownOptionError, InvalidOptionError, InvalidPatternError or
+    RewriteNotEqualError at once.
     """
     if isinstance(model, type) or not callable(model):
         raise NotCallableError(got=model.__name__ if isinstance(model, type) else type(model).__name__)
     chosen = Options.of(**options)
-    compiler = Compiler(chosen)
-    recompile = functools.partial(compile, **options)
+    compiler = Compiler(chosen, patterns)
+    recompile = functools.partial(compile, patterns=patterns, **options)
     return wrap(
         model,
         compiler.backend(),
@@ -58,15 +64,18 @@ def compile(model: nn.Module | Callable[..., Any], **options: Any) -> Any:
 
 
 def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(model, backend="fusion_compiler")`; `options=` are the fields of Options."""
-    return Compiler(Options.of(**options.get("options", options))).backend()(gm, inputs)
+    """`torch.compile(model, backend="fusion_compiler")`; `options=` are those of compile()."""
+    given = dict(options.get("options", options))
+    patterns = given.pop("patterns", DEFAULT_PATTERNS)
+    return Compiler(Options.of(**given), patterns).backend()(gm, inputs)
 
 
 class Compiler:
     """One compile() call: its options, and what its graphs share (kernels, plans, warnings)."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, patterns: Sequence[Pattern] = DEFAULT_PATTERNS) -> None:
         self.options = options
+        self.patterns = checked(patterns)
         self.plans = Plans()
         self.warned = WarnOnce(options.strict)
         self.debug = Debug(DebugSettings.of(os.environ), self.warned)
@@ -78,13 +87,17 @@ class Compiler:
         return make_backend(self.graph, rewrites=DEFAULT_REWRITES, decompositions=decomposition_table)
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
-        """One graph through the stages: dag, cluster, emit, stitch."""
+        """One graph through the stages: dag, match, cluster, emit, stitch."""
         clock = Clock()
         self.debug.stage(info.name, "capture", gm)
         dag = build(gm, source_of)
         kind = device_type(dag)
         device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
-        plan = plan_clusters(info.name, dag, device, size_hints(inputs), numerics=self.options.numerics)
+        matches = find(self.hints, dag)
+        clock.lap("match")
+        plan = plan_clusters(
+            info.name, dag, device, size_hints(inputs), numerics=self.options.numerics, matches=matches
+        )
         clock.lap("plan")
         backend = self.backend_for(kind)
         runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
@@ -101,6 +114,11 @@ class Compiler:
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
         return run
+
+    @functools.cached_property
+    def hints(self) -> tuple[Traced, ...]:
+        """The patterns that speak of clusters; traced when a graph first needs them."""
+        return traced_hints(tuple(p for p in self.patterns if isinstance(p, ClusterHint)))
 
     def backend_for(self, kind: str) -> str:
         """What runs the clusters of a graph on this kind of device."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -25,7 +25,10 @@ from fusion_compiler.passes import layout
 from fusion_compiler.passes.cost import BufferInfo, cost_of
 from fusion_compiler.passes.legality import first_refusal
 from fusion_compiler.passes.lower import Illegal, lower
+from fusion_compiler.passes.match import Match
+from fusion_compiler.passes.recompute import recompute
 from fusion_compiler.passes.simplify import simplify
+from fusion_compiler.patterns import ClusterHint
 from fusion_compiler.plan import Cluster, Cost, FusionPlan, Leftover, Rejected
 from fusion_compiler.schema import short_name
 
@@ -85,9 +88,15 @@ class Search:
     """One graph's clustering on one device."""
 
     def __init__(
-        self, dag: OpDag, device: DeviceSpec, hints: Mapping[sympy.Symbol, int], rounded: bool
+        self,
+        dag: OpDag,
+        device: DeviceSpec,
+        hints: Mapping[sympy.Symbol, int],
+        rounded: bool,
+        matches: Sequence[Match] = (),
     ) -> None:
         self.dag, self.device, self.hints, self.rounded = dag, device, hints, rounded
+        self.matches = matches
         self.reads = Reads(dag)
         self.infos: dict[str, BufferInfo] = {}
         self.rejections: dict[tuple[str, str], Rejected] = {}
@@ -316,15 +325,22 @@ class Search:
         self.build_reach()
         self.version = dict.fromkeys(self.parts, 0)
         self.heap: list[tuple[float, int, int, int, int]] = []
+        for match in self.matches:
+            if isinstance(match.pattern, ClusterHint) and match.pattern.fuse:
+                self.try_hint(match)
         for number in self.parts:
             for other, saved in self.neighbours(number).items():
                 if number < other:
                     self.push(number, other, saved)
+        self.merge_all()
+        while recompute(self):
+            self.merge_all()
+
+    def merge_all(self) -> None:
         while self.heap:
             _, a, b, va, vb = heapq.heappop(self.heap)
-            if self.version.get(a) != va or self.version.get(b) != vb:
-                continue
-            self.try_merge(a, b)
+            if self.version.get(a) == va and self.version.get(b) == vb:
+                self.try_merge(a, b)
 
     def push(self, a: int, b: int, saved: int) -> None:
         heapq.heappush(self.heap, (-float(saved), a, b, self.version[a], self.version[b]))
@@ -366,6 +382,53 @@ class Search:
         info = self.info(name)
         return hint(info.numel, self.hints) * info.itemsize
 
+    def held(self, ops: Sequence[str]) -> list[Match]:
+        """The patterns that a set of ops holds whole, views aside."""
+        inside = set(ops)
+        return [
+            m for m in self.matches if all(n in inside or not self.fusible(self.dag.op(n)) for n in m.ops)
+        ]
+
+    def try_hint(self, match: Match) -> None:
+        """One cluster of all that a hint names, where that is legal and faster than its ops alone."""
+        numbers = sorted({self.owner[n] for n in match.ops if n in self.owner})
+        if len(numbers) < 2:
+            return
+        parts = [self.parts[n] for n in numbers]
+        names = tuple(sorted({o for p in parts for o in p.ops}, key=self.reads.position.__getitem__))
+        pair = (match.name, self.label(parts[-1]))
+        mask = sum(1 << n for n in numbers)
+        above, below = 0, 0
+        for n in numbers:
+            above, below = above | self.above[n], below | self.below[n]
+        if above & below & ~mask:
+            self.rejections[pair] = Rejected(*pair, "convex", "an op outside needs one and feeds another")
+            return
+        try:
+            union = self.part(names, frozenset[str]().union(*(p.kept for p in parts)))
+        except Illegal as error:
+            self.rejections[pair] = Rejected(*pair, error.rule, error.reason)
+            return
+        apart = sum(p.cost.us for p in parts)
+        if union.cost.us >= apart:
+            reason = f"together {union.cost.us:.1f} us, apart {apart:.1f} us"
+            self.rejections[pair] = Rejected(*pair, "cost", reason, apart - union.cost.us)
+            return
+        unfused = sum(p.unfused_us for p in parts)
+        for gone in numbers[1:]:
+            self.join(numbers[0], gone)
+        self.parts[numbers[0]] = replace(union, unfused_us=unfused)
+
+    def join(self, kept: int, gone: int) -> None:
+        """All that belonged to the part `gone` belongs to `kept`."""
+        del self.parts[gone], self.version[gone]
+        for owners in (self.owner, self.unit):
+            for name, owner in owners.items():
+                if owner == gone:
+                    owners[name] = kept
+        self.join_reach(kept, gone)
+        self.version[kept] += 1
+
     def try_merge(self, a: int, b: int) -> None:
         first, second = self.parts[a], self.parts[b]
         names = tuple(sorted({*first.ops, *second.ops}, key=self.reads.position.__getitem__))
@@ -388,16 +451,8 @@ class Search:
             self.rejections[pair] = Rejected(*pair, "cost", reason, gain)
             return
         kept, gone = min(a, b), max(a, b)
+        self.join(kept, gone)
         self.parts[kept] = replace(union, unfused_us=first.unfused_us + second.unfused_us)
-        del self.parts[gone], self.version[gone]
-        for name, owner in list(self.owner.items()):
-            if owner == gone:
-                self.owner[name] = kept
-        for name in names:
-            if self.unit.get(name) == gone:
-                self.unit[name] = kept
-        self.join_reach(kept, gone)
-        self.version[kept] += 1
         for other, saved in self.neighbours(kept).items():
             self.push(min(kept, other), max(kept, other), saved)
 
@@ -456,10 +511,12 @@ class Search:
         return part.outputs[-1]
 
 
-def cluster_name(dag: OpDag, ops: tuple[str, ...], limit: int = 6) -> str:
-    """What the kernel does, in the names of its ops."""
-    skip = {"cast", "clone", "_to_copy", "full", "scalar_tensor", "where"}
-    names = [short_name(dag.op(n).target).strip("_") for n in ops]
+def cluster_name(dag: OpDag, ops: tuple[str, ...], matches: Sequence[Match] = (), limit: int = 6) -> str:
+    """What the kernel does: the patterns that it holds whole, the names of its other ops."""
+    skip = {"cast", "clone", "_to_copy", "full", "scalar_tensor", "where", "uniform"}
+    first = {next(n for n in ops if n in set(m.ops)): m.name for m in matches}
+    covered = {n for m in matches for n in m.ops} - first.keys()
+    names = [first.get(n) or short_name(dag.op(n).target).strip("_") for n in ops if n not in covered]
     names = [n for n in names if n not in skip] or names
     short: list[str] = []
     for name in names:
@@ -470,22 +527,33 @@ def cluster_name(dag: OpDag, ops: tuple[str, ...], limit: int = 6) -> str:
 
 
 def plan(
-    name: str, dag: OpDag, device: DeviceSpec, hints: Mapping[sympy.Symbol, int], *, numerics: str = "float32"
+    name: str,
+    dag: OpDag,
+    device: DeviceSpec,
+    hints: Mapping[sympy.Symbol, int],
+    *,
+    numerics: str = "float32",
+    matches: Sequence[Match] = (),
 ) -> FusionPlan:
-    """Decide what is fused in one graph. Pure: the plan is all that comes out."""
-    search = Search(dag, device, hints, numerics == "eager")
+    """Decide what is fused in one graph. Pure: the plan is all that comes out.
+
+    hints: sizes that symbols had. matches: where patterns were found.
+    """
+    search = Search(dag, device, hints, numerics == "eager", matches)
     search.run()
     taken = set(dag.order)
     clusters: list[Cluster] = []
     for parts in search.run_beside():
         ops = tuple(sorted({n for p in parts for n in p.ops}, key=search.reads.position.__getitem__))
-        unique = base = cluster_name(dag, ops)
+        held = search.held(ops)
+        unique = base = cluster_name(dag, ops, held)
         for i in itertools.count(2):
             if unique not in taken:
                 break
             unique = f"{base}_{i}"
         taken.add(unique)
-        clusters.append(_cluster(unique, ops, parts, device))
+        pattern = ", ".join(dict.fromkeys(m.name for m in held)) or None
+        clusters.append(replace(_cluster(unique, ops, parts, device), pattern=pattern))
     final = {n: c.name for c in clusters for n in c.ops}
     rejections = _current(search, final)
     return FusionPlan(name, dag, tuple(clusters), tuple(search.leftovers), rejections, device.name)

@@ -22,7 +22,7 @@ import fusion_compiler as fc
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fusion_compiler"
 # What stages hand to each other, and what that data needs to print itself: no stage, no api.
-LEAVES = ("ops", "dag", "plan", "errors", "device", "loops", "kernel", "options")
+LEAVES = ("ops", "dag", "plan", "errors", "device", "loops", "kernel", "options", "patterns")
 BELOW_LEAVES = ("dims", "random", "report", "schema")
 
 

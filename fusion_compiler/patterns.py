@@ -1,0 +1,280 @@
+"""Patterns: torch code that is recognised in a model, and what is to happen to it.
+
+    ClusterHint   the matched ops are tried as one cluster, and the cluster is named after the pattern
+    Rewrite       the matched ops become other torch code, which is checked to be equal first
+    UserKernel    the matched ops become one call of a function of yours, a Triton kernel for example
+
+Patterns are values in an ordered tuple: `compile(model, patterns=(mine, *DEFAULT_PATTERNS))`. Where two
+match the same op, the first wins. A pattern is the torch code that it matches, traced like the model
+itself on example arguments: tensors, whose *rank* counts (equal sizes among them stand for equal sizes in
+the model, a size of 1 for 1), and Python floats, which stand for any number there. Other literals in the
+code, and integers among the arguments, match themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_compiler.errors import InvalidPatternError
+
+Code = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """What all sorts have. code: tensors (and floats) -> tensor or tuple of tensors.
+
+    example: one tensor or number per parameter of `code`; only ranks, dtypes and equal sizes count.
+    where: called with what was matched, a `TensorMeta` for each tensor (shape and stride in elements,
+        dtype, device) and the number for each float; False leaves the ops alone.
+    """
+
+    name: str
+    code: Code
+    example: tuple[Any, ...]
+    where: Callable[..., bool] | None = None
+
+    def __post_init__(self) -> None:
+        if not str(self.name).isidentifier():
+            raise InvalidPatternError(pattern=self.name, detail="its name must be a Python identifier")
+        for field, function in self.functions().items():
+            if not callable(function):
+                raise InvalidPatternError(
+                    pattern=self.name, detail=f"{field} is {type(function).__name__}, not a function"
+                )
+        if not any(isinstance(value, torch.Tensor) for value in self.example):
+            raise InvalidPatternError(pattern=self.name, detail="no example argument is a tensor")
+        for value in self.example:
+            if not isinstance(value, torch.Tensor | bool | int | float):
+                raise InvalidPatternError(
+                    pattern=self.name, detail=f"an example argument is {type(value).__name__}"
+                )
+        try:
+            inspect.signature(self.code).bind(*self.example)
+        except TypeError as error:
+            raise InvalidPatternError(
+                pattern=self.name, detail=f"the example does not fit its code: {error}"
+            ) from error
+        except ValueError:  # a builtin without a signature: the trace will tell
+            pass
+
+    def functions(self) -> dict[str, object]:
+        """The fields that must be callable; those that may be left out, only where they are given."""
+        given: dict[str, object] = {"code": self.code}
+        return given if self.where is None else {**given, "where": self.where}
+
+    def __str__(self) -> str:
+        """The torch code."""
+        return _source(self.code)
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterHint(Pattern):
+    """Ops that belong together. fuse: try them as one cluster before the search; False only names them.
+
+    backward: recognise the gradient with respect to the first argument too, as `<name>_backward`.
+    """
+
+    fuse: bool = True
+    backward: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Rewrite(Pattern):
+    """`code` becomes `after`, which takes the same arguments; gradients follow from `after`."""
+
+    after: Code = lambda: None
+
+    def functions(self) -> dict[str, object]:
+        return {**super().functions(), "after": self.after}
+
+    def __str__(self) -> str:
+        return f"{_source(self.code)}\nbecomes\n\n{_source(self.after)}"
+
+
+@dataclass(frozen=True, eq=False)
+class UserKernel(Pattern):
+    """`code` becomes a call of `run`, which takes the same arguments and returns new tensors.
+
+    backward: (*arguments, *outputs, *gradients of the outputs) -> the gradient of every floating
+        argument, in order; None: the gradient of `code`, recomputed.
+    """
+
+    run: Code = lambda: None
+    backward: Code | None = None
+
+    def functions(self) -> dict[str, object]:
+        more = {} if self.backward is None else {"backward": self.backward}
+        return {**super().functions(), "run": self.run, **more}
+
+
+def cluster_hint(
+    code: Code,
+    *example: Any,
+    name: str | None = None,
+    where: Callable[..., bool] | None = None,
+    fuse: bool = True,
+    backward: bool = False,
+) -> ClusterHint:
+    """Ops like those of `code` are fused where that is legal and pays, and named. See ClusterHint.
+
+    Raises InvalidPatternError.
+    """
+    return ClusterHint(_name(code, name), code, example, where, fuse, backward)
+
+
+def rewrite(
+    before: Code,
+    after: Code,
+    *example: Any,
+    name: str | None = None,
+    where: Callable[..., bool] | None = None,
+) -> Rewrite:
+    """Code like `before` is compiled as if it were `after`. See Rewrite.
+
+    compile() checks both on random float64 inputs, their gradients too, and raises RewriteNotEqualError
+    with a counterexample. Raises InvalidPatternError here.
+    """
+    return Rewrite(_name(before, name), before, example, where, after)
+
+
+def user_kernel(
+    code: Code,
+    run: Code,
+    *example: Any,
+    backward: Code | None = None,
+    name: str | None = None,
+    where: Callable[..., bool] | None = None,
+) -> UserKernel:
+    """Code like `code` is computed by `run(*tensors)`. See UserKernel. Raises InvalidPatternError."""
+    return UserKernel(_name(code, name), code, example, where, run, backward)
+
+
+def _name(code: object, name: str | None) -> str:
+    return name if name is not None else str(getattr(code, "__name__", "pattern")).strip("<>")
+
+
+def checked(patterns: object) -> tuple[Pattern, ...]:
+    """`patterns` as the option takes them. Raises InvalidPatternError for anything but patterns."""
+    if isinstance(patterns, Pattern) or not isinstance(patterns, Sequence):
+        raise InvalidPatternError(
+            pattern=getattr(patterns, "name", patterns),
+            detail="give a tuple: patterns=(mine, *DEFAULT_PATTERNS)",
+        )
+    for pattern in patterns:
+        if not isinstance(pattern, ClusterHint | Rewrite | UserKernel):
+            raise InvalidPatternError(
+                pattern=repr(pattern),
+                detail=f"{type(pattern).__name__} is none of cluster_hint(), rewrite(), user_kernel()",
+            )
+    return tuple(patterns)
+
+
+def _source(code: Code) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(code)).rstrip()
+    except (OSError, TypeError):
+        return f"{getattr(code, '__name__', code)}(...)"
+
+
+# What models are made of. These only name clusters: the search finds them by itself.
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    return torch.log_softmax(x, -1)
+
+
+def softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def layer_norm_plain(x: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def rms_norm_plain(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def rms_norm_product(x: Tensor, eps: float) -> Tensor:
+    """The square written as x * x."""
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    """GPT-2's own."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def silu(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def dropout(x: Tensor, noise: Tensor, p: float, scale: float) -> Tensor:
+    return x * (noise >= p) * scale
+
+
+def _defaults() -> tuple[Pattern, ...]:
+    rows, row, four = torch.ones(6, 10), torch.ones(10), torch.ones(2, 3, 4, 10)
+
+    def named(code: Code, *example: Any, name: str | None = None) -> ClusterHint:
+        return cluster_hint(code, *example, name=name, fuse=False, backward=True)
+
+    return (
+        named(cross_entropy, rows, torch.zeros(6, dtype=torch.int64)),
+        named(log_softmax, rows),
+        named(softmax, rows),
+        named(layer_norm, rows, row, row, 1e-5),
+        named(layer_norm_plain, rows, 1e-5, name="layer_norm"),
+        named(rms_norm, rows, row, 1e-5),
+        named(rms_norm_plain, rows, 1e-5, name="rms_norm"),
+        named(rms_norm_product, rows, 1e-5, name="rms_norm"),
+        named(gelu, rows),
+        named(gelu_tanh, rows, name="gelu"),
+        named(gelu_new, rows, name="gelu"),
+        named(swiglu, rows, rows),
+        named(silu, rows),
+        named(rope, four, four[:, :1], four[:, :1]),
+        named(dropout, rows, rows, 0.5, 2.0),
+    )
+
+
+DEFAULT_PATTERNS: tuple[Pattern, ...] = _defaults()
