@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
+import torch
 
 from fusion_compiler.dag import Op, OpDag
 from fusion_compiler.device import DeviceSpec
@@ -33,6 +34,8 @@ from fusion_compiler.plan import Cluster, Cost, FusionPlan, Leftover, Rejected
 from fusion_compiler.schema import short_name
 
 FUSIBLE = frozenset({Kind.ELEMENTWISE, Kind.REDUCTION, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT})
+REASONS = {Kind.CONTRACTION: "library call"}
+SEEDS = {torch.ops.fusion_compiler.seed.default: "draws the seed from PyTorch's generator, once a graph"}
 MOST_BESIDE = 4  # clusters in one launch
 SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
 L2_SHARE = 0.25  # of L2 that a tensor may fill and still be there when the next kernel reads it
@@ -213,7 +216,7 @@ class Search:
             op = self.dag.op(name)
             if name not in self.owned and op.target is not operator.getitem and op.outputs:
                 self.leave(
-                    op, "library call" if op.kind is Kind.CONTRACTION else "no row in the operator table"
+                    op, REASONS.get(op.kind) or SEEDS.get(op.target) or "no row in the operator table"
                 )
         for name in order:
             reason = self.foreign(self.dag.op(name), devices) if name in self.owned else None
@@ -494,9 +497,9 @@ class Search:
         return bool(self.behind(mine) & self.behind(theirs))
 
     def behind(self, names: set[str]) -> set[str]:
-        """Sources of the library calls among some tensors, parameters aside."""
+        """Sources of the library calls among some tensors: the projections of one input are siblings."""
         calls = [n for n in names if self.dag.op(n).kind is Kind.CONTRACTION]
-        return {s for n in calls for s in self.reads.sources[n] if self.dag.op(s).kind is not Kind.OPAQUE}
+        return {s for n in calls for s in self.reads.sources[n]}
 
     def bound(self, a: Part, b: Part) -> float:
         """What a merge could save at most: the tensors between them and one launch."""
