@@ -32,7 +32,7 @@ from fusion_compiler.passes.rewrites import DEFAULT_REWRITES
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, checked
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.sources import source_of
-from fusion_compiler.stitch import stitch, subgraph
+from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
 
 
 def compile(
@@ -102,7 +102,9 @@ class Compiler:
         backend = self.backend_for(kind)
         runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
         clock.lap("emit")
-        stitched = stitch(plan, runners)
+        stitched = stitch(
+            plan, runners, owned=info.owned, view=reinterpreted if backend == "triton" else restrided
+        )
         clock.lap("stitch")
         self.debug.stage(info.name, "stitch", stitched)
         if backend == "triton":

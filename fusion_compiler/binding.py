@@ -20,11 +20,12 @@ inputs and one output of fixed shape:
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import linecache
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -46,12 +47,59 @@ Launcher = Callable[..., tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel on a device, ready to launch: CompiledKernel.run and what it takes each time."""
+    """A kernel on a device, ready to launch: CompiledKernel.run and what it takes each time.
+
+    owner: keeps the loaded code alive. direct: what `run` itself calls, and with which arguments,
+    where that is known: constants, `Varying` ones, and tuples of them.
+    """
 
     run: Callable[..., None]
     function: object
     packed: object
-    owner: object = None  # keeps the loaded code alive
+    owner: object = None
+    direct: tuple[Callable[..., None], tuple[object, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Varying:
+    """An argument that differs from launch to launch: "x", "y", "z" (grid), "stream" or "0", "1", ..."""
+
+    name: str
+
+
+def direct_call(
+    run: Any, function: object, packed: object, count: int
+) -> tuple[Callable[..., None], tuple[object, ...]] | None:
+    """What a Triton launcher does with the arguments of a kernel of `count` parameters.
+
+    A launcher is a Python object that sorts its arguments and allocates scratch before it calls a
+    C function, `run.launch`; that it is asked what it would pass on is independent of Triton's version.
+    None where it does more than to pass them on.
+    """
+    calls: list[tuple[object, ...]] = []
+    grid = [Varying(axis) for axis in "xyz"]
+    arguments = [Varying(str(i)) for i in range(count)]
+    try:
+        launch = run.launch
+        probe = copy.copy(run)
+        probe.launch = lambda *given: calls.append(given)
+        probe(*grid, Varying("stream"), function, packed, None, None, None, *arguments)
+    except Exception:  # it computes with the grid: it needs scratch of its own
+        return None
+    passed = [v for v in _flat(calls) if isinstance(v, Varying)]
+    if len(calls) != 1 or sorted(v.name for v in passed) != sorted(
+        v.name for v in (*grid, Varying("stream"), *arguments)
+    ):
+        return None
+    return launch, calls[0]
+
+
+def _flat(value: object) -> Iterable[object]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
 
 
 class Gpu(Protocol):
@@ -282,13 +330,34 @@ def _write_launch(text: _Text, number: int, kernel: Kernel, entry: Entry, grid: 
         Role.SCRATCH: "s{}.data_ptr()",
         Role.SIZE: "n{}",
     }
-    arguments = "".join(f", {values[a.role].format(a.index)}" for a in kernel.arguments)
-    run = text.bind(f"run{number}", entry.run)
-    function = text.bind(f"function{number}", entry.function)
-    packed = text.bind(f"packed{number}", entry.packed)
+    arguments = [values[a.role].format(a.index) for a in kernel.arguments]
+    given = dict(zip("xyz", grid, strict=True)) | {"stream": "stream"}
+    given |= {str(i): argument for i, argument in enumerate(arguments)}
     text.names[f"owner{number}"] = entry.owner
-    call = f"{run}({', '.join(grid)}, stream, {function}, {packed}, None, None, None{arguments})"
+    if entry.direct is not None:
+        launch, layout = entry.direct
+        call = f"{text.bind(f'run{number}', launch)}({_passed(text, number, layout, given)})"
+    else:
+        run = text.bind(f"run{number}", entry.run)
+        function = text.bind(f"function{number}", entry.function)
+        packed = text.bind(f"packed{number}", entry.packed)
+        call = f"{run}({', '.join([*grid, 'stream', function, packed, 'None', 'None', 'None', *arguments])})"
     if "0" in grid:
         return
     unknown = [extent for extent in grid if not extent.isdigit()]
     text.add(f"if {' and '.join(unknown)}: {call}" if unknown else call)
+
+
+def _passed(text: _Text, number: int, layout: Iterable[object], given: Mapping[str, str]) -> str:
+    """The arguments of a direct call as text."""
+    parts: list[str] = []
+    for value in layout:
+        if isinstance(value, Varying):
+            parts.append(given[value.name])
+        elif isinstance(value, tuple | list) and any(isinstance(v, Varying) for v in _flat(value)):
+            parts.append(f"({_passed(text, number, value, given)},)")
+        elif value is None or isinstance(value, bool | int):
+            parts.append(repr(value))
+        else:
+            parts.append(text.bind(f"fixed{number}_{len(text.names)}", value))
+    return ", ".join(parts)

@@ -40,6 +40,8 @@ class GraphInfo:
     static_inputs: positions of the parameters and buffers among the placeholders: their
         addresses stay the same from call to call (until the module is moved).
     outputs: how many leading outputs belong to the caller; the others are saved for backward.
+    owned: names of the placeholders that the caller gives up: activations saved for backward and
+        the gradients that it starts from.
     rewrites: what the pre-autograd rewrites did or refused, the same for all phases.
     """
 
@@ -47,6 +49,7 @@ class GraphInfo:
     phase: Phase
     static_inputs: tuple[int, ...]
     outputs: int
+    owned: tuple[str, ...] = ()
     rewrites: Notes = ()
 
 
@@ -163,13 +166,15 @@ def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> Graph
     placeholders = graph.graph.find_nodes(op="placeholder")
     returned = graph.graph.output_node().args[0]
     outputs = len(returned) if isinstance(returned, Sequence) else 1
+    owned: tuple[str, ...] = ()
     if metadata is None:
-        return GraphInfo(f"{name}.{phase}", phase, (), outputs, notes)
+        return GraphInfo(f"{name}.{phase}", phase, (), outputs, (), notes)
     static = {int(i) for i in metadata.static_input_indices}
     if phase is Phase.BACKWARD:
         # The partitioner keeps the joint graph's names for inputs that it saves.
         names = {f"primals_{i + 1}" for i in static}
         static = {i for i, node in enumerate(placeholders) if node.name in names}
+        owned = tuple(node.name for node in placeholders if not node.name.startswith("primals_"))
     elif phase is Phase.FORWARD:
         outputs = metadata.num_forward_returns
-    return GraphInfo(f"{name}.{phase}", phase, tuple(sorted(static)), outputs, notes)
+    return GraphInfo(f"{name}.{phase}", phase, tuple(sorted(static)), outputs, owned, notes)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusion_compiler.binding import Entry
+from fusion_compiler.binding import Entry, direct_call
 from fusion_compiler.builds import Build, compile_build, forget
 from fusion_compiler.errors import CacheError, FusionWarning
 
@@ -92,7 +92,9 @@ class CudaGpu:
                     raise
                 except Exception as error:
                     kernel, run = _reload(build, error)
-            self._loaded[build] = Entry(run, kernel.function, kernel.packed_metadata, kernel)
+            function, packed = kernel.function, kernel.packed_metadata
+            direct = direct_call(run, function, packed, len(build.signature))
+            self._loaded[build] = Entry(run, function, packed, kernel, direct)
         return self._loaded[build]
 
     def times(self, calls: Sequence[Callable[[], object]]) -> list[float]:

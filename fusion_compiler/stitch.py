@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import sympy
 import torch
 from torch import fx
+from torch._C._dynamo import guards
 
 from fusion_compiler.dag import OpDag
 from fusion_compiler.plan import Cluster, FusionPlan
@@ -25,6 +26,10 @@ def restrided(
 ) -> torch.Tensor:
     """The memory of `tensor` by another shape and other strides, `further` elements on."""
     return torch.as_strided(tensor, shape, stride, tensor.storage_offset() + further)
+
+
+# The same past the dispatcher and autograd's bookkeeping of views: for tensors of devices, not for fakes.
+reinterpreted: Callable[..., torch.Tensor] = getattr(guards, "_reinterpret_tensor")  # noqa: B009  no stub
 
 
 def stitch(

@@ -23,7 +23,16 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from fusion_compiler import cuda, launch
-from fusion_compiler.binding import Entry, Variant, ZeroedScratch, bind, dim_source, evaluate
+from fusion_compiler.binding import (
+    Entry,
+    Variant,
+    Varying,
+    ZeroedScratch,
+    bind,
+    dim_source,
+    direct_call,
+    evaluate,
+)
 from fusion_compiler.builds import Build, compile_build
 from fusion_compiler.cache import Cache
 from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelError, MissingTritonError
@@ -609,3 +618,72 @@ def test_a_launch_costs_the_host_less_than_two_aten_adds() -> None:
 
     run(a, b)
     assert microseconds(lambda: run(a, b)) < 2 * microseconds(lambda: a + b)
+
+
+class Launcher:
+    """Stands in for Triton's: `launch` is the C function that it calls at last."""
+
+    def __init__(self, launch: Callable[..., None], scratch: int = 0) -> None:
+        self.launch, self.scratch = launch, scratch
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: object, *rest: object) -> None:
+        scratch = x * y * z * self.scratch if self.scratch else None
+        self.launch(x, y, z, stream, function, False, scratch, *rest[:4], rest[4:])
+
+
+def test_a_launcher_is_left_out_where_it_only_passes_on() -> None:
+    seen: list[tuple[object, ...]] = []
+
+    def launch(*given: object) -> None:
+        seen.append(given)
+
+    class Direct(FakeGpu):
+        def load(self, build: Build) -> Entry:
+            run = Launcher(launch)
+            direct = direct_call(run, "function", "packed", len(build.signature))
+            return Entry(run, "function", "packed", None, direct)
+
+    a, b = vectors(1000)
+    (y,) = runner(Direct(), add_bf16())(a, b)
+    assert seen == [
+        (
+            8,
+            1,
+            1,
+            7,
+            "function",
+            False,
+            None,
+            "packed",
+            None,
+            None,
+            None,
+            (a.data_ptr(), b.data_ptr(), y.data_ptr()),
+        )
+    ]
+    assert direct_call(Launcher(launch, scratch=16), "function", "packed", 3) is None
+    assert direct_call(launch, "function", "packed", 3) is None
+    assert len(seen) == 1
+
+
+def test_tritons_own_launcher_only_passes_on() -> None:
+    """The fields that its __call__ reads, without the driver that its __init__ needs."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    own: Any = object.__new__(CudaLauncher)
+    names = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
+    vars(own).update(dict.fromkeys(names, 0), num_ctas=1, launch_cooperative_grid=False, launch_pdl=False)
+    vars(own).update(arg_annotations=["p"], kernel_signature=b"OO")
+    seen: list[tuple[object, ...]] = []
+    own.launch = lambda *given: seen.append(given)
+    found = direct_call(own, 11, (4, 1, 0), 2)
+    assert found is not None and found[0] is own.launch and not seen
+    own(5, 6, 7, 8, 11, (4, 1, 0), None, None, None, 100, 200)
+    given = {"x": 5, "y": 6, "z": 7, "stream": 8, "0": 100, "1": 200}
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, Varying):
+            return given[value.name]
+        return tuple(map(filled, value)) if isinstance(value, tuple) else value
+
+    assert tuple(map(filled, found[1])) == seen[0]

@@ -20,7 +20,7 @@ from fusion_compiler.device import device_spec
 from fusion_compiler.passes.cluster import plan as plan_clusters
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.schedule import Call, peak, schedule
-from fusion_compiler.stitch import stitch, subgraph
+from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
 
 
 def planned(function: Callable[..., Any], *inputs: Tensor) -> FusionPlan:
@@ -37,22 +37,24 @@ def runner_of(cluster: Cluster, plan: FusionPlan) -> Callable[..., Any]:
     return run
 
 
-def stitched(plan: FusionPlan) -> fx.GraphModule:
-    return stitch(plan, {c.name: runner_of(c, plan) for c in plan.clusters})
+def stitched(plan: FusionPlan, view: Callable[..., Tensor] = restrided) -> fx.GraphModule:
+    return stitch(plan, {c.name: runner_of(c, plan) for c in plan.clusters}, view=view)
 
 
 def check(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     """Stitches, compares with the function, and returns the module."""
-    module = stitched(planned(function, *inputs))
-    arguments = list(inputs)
-    results = module.forward(arguments)
-    assert not arguments
-    expected = function(*inputs)
-    assert len(results) == len(expected)
-    for mine, theirs in zip(results, expected, strict=True):
-        assert mine.stride() == theirs.stride()
-        torch.testing.assert_close(mine, theirs)
-    return module
+    plan = planned(function, *inputs)
+    modules = [stitched(plan, view) for view in (reinterpreted, restrided)]
+    for module in modules:
+        arguments = list(inputs)
+        results = module.forward(arguments)
+        assert not arguments
+        expected = function(*inputs)
+        assert len(results) == len(expected)
+        for mine, theirs in zip(results, expected, strict=True):
+            assert mine.stride() == theirs.stride()
+            torch.testing.assert_close(mine, theirs)
+    return modules[-1]
 
 
 def calls_of(module: fx.GraphModule) -> list[str]:
