@@ -1,0 +1,57 @@
+"""The best clustering of a small graph by trying all: what the greedy search is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import networkx as nx
+
+from fusion_compiler.passes.cluster import Part, Search
+from fusion_compiler.passes.lower import Illegal
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to group items."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for grouping in partitions(rest):
+        yield [[first], *grouping]
+        for i in range(len(grouping)):
+            yield [*grouping[:i], [first, *grouping[i]], *grouping[i + 1 :]]
+
+
+def best_us(search: Search) -> float:
+    """The least predicted time of any legal, acyclic grouping of the parts that `search` starts with."""
+    base = dict(search.parts)
+    known: dict[frozenset[int], Part | None] = {}
+
+    def joined(group: list[int]) -> Part | None:
+        key = frozenset(group)
+        if key not in known:
+            ops = {n for g in group for n in base[g].ops}
+            kept = frozenset[str]().union(*(base[g].kept for g in group))
+            try:
+                known[key] = search.part(tuple(sorted(ops, key=search.reads.position.__getitem__)), kept)
+            except Illegal:
+                known[key] = None
+        return known[key]
+
+    best = float("inf")
+    for grouping in partitions(sorted(base)):
+        parts = [joined(group) for group in grouping]
+        if all(p is not None for p in parts) and _acyclic(search, [p for p in parts if p is not None]):
+            best = min(best, sum(p.cost.us for p in parts if p is not None))
+    return best
+
+
+def _acyclic(search: Search, parts: list[Part]) -> bool:
+    home = {name: i for i, part in enumerate(parts) for name in part.outputs}
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    for i, part in enumerate(parts):
+        for name in part.ops:
+            for source in search.reads.sources[name]:
+                if source not in part.ops and home.get(source, i) != i:
+                    graph.add_edge(home[source], i)
+    return nx.is_directed_acyclic_graph(graph)
