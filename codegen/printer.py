@@ -296,7 +296,7 @@ class Printer:
             self.line(f"row = {start}")
             return
         self.line(f"row = {start} + tl.arange(0, {self.s.block_rows})[:, None]")
-        if quotient(size, self.s.block_rows) is None:
+        if size == 0 or quotient(size, self.s.block_rows) is None:
             self.line(f"row_inside = row < {dim_text(size)}")
             self.row_mask = "row_inside"
 
@@ -307,7 +307,7 @@ class Printer:
         lanes = lanes if self.flat else f"{lanes}[None, :]"
         self.line(f"col = {lanes if start is None else f'{start} + {lanes}'}")
         size = self.a.size(COLS)
-        if quotient(size, self.s.block_cols) is None:
+        if size == 0 or quotient(size, self.s.block_cols) is None:
             self.line(f"col_inside = col < {dim_text(size)}")
             self.col_mask = "col_inside"
 
