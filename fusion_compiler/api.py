@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,9 +28,11 @@ from fusion_compiler.launch import Runner, compile_all
 from fusion_compiler.module import Plans, wrap
 from fusion_compiler.options import Options
 from fusion_compiler.passes.cluster import plan as plan_clusters
-from fusion_compiler.passes.match import Traced, find, traced_hints
-from fusion_compiler.passes.rewrites import DEFAULT_REWRITES
-from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, checked
+from fusion_compiler.passes.match import Traced, find, traced_hints, traced_whole
+from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, RewriteNote
+from fusion_compiler.passes.rewrites.equality import check_equal
+from fusion_compiler.passes.rewrites.user import replace_patterns
+from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, checked
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.sources import source_of
 from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
@@ -76,6 +79,9 @@ class Compiler:
     def __init__(self, options: Options, patterns: Sequence[Pattern] = DEFAULT_PATTERNS) -> None:
         self.options = options
         self.patterns = checked(patterns)
+        for pattern in self.patterns:
+            if pattern not in DEFAULT_PATTERNS:
+                check(pattern)
         self.plans = Plans()
         self.warned = WarnOnce(options.strict)
         self.debug = Debug(DebugSettings.of(os.environ), self.warned)
@@ -84,7 +90,9 @@ class Compiler:
         self.runners: dict[tuple[Canonical, str], Runner] = {}
 
     def backend(self) -> Callable[..., Any]:
-        return make_backend(self.graph, rewrites=DEFAULT_REWRITES, decompositions=decomposition_table)
+        own = replace_patterns(self.patterns)
+        rewrites = DEFAULT_REWRITES if own is None else (own, *DEFAULT_REWRITES)
+        return make_backend(self.graph, rewrites=rewrites, decompositions=decomposition_table)
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         """One graph through the stages: dag, match, cluster, emit, stitch."""
@@ -110,7 +118,7 @@ class Compiler:
         if backend == "triton":
             compile_all(dict.fromkeys(runners.values()), torch.device(kind))
             clock.lap("kernels")
-        plan = replace(plan, notes={**plan.notes, "seconds": str(clock)})
+        plan = replace(plan, notes={**plan.notes, **notes_of(info.rewrites), "seconds": str(clock)})
         self.plans.record(plan)
         self.debug.plan(plan)
         run = functools.partial(stitched.forward)
@@ -157,6 +165,25 @@ class Compiler:
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}
         return emit(key.nests, cluster.name, describe(cluster, dag), buffers, device)
+
+
+def check(pattern: Pattern) -> None:
+    """Raises InvalidPatternError for code that cannot be traced, RewriteNotEqualError for what its name says."""
+    if isinstance(pattern, ClusterHint):
+        traced_hints((pattern,))
+    else:
+        traced_whole(pattern)
+    if isinstance(pattern, Rewrite):
+        check_equal(pattern)
+
+
+def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:
+    """What the rewrites above autograd did or refused: rule -> text, equal decisions counted."""
+    counts = Counter((n.rule, "done" if n.applied else "refused", n.reason) for n in rewrites)
+    notes: dict[str, list[str]] = {}
+    for (rule, verdict, reason), times in counts.items():
+        notes.setdefault(rule, []).append(f"{verdict}{f' x{times}' if times > 1 else ''}: {reason}")
+    return {rule: "; ".join(texts) for rule, texts in notes.items()}
 
 
 class Clock:

@@ -27,6 +27,7 @@ from torch import Tensor
 from fusion_compiler.errors import InvalidPatternError
 
 Code = Callable[..., Any]
+USER_NAMESPACE = "fusion_compiler_user"  # of the operators that call users' kernels
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ from fusion_compiler.passes.lower import Illegal, lower
 from fusion_compiler.passes.match import Match
 from fusion_compiler.passes.recompute import recompute
 from fusion_compiler.passes.simplify import simplify
-from fusion_compiler.patterns import ClusterHint
+from fusion_compiler.patterns import USER_NAMESPACE, ClusterHint
 from fusion_compiler.plan import Cluster, Cost, FusionPlan, Leftover, Rejected
 from fusion_compiler.schema import short_name
 
@@ -215,9 +215,8 @@ class Search:
         for name in list(order):
             op = self.dag.op(name)
             if name not in self.owned and op.target is not operator.getitem and op.outputs:
-                self.leave(
-                    op, REASONS.get(op.kind) or SEEDS.get(op.target) or "no row in the operator table"
-                )
+                reason = "a kernel of the user's" if _is_users(op) else "no row in the operator table"
+                self.leave(op, REASONS.get(op.kind) or SEEDS.get(op.target) or reason)
         for name in order:
             reason = self.foreign(self.dag.op(name), devices) if name in self.owned else None
             if reason is not None:
@@ -512,6 +511,10 @@ class Search:
 
     def label(self, part: Part) -> str:
         return part.outputs[-1]
+
+
+def _is_users(op: Op) -> bool:
+    return getattr(op.target, "namespace", "") == USER_NAMESPACE
 
 
 def cluster_name(dag: OpDag, ops: tuple[str, ...], matches: Sequence[Match] = (), limit: int = 6) -> str:

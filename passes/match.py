@@ -234,14 +234,15 @@ def _symbolic(dag: OpDag, symbols: Mapping[int, sympy.Symbol]) -> OpDag:
 def bare(dag: OpDag, name: str) -> str:
     """The op behind casts and aliases."""
     op = dag.op(name)
-    while isinstance(op.target, OpOverload) and op.inputs and is_cast_or_alias(op):
+    while op.inputs and is_cast_or_alias(op.target):
         op = dag.op(op.inputs[0])
     return op.name
 
 
-def is_cast_or_alias(op: Op) -> bool:
-    opname = op.target._opname  # type: ignore[union-attr]
-    return opname in CASTS or opname in ("alias", "detach")
+def is_cast_or_alias(target: object) -> bool:
+    return isinstance(target, OpOverload) and (
+        target._opname in CASTS or target._opname in ("alias", "detach")
+    )
 
 
 def key_of(op: Op) -> str:
