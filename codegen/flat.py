@@ -5,7 +5,9 @@ from __future__ import annotations
 from fusion_compiler.codegen.printer import Analysis, Cols, Schedule
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
-from fusion_compiler.loops import COLS
+from fusion_compiler.loops import COLS, ROWS
+
+TRANSPOSING = ((64, 64, 8), (32, 64, 4), (64, 32, 4), (128, 64, 8))
 
 
 def fits(a: Analysis) -> bool:
@@ -13,6 +15,10 @@ def fits(a: Analysis) -> bool:
 
 
 def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    if a.mixed:  # two memory orders meet: square tiles, through shared memory
+        most = [1 << max(0, (hint(a.size(g)) - 1).bit_length()) for g in (ROWS, COLS)]
+        tiles = dict.fromkeys((min(r, most[0]), min(c, most[1]), w) for r, c, w in TRANSPOSING)
+        return tuple(Schedule(r, c, Cols.GRID, num_warps=w) for r, c, w in tiles)
     width = 1 << max(2, (hint(a.size(COLS)) - 1).bit_length())
     shapes = ((2048, 4), (1024, 2), (4096, 8), (1024, 4))
     fitting = [(min(block, width), max(1, warps * min(block, width) // block)) for block, warps in shapes]

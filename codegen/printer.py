@@ -98,8 +98,8 @@ class Analysis:
         return product(a.size for a in self.axes[group])
 
     @cached_property
-    def tall(self) -> bool:
-        """Whether most full-size accesses are contiguous along the rows: a tile needs several of them."""
+    def contiguous(self) -> dict[str, int]:
+        """How many full-size accesses are contiguous along the rows, and along the columns."""
         votes = {ROWS: 0, COLS: 0}
         indices = [n.index for n in self.loops.nodes if isinstance(n, Load)]
         for index in [*indices, *(s.index for s in self.loops.stores)]:
@@ -107,7 +107,17 @@ class Analysis:
             for key, coeff in index.terms:
                 if key >= 0 and coeff == 1 and groups == {ROWS, COLS}:
                     votes[self.loops.axes[key].group] += 1
-        return votes[ROWS] > votes[COLS]
+        return votes
+
+    @property
+    def tall(self) -> bool:
+        """Whether most full-size accesses are contiguous along the rows: a tile needs several of them."""
+        return self.contiguous[ROWS] > self.contiguous[COLS]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some full-size accesses are contiguous along the rows and some along the columns."""
+        return self.contiguous[ROWS] > 0 and self.contiguous[COLS] > 0
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:

@@ -30,12 +30,15 @@ from fusion_compiler.loops import (
 )
 from fusion_compiler.passes.algebra import one_hot_sums
 
+LEAST_TILE = 16  # elements along which a transposing tile has to run to touch whole sectors
+
 
 def simplify(loops: LoopNest) -> LoopNest:
     """Algebra, dead code, group roles, axis order, coalescing, names; in that order."""
     loops = remove_dead(one_hot_sums(loops))
     loops = contiguous_cols(loops)
-    loops = order_axes(loops)
+    loops, crossing = split_orders(loops)
+    loops = order_axes(loops, crossing)
     return name_axes(coalesce(loops))
 
 
@@ -108,12 +111,40 @@ def _normalized(loops: LoopNest) -> set[str]:
     return found
 
 
-def order_axes(loops: LoopNest) -> LoopNest:
-    """Outermost first: by decreasing stride of the largest access that moves with the axis."""
+def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
+    """Element-wise work between two memory orders gets rows along one and columns along the other.
+
+    Tiles then touch whole sectors on both sides. Also returns the access that runs along the rows.
+    """
+    if any(a.group == ROWS for a in loops.axes) or any(isinstance(n, Reduce) for n in loops.nodes):
+        return loops, None
+    stored = _unit_axis(max((s.index for s in loops.stores), key=lambda i: len(i.terms)))
+    for node in loops.nodes:
+        if stored is None or not isinstance(node, Load):
+            continue
+        along = _unit_axis(node.index)
+        if along in (None, stored) or stored not in dict(node.index.terms):
+            continue
+        if all(hint(loops.axes[i].size) >= LEAST_TILE for i in (along, stored) if i is not None):
+            axes = tuple(replace(a, group=COLS if i == stored else ROWS) for i, a in enumerate(loops.axes))
+            return replace(loops, axes=axes), node.index
+    return loops, None
+
+
+def _unit_axis(index: Index) -> int | None:
+    """The axis along which an access is contiguous."""
+    return next((key for key, coeff in index.terms if key >= 0 and coeff == 1), None)
+
+
+def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
+    """Outermost first: by decreasing stride of the largest access that moves with the axis.
+
+    crossing: the access that orders the rows, where it is not the columns'.
+    """
     indices = sorted(accesses(loops), key=lambda i: -len(i.terms))
 
     def stride(number: int) -> int:
-        for index in indices:
+        for index in [crossing, *indices] if crossing and loops.axes[number].group == ROWS else indices:
             for key, coeff in index.terms:
                 if key == number:
                     return abs(hint(coeff))
