@@ -9,6 +9,7 @@ Dynamo's (see pre_autograd.py) it is not made, the rewrites are left out and a n
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from torch._guards import TracingContext
 from fusion_compiler.partition import partition
 from fusion_compiler.passes.rewrites.record import Notes, Rewrite, RewriteNote
 from fusion_compiler.pre_autograd import UntraceableError, trace_pre_autograd
+from fusion_compiler.tangents import Backward, Boxed, leave_undefined, separable
 
 
 class Phase(StrEnum):
@@ -106,6 +108,7 @@ class _Stages:
         self._compile_graph = compile_graph
         self._name = name
         self.reached = False
+        self._separable = False
 
     def compile(
         self,
@@ -114,26 +117,36 @@ class _Stages:
         notes: Notes,
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Callable[..., Any]:
-        return aot_autograd(
+        self._separable = False
+        run = aot_autograd(
             fw_compiler=self._stage(Phase.FORWARD, notes),
             bw_compiler=self._stage(Phase.BACKWARD, notes),
             inference_compiler=self._stage(Phase.INFERENCE, notes),
             partition_fn=partition,
             decompositions=dict(decompositions),
         )(gm, inputs)
+        return leave_undefined(run) if self._separable else run
 
     def _stage(self, phase: Phase, notes: Notes) -> Callable[..., Any]:
         def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             self.reached = True
-            compiled = self._compile_graph(graph, fakes, _info(graph, self._name, phase, notes))
-            return _boxed(compiled)
+            info = _info(graph, self._name, phase, notes)
+            if phase is Phase.FORWARD:
+                self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
+            if phase is Phase.BACKWARD and self._separable:
+                return _boxed(Backward(graph, functools.partial(self._variant, fakes, info)))
+            return _boxed(self._compile_graph(graph, fakes, info))
 
         return compile_stage
+
+    def _variant(self, fakes: Sequence[Any], info: GraphInfo, graph: fx.GraphModule, number: int) -> Boxed:
+        name = f"{info.name}{number + 1}" if number else info.name
+        return _boxed(self._compile_graph(graph, fakes, replace(info, name=name)))
 
 
 def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A plain function that takes one list; AOTAutograd's wrappers lose the mark of other callables."""
-    if not getattr(compiled, "_boxed_call", False):
+    if not isinstance(compiled, Backward) and not getattr(compiled, "_boxed_call", False):
         return make_boxed_func(compiled)
 
     def call(args: list[Any]) -> Any:

@@ -49,7 +49,8 @@ def schedule(plan: FusionPlan, owned: Iterable[str] = ()) -> Schedule:
     Raises RuntimeError where clusters and calls read each other in a circle.
     """
     calls = _needed(plan, _calls(plan))
-    held = {name: _bytes(plan.dag.op(name).outputs) for name in owned}
+    read = {name for call in calls for name in call.reads}
+    held = {name: _bytes(plan.dag.op(name).outputs) for name in owned if name in read}
     returned = frozenset(root(plan.dag, name) for name in plan.dag.outputs)
     orders = [_order(plan, calls, held, returned, eager) for eager in (False, True)]
     peaks = [peak(order, held, returned) for order in orders]

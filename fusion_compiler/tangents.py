@@ -1,0 +1,95 @@
+"""Gradients that nobody sends: those of results that the loss is not computed from.
+
+Autograd fills in zeros. For logits beside a loss that is a tensor of their size, written, read and
+added in vain, at the moment when most memory is in use. So backward is compiled for the gradients
+that do arrive: a constant zero takes the place of each other, and melts into the kernel that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+Missing = tuple[bool, ...]  # for each gradient that a backward graph takes
+Boxed = Callable[[list[Any]], Any]
+
+
+def tangents_of(graph: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the gradients that a backward graph starts from among its placeholders."""
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    return tuple(i for i, node in enumerate(placeholders) if node.name.startswith("tangents"))
+
+
+def separable(results: Sequence[fx.Node | None]) -> bool:
+    """Whether it pays to tell which gradients arrive, from a forward graph's results for the caller:
+    there are several, and zeros in a gradient's place need no sizes that only a call knows."""
+    values = [node.meta.get("val") for node in results if node is not None]
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]
+    return len(tensors) > 1 and all(type(v) is FakeTensor and _static(v) for v in tensors)
+
+
+def _static(value: torch.Tensor) -> bool:
+    sizes: tuple[Any, ...] = tuple(value.shape)
+    return all(isinstance(n, int) for n in sizes)
+
+
+def without(graph: fx.GraphModule, missing: Missing) -> fx.GraphModule:
+    """A copy of a backward graph with zeros for the missing gradients, whose placeholders stay unread."""
+    nodes = fx.Graph()
+    nodes.output(nodes.graph_copy(graph.graph, {}))
+    nodes.output_node().meta = dict(graph.graph.output_node().meta)
+    copy = fx.GraphModule(graph, nodes)
+    placeholders = copy.graph.find_nodes(op="placeholder")
+    for position, gone in zip(tangents_of(graph), missing, strict=True):
+        node = placeholders[position]
+        if not gone or not node.users:
+            continue
+        value: Any = node.meta["val"]
+        with copy.graph.inserting_after(placeholders[-1]), value.fake_mode:
+            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            zeros = copy.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
+            zeros.meta = dict(next(iter(node.users)).meta)  # its place in the model is its reader's
+            zeros.meta["val"] = torch.full(value.shape, 0, dtype=value.dtype, device=value.device)
+        node.replace_all_uses_with(zeros)
+    copy.recompile()
+    return copy
+
+
+class Backward:
+    """A backward graph that is compiled for each set of gradients that is missing when it is called.
+
+    compile: takes a graph and a number that tells it from those compiled before.
+    """
+
+    def __init__(self, graph: fx.GraphModule, compile: Callable[[fx.GraphModule, int], Boxed]) -> None:
+        self._graph, self._compile = graph, compile
+        self._tangents = tangents_of(graph)
+        self._compiled: dict[Missing, Boxed] = {}
+
+    def _variant(self, missing: Missing) -> Boxed:
+        graph = without(self._graph, missing) if any(missing) else self._graph
+        self._compiled[missing] = self._compile(graph, len(self._compiled))
+        return self._compiled[missing]
+
+    def __call__(self, args: list[Any]) -> Any:
+        missing = tuple([args[i] is None for i in self._tangents])
+        return (self._compiled.get(missing) or self._variant(missing))(args)
+
+
+def leave_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` of a trained graph, so that its backward is told which gradients are missing."""
+
+    def call(*args: Any) -> Any:
+        results: Sequence[Any] = run(*args)
+        for result in results:
+            node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
+            if node is not None and hasattr(node, "set_materialize_grads"):
+                node.set_materialize_grads(False)
+                break
+        return results
+
+    return call

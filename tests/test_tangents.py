@@ -1,0 +1,78 @@
+"""Backward is told which gradients nobody sends, and makes no zeros in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusion_compiler as fc
+from fusion_compiler.dag import OpDag
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.inner(x)
+        return y.square().mean(), torch.tanh(y), y.view(-1)
+
+
+def gradients(model: nn.Module, x: Tensor, sent: Sequence[int]) -> list[Tensor]:
+    results = model(x)
+    chosen = [results[i] for i in sent]
+    weights = [torch.linspace(1, 2, r.numel(), dtype=torch.float64).view(r.shape) for r in chosen]
+    return list(torch.autograd.grad(chosen, (x, *model.parameters()), weights))
+
+
+@pytest.mark.parametrize("backend", ["eager", "interpret"])
+def test_any_set_of_results_may_be_trained_on(backend: str) -> None:
+    model = Model()
+    fast = fc.compile(model, backend=backend)
+    sets: list[list[int]] = [[0], [1], [2], [0, 1], [0, 1, 2], [0]]
+    for sent in sets:
+        x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+        for mine, theirs in zip(gradients(fast, x, sent), gradients(model, x, sent), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert [p.name for p in fast.plan] == [
+        "graph0.forward",
+        *(f"graph0.backward{i}" for i in ("", 2, 3, 4, 5)),
+    ]
+
+
+def read_shapes(dag: OpDag) -> set[tuple[object, ...]]:
+    """Of the gradients that a backward graph starts from and reads."""
+    names = [n for n in dag.inputs if n.startswith("tangents") and dag.consumers(n)]
+    return {dag.op(n).outputs[0].shape for n in names}
+
+
+def test_a_loss_alone_reads_no_gradient_of_the_other_results() -> None:
+    fast = fc.compile(Model(), backend="eager")
+    fast(torch.randn(3, 6, dtype=torch.float64))[0].backward()
+    assert [read_shapes(p.dag) for p in fast.plan] == [set(), {()}]
+
+
+def test_sizes_that_only_a_call_knows_keep_autograds_zeros() -> None:
+    model = Model()
+    fast = fc.compile(model, backend="eager", dynamic=True)
+    for rows in (3, 5):
+        x = torch.randn(rows, 6, dtype=torch.float64, requires_grad=True)
+        for mine, theirs in zip(gradients(fast, x, [0]), gradients(model, x, [0]), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_a_retained_graph_is_run_backward_twice() -> None:
+    model, x = Model(), torch.randn(3, 6, dtype=torch.float64)
+    loss, features, _ = fc.compile(model, backend="eager")(x)
+    loss.backward(retain_graph=True)
+    features.sum().backward()
+    mine = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    loss, features, _ = model(x)
+    (loss + features.sum()).backward()
+    for p, q in zip(mine, model.parameters(), strict=True):
+        torch.testing.assert_close(p, q.grad)
