@@ -225,6 +225,12 @@ def _on_bfloat16_values(operator: Callable[..., Any], *operands_and_function: An
     return TensorHandle(result if result.dtype == bool else _encode(result, tl.bfloat16), tl.bfloat16)
 
 
+def _splat(result_type: Any, scalar: Any) -> Any:
+    # In the dtype of the data: a comparison's result is bool, whatever the handle's type says.
+    data = scalar.data.reshape(-1)[0]
+    return TensorHandle(np.full(result_type.shape, data, dtype=scalar.data.dtype), scalar.dtype.scalar)
+
+
 def _fused_multiply_add(x: Any, y: Any, z: Any) -> Any:
     # One rounding: in float64 the product of two float32 is exact.
     kind = z.dtype.scalar
@@ -342,6 +348,7 @@ def _clamp(value: Any, low: Any, high: Any, propagate: Any) -> Any:
 BUILDER_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cast_impl": _cast,
     "create_fp_to_fp": _float_to_float,
+    "create_splat": _splat,
     "create_fma": _fused_multiply_add,
     "create_clampf": _clamp,
     "create_umulhi": _high_product,

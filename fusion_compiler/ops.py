@@ -353,7 +353,9 @@ _ROUNDING = (
 
 _FUNCTIONS = (
     # libdevice's exp and not Triton's, whose float32 error grows with |x| to 40 ulp.
-    *_elementwise("libdevice.exp({self})", aten.exp.default, flops=4, special=1, rough="fm.rough_exp({self})"),
+    *_elementwise(
+        "libdevice.exp({self})", aten.exp.default, flops=4, special=1, rough="fm.rough_exp({self})"
+    ),
     *_elementwise("libdevice.exp2({self})", aten.exp2.default, special=1),
     *_elementwise("libdevice.expm1({self})", aten.expm1.default, flops=12, special=1),
     *_elementwise("tl.log({self})", aten.log.default, flops=8, special=1),
@@ -407,6 +409,10 @@ _COPIES_AND_CONSTANTS = (
     *_elementwise("{s}", aten.scalar_tensor.default, flops=0),
     *_elementwise(
         None, aten.arange.start_step, aten.arange.start, aten.arange.default, prims.iota.default, flops=0
+    ),
+    # Whoever writes into an empty tensor writes all of it that is ever read: any constant will do.
+    *_elementwise(
+        None, aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default, flops=0
     ),
 )
 

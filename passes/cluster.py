@@ -237,6 +237,12 @@ class Search:
                 self.parts[self.reads.position[name]] = self.part(self.closure(name), kept)
             except Illegal as error:
                 complete = complete and error.rule == "dead"
+                others = set(self.closure(name)) - {name}
+                if (
+                    others and error.rule != "dead"
+                ):  # what it would compute again, it reads from memory instead
+                    self.again -= others
+                    continue
                 self.give_up(name, "" if error.rule == "dead" else f"{error.rule}: {error.reason}")
         return complete
 

@@ -22,7 +22,7 @@ VIEWS = frozenset({
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.permute.default,
     aten.transpose.int, aten.t.default, aten.slice.Tensor, aten.select.int, aten.alias.default,
     aten.detach.default, aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int,
-    aten.lift_fresh_copy.default,
+    aten.lift_fresh_copy.default, aten.diagonal.default,
 })  # fmt: skip
 
 
@@ -81,6 +81,13 @@ def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tup
         if isinstance(index, Ref):
             raise NotExpressible("select at an index that is data")
         return source, (*coords[:dim], Index(index, ()), *coords[dim:])  # type: ignore[arg-type]
+    if target is aten.diagonal.default:
+        offset = argument(op, 1, "offset", 0)
+        first, second = (wrap(argument(op, i, f"dim{i - 1}", i - 2), rank) for i in (2, 3))  # type: ignore[arg-type]
+        assert isinstance(offset, int)
+        others = iter(coords[:-1])
+        along = {first: shifted(coords[-1], max(-offset, 0)), second: shifted(coords[-1], max(offset, 0))}
+        return source, tuple(along[d] if d in along else next(others) for d in range(rank))
     if target is aten.expand.default:
         lead = len(out_shape) - rank
         return source, tuple(ZERO if s == 1 else c for s, c in zip(shape, coords[lead:], strict=True))

@@ -124,7 +124,7 @@ def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
     if arg is None or arg == ():
         return tuple(range(rank))
     dims = arg if isinstance(arg, tuple) else (arg,)
-    return tuple(sorted(layout.wrap(d, rank) for d in dims))  # type: ignore[arg-type]
+    return () if rank == 0 else tuple(sorted(layout.wrap(d, rank) for d in dims))  # type: ignore[arg-type]
 
 
 def lower(
@@ -626,12 +626,13 @@ def _scatter_slice(self: _Lowering, op: Op, coords: Coords, within: int | None) 
     base, source = op.inputs[0], op.inputs[1]
     shape = op.outputs[0].shape
     dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
-    if layout.argument(op, 5, "step", 1) != 1:
-        raise Illegal("layout", f"{op.name} writes with a step")
+    step = layout.argument(op, 5, "step", 1)
     start = layout.argument(op, 3, "start") or 0
     if isinstance(start, int) and start < 0:
-        start = start + shape[dim]
+        start = max(start + shape[dim], 0)  # type: ignore[type-var]
     length = self.dag.op(source).outputs[0].shape[dim]
+    if isinstance(step, int) and step != 1:
+        return _overlay_with_steps(self, op, coords, within, dim, start, length, step)  # type: ignore[arg-type]
     return _overlay(self, op, coords, within, base, source, dim, start, length, keep=True)  # type: ignore[arg-type]
 
 
@@ -669,6 +670,38 @@ def _overlay(
     return self.choose(inside, value, rest, compute_dtype(op.outputs[0].dtype), op.name)
 
 
+def _overlay_with_steps(
+    self: _Lowering,
+    op: Op,
+    coords: Coords,
+    within: int | None,
+    dim: int,
+    start: Dim,
+    length: Dim,
+    step: int,
+) -> int:
+    """Element i of the written tensor at start + i * step of `dim`, the other operand elsewhere."""
+    base, source = op.inputs[0], op.inputs[1]
+    rest = self.value(base, coords, within)
+    moved = shifted(coords[dim], simple(-start))
+    inside, partial = self.in_range(moved, 0, simple((length - 1) * step + 1), within)
+    if inside is None and partial:
+        return rest
+    here = (
+        ("self", Value(self.emit(Coordinate(moved, torch.int64), f"{op.name}_position"))),
+        ("other", step),
+    )
+    over = self.emit(Compute(aten.remainder.Scalar, here, torch.int64), f"{op.name}_over")
+    hit = self.emit(
+        Compute(aten.eq.Scalar, (("self", Value(over)), ("other", 0)), torch.bool), f"{op.name}_hit"
+    )
+    hit = hit if inside is None else self.both(inside, hit)
+    number = self.emit(Compute(aten.floor_divide.default, here, torch.int64), f"{op.name}_number")
+    position = _indirect(self, op, number, length, signed=False)
+    value = self.value(source, (*coords[:dim], position, *coords[dim + 1 :]), hit)
+    return self.choose(hit, value, rest, compute_dtype(op.outputs[0].dtype), op.name)
+
+
 def _flip(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
     shape = op.outputs[0].shape
     dims = [layout.wrap(d, len(shape)) for d in op.args[1]]  # type: ignore[union-attr]
@@ -686,6 +719,9 @@ def _full(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
         "ones": 1,
         "ones_like": 1,
         "new_ones": 1,
+        "empty": 0,
+        "empty_permuted": 0,
+        "empty_strided": 0,
     }.get(op.target._opname)  # type: ignore[union-attr]
     if fill is None:
         fill = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}[op.target._opname]  # type: ignore[union-attr]
@@ -758,7 +794,7 @@ def _index_select(self: _Lowering, op: Op, coords: Coords, within: int | None) -
 
 
 def _index(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    """index.Tensor with integer index tensors side by side."""
+    """index.Tensor with integer index tensors; where they are not side by side their dimensions come first."""
     source = op.inputs[0]
     shape = self.dag.op(source).outputs[0].shape
     indices = op.args[1]
@@ -767,16 +803,18 @@ def _index(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
     metas = [self.dag.op(indices[i].name).outputs[0] for i in used]  # type: ignore[union-attr]
     if any(m.dtype in (torch.bool, torch.uint8) for m in metas):
         raise Illegal("operand", f"{op.name} selects by a mask: its result has no size before it runs")
-    if used != list(range(used[0], used[-1] + 1)):
-        raise Illegal("layout", f"{op.name} indexes dimensions that are not side by side")
     rank = max(len(m.shape) for m in metas)
-    common = coords[used[0] : used[0] + rank]
-    inner = list(coords[: used[0]])
-    for i, meta in zip(used, metas, strict=True):
-        own = common[rank - len(meta.shape) :]
-        node = self.value(indices[i].name, own, within)  # type: ignore[union-attr]
-        inner.append(_indirect(self, op, node, shape[i], signed=True))
-    inner.extend(coords[used[0] + rank :])
+    start = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    common = coords[start : start + rank]
+    whole = iter((*coords[:start], *coords[start + rank :]))
+    inner: list[Index] = []
+    for i, size in enumerate(shape):
+        if i not in used:
+            inner.append(next(whole))
+            continue
+        meta = metas[used.index(i)]
+        node = self.value(indices[i].name, common[rank - len(meta.shape) :], within)  # type: ignore[union-attr]
+        inner.append(_indirect(self, op, node, size, signed=True))
     return self.value(source, tuple(inner), within)
 
 
@@ -804,6 +842,7 @@ def _special() -> dict[object, Handler]:
         aten.gather.default: _gather,
         aten.index_select.default: _index_select,
         aten.index.Tensor: _index,
+        aten._unsafe_index.Tensor: _index,
         aten.clone.default: _same,
         torch.ops.prims.iota.default: _iota,
         aten.arange.default: _iota,
@@ -813,7 +852,8 @@ def _special() -> dict[object, Handler]:
     for overload in (
         aten.full.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
         aten.scalar_tensor.default, aten.zeros.default, aten.ones.default, aten.fill.Scalar, aten.fill.Tensor,
-        aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+        aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.empty.memory_format,
+        aten.empty_permuted.default, aten.empty_strided.default,
     ):  # fmt: skip
         table[overload] = _full
     if hasattr(torch.ops, "fusion_compiler"):
