@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_compiler.api import compile
     from fusion_compiler.errors import FusionError, FusionWarning
+    from fusion_compiler.explanation import Explanation, explain
     from fusion_compiler.options import Options
     from fusion_compiler.patterns import DEFAULT_PATTERNS, cluster_hint, rewrite, user_kernel
 
@@ -21,17 +22,21 @@ _HOMES = {
     "FusionWarning": "errors",
     "Options": "options",
     "DEFAULT_PATTERNS": "patterns",
+    "Explanation": "explanation",
     "cluster_hint": "patterns",
+    "explain": "explanation",
     "rewrite": "patterns",
     "user_kernel": "patterns",
 }
 __all__ = [
     "DEFAULT_PATTERNS",
+    "Explanation",
     "FusionError",
     "FusionWarning",
     "Options",
     "cluster_hint",
     "compile",
+    "explain",
     "rewrite",
     "user_kernel",
 ]

@@ -36,6 +36,7 @@ from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rew
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.sources import source_of
 from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
+from fusion_compiler.verify import Verifier
 
 
 def compile(
@@ -110,9 +111,9 @@ class Compiler:
         backend = self.backend_for(kind)
         runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
         clock.lap("emit")
-        stitched = stitch(
-            plan, runners, owned=info.owned, view=reinterpreted if backend == "triton" else restrided
-        )
+        called = self.verified(plan, runners) if self.options.verify else runners
+        view = reinterpreted if backend == "triton" else restrided
+        stitched = stitch(plan, called, owned=info.owned, view=view)
         clock.lap("stitch")
         self.debug.stage(info.name, "stitch", stitched)
         if backend == "triton":
@@ -124,6 +125,14 @@ class Compiler:
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
         return run
+
+    def verified(self, plan: FusionPlan, runners: Mapping[str, Runner]) -> dict[str, Verifier]:
+        """The runners of a graph, each compared with its cluster's fx subgraph when first called."""
+        table = self.plans.verification
+        return {
+            c.name: Verifier(runners[c.name], subgraph(c, plan.dag), c.name, c.outputs, table, self.warned)
+            for c in plan.clusters
+        }
 
     @functools.cached_property
     def hints(self) -> tuple[Traced, ...]:
@@ -168,7 +177,7 @@ class Compiler:
 
 
 def check(pattern: Pattern) -> None:
-    """Raises InvalidPatternError for code that cannot be traced, RewriteNotEqualError for what its name says."""
+    """Raises InvalidPatternError for code that cannot be traced, RewriteNotEqualError."""
     if isinstance(pattern, ClusterHint):
         traced_hints((pattern,))
     else:

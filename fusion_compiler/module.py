@@ -18,13 +18,18 @@ from torch import nn
 
 from fusion_compiler.capture import Backend
 from fusion_compiler.plan import FusionPlan
+from fusion_compiler.verify import Verification
 
 
 class Plans(Sequence[FusionPlan]):
-    """The plans of all graphs captured so far, in order of their compilation; str() joins them."""
+    """The plans of all graphs captured so far, in order of their compilation; str() joins them.
+
+    verification: the error table that verify=True fills.
+    """
 
     def __init__(self) -> None:
         self._plans: list[FusionPlan] = []
+        self.verification = Verification()
 
     def record(self, plan: FusionPlan) -> None:
         """Add the plan of a graph that has just been compiled."""
@@ -49,7 +54,8 @@ class Plans(Sequence[FusionPlan]):
     def __str__(self) -> str:
         if not self._plans:
             return "no graph has been captured yet: call it once"
-        return "\n\n".join(str(p) for p in self._plans)
+        table = [f"verified\n{self.verification}"] if self.verification.rows else []
+        return "\n\n".join([*(str(p) for p in self._plans), *table])
 
 
 # Rebuilds a compiled object from the plain one: copies and unpickled modules are compiled anew.
@@ -86,6 +92,10 @@ class CompiledFunction:
     @property
     def plan(self) -> Plans:
         return self._plans
+
+    @property
+    def verification(self) -> Verification:
+        return self._plans.verification
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -154,6 +164,8 @@ def _compiled_module(
     }
     if not hasattr(model, "plan"):
         body["plan"] = property(lambda self: plans, doc=Plans.__doc__)
+    if not hasattr(model, "verification"):
+        body["verification"] = property(lambda self: plans.verification, doc=Verification.__doc__)
     cls = types.new_class(original.__name__, (CompiledModule, original), {}, lambda space: space.update(body))
     fast: nn.Module = object.__new__(cls)
     fast.__dict__ = model.__dict__

@@ -1,0 +1,152 @@
+"""What compile() would do, without doing it: plans from FakeTensors, on any machine.
+
+Nothing runs: parameters and arguments are replaced by tensors without data, the model by a copy of its
+structure. Where there is no GPU, CUDA tensors are planned as CPU ones, since autograd on CUDA FakeTensors
+needs a driver: attention stays one call either way, but keys and values of grouped-query attention are
+still repeated in such a plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchRuntimeError
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils import _pytree as pytree
+
+from fusion_compiler.api import compile
+from fusion_compiler.device import device_spec
+from fusion_compiler.errors import ArgumentMismatchError, NotCallableError
+from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
+from fusion_compiler.plan import FusionPlan
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plans of a model's graphs, forward and backward. str() joins them.
+
+    incomplete: why later graphs are missing, "" where none are: what follows depends on data.
+    """
+
+    plans: tuple[FusionPlan, ...]
+    incomplete: str = ""
+
+    def __str__(self) -> str:
+        texts = [str(plan) for plan in self.plans]
+        return "\n\n".join([*texts, f"incomplete: {self.incomplete}"] if self.incomplete else texts)
+
+    def json(self) -> list[dict[str, object]]:
+        """The plans as plain data."""
+        return [plan.json() for plan in self.plans]
+
+
+def explain(
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    device: str = "h200",
+    patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
+    **kwargs: Any,
+) -> Explanation:
+    """Plan `model(*args, **kwargs)`, and its backward pass where it has one, without running anything.
+
+    args, kwargs: as the model takes them; tensors on any device, FakeTensors too, of which only shapes,
+        strides and dtypes count. The backward pass starts from the scalars among the results (a loss),
+        from all where there are none. device: the DeviceSpec to plan for.
+
+    Raises NotCallableError, UnsupportedDeviceError, InvalidPatternError, RewriteNotEqualError, and
+    ArgumentMismatchError where the model does not take these arguments.
+    """
+    if isinstance(model, type) or not callable(model):
+        raise NotCallableError(got=model.__name__ if isinstance(model, type) else type(model).__name__)
+    device_spec(device)
+    _check_signature(model, args, kwargs)
+    # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.
+    with unset_fake_temporarily(), tracing(None), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        faked = _Fakes(mode)
+        plain = faked.model(model) if isinstance(model, nn.Module) else model
+        fast = compile(plain, backend="eager", device=device, patterns=patterns)
+        incomplete = ""
+        try:
+            results = fast(*faked.values(args), **faked.values(kwargs))
+            _backward(results)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            incomplete = f"what follows depends on data ({error.func})"
+        except (TorchRuntimeError, TypeError, RuntimeError, IndexError) as error:
+            raise ArgumentMismatchError(model=_name(model), detail=_reason(error)) from error
+    return Explanation(tuple(fast.plan), incomplete)
+
+
+def _name(model: object) -> str:
+    return getattr(model, "__name__", type(model).__name__)
+
+
+def _reason(error: Exception) -> str:
+    """What the operator that failed says; Dynamo puts its own explanations around it."""
+    inner = re.search(r"got (\w+\(.*\))$", str(error), re.MULTILINE)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return inner[1] if inner else lines[0] if lines else type(error).__name__
+
+
+def _check_signature(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    function = model.forward if isinstance(model, nn.Module) else model
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin: the call itself will tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentMismatchError(model=_name(model), detail=error) from error
+
+
+class _Fakes:
+    """Tensors without data, one for each tensor."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """A copy of the structure with fake parameters and buffers; tied ones stay tied."""
+        tensors = [*model.parameters(), *model.buffers()]
+        plain = getattr(model, "_fusion_model", model)  # of a compiled module, the module
+        return copy.deepcopy(plain, {id(t): self.tensor(t) for t in tensors})
+
+    def values(self, values: Any) -> Any:
+        return pytree.tree_map_only(Tensor, self.tensor, values)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """Same shape, strides, dtype and gradient flag."""
+        if id(tensor) not in self._made:
+            real = tensor.device.type != "cuda" or torch.cuda.is_available()
+            with torch.no_grad():
+                fake: Tensor = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device if real else "cpu"
+                )
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+            elif tensor.is_floating_point():
+                fake.requires_grad_(tensor.requires_grad)
+            self._made[id(tensor)] = (tensor, fake)
+        return self._made[id(tensor)][1]
+
+
+def _backward(results: Any) -> None:
+    """Plan the backward pass of what a loss is among the results, else of all of them."""
+    live = [r for r in pytree.tree_leaves(results) if isinstance(r, Tensor) and r.requires_grad]
+    chosen = [r for r in live if r.dim() == 0] or live
+    if chosen:
+        torch.autograd.backward(chosen, [torch.ones_like(r) for r in chosen])

@@ -1,0 +1,114 @@
+"""verify=True: each cluster beside its fx subgraph, once, and what to make of the difference."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_compiler.errors import KernelError, WarnOnce
+from fusion_compiler.report import aligned
+
+# The two sides round at different places: a sum of n terms in another order, 16-bit results between ops.
+ROUNDINGS = 64
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One output of one cluster at its first call.
+
+    error: largest absolute difference. scale: largest finite absolute value of the fx subgraph's output.
+    bound: what `error` may be: 64 roundings of the output's dtype at that scale. Integers must be equal.
+    """
+
+    cluster: str
+    output: str
+    dtype: torch.dtype
+    error: float
+    scale: float
+    bound: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.bound
+
+
+@dataclass
+class Verification:
+    """The table of a compilation, filled as clusters are called for the first time."""
+
+    rows: list[Verified] = field(default_factory=list[Verified])
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "nothing has been verified yet: compile with verify=True and call it once"
+        table = [("cluster", "output", "dtype", "error", "of at most", "allowed", "")]
+        for row in self.rows:
+            numbers = (f"{row.error:.1e}", f"{row.scale:.1e}", f"{row.bound:.1e}")
+            dtype = str(row.dtype).removeprefix("torch.")
+            table.append((row.cluster, row.output, dtype, *numbers, "" if row.agrees else "WRONG"))
+        return "\n".join(aligned(table, left=(0, 1, 2, 6)))
+
+
+def compare(cluster: str, output: str, got: Tensor, want: Tensor) -> Verified:
+    """The largest difference; NaN and infinities must be where the other has them."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return Verified(cluster, output, want.dtype, torch.inf, 0.0, 0.0)
+    a, b = got.detach().to(torch.float64), want.detach().to(torch.float64)
+    same = (a == b) | (a.isnan() & b.isnan())
+    wrong = torch.where(same, 0.0, (a - b).abs()).nan_to_num(torch.inf)
+    finite = b[b.isfinite()].abs()
+    error = float(wrong.max()) if wrong.numel() else 0.0
+    scale = float(finite.max()) if finite.numel() else 0.0
+    epsilon = torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
+    return Verified(cluster, output, want.dtype, error, scale, ROUNDINGS * epsilon * scale)
+
+
+class Verifier:
+    """A cluster's runner that compares on its first call and is gone from then on.
+
+    Where the results differ by more than rounding, or the kernel's shape or dtype is another one, the fx
+    subgraph's are returned, then and later, with one FusionWarning; strict raises KernelError.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Sequence[Tensor]],
+        reference: Callable[..., Sequence[Tensor]],
+        name: str,
+        outputs: tuple[str, ...],
+        verification: Verification,
+        warned: WarnOnce,
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._reference, self._outputs, self._verification = reference, outputs, verification
+        self._run, self._warned = run, warned
+        self._entry: Callable[..., Sequence[Tensor]] = self._first
+        self._lock = threading.Lock()
+
+    def __call__(self, *arguments: Any) -> Sequence[Tensor]:
+        return self._entry(*arguments)
+
+    def _first(self, *arguments: Any) -> Sequence[Tensor]:
+        with self._lock:
+            if self._entry != self._first:  # another thread was faster
+                return self._entry(*arguments)
+            want = self._reference(*arguments)
+            got = self._run(*arguments)
+            rows = [
+                compare(self.__name__, name, a, b)
+                for name, a, b in zip(self._outputs, got, want, strict=True)
+            ]
+            self._verification.rows.extend(rows)
+            bad = next((row for row in rows if not row.agrees), None)
+            self._entry = self._run if bad is None else self._reference
+        if bad is None:
+            return got
+        detail = f"{bad.output} differs from its fx subgraph by {bad.error:.1e}, {bad.bound:.1e} is allowed"
+        error = KernelError(kernel=self.__name__, action="verify", detail=detail)
+        self._warned.fall_back(f"verify {self.__name__}", error)
+        return want
