@@ -108,7 +108,8 @@ def compile_for(kernel: Kernel, target: str) -> Binary:
         raise KernelError(kernel=kernel.name, action=f"compile for {target}", detail=error) from error
     asm = {stage: text for stage, text in compiled.asm.items() if isinstance(text, str)}
     if parsed[0] == "cuda":
-        registers, spills = _cubin_resources(compiled.asm["cubin"])
+        registers, local = _cubin_resources(compiled.asm["cubin"])
+        spills = max(0, local - _declared_local(asm["ptx"]))
     else:
         registers = _directive(asm["amdgcn"], "vgpr_count")
         spills = _directive(asm["amdgcn"], "vgpr_spill_count")
@@ -118,8 +119,7 @@ def compile_for(kernel: Kernel, target: str) -> Binary:
 def _cubin_resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of local memory of a thread, from the cubin by Triton's own cuobjdump.
 
-    Local memory (STACK and LOCAL) is where spilled registers go; a kernel from Triton has no
-    other use for it than arrays that a slow path of libdevice's sine keeps there.
+    Local memory (STACK and LOCAL) is where spilled registers go, beside arrays that are declared so.
     """
     from triton import knobs
 
@@ -130,6 +130,11 @@ def _cubin_resources(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return numbers["REG"], numbers["STACK"] + numbers["LOCAL"]
+
+
+def _declared_local(ptx: str) -> int:
+    """Bytes of a thread's declared arrays, such as the slow path of libdevice's sine keeps."""
+    return sum(-(-int(size) // 8) * 8 for size in re.findall(r"__local_depot\d+\[(\d+)\];", ptx))
 
 
 def _directive(amdgcn: str, name: str) -> int:

@@ -74,6 +74,12 @@ def test_registers_and_spills_are_seen() -> None:
     assert _directive("    .vgpr_count:     22\n    .vgpr_spill_count: 7\n", "vgpr_spill_count") == 7
 
 
+def test_arrays_of_libdevices_sine_are_no_spills() -> None:
+    program = elementwise("libdevice.sin(x0)", 1024, (torch.float32,), torch.float32, block=256)
+    binary = compile_for(program.kernels[0], "sm_90")
+    assert "__local_depot0[" in binary.asm["ptx"] and binary.spills == 0
+
+
 def test_shared_memory_is_seen() -> None:
     assert compile_for(KERNELS["row_softmax"], "sm_90").shared_bytes > 0
     assert compile_for(KERNELS["finish_sums"], "sm_90").shared_bytes == 0
