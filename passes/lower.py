@@ -787,14 +787,17 @@ def _index_select(self: _Lowering, op: Op, coords: Coords, within: int | None) -
     source, indices = op.inputs[0], op.args[2]
     assert isinstance(indices, Ref)
     shape = self.dag.op(source).outputs[0].shape
+    if not shape:
+        return self.value(source, (), within)
     dim = layout.wrap(op.args[1], len(shape))  # type: ignore[arg-type]
-    node = self.value(indices.name, (coords[dim],), within)
+    place = (coords[dim],) if self.dag.op(indices.name).outputs[0].shape else ()
+    node = self.value(indices.name, place, within)
     row = _indirect(self, op, node, shape[dim], signed=False)
     return self.value(source, (*coords[:dim], row, *coords[dim + 1 :]), within)
 
 
 def _index(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    """index.Tensor with integer index tensors; where they are not side by side their dimensions come first."""
+    """index.Tensor with integer indices; where they are not side by side their dimensions come first."""
     source = op.inputs[0]
     shape = self.dag.op(source).outputs[0].shape
     indices = op.args[1]
