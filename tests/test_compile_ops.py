@@ -1,0 +1,201 @@
+"""Every operator of the table and the composites made of them, compiled, with PyTorch's own samples.
+
+One graph for each operator and dtype holds its samples side by side: strided, sliced, expanded, 0-d
+and empty tensors, NaN and infinities among them. Values and gradients are as close to float64 as
+eager's, in the interpreter, and nothing stays an ATen call but what EAGER lists with its reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+import fusion_compiler as fc
+from fusion_compiler.ops import OPS
+from tests.exactness import Compiled, not_as_close, wide
+
+# What is made of the table's operators.
+COMPOSITES = """
+    softmax log_softmax nn.functional.softmin nn.functional.layer_norm nn.functional.group_norm
+    nn.functional.batch_norm nn.functional.instance_norm nn.functional.rms_norm
+    var std var_mean std_mean mean logsumexp norm linalg.vector_norm max min
+    nn.functional.cross_entropy nn.functional.nll_loss nn.functional.mse_loss nn.functional.l1_loss
+    nn.functional.smooth_l1_loss nn.functional.huber_loss nn.functional.binary_cross_entropy_with_logits
+    nn.functional.kl_div nn.functional.gelu nn.functional.silu nn.functional.mish nn.functional.hardswish
+    nn.functional.softplus nn.functional.hardsigmoid nn.functional.logsigmoid nn.functional.relu
+    nn.functional.relu6 nn.functional.leaky_relu nn.functional.elu nn.functional.hardtanh nn.functional.glu
+    nn.functional.embedding nn.functional.pad nn.functional.normalize nn.functional.cosine_similarity
+    nan_to_num logaddexp square tril triu repeat roll chunk __getitem__ where aminmax
+    unflatten movedim swapaxes hstack vstack take_along_dim nn.functional.one_hot index_fill
+    zeros_like ones_like full_like new_full float half bfloat16 double long int bool
+"""
+NAMES = {spec.target.overloadpacket.__name__ for spec in OPS} | set(COMPOSITES.split())
+# `uniform` is a draw of PyTorch's own; ours has a test of its own.
+INFOS = [i for i in op_db if i.name in NAMES and i.name != "uniform" and i.variant_test_name != "nuc"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+
+EAGER = {  # ATen calls that remain, and why
+    "aten.index_put.default": "a scatter with any number of values for one place",
+    "aten.scatter_add.default": "a scatter with any number of values for one place",
+    "aten.scatter.src": "a scatter with any number of values for one place",
+    "aten.scatter.value": "a scatter with any number of values for one place",
+    "aten.index_add.default": "a scatter with any number of values for one place",
+    "aten.embedding_dense_backward.default": "a scatter with any number of values for one place",
+    "aten.embedding_renorm.default": "writes into a weight that it also reads",
+    "aten.cumprod.default": "a scan: the gradient of a product",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator on one sample; tensors are given apart, in the order of the sample's structure."""
+
+    op: Callable[..., Any]
+    structure: Any
+    leaves: tuple[Any, ...]
+
+    def __call__(self, tensors: Iterator[Tensor]) -> list[Tensor]:
+        leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        return [r for r in tree_leaves(self.op(*args, **kwargs)) if isinstance(r, Tensor)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+def relaid(x: Tensor, form: int) -> Tensor:
+    """The same values laid out otherwise: as they are, transposed, every other element of a larger tensor."""
+    if form % 3 == 0 or x.dim() == 0:
+        made = x.detach().clone(memory_format=torch.contiguous_format)
+    elif form % 3 == 1:
+        order = tuple(reversed(range(x.dim())))
+        made = x.detach().permute(order).contiguous().permute(order)
+    else:
+        larger = x.new_zeros([2 * s + 1 for s in x.shape])
+        made = larger[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x.detach())
+    return made.requires_grad_(x.requires_grad)
+
+
+def with_special_values(call: Call) -> Call:
+    """NaN, infinities and zeros of both signs in place of the first elements of every float tensor."""
+
+    def spoilt(x: Tensor) -> Tensor:
+        made = x.detach().clone(memory_format=torch.contiguous_format)
+        values = made.new_tensor([math.nan, math.inf, -math.inf, 0.0, -0.0])[: x.numel()]
+        made.view(-1)[: len(values)] = values
+        return made
+
+    leaves = (spoilt(v) if isinstance(v, Tensor) and v.is_floating_point() else v for v in call.leaves)
+    return Call(call.op, call.structure, tuple(leaves))
+
+
+def calls(info: Any, dtype: torch.dtype, most: int) -> list[Call]:
+    """Samples of different shapes first; each in another layout."""
+    by_kind: dict[object, list[Any]] = {}
+    differentiable = info.supports_autograd and dtype.is_floating_point
+    for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=differentiable), 40):
+        leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
+        shapes = tuple((v.dim(), 0 in v.shape) for v in leaves if isinstance(v, Tensor))
+        if sum(v.numel() for v in leaves if isinstance(v, Tensor)) <= 1024:
+            by_kind.setdefault((shapes, len(leaves)), []).append(sample)
+    ordered = [s for row in itertools.zip_longest(*by_kind.values()) for s in row if s is not None]
+    found: list[Call] = []
+    for form, sample in enumerate(ordered[:most]):
+        leaves, structure = tree_flatten(((sample.input, *sample.args), sample.kwargs))
+        made = tuple(relaid(v, form) if isinstance(v, Tensor) else v for v in leaves)
+        found.append(Call(info.op, structure, made))
+    return [c for c in found if works(c)]
+
+
+def works(call: Call) -> bool:
+    """Eager takes it, and its result is made of tensors that kernels know."""
+    tensors = call.tensors
+    try:
+        results = call(iter(tensors))
+    except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError):
+        return False
+    return bool(results) and not any(t.is_complex() for t in (*tensors, *results))
+
+
+def run(call_list: Sequence[Call]) -> Callable[..., list[Tensor]]:
+    def several(*tensors: Tensor) -> list[Tensor]:
+        rest = iter(tensors)
+        return [result for call in call_list for result in call(rest)]
+
+    return several
+
+
+def check(call_list: Sequence[Call], differentiate: bool, compiled: Any = None) -> Any:
+    """Values, and gradients where asked for, of all calls in one graph. Returns what was compiled."""
+    fn = run(call_list)
+    compiled = compiled or Compiled(fn)
+    given = [t for call in call_list for t in call.tensors]
+    doubles = [w.requires_grad_(t.requires_grad) for w, t in zip(wide(given), given, strict=True)]
+    outcomes = [
+        outcome(f, inputs, differentiate) for f, inputs in ((compiled, given), (fn, given), (fn, doubles))
+    ]
+    largest = max(
+        (t.double().abs().nan_to_num(0, 0, 0).max().item() for t in (*given, *outcomes[2]) if t.numel()),
+        default=0.0,
+    )
+    for ours, eager, truth in zip(*outcomes, strict=True):
+        single = torch.finfo(torch.float64 if ours.dtype is torch.float64 else torch.float32).eps
+        problem = not_as_close(ours, eager, truth, 8 * single * largest)
+        assert problem is None, problem
+    return compiled
+
+
+def outcome(fn: Callable[..., Any], inputs: Sequence[Tensor], differentiate: bool) -> list[Tensor]:
+    """Results, then the gradients of the float inputs."""
+    leaves = [x.detach().requires_grad_(differentiate and x.requires_grad) for x in inputs]
+    results = fn(*leaves)
+    differentiable = [r for r in results if r.requires_grad]
+    if not differentiable:
+        return [r.detach() for r in results]
+    generator = torch.Generator().manual_seed(3)
+    cotangents = [(torch.randint(1, 8, r.shape, generator=generator) / 4).to(r.dtype) for r in differentiable]
+    floats = [x for x in leaves if x.requires_grad]
+    grads = torch.autograd.grad(differentiable, floats, cotangents, allow_unused=True)
+    return [r.detach() for r in results] + [
+        torch.zeros_like(x) if g is None else g for g, x in zip(grads, floats, strict=True)
+    ]
+
+
+def clustered(compiled: Compiled) -> None:
+    unknown = compiled.eager_ops() - EAGER.keys()
+    assert not unknown, [left for plan in compiled.plans for left in plan.leftovers]
+
+
+@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
+def test_values_and_gradients(info: Any) -> None:
+    """In float32: three samples of different shapes, each in another layout, with their gradients."""
+    if torch.float32 in info.dtypes and (found := calls(info, torch.float32, 3)):
+        clustered(check(found, info.supports_autograd))
+
+
+@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
+def test_every_dtype(info: Any) -> None:
+    """One sample of every other dtype, and one of NaN and infinities, in one graph."""
+    found = [c for dtype in DTYPES if dtype in info.dtypes for c in calls(info, dtype, 1)]
+    special = (with_special_values(c) for c in found if any(t.dtype is torch.float32 for t in c.tensors))
+    if found := [*found, *(c for c in special if works(c))]:
+        clustered(check(found, differentiate=False))
+
+
+@pytest.mark.parametrize("name", ["softmax", "nn.functional.layer_norm", "index_select", "add", "argmax"])
+def test_through_dynamo(name: str) -> None:
+    """The whole way in: fc.compile of a function of the samples' tensors."""
+    info = next(i for i in INFOS if i.name == name)
+    found = calls(info, torch.float32, 2)
+    compiled = check(found, info.supports_autograd, fc.compile(run(found), backend="interpret", strict=True))
+    assert not [left for plan in compiled.plan for left in plan.leftovers if left.kind != "contraction"]
