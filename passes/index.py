@@ -81,7 +81,7 @@ def digits(index: Index, sizes: tuple[Dim, ...], extents: Extents) -> tuple[Inde
     """Split an element number into coordinates of a row-major shape."""
     out: list[Index] = []
     for size in reversed(sizes[1:]):
-        if size == 1:
+        if size in (0, 1):  # of an empty tensor no element is ever asked for
             out.append(ZERO)
             continue
         index, low = _divide(index, size, extents)

@@ -1,0 +1,68 @@
+"""What lowering takes into one tile program, and what compiles although it looks hard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_compiler.loops import Reduce
+from tests.exactness import Compiled, not_as_close, rounding_noise, wide
+
+FIRST = torch.tensor([2, 0, 1, -1])
+SECOND = torch.tensor([[1], [-2]])
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "indices side by side": (lambda a, i, j: a[:, i, j] + 1, (x(3, 4, 5), FIRST, SECOND)),
+    "indices apart": (lambda a, i, j: a[i, :, j] + 1, (x(3, 4, 5), FIRST, SECOND)),
+    "index of no dimensions": (lambda a, i: torch.index_select(a, 1, i), (x(3, 4), torch.tensor(2))),
+    "diagonal": (lambda a: torch.diagonal(a, 1, 0, 2) * 2, (x(3, 4, 5),)),
+    "diagonal below": (lambda a: torch.diagonal(a, -1, 2, 1).sin(), (x(3, 4, 5),)),
+    "write with a step": (lambda a, b: torch.slice_scatter(a, b.sin(), 1, 1, None, 2), (x(4, 7), x(4, 3))),
+    "write with a step from the end": (
+        lambda a, b: torch.slice_scatter(a, b, 1, -6, 6, 3),
+        (x(4, 7), x(4, 2)),
+    ),
+    "reduction of a number": (lambda a: torch.softmax(a, 0) + a.amax(0), (torch.tensor(1.5),)),
+    "sum of nothing": (lambda a: (a.sum(1) + 2, a.sum(0), a.sum()), (x(3, 0),)),
+    "sum over rows for each row": (lambda a: a.sum(0).sum(0) + a, (x(2, 1).expand(2, 2),)),
+    "concatenated numbers": (lambda a: torch.cat([a, a + 1]), (x(1),)),
+    "mask of one element": (lambda a: torch.tril(a), (x(1, 1),)),
+    "broadcast from an empty tensor": (lambda a, b: torch.minimum(a, b), (x(2, 1), x(1, 0).expand(2, 0))),
+    "view that cuts across a pad": (
+        lambda a: F.pad(a, (0, 5)).flatten().view(3, 64, -1).clone(),
+        (x(3, 64, 19),),
+    ),
+    "circular padding": (lambda a: F.pad(a, (1, 2), mode="circular"), (x(2, 3, 4),)),
+    "reflection": (lambda a: F.pad(a, (1, 2), mode="reflect"), (x(2, 3, 4),)),
+}
+
+
+@pytest.mark.parametrize("cramped", [False, True], ids=["chosen schedule", "cramped schedule"])
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_and_is_exact(name: str, cramped: bool) -> None:
+    fn, inputs = CASES[name]
+    compiled = Compiled(fn, cramped=cramped)
+    results = (compiled(*inputs), fn(*inputs), fn(*wide(inputs)))
+    ours, eager, truth = (tuple(r) if isinstance(r, tuple | list) else (r,) for r in results)
+    for our, their, exact in zip(ours, eager, truth, strict=True):
+        problem = not_as_close(our, their, exact, rounding_noise((*inputs, their), (*wide(inputs), exact)))
+        assert problem is None, problem
+    assert not compiled.eager_ops()
+
+
+def test_statistics_of_one_row_share_a_program() -> None:
+    compiled = Compiled(lambda a: (a - a.mean(1, keepdim=True)) / (a.var(1, keepdim=True) + 1).sqrt())
+    compiled(x(6, 40))
+    (cluster,) = compiled.plans[0].clusters
+    reductions = [n for n in cluster.loops.nodes if isinstance(n, Reduce)]
+    assert len({r.over for r in reductions}) == 1 and len(reductions) >= 2
