@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -27,6 +27,7 @@ from fusion_compiler.passes.cost import BufferInfo, cost_of
 from fusion_compiler.passes.legality import first_refusal
 from fusion_compiler.passes.lower import Illegal, lower
 from fusion_compiler.passes.match import Match
+from fusion_compiler.passes.memo import Memo
 from fusion_compiler.passes.recompute import recompute
 from fusion_compiler.passes.simplify import simplify
 from fusion_compiler.patterns import USER_NAMESPACE, ClusterHint
@@ -105,6 +106,7 @@ class Search:
         self.rejections: dict[tuple[str, str], Rejected] = {}
         self.leftovers: list[Leftover] = []
         self.memo: dict[tuple[tuple[str, ...], frozenset[str]], Part | Illegal] = {}
+        self.priced = Memo(dag, self.price)
         self.again = frozenset(n for n in dag.order if self.fusible(dag.op(n)) and self.cheap(dag.op(n)))
         self.parts: dict[int, Part] = {}
         self.owner: dict[str, int] = {}
@@ -167,14 +169,18 @@ class Search:
         )
         if not outputs:
             raise Illegal("dead", "nothing reads it")
+        loops, cost = self.priced(ops, outputs)
+        return Part(ops, kept, outputs, loops, cost, cost.us)
+
+    def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
+        """The tile program of a set of ops, and what it takes. Raises Illegal."""
         loops = simplify(lower(self.dag, ops, outputs, round_like_eager=self.rounded))
         refusal = first_refusal(loops, self.device)
         if refusal is not None:
             raise Illegal(*refusal)
         buffers = {n.buffer: self.info(n.buffer) for n in loops.nodes if isinstance(n, Load)}
         buffers |= {s.buffer: self.info(s.buffer) for s in loops.stores}
-        cost = cost_of(loops, self.device, buffers, self.hints)
-        return Part(ops, kept, outputs, loops, cost, cost.us)
+        return loops, cost_of(loops, self.device, buffers, self.hints)
 
     def escapes(self, name: str, inside: set[str], kept: frozenset[str]) -> bool:
         """Whether anything outside reads a value, or computes again what reads it."""
@@ -315,16 +321,9 @@ class Search:
         del self.above[gone], self.below[gone]
         self.above[kept], self.below[kept] = above, below
         bit = 1 << kept
-        for number in self.above:
-            mask = 1 << number
-            if above & mask:
-                self.below[number] |= below | bit
-            if below & mask:
-                self.above[number] |= above | bit
-            if self.below[number] & pair:
-                self.below[number] = (self.below[number] & ~pair) | bit
-            if self.above[number] & pair:
-                self.above[number] = (self.above[number] & ~pair) | bit
+        for numbers, reach, more in ((above, self.below, below | bit), (below, self.above, above | bit)):
+            for number in _bits(numbers):  # nothing else had either of the two in its reach
+                reach[number] = (reach[number] & ~pair) | more
 
     # -- the search ----------------------------------------------------------------------------------
 
@@ -429,11 +428,10 @@ class Search:
 
     def join(self, kept: int, gone: int) -> None:
         """All that belonged to the part `gone` belongs to `kept`."""
-        del self.parts[gone], self.version[gone]
+        part = self.parts.pop(gone)
+        del self.version[gone]
         for owners in (self.owner, self.unit):
-            for name, owner in owners.items():
-                if owner == gone:
-                    owners[name] = kept
+            owners.update({name: kept for name in part.ops if owners.get(name) == gone})
         self.join_reach(kept, gone)
         self.version[kept] += 1
 
@@ -521,6 +519,14 @@ class Search:
 
 def _is_users(op: Op) -> bool:
     return getattr(op.target, "namespace", "") == USER_NAMESPACE
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """Positions of the bits that are set."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 def cluster_name(dag: OpDag, ops: tuple[str, ...], matches: Sequence[Match] = (), limit: int = 6) -> str:

@@ -1,0 +1,83 @@
+"""Lowering once for equal structure leaves every plan as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion_compiler.canonical import canonical
+from fusion_compiler.dag import OpDag, build
+from fusion_compiler.decompositions import decomposition_table
+from fusion_compiler.device import device_spec
+from fusion_compiler.passes import memo
+from fusion_compiler.passes.cluster import plan as plan_clusters
+from fusion_compiler.passes.memo import Memo
+from fusion_compiler.plan import FusionPlan
+
+
+class Layer(nn.Module):
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(32), nn.Linear(32, 32)
+        self.power = power
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.softmax(self.inner(self.norm(x)).view(2, 8, 4, 8).transpose(1, 2), -1)
+        return x + y.transpose(1, 2).reshape(2, 8, 32) ** self.power
+
+
+def dag_of(powers: list[float]) -> OpDag:
+    model = nn.Sequential(*(Layer(p) for p in powers))
+    names = dict(model.named_parameters())
+
+    def gradients(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(names, parameters, strict=True))
+        loss = torch.func.functional_call(model, given, (x,)).square().mean()
+        return (loss, *torch.autograd.grad(loss, list(parameters)))
+
+    inputs = (torch.randn(2, 8, 32), *(p.detach().requires_grad_() for p in names.values()))
+    return build(make_fx(gradients, decomposition_table(), tracing_mode="fake")(*inputs))
+
+
+def planned(dag: OpDag) -> FusionPlan:
+    return plan_clusters("graph", dag, device_spec("h200"), {})
+
+
+def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dag = dag_of([2.0, 2.0, 3.0])
+    with_memo = planned(dag)
+    monkeypatch.setattr(Memo, "__call__", lambda self, ops, outputs: self._price(ops, outputs))
+    without = planned(dag)
+    assert str(with_memo) == str(without)
+    assert with_memo.rejections == without.rejections
+    for mine, theirs in zip(with_memo.clusters, without.clusters, strict=True):
+        assert (mine.ops, mine.inputs, mine.outputs, mine.cost) == (
+            theirs.ops,
+            theirs.inputs,
+            theirs.outputs,
+            theirs.cost,
+        )
+        assert canonical(mine, dag) == canonical(theirs, dag)
+
+
+def test_a_further_equal_layer_costs_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Memo] = []
+    monkeypatch.setattr(
+        "fusion_compiler.passes.cluster.Memo", lambda *a: made.append(memo.Memo(*a)) or made[-1]
+    )
+    for layers in (4, 6):
+        planned(dag_of([2.0] * layers))
+    small, large = (len(m._known) for m in made)
+    assert large <= small * 1.1
+
+
+def test_ops_that_differ_in_a_number_alone_are_not_the_same() -> None:
+    def powers(x: Tensor) -> tuple[Tensor, ...]:
+        return (x + 0.0, x + -0.0, x + 1, x + 1.0, torch.where(x > 0, x, 0.0))
+
+    dag = build(make_fx(powers, tracing_mode="fake")(torch.randn(4)))
+    keys = Memo(dag, lambda ops, outputs: pytest.fail("not priced"))
+    named = [n for n in dag.order if n.startswith("add")]
+    assert len({keys._key((n,), (n,))[0] for n in named}) == len(named) == 4
