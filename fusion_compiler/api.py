@@ -22,7 +22,7 @@ from fusion_compiler.dag import OpDag, build
 from fusion_compiler.debug import Debug, DebugSettings
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DEFAULT, DeviceSpec, device_spec
-from fusion_compiler.errors import NotCallableError, WarnOnce
+from fusion_compiler.errors import NotCallableError, UnsupportedDtypeError, WarnOnce
 from fusion_compiler.kernel import Program
 from fusion_compiler.launch import Runner, compile_all
 from fusion_compiler.module import Plans, wrap
@@ -31,7 +31,7 @@ from fusion_compiler.passes.cluster import plan as plan_clusters
 from fusion_compiler.passes.match import Traced, find, traced_hints, traced_whole
 from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, RewriteNote
 from fusion_compiler.passes.rewrites.equality import check_equal
-from fusion_compiler.passes.rewrites.user import replace_patterns
+from fusion_compiler.passes.rewrites.user import check_reachable, replace_patterns
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, checked
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.sources import source_of
@@ -83,6 +83,7 @@ class Compiler:
         for pattern in self.patterns:
             if pattern not in DEFAULT_PATTERNS:
                 check(pattern)
+        check_reachable(self.patterns)
         self.plans = Plans()
         self.warned = WarnOnce(options.strict)
         self.debug = Debug(DebugSettings.of(os.environ), self.warned)
@@ -108,6 +109,7 @@ class Compiler:
             info.name, dag, device, size_hints(inputs), numerics=self.options.numerics, matches=matches
         )
         clock.lap("plan")
+        self.report_dtypes(plan)
         backend = self.backend_for(kind)
         runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
         clock.lap("emit")
@@ -125,6 +127,14 @@ class Compiler:
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
         return run
+
+    def report_dtypes(self, plan: FusionPlan) -> None:
+        """Numbers that no kernel can hold stay eager with a warning, or raise UnsupportedDtypeError."""
+        for left in plan.leftovers:
+            complex_ones = [m.dtype for m in plan.dag.op(left.op).outputs if m.dtype.is_complex]
+            if complex_ones:
+                error = UnsupportedDtypeError(left.source, op=left.target, dtype=complex_ones[0])
+                self.warned.fall_back("dtype", error)
 
     def verified(self, plan: FusionPlan, runners: Mapping[str, Runner]) -> dict[str, Verifier]:
         """The runners of a graph, each compared with its cluster's fx subgraph when first called."""

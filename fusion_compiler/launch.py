@@ -234,6 +234,8 @@ class Runner:
             return interpret(program, tensors, sizes)
         except KernelError as error:
             return self._give_up(error, arguments)
+        except ImportError as error:
+            return self._give_up(MissingTritonError(detail=error), arguments)
 
 
 def _brief(error: KernelError) -> str:

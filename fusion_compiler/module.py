@@ -15,8 +15,10 @@ from typing import Any, overload
 
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from fusion_compiler.capture import Backend
+from fusion_compiler.errors import FusionError
 from fusion_compiler.plan import FusionPlan
 from fusion_compiler.verify import Verification
 
@@ -126,7 +128,17 @@ def wrap(
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
-        return torch.compile(_own_frame(function), backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+        run = torch.compile(_own_frame(function), backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return run(*args, **kwargs)
+            except BackendCompilerFailed as failed:  # Dynamo's wrapping; the error names the place itself
+                if isinstance(failed.inner_exception, FusionError):
+                    raise failed.inner_exception from None
+                raise
+
+        return call
 
     if isinstance(target, nn.Module):
         # A forward of the instance's own (set by hooks of other libraries) goes before the class's.

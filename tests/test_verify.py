@@ -36,16 +36,11 @@ def wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     emit = Compiler.emit
 
     def broken(self: Any, *arguments: Any) -> Any:
-        return tuple(
-            dataclasses.replace(
-                program,
-                kernels=tuple(
-                    dataclasses.replace(k, source=re.sub(r"\btanh\(", "sin(", k.source))
-                    for k in program.kernels
-                ),
-            )
-            for program in emit(self, *arguments)
-        )
+        def spoilt(kernel: Any) -> Any:
+            return dataclasses.replace(kernel, source=re.sub(r"\btanh\(", "sin(", kernel.source))
+
+        programs = emit(self, *arguments)
+        return tuple(dataclasses.replace(p, kernels=tuple(map(spoilt, p.kernels))) for p in programs)
 
     monkeypatch.setattr(Compiler, "emit", broken)
 

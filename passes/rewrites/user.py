@@ -18,7 +18,8 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.dag import OpDag, build
-from fusion_compiler.passes.match import Match, find, is_cast_or_alias, traced_whole
+from fusion_compiler.errors import PatternConflictError
+from fusion_compiler.passes.match import Match, bare, find, is_cast_or_alias, traced_whole
 from fusion_compiler.passes.rewrites import record
 from fusion_compiler.passes.rewrites.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
 from fusion_compiler.passes.rewrites.record import Notes, RewriteNote
@@ -36,6 +37,17 @@ def replace_patterns(patterns: Sequence[Pattern]) -> record.Rewrite | None:
     """The rewrite of a graph by the rewrites and kernels of `patterns`; None where there are none."""
     chosen = tuple(p for p in patterns if isinstance(p, Rewrite | UserKernel))
     return functools.partial(_apply, chosen) if chosen else None
+
+
+def check_reachable(patterns: Sequence[Pattern]) -> None:
+    """Raises PatternConflictError for two that replace the same op, so that the later never applies."""
+    chosen = [p for p in patterns if isinstance(p, Rewrite | UserKernel)]
+    for i, later in enumerate(chosen):
+        dag = traced_whole(later).dag
+        for match in find([traced_whole(p) for p in chosen[:i] if p.where is None], dag, exact=True):
+            if match.outputs[0] == bare(dag, dag.outputs[0]):
+                op = str(dag.op(match.outputs[0]).target)
+                raise PatternConflictError(first=match.pattern.name, second=later.name, op=op)
 
 
 def _apply(patterns: tuple[Rewrite | UserKernel, ...], gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:

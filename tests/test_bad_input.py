@@ -1,0 +1,154 @@
+"""What goes wrong gives an error or a warning and eager's result; it never costs a parameter or a state."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusion_compiler as fc
+from fusion_compiler.api import Compiler
+from fusion_compiler.errors import (
+    FusionWarning,
+    KernelError,
+    NotCallableError,
+    PatternConflictError,
+    UnknownOptionError,
+    UnsupportedDtypeError,
+)
+
+
+class Model(nn.Module):
+    """No bias before the norm: its gradient would be zero but for rounding, which AdamW blows up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout(torch.tanh(self.norm(self.linear(x))), 0.5, self.training).square().mean()
+
+
+def break_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel names something that does not exist."""
+    emit = Compiler.emit
+
+    def broken(self: Any, *arguments: Any) -> Any:
+        def spoilt(kernel: Any) -> Any:
+            return dataclasses.replace(kernel, source=kernel.source.replace("tl.store(", "tl.misprint("))
+
+        programs = emit(self, *arguments)
+        return tuple(dataclasses.replace(p, kernels=tuple(map(spoilt, p.kernels))) for p in programs)
+
+    monkeypatch.setattr(Compiler, "emit", broken)
+
+
+def train(model: Any, steps: int = 3) -> tuple[list[float], dict[str, Tensor], Tensor]:
+    """Losses, parameters and buffers after some steps, and the random state."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(7)
+    x = torch.randn(16, 8)
+    losses: list[float] = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, copy.deepcopy(model.state_dict()), torch.get_rng_state()
+
+
+def test_training_goes_on_where_no_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    good = train(fc.compile(copy.deepcopy(model), backend="interpret", strict=True))
+    torch._dynamo.reset()
+    break_kernels(monkeypatch)
+    with pytest.warns(FusionWarning, match=r"(?s)runs eager: kernel .* failed to run.*misprint.*what to do"):
+        bad = train(fc.compile(copy.deepcopy(model), backend="interpret"))
+    torch.testing.assert_close(bad[0], good[0], rtol=1e-5, atol=1e-6)
+    for name, value in good[1].items():
+        torch.testing.assert_close(bad[1][name], value, rtol=1e-3, atol=1e-4, msg=name)
+    assert torch.equal(good[2], bad[2]), "the same numbers were drawn"
+
+
+def test_an_error_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_kernels(monkeypatch)
+    model = Model().eval()
+    before = copy.deepcopy(model.state_dict())
+    fast = fc.compile(model, backend="interpret", strict=True)
+    x, random = torch.randn(4, 8), torch.get_rng_state()
+    with pytest.raises(KernelError, match="what to do"):
+        fast(x)
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(model(x), model(x)), "the model itself still runs"
+
+
+def complex_numbers(x: Tensor) -> Tensor:
+    return (torch.tanh(x) * 2).abs() + 1
+
+
+def test_complex_numbers_stay_eager_with_one_warning() -> None:
+    x = torch.randn(5, dtype=torch.complex64)
+    with pytest.warns(
+        FusionWarning, match=r"(?s)no kernel can hold torch.complex64.*test_bad_input"
+    ) as caught:
+        fast = fc.compile(complex_numbers, backend="interpret")
+        torch.testing.assert_close(fast(x), complex_numbers(x))
+    assert sum("complex" in str(w.message) for w in caught) == 1
+    torch._dynamo.reset()
+    with pytest.raises(UnsupportedDtypeError, match="complex64"):
+        fc.compile(complex_numbers, backend="interpret", strict=True)(x)
+
+
+def test_not_a_model_and_not_an_option() -> None:
+    for thing in (torch.ones(3), nn.Linear, None, {"state": 1}):
+        with pytest.raises(NotCallableError):
+            fc.compile(thing)  # type: ignore[arg-type]
+    with pytest.raises(UnknownOptionError, match="did you mean 'numerics'"):
+        fc.compile(torch.sin, numeric="eager")
+
+
+def root(x: Tensor) -> Tensor:
+    return torch.sqrt(x * x)
+
+
+def test_a_pattern_that_an_earlier_one_hides_is_an_error() -> None:
+    rows = torch.ones(6, 10)
+    first = fc.rewrite(root, torch.abs, rows, name="first")
+    second = fc.user_kernel(root, torch.abs, rows, name="second")
+    with pytest.raises(PatternConflictError, match=r"first and second both claim op aten\.sqrt"):
+        fc.compile(torch.sin, patterns=(first, second))
+    narrow = fc.rewrite(root, torch.abs, rows, name="narrow", where=lambda x: x.shape[-1] > 100)
+    fc.compile(torch.sin, patterns=(narrow, second))
+
+
+SCRIPT = """
+import sys, warnings, torch
+sys.modules["triton"] = None
+import fusion_compiler as fc
+x = torch.randn(6)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert torch.equal(fc.compile(lambda x: x.abs() + 1, backend="interpret")(x), x.abs() + 1)
+assert any("Triton cannot be imported" in str(w.message) for w in caught), caught
+try:
+    fc.compile(lambda x: x.abs() + 1, backend="interpret", strict=True)(x)
+except fc.FusionError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_without_triton() -> None:
+    root_folder = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root_folder, capture_output=True, text=True)
+    assert done.stdout.strip() == "MissingTritonError", done.stderr
