@@ -82,12 +82,18 @@ class Backward:
 
 def leave_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` of a trained graph, so that its backward is told which gradients are missing."""
+    own: list[type] = []  # the graph's node in autograd's graph: a class of its own, known once it was seen
 
     def call(*args: Any) -> Any:
         results: Sequence[Any] = run(*args)
         for result in results:
             node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
-            if node is not None and hasattr(node, "set_materialize_grads"):
+            if node is None or not hasattr(node, "set_materialize_grads"):
+                continue
+            # A result that is an argument has the node of what made it.
+            if not own and not any(isinstance(a, torch.Tensor) and a.grad_fn is node for a in args):
+                own.append(type(node))
+            if type(node) in own:
                 node.set_materialize_grads(False)
                 break
         return results

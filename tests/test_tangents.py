@@ -76,3 +76,24 @@ def test_a_retained_graph_is_run_backward_twice() -> None:
     (loss + features.sum()).backward()
     for p, q in zip(mine, model.parameters(), strict=True):
         torch.testing.assert_close(p, q.grad)
+
+
+class Doubled(torch.autograd.Function):
+    """Counts on gradients for both of its results, as autograd.Function promises."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x, 2 * x
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return 2 * (grads[0] + grads[1])
+
+
+def test_what_made_an_argument_is_left_alone() -> None:
+    fast = fc.compile(lambda y: (y, y.square().mean(), torch.tanh(y)), backend="eager")
+    for _ in range(2):
+        x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+        passed, loss, _ = fast(Doubled.apply(x)[0])
+        (mine,) = torch.autograd.grad(passed.sum() + loss, x)
+        torch.testing.assert_close(mine, 2 + 8 * x.detach() / 3)
