@@ -8,7 +8,7 @@ runs it (a ticket counter tells); where it is a row, a second kernel does.
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ from fusion_compiler.loops import (
     Load,
     LoopNest,
     Node,
+    Random,
     Reduce,
     Store,
     operands_of,
@@ -70,7 +71,9 @@ def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> 
             dims |= set() if isinstance(dim, int) else dim.free_symbols  # type: ignore[arg-type]
     for a in (a for loops in nests for a in loops.axes):
         dims |= set() if isinstance(a.size, int) else a.size.free_symbols  # type: ignore[arg-type]
-    sizes = tuple(sorted(dims, key=lambda s: s.name))
+    salts = [n.salt for loops in nests for n in loops.nodes if isinstance(n, Random)]
+    streams = dict.fromkeys(s for s in salts if isinstance(s, sympy.Symbol))
+    sizes = (*sorted(dims, key=lambda s: s.name), *streams)
     return Signature(tuple(buffers[b] for b in loaded), tuple(buffers[b] for b in stored), sizes)
 
 
@@ -398,4 +401,4 @@ PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}
 
 
 def _uses(body: str, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(ast.parse("if True:\n" + body)))
+    return re.search(rf"\b{name}\b", body) is not None

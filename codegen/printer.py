@@ -502,8 +502,8 @@ class Printer:
             quarter = f"tl.arange(0, {self.s.block_cols // 4})" + ("" if self.flat else "[None, :]")
             column = quarter if start is None else f"({start}) // 4 + {quarter}"
             base = "" if rest == Index(0, ()) else f"{self.index(rest)} + "
-            return f"fm.uniform_block({seed}, {base}{column}, {node.salt})"
-        return f"fm.uniform({seed}, {self.index(node.index)}, {node.salt})"
+            return f"fm.uniform_block({seed}, {base}{column}, {dim_text(node.salt)})"
+        return f"fm.uniform({seed}, {self.index(node.index)}, {dim_text(node.salt)})"
 
     def tile(self, number: int, over: frozenset[str]) -> str:
         """A reduction's operand as a full tile in the reduced groups, neutral where no element is."""

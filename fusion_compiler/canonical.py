@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import sympy
+
 from fusion_compiler.dag import OpDag
 from fusion_compiler.kernel import Buffer
-from fusion_compiler.loops import Load, LoopNest
+from fusion_compiler.loops import Load, LoopNest, Node, Random
 from fusion_compiler.plan import Cluster
 from fusion_compiler.schema import short_name
 
@@ -23,13 +25,27 @@ def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
     """Rename tensors by first use and values by number; identical clusters become equal."""
     names = dict.fromkeys((*cluster.inputs, *cluster.outputs))
     short = {name: f"buffer{i}" for i, name in enumerate(names)}
-    nests = tuple(_renamed(loops, short) for loops in cluster.nests)
+    salts = {salt: sympy.Symbol(f"salt{i}", integer=True) for i, salt in enumerate(salts_of(cluster))}
+    nests = tuple(_renamed(loops, short, salts) for loops in cluster.nests)
     metas = [(short[name], dag.op(name).outputs[0]) for name in names]
     return Canonical(nests, tuple(Buffer(n, m.shape, m.stride, m.dtype) for n, m in metas))
 
 
-def _renamed(loops: LoopNest, short: dict[str, str]) -> LoopNest:
-    nodes = tuple(replace(n, buffer=short[n.buffer]) if isinstance(n, Load) else n for n in loops.nodes)
+def salts_of(cluster: Cluster) -> tuple[int, ...]:
+    """The streams of random numbers that a cluster makes: kernels take them as arguments, after the sizes."""
+    nodes = (n for loops in cluster.nests for n in loops.nodes)
+    return tuple(dict.fromkeys(n.salt for n in nodes if isinstance(n, Random) and isinstance(n.salt, int)))
+
+
+def _renamed(loops: LoopNest, short: dict[str, str], salts: dict[int, sympy.Symbol]) -> LoopNest:
+    def rename(node: Node) -> Node:
+        if isinstance(node, Load):
+            return replace(node, buffer=short[node.buffer])
+        if isinstance(node, Random) and isinstance(node.salt, int):
+            return replace(node, salt=salts[node.salt])
+        return node
+
+    nodes = tuple(map(rename, loops.nodes))
     stores = tuple(replace(s, buffer=short[s.buffer]) for s in loops.stores)
     return LoopNest(loops.axes, nodes, stores, tuple(str(i) for i in range(len(nodes))))
 

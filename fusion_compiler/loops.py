@@ -81,7 +81,7 @@ class Random:
 
     seed: int
     index: Index
-    salt: int
+    salt: Dim  # an argument of the kernel once clusters are compared: dropouts differ in it alone
     dtype: torch.dtype = torch.float32
 
 

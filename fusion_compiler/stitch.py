@@ -13,7 +13,9 @@ import torch
 from torch import fx
 from torch._C._dynamo import guards
 
+from fusion_compiler.canonical import salts_of
 from fusion_compiler.dag import OpDag
+from fusion_compiler.dims import hint
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.schedule import Call, root, schedule
 from fusion_compiler.straight_line import StraightLine, quick
@@ -41,7 +43,7 @@ def stitch(
 ) -> fx.GraphModule:
     """The graph of `plan.dag` with each cluster replaced by one call of its runner, in memory's order.
 
-    runners: cluster name -> callable(*inputs, *sizes) -> tuple of outputs, in the cluster's order.
+    runners: cluster name -> callable(*inputs, *sizes, *salts) -> tuple of outputs, in the cluster's order.
     Sizes are the symbols that the cluster's shapes use, sorted by name.
     owned: inputs that the caller gives up, so that their memory is freed at their last use.
     view: callable(tensor, shape, strides, elements further) -> another view of the tensor's memory.
@@ -170,6 +172,7 @@ class _Stitcher:
     def call(self, cluster: Cluster) -> None:
         arguments: list[Any] = [self.value(name) for name in cluster.inputs]
         arguments += [self.size(symbol) for symbol in symbols_of(cluster, self.plan.dag)]
+        arguments += salts_of(cluster)
         call = self.graph.call_function(self.runners[cluster.name], tuple(arguments))
         call.meta = {"val": tuple(self.nodes[name].meta["val"] for name in cluster.outputs)}
         for position, name in enumerate(cluster.outputs):
@@ -222,11 +225,12 @@ def symbols_of(cluster: Cluster, dag: OpDag) -> tuple[sympy.Symbol, ...]:
 
 
 def subgraph(cluster: Cluster, dag: OpDag) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The cluster's ops as an fx module: callable(*inputs, *sizes) -> outputs in the plan's strides."""
+    """The cluster as an fx module: callable(*inputs, *sizes, *salts) -> outputs in the plan's strides."""
     nodes = {n.name: n for n in dag.module.graph.nodes}
     graph = fx.Graph()
     env = {name: graph.placeholder(name) for name in cluster.inputs}
     symbols = {s: graph.placeholder(s.name) for s in symbols_of(cluster, dag)}
+    salts = {salt: graph.placeholder(f"salt{i}") for i, salt in enumerate(salts_of(cluster))}
 
     def visit(name: str) -> fx.Node:
         stack = [name]
@@ -243,7 +247,9 @@ def subgraph(cluster: Cluster, dag: OpDag) -> Callable[..., tuple[torch.Tensor, 
             if missing:
                 stack.extend(missing)
             else:
-                env[node.name] = graph.node_copy(node, lambda n: env[n.name])
+                env[node.name] = copy = graph.node_copy(node, lambda n: env[n.name])
+                if node.target is torch.ops.fusion_compiler.uniform.default:
+                    copy.args = (*copy.args[:2], salts.get(node.args[2], node.args[2]))  # type: ignore[arg-type]
         return env[name]
 
     graph.output(tuple(visit(name) for name in cluster.outputs))
@@ -256,10 +262,18 @@ def _size_node(graph: fx.Graph, value: torch.SymInt | int, symbols: Mapping[symp
     expr = value.node.expr
     if isinstance(expr, sympy.Symbol):
         return symbols[expr]
-    order = sorted(expr.free_symbols, key=lambda s: s.name)
-    function = sympy.lambdify(order, expr)
-    return graph.call_function(_evaluate, (function, *(symbols[s] for s in order)))
+    order = tuple(sorted(expr.free_symbols, key=lambda s: s.name))
+    return graph.call_function(_Size(expr, order), tuple(symbols[s] for s in order))
 
 
-def _evaluate(function: Callable[..., Any], *sizes: int) -> int:
-    return int(function(*sizes))
+class _Size:
+    """A size as a function of symbols; an object of its own, since a graph's text cannot hold an argument
+    that is a function."""
+
+    __name__ = __qualname__ = "size"
+
+    def __init__(self, expr: sympy.Expr, order: tuple[sympy.Symbol, ...]) -> None:
+        self._expr, self._order = expr, order
+
+    def __call__(self, *sizes: int) -> int:
+        return hint(self._expr, dict(zip(self._order, sizes, strict=True)))
