@@ -10,8 +10,9 @@ import networkx as nx
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import Max
 
-from fusion_compiler.dims import Dim, hint, numel
+from fusion_compiler.dims import Dim, hint, numel, simple
 from fusion_compiler.ops import Kind, spec_of
 
 aten = torch.ops.aten
@@ -119,12 +120,24 @@ def dim_of(size: int | torch.SymInt) -> Dim:
     return int(expr) if expr.is_Integer else expr
 
 
+def step_of(stride: int | torch.SymInt) -> Dim:
+    """A stride like a size; Max(1, n) is n: where n is 0 the tensor is empty and no stride counts."""
+    dim = dim_of(stride)
+    if isinstance(dim, int) or not dim.has(Max):
+        return dim
+    expr = dim.replace(
+        lambda e: isinstance(e, Max) and len(e.args) == 2 and sympy.Integer(1) in e.args,
+        lambda e: next(a for a in e.args if a != 1),
+    )
+    return simple(expr)
+
+
 def metas_of(value: object) -> tuple[TensorMeta, ...]:
     """TensorMeta of every tensor in an fx node's `val`; empty for symbolic integers and None."""
     if isinstance(value, torch.Tensor):
         shape = tuple(map(dim_of, value.shape))
         strided = value.layout is torch.strided
-        stride = tuple(map(dim_of, value.stride())) if strided else ()
+        stride = tuple(map(step_of, value.stride())) if strided else ()
         return (TensorMeta(shape, stride, value.dtype, str(value.device)),)
     if isinstance(value, list | tuple):
         return tuple(m for v in value for m in metas_of(v))

@@ -1,0 +1,162 @@
+"""Dynamic shapes: one further compile for all sizes, and right results at every one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusion_compiler as fc
+from benchmarks.clusters import CASES, Case
+from tests import models
+
+SIZES = {
+    "rows": ({"rows": 16}, {"rows": 1}, {"rows": 133}),
+    "batch": ({"batch": 2}, {"batch": 1}, {"batch": 5}),
+}
+
+
+def sizes_of(case: Case) -> list[dict[str, int]]:
+    """The case's quick sizes, then others: fewer, one, many rows; other row lengths where they may differ."""
+    varied = SIZES["rows" if "rows" in case.quick else "batch"]
+    return [dict(case.quick) | other for other in varied]
+
+
+def graphs(fast: Any, phase: str = "backward") -> int:
+    return sum(plan.name.endswith(phase) for plan in fast.plan)
+
+
+def compare(case: Case, fast: Any, made: dict[str, Tensor]) -> None:
+    """Outputs and gradients against float64, at least as close as float32 rounding allows."""
+    fn = case.without_randomness()
+    leaves = {n: t.clone().requires_grad_(n in case.differentiate) for n, t in made.items()}
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in made.items()}
+    exact = {n: t.clone().requires_grad_(n in case.differentiate) for n, t in wide.items()}
+    got, want = fast(*leaves.values()), fn(*exact.values())
+    got, want = (v if isinstance(v, tuple) else (v,) for v in (got, want))
+    weights = [torch.randn(v.shape, dtype=torch.float64) for v in want]
+    torch.autograd.backward(got, [w.float() for w in weights])
+    torch.autograd.backward(want, weights)
+    pairs = [*zip(got, want, strict=True)]
+    pairs += [(leaves[n].grad, exact[n].grad) for n in case.differentiate]
+    for a, b in pairs:
+        scale = float(b.detach().abs().max()) if b.numel() else 0.0
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_clusters_at_every_size(case: Case) -> None:
+    # Asked for, or found by itself at the second size: half of the cases each.
+    dynamic = True if CASES.index(case) % 2 else None
+    fast = fc.compile(case.without_randomness(), backend="interpret", strict=True, dynamic=dynamic)
+    for sizes in sizes_of(case):
+        compare(case, fast, case.make(**sizes))
+    assert graphs(fast) <= 3  # a size of 1 is a graph of its own to TorchDynamo
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "columns" in c.quick], ids=lambda case: case.name)
+def test_rows_of_every_length(case: Case) -> None:
+    fast = fc.compile(case.without_randomness(), backend="interpret", strict=True, dynamic=True)
+    for columns in (256, 31, 1000):
+        compare(case, fast, case.make(rows=8, columns=columns))
+    assert graphs(fast) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_models_at_another_batch_and_length(name: str) -> None:
+    """The second size compiles once more; then no size does."""
+    model, _ = models.small(name, dropout=False)
+    exact = models.exact(model)
+    fast = fc.compile(model, backend="interpret", strict=True)
+    counts: list[int] = []
+    for batch, length in ((2, 19), (3, 11), (5, 32)):
+        _, inputs = models.small(name, dropout=False, batch=batch, length=length)
+        model.zero_grad()
+        exact.zero_grad()
+        loss, want = fast(**inputs).loss, exact(**inputs).loss
+        loss.backward()
+        want.backward()
+        torch.testing.assert_close(loss.double(), want.double(), rtol=1e-5, atol=1e-5)
+        for (key, a), b in zip(model.named_parameters(), exact.parameters(), strict=True):
+            scale = float(b.grad.abs().max())
+            torch.testing.assert_close(
+                a.grad.double(), b.grad, rtol=1e-3, atol=2e-5 * max(scale, 1e-2), msg=key
+            )
+        counts.append(graphs(fast))
+    assert counts[1] <= 2 * counts[0] and counts[1] == counts[2], counts
+
+
+def test_static_shapes_stay_numbers() -> None:
+    fast = fc.compile(lambda x: torch.tanh(x) + 1, backend="interpret", dynamic=False, strict=True)
+    for rows in (3, 5, 7):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(fast(x), torch.tanh(x) + 1)
+    assert len(fast.plan) == 3
+    assert all(isinstance(a.size, int) for p in fast.plan for c in p.clusters for a in c.loops.axes)
+
+
+def halves(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, 0)
+    return torch.cat([b * 2, a[: b.shape[0]] + 1], 0)
+
+
+def shifted(x: Tensor) -> Tensor:
+    return x[1:] * x[:-1] - x[1:].mean(0)
+
+
+def flattened(x: Tensor) -> Tensor:
+    return torch.softmax(x.transpose(0, 1).reshape(x.shape[1], -1) * x.shape[0], -1)
+
+
+def column_sums(x: Tensor) -> Tensor:
+    return (x - x.mean(0)).square().sum(0).sqrt() + x.sum()
+
+
+def padded(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (1, 2, 3, 0)).cumsum(0)[2:].tanh() * 2
+
+
+def positions(x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0])
+    return torch.where(index[:, None] >= torch.arange(x.shape[1]), x, -x.flip(0)) + index[:, None]
+
+
+def strided(x: Tensor) -> Tensor:
+    return (x[::2].exp() + 1).amax(1) + x[-1].sum()
+
+
+FUNCTIONS = (halves, shifted, flattened, column_sums, padded, positions, strided)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "sliced"])
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_views_and_sums_of_symbolic_sizes(fn: Any, layout: str) -> None:
+    fast = fc.compile(fn, backend="interpret", strict=True, dynamic=True)
+    for rows, columns in ((6, 10), (14, 3), (40, 129)):
+        x = torch.randn(rows, columns)
+        if layout == "columns":
+            x = torch.randn(columns, rows).t()
+        if layout == "sliced":
+            x = torch.randn(rows + 3, columns + 5)[2 : rows + 2, 4 : columns + 4]
+        torch.testing.assert_close(fast(x).double(), fn(x.double()).double(), rtol=1e-5, atol=1e-5)
+    assert len(fast.plan) <= 2
+
+
+def test_nothing_at_all() -> None:
+    fast = fc.compile(
+        lambda x: torch.tanh(x).sum(-1) * 2 + x.sum(), backend="interpret", dynamic=True, strict=True
+    )
+    for rows in (4, 0, 6):
+        x = torch.randn(rows, 5)
+        torch.testing.assert_close(fast(x), torch.tanh(x).sum(-1) * 2 + x.sum())
+
+
+def test_sizes_are_arguments_of_one_kernel() -> None:
+    fast = fc.compile(lambda x: torch.softmax(x, -1), backend="interpret", dynamic=True, strict=True)
+    for rows, columns in ((4, 8), (9, 33)):
+        x = torch.randn(rows, columns)
+        torch.testing.assert_close(fast(x), torch.softmax(x, -1))
+    (plan,) = fast.plan
+    assert not any(isinstance(axis.size, int) for c in plan.clusters for axis in c.loops.axes)
