@@ -414,6 +414,7 @@ _COPIES_AND_CONSTANTS = (
     *_elementwise(
         None, aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default, flops=0
     ),
+    *_elementwise(None, aten._efficientzerotensor.default, flops=0),
 )
 
 _GATHERS = _elementwise(

@@ -722,6 +722,7 @@ def _full(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
         "empty": 0,
         "empty_permuted": 0,
         "empty_strided": 0,
+        "_efficientzerotensor": 0,
     }.get(op.target._opname)  # type: ignore[union-attr]
     if fill is None:
         fill = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}[op.target._opname]  # type: ignore[union-attr]
@@ -856,7 +857,7 @@ def _special() -> dict[object, Handler]:
         aten.full.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
         aten.scalar_tensor.default, aten.zeros.default, aten.ones.default, aten.fill.Scalar, aten.fill.Tensor,
         aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.empty.memory_format,
-        aten.empty_permuted.default, aten.empty_strided.default,
+        aten.empty_permuted.default, aten.empty_strided.default, aten._efficientzerotensor.default,
     ):  # fmt: skip
         table[overload] = _full
     if hasattr(torch.ops, "fusion_compiler"):

@@ -41,7 +41,7 @@ COMPOSITES = """
 NAMES = {spec.target.overloadpacket.__name__ for spec in OPS} | set(COMPOSITES.split())
 # `uniform` is a draw of PyTorch's own; ours has a test of its own.
 INFOS = [i for i in op_db if i.name in NAMES and i.name != "uniform" and i.variant_test_name != "nuc"]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 
 EAGER = {  # ATen calls that remain, and why
     "aten.index_put.default": "a scatter with any number of values for one place",
@@ -51,6 +51,9 @@ EAGER = {  # ATen calls that remain, and why
     "aten.index_add.default": "a scatter with any number of values for one place",
     "aten.embedding_dense_backward.default": "a scatter with any number of values for one place",
     "aten.embedding_renorm.default": "writes into a weight that it also reads",
+    "aten.replication_pad1d_backward.default": "a scatter: the edge gathers all that was copied from it",
+    "aten.replication_pad2d_backward.default": "a scatter: the edge gathers all that was copied from it",
+    "aten.replication_pad3d_backward.default": "a scatter: the edge gathers all that was copied from it",
     "aten.cumprod.default": "a scan: the gradient of a product",
 }
 
@@ -178,8 +181,8 @@ def clustered(compiled: Compiled) -> None:
 
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
 def test_values_and_gradients(info: Any) -> None:
-    """In float32: three samples of different shapes, each in another layout, with their gradients."""
-    if torch.float32 in info.dtypes and (found := calls(info, torch.float32, 3)):
+    """In float32: two samples of different shapes, each in another layout, with their gradients."""
+    if torch.float32 in info.dtypes and (found := calls(info, torch.float32, 2)):
         clustered(check(found, info.supports_autograd))
 
 
