@@ -1,12 +1,14 @@
-"""Element-wise work in one pass over the output, any layout: sixteen elements a thread."""
+"""Element-wise work in one pass, any layout: sixteen elements a thread, four of long functions."""
 
 from __future__ import annotations
 
 from fusion_compiler.codegen.printer import Analysis, Cols, Schedule
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
-from fusion_compiler.loops import COLS, ROWS
+from fusion_compiler.loops import COLS, ROWS, Compute
+from fusion_compiler.ops import spec_of
 
+LONG = 16  # instructions
 TRANSPOSING = ((64, 64, 8), (32, 64, 4), (64, 32, 4), (128, 64, 8))
 
 
@@ -21,5 +23,13 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         return tuple(Schedule(r, c, Cols.GRID, num_warps=w) for r, c, w in tiles)
     width = 1 << max(2, (hint(a.size(COLS)) - 1).bit_length())
     shapes = ((2048, 4), (1024, 2), (4096, 8), (1024, 4))
+    if any(isinstance(n, Compute) and _is_long(n) for n in a.loops.nodes):
+        shapes = ((512, 4), (1024, 8), (1024, 4), (256, 2))
     fitting = [(min(block, width), max(1, warps * min(block, width) // block)) for block, warps in shapes]
     return tuple(Schedule(1, block, Cols.GRID, num_warps=w) for block, w in dict.fromkeys(fitting))
+
+
+def _is_long(node: Compute) -> bool:
+    """A function with no short form, the sine say: sixteen copies of libdevice's slow path spill."""
+    spec = spec_of(node.target)
+    return spec is not None and spec.flops >= LONG and spec.rough is None

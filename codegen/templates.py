@@ -8,6 +8,7 @@ from types import ModuleType
 
 from fusion_compiler.codegen import assemble, columns, flat, persistent_rows, rows, wide_rows
 from fusion_compiler.codegen.printer import Analysis, Schedule
+from fusion_compiler.codegen.registers import MOST, tile_registers
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.kernel import Buffer, Program
 from fusion_compiler.loops import LoopNest
@@ -16,11 +17,15 @@ TEMPLATES: tuple[ModuleType, ...] = (flat, columns, persistent_rows, rows, wide_
 
 
 def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Schedules of the first template that fits, best guess first. Raises LookupError if none does."""
+    """Schedules of the first template that fits, best guess first. Raises LookupError if none does.
+
+    Those whose tiles would crowd a thread's registers come after all others.
+    """
     analysis = Analysis(loops)
     for template in TEMPLATES:
         if template.fits(analysis):
-            return template.schedules(analysis, device)
+            schedules = template.schedules(analysis, device)
+            return tuple(sorted(schedules, key=lambda s: tile_registers(analysis, s) > MOST))
     raise LookupError(f"no template fits {name}")
 
 
