@@ -412,7 +412,12 @@ _COPIES_AND_CONSTANTS = (
     ),
     # Whoever writes into an empty tensor writes all of it that is ever read: any constant will do.
     *_elementwise(
-        None, aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default, flops=0
+        None,
+        aten.empty.memory_format,
+        aten.empty_permuted.default,
+        aten.empty_strided.default,
+        aten.new_empty_strided.default,
+        flops=0,
     ),
     *_elementwise(None, aten._efficientzerotensor.default, flops=0),
 )

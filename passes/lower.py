@@ -722,6 +722,7 @@ def _full(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
         "empty": 0,
         "empty_permuted": 0,
         "empty_strided": 0,
+        "new_empty_strided": 0,
         "_efficientzerotensor": 0,
     }.get(op.target._opname)  # type: ignore[union-attr]
     if fill is None:
@@ -858,6 +859,7 @@ def _special() -> dict[object, Handler]:
         aten.scalar_tensor.default, aten.zeros.default, aten.ones.default, aten.fill.Scalar, aten.fill.Tensor,
         aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.empty.memory_format,
         aten.empty_permuted.default, aten.empty_strided.default, aten._efficientzerotensor.default,
+        aten.new_empty_strided.default,
     ):  # fmt: skip
         table[overload] = _full
     if hasattr(torch.ops, "fusion_compiler"):
