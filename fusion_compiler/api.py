@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import time
 from collections import Counter
@@ -52,8 +53,8 @@ def compile(
     Raises NotCallableError, UnknownOptionError, InvalidOptionError, InvalidPatternError or
     RewriteNotEqualError at once.
     """
-    if isinstance(model, type) or not callable(model):
-        raise NotCallableError(got=model.__name__ if isinstance(model, type) else type(model).__name__)
+    if inspect.isclass(model) or not callable(model):
+        raise NotCallableError(got=model.__name__ if inspect.isclass(model) else type(model).__name__)
     chosen = Options.of(**options)
     compiler = Compiler(chosen, patterns)
     recompile = functools.partial(compile, patterns=patterns, **options)

@@ -69,8 +69,8 @@ def explain(
     Raises NotCallableError, UnsupportedDeviceError, InvalidPatternError, RewriteNotEqualError, and
     ArgumentMismatchError where the model does not take these arguments.
     """
-    if isinstance(model, type) or not callable(model):
-        raise NotCallableError(got=model.__name__ if isinstance(model, type) else type(model).__name__)
+    if inspect.isclass(model) or not callable(model):
+        raise NotCallableError(got=model.__name__ if inspect.isclass(model) else type(model).__name__)
     device_spec(device)
     _check_signature(model, args, kwargs)
     # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import demo, encoder_layer, train_gpt2
+from examples import custom_pattern, demo, encoder_layer, train_gpt2
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -39,6 +39,12 @@ def test_encoder_layer_trains_and_prints_its_plan(capsys: pytest.CaptureFixture[
     gradient = float(out.split("gradient of the input: ")[1])
     assert math.isfinite(gradient) and gradient > 0
     assert "iteration space" in out
+
+
+def test_three_sorts_of_pattern_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    custom_pattern.main()
+    out = capsys.readouterr().out
+    assert "scaled_softplus" in out and "root_of_square: done" in out and "squared_relu: done" in out
 
 
 @pytest.mark.filterwarnings("ignore::fusion_compiler.errors.FusionWarning")  # CPU tensors run their fx graphs

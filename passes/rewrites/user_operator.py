@@ -22,7 +22,7 @@ def operator_of(kernel: UserKernel) -> OpOverload:
     types = [_type_of(value) for value in kernel.example]
     # The cache keeps `kernel` alive, so no other has its id.
     name = f"{USER_NAMESPACE}::{kernel.name}_{id(kernel):x}"
-    own = torch.library.custom_op(
+    own: Any = torch.library.custom_op(
         name, _checked(kernel), mutates_args=(), schema=_schema(types, ["Tensor"] * results)
     )
 
@@ -39,7 +39,7 @@ def operator_of(kernel: UserKernel) -> OpOverload:
 
 
 def _type_of(value: object) -> str:
-    return {Tensor: "Tensor", bool: "bool", int: "int", float: "float"}.get(type(value), "Tensor")
+    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _schema(types: Sequence[str], results: Sequence[str]) -> str:
@@ -64,7 +64,7 @@ def _checked(kernel: UserKernel) -> Any:
             return [(r.shape, r.dtype) for r in _listed(kernel.code(*made))]
 
     def run(*arguments: Any) -> Any:
-        results = _listed(kernel.run(*arguments))
+        results: list[Any] = _listed(kernel.run(*arguments))
         wanted = expected(tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments))
         if len(results) != len(wanted):
             raise _wrong(kernel.name, f"it returned {len(results)} tensors, its pattern {len(wanted)}")
@@ -90,59 +90,62 @@ def _wrong(name: str, detail: str) -> KernelError:
     return KernelError(kernel=name, action="compute what its pattern computes", detail=detail)
 
 
-def _register_gradient(own: Any, kernel: UserKernel, types: Sequence[str], results: int, name: str) -> None:
-    """The user's backward as an operator of its own, or the gradient of the pattern's code."""
+def _floats(kernel: UserKernel) -> list[int]:
+    """Positions of the arguments that have gradients."""
+    return [i for i, v in enumerate(kernel.example) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def _own_backward(kernel: UserKernel, types: Sequence[str], results: int, name: str) -> Any:
+    """The user's backward as an operator of its own; None where there is none."""
     given = kernel.backward
-    if given is not None:
-        differentiable = [
-            i for i, v in enumerate(kernel.example) if isinstance(v, Tensor) and v.is_floating_point()
+    if given is None:
+        return None
+    places = _floats(kernel)
+
+    def run(*values: Any) -> Any:
+        gradients = _listed(given(*values))
+        if len(gradients) != len(places):
+            detail = f"backward returned {len(gradients)} gradients for {len(places)} floating arguments"
+            raise _wrong(kernel.name, detail)
+        fitting = [
+            _own(g.to(values[i].dtype).reshape(values[i].shape).contiguous(), values)
+            for g, i in zip(gradients, places, strict=True)
         ]
+        return fitting[0] if len(fitting) == 1 else tuple(fitting)
 
-        def run(*values: Any) -> Any:
-            gradients = _listed(given(*values))
-            if len(gradients) != len(differentiable):
-                wanted = f"{len(differentiable)} floating arguments"
-                detail = f"backward returned {len(gradients)} gradients for {wanted}"
-                raise _wrong(kernel.name, detail)
-            fitting = [
-                _own(g.to(values[i].dtype).reshape(values[i].shape).contiguous(), values)
-                for g, i in zip(gradients, differentiable, strict=True)
-            ]
-            return fitting[0] if len(fitting) == 1 else tuple(fitting)
+    def fake(*values: Any) -> Any:
+        made = [torch.empty_like(values[i], memory_format=torch.contiguous_format) for i in places]
+        return made[0] if len(made) == 1 else tuple(made)
 
-        schema = _schema([*types, *["Tensor"] * (2 * results)], ["Tensor"] * len(differentiable))
-        backward = torch.library.custom_op(f"{name}_backward", run, mutates_args=(), schema=schema)
+    schema = _schema([*types, *["Tensor"] * (2 * results)], ["Tensor"] * len(places))
+    backward: Any = torch.library.custom_op(f"{name}_backward", run, mutates_args=(), schema=schema)
+    backward.register_fake(fake)
+    return backward
 
-        def fake(*values: Any) -> Any:
-            made = [
-                torch.empty_like(values[i], memory_format=torch.contiguous_format) for i in differentiable
-            ]
-            return made[0] if len(made) == 1 else tuple(made)
 
-        backward.register_fake(fake)
+def _register_gradient(own: Any, kernel: UserKernel, types: Sequence[str], results: int, name: str) -> None:
+    """The gradient: the user's backward, or that of the pattern's code."""
+    backward = _own_backward(kernel, types, results, name)
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        outputs = _listed(output) if given is not None else []
+        outputs = [] if backward is None else _listed(output)
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-        ctx.save_for_backward(*tensors, *outputs)
+        ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)), *outputs)
 
     def gradient(ctx: Any, *tangents: Any) -> Any:
         saved = list(ctx.saved_tensors)
         arguments = list(ctx.others)
         for place in ctx.places:
             arguments[place] = saved.pop(0)
-        gradients: list[Any] = [None] * len(arguments)
-        if given is None:
-            for place, value in _of_code(kernel, arguments, tangents):
-                gradients[place] = value
+        if backward is None:
+            found = _of_code(kernel, arguments, tangents)
         else:
             filled = [torch.zeros_like(o) if t is None else t for o, t in zip(saved, tangents, strict=True)]
-            for place, value in zip(
-                differentiable, _listed(backward(*arguments, *saved, *filled)), strict=True
-            ):
-                gradients[place] = value
+            found = list(zip(_floats(kernel), _listed(backward(*arguments, *saved, *filled)), strict=True))
+        gradients: list[Any] = [None] * len(arguments)
+        for place, value in found:
+            gradients[place] = value
         return tuple(gradients)
 
     own.register_autograd(gradient, setup_context=setup)
