@@ -5,6 +5,7 @@ FUSION_RANDOM_DAGS=5000 draws that many, at random; without it the same few are 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 
@@ -68,13 +69,23 @@ def check_gradients(dag: Dag, compiled: Compiled) -> None:
 
 
 @given(dags(differentiable=True))
-@profile(60)
+@profile(30)
 def test_gradients(dag: Dag) -> None:
     check_gradients(dag, Compiled(dag))
 
 
 @given(dags())
-@profile(150)
+@profile(25)
+def test_every_schedule(dag: Dag) -> None:
+    """All candidates of every cluster, and schedules that cut even small tensors into blocks."""
+    inputs = dag.tensors()
+    for cramped, schedule in itertools.product((False, True), range(4)):
+        compiled = Compiled(dag, schedule, cramped)
+        check(dag, compiled(*inputs), inputs)
+
+
+@given(dags())
+@profile(80)
 def test_values(dag: Dag) -> None:
     inputs = dag.tensors()
     compiled = Compiled(dag)
