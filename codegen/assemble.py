@@ -58,7 +58,7 @@ class Signature:
 def ceil_div(a: Dim, b: int) -> Dim:
     if isinstance(a, int):
         return -(-a // b)
-    return a if b == 1 else FloorDiv(a + (b - 1), b)
+    return a if b == 1 else FloorDiv(a + (b - 1), b)  # type: ignore[return-value]
 
 
 def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> Signature:

@@ -47,7 +47,7 @@ def rough_exp(x):
 
 @triton.jit
 def rough_sigmoid(x):
-    """1 / (1 + exp(-x)) with approximate exp and division, for float32: to 2^-18 while exp(-x) is below 2^90."""
+    """1 / (1 + exp(-x)) by approximate functions, for float32: to 2^-18 while exp(-x) is below 2^90."""
     return libdevice.fast_dividef(1.0, 1.0 + tl.exp2(x * -1.4426950408889634))
 
 
@@ -64,7 +64,7 @@ def rough_tanh(x):
 
 @triton.jit
 def rough_erf(x):
-    """erf as a rational function of x clamped to [-4, 4], for float32: to 2^-21 relative (Eigen's coefficients)."""
+    """erf as a rational function of x in [-4, 4], for float32: to 2^-21 relative (Eigen's coefficients)."""
     x = tl.minimum(
         tl.maximum(x, -4.0, propagate_nan=tl.PropagateNan.ALL), 4.0, propagate_nan=tl.PropagateNan.ALL
     )

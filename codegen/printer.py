@@ -11,7 +11,7 @@ and end in one partial result a program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -279,7 +279,7 @@ class Printer:
         self.lines.append("    " * self.depth + text)
 
     @contextmanager
-    def scope(self, header: str) -> Iterator[None]:
+    def scope(self, header: str) -> Generator[None]:
         """A block whose variables end with it."""
         self.line(header)
         env, index_env, masks = dict(self.env), dict(self.index_env), (self.row_mask, self.col_mask)
@@ -474,7 +474,7 @@ class Printer:
             pointer += f" + tl.zeros({self.shape(own | more)}, tl.int32)"
         mask = self.mask(own, node.within)
         options = (f", mask={mask}, other=0" if mask else "") + self.load_options
-        if self.s.cols is Cols.LOOP and groups == {ROWS, COLS}:
+        if self.s.cols is Cols.LOOP and groups == frozenset({ROWS, COLS}):
             options += f', eviction_policy="{"evict_first" if self.last_pass else "evict_last"}"'
         return convert(f"tl.load({pointer}{options})", self.dtypes[node.buffer], node.dtype)
 

@@ -1,4 +1,4 @@
-"""The ordered templates: each answers `fits(analysis)` and `schedules(analysis, device)`; the first is used."""
+"""The ordered templates: each answers `fits(analysis)` and `schedules(analysis, device)`; the first wins."""
 
 from __future__ import annotations
 

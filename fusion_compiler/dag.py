@@ -72,7 +72,7 @@ class OpDag:
     inputs: names of placeholders and attributes; outputs: names of what the graph returns.
     """
 
-    graph: nx.DiGraph
+    graph: nx.DiGraph[str]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     module: fx.GraphModule
@@ -129,7 +129,7 @@ def step_of(stride: int | torch.SymInt) -> Dim:
         lambda e: isinstance(e, Max) and len(e.args) == 2 and sympy.Integer(1) in e.args,
         lambda e: next(a for a in e.args if a != 1),
     )
-    return simple(expr)
+    return simple(expr)  # type: ignore[arg-type]
 
 
 def metas_of(value: object) -> tuple[TensorMeta, ...]:
@@ -183,7 +183,7 @@ def _bytes(meta: TensorMeta) -> int:
 
 def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = lambda node: None) -> OpDag:
     """Read an fx graph of functional ATen ops, annotated with FakeTensors, as an OpDag."""
-    graph: nx.DiGraph = nx.DiGraph()
+    graph: nx.DiGraph[str] = nx.DiGraph()
     inputs: list[str] = []
     outputs: tuple[str, ...] = ()
     for node in gm.graph.nodes:

@@ -36,7 +36,9 @@ from fusion_compiler.schema import short_name
 
 FUSIBLE = frozenset({Kind.ELEMENTWISE, Kind.REDUCTION, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT})
 REASONS = {Kind.CONTRACTION: "library call"}
-SEEDS = {torch.ops.fusion_compiler.seed.default: "draws the seed from PyTorch's generator, once a graph"}
+SEEDS: dict[object, str] = {
+    torch.ops.fusion_compiler.seed.default: "draws the seed from PyTorch's generator, once a graph"
+}
 MOST_BESIDE = 4  # clusters in one launch
 SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
 L2_SHARE = 0.25  # of L2 that a tensor may fill and still be there when the next kernel reads it
@@ -222,7 +224,7 @@ class Search:
             op = self.dag.op(name)
             if name not in self.owned and op.target is not operator.getitem and op.outputs:
                 reason = "a kernel of the user's" if _is_users(op) else "no row in the operator table"
-                self.leave(op, REASONS.get(op.kind) or SEEDS.get(op.target) or reason)
+                self.leave(op, REASONS.get(op.kind) or SEEDS.get(op.target, reason))
         for name in order:
             reason = self.foreign(self.dag.op(name), devices) if name in self.owned else None
             if reason is not None:

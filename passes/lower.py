@@ -93,7 +93,7 @@ class Space:
         for factors in self.factors:
             if position <= number < position + len(factors):
                 i = number - position
-                outer = factors[i] // inner if isinstance(factors[i], int) else simple(factors[i] / inner)
+                outer = factors[i] // inner if isinstance(factors[i], int) else simple(factors[i] / inner)  # type: ignore[arg-type]
                 factors = (*factors[:i], outer, inner, *factors[i + 1 :])
                 position -= 1
             cut.append(factors)

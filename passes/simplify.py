@@ -77,7 +77,7 @@ def accesses(loops: LoopNest) -> list[Index]:
 
 
 def contiguous_cols(loops: LoopNest) -> LoopNest:
-    """Name the groups: columns are what is reduced and broadcast back, else where most accesses are contiguous."""
+    """Columns are what is reduced and broadcast back, else the group of most contiguous accesses."""
     normalized = _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
     for index in accesses(loops):
@@ -94,7 +94,8 @@ def contiguous_cols(loops: LoopNest) -> LoopNest:
     swap = {ROWS: COLS, COLS: ROWS}
     axes = tuple(replace(a, group=swap[a.group]) for a in loops.axes)
     nodes = tuple(
-        replace(n, over=frozenset(swap[g] for g in n.over)) if isinstance(n, Reduce) else n for n in loops.nodes
+        replace(n, over=frozenset(swap[g] for g in n.over)) if isinstance(n, Reduce) else n
+        for n in loops.nodes
     )
     return replace(loops, axes=axes, nodes=nodes)
 
@@ -123,9 +124,9 @@ def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
         if stored is None or not isinstance(node, Load):
             continue
         along = _unit_axis(node.index)
-        if along in (None, stored) or stored not in dict(node.index.terms):
+        if along is None or along == stored or stored not in dict(node.index.terms):
             continue
-        if all(hint(loops.axes[i].size) >= LEAST_TILE for i in (along, stored) if i is not None):
+        if min(hint(loops.axes[i].size) for i in (along, stored)) >= LEAST_TILE:
             axes = tuple(replace(a, group=COLS if i == stored else ROWS) for i, a in enumerate(loops.axes))
             return replace(loops, axes=axes), node.index
     return loops, None

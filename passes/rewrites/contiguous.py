@@ -51,7 +51,7 @@ def _is_transposed(node: fx.Node) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.dim() == RANK
-        and all(isinstance(s, int) for s in (*value.shape, *value.stride()))
+        and not any(isinstance(s, torch.SymInt) for s in (*value.shape, *value.stride()))
         and value.shape[-1] > 1
         and value.stride(-1) != 1
         and not value.is_contiguous()
