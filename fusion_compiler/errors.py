@@ -212,8 +212,3 @@ class WarnOnce:
         if self.strict:
             raise error
         self.warn(key, f"{error}\n  this part runs eager", error.where)
-
-
-def warn_once(warned: WarnOnce, key: str, message: str, where: object = None) -> bool:
-    """`warned.warn(key, message, where)`, for callers that are handed the object as an argument."""
-    return warned.warn(key, message, where)

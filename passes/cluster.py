@@ -81,15 +81,6 @@ class Reads:
             name = self.dag.op(name).inputs[0]
         return name
 
-    def views_of(self, name: str) -> list[str]:
-        """The views through which a tensor is seen, itself first."""
-        found, stack = [], [name]
-        while stack:
-            found.append(stack.pop())
-            stack.extend(c for c in self.dag.consumers(found[-1]) if layout.is_view(self.dag.op(c)))
-        return found
-
-
 class Search:
     """One graph's clustering on one device."""
 
