@@ -15,7 +15,7 @@ demo: $(VENV)/installed
 	$(BIN)/python -m examples.demo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,10 +1,12 @@
-"""python -m benchmarks kernels | models | compile-time | overhead | readme"""
+"""python -m benchmarks kernels | sweep | schedules | models | compile-time | overhead | readme"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import torch
 
 BENCHMARKS = {
     "kernels": "benchmarks.kernels",
+    "sweep": "benchmarks.sweep",
+    "schedules": "benchmarks.schedules",
     "models": "benchmarks.models",
     "compile-time": "benchmarks.compile_time",
     "overhead": "benchmarks.overhead",
@@ -19,11 +23,17 @@ BENCHMARKS = {
 }
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)
     parser.add_argument("--json", type=Path, help="where the results go, row by row")
     parser.add_argument("--filter", default="", help="only rows whose name matches this regular expression")
+    parser.add_argument(
+        "--family", default="", help="kernels: only families whose name matches this expression"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what --json has; ours only of this commit"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the harness")
     parser.add_argument("--autotune", action="store_true", help="also max-autotune-no-cudagraphs (slow)")
     parser.add_argument(
@@ -32,10 +42,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="only contenders whose name matches this expression")
     parser.add_argument("--backend", default="auto", help="ours: auto, interpret or eager")
     parser.add_argument("--budget", type=float, default=90, help="seconds for one contender in one row")
+    parser.add_argument("--limit", type=int, default=40, help="schedules: how many of the grid to begin with")
     parser.add_argument("--repetitions", type=int, default=20, help="timed calls, of which the median counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--jobs", type=int, default=0, help="kernels, sweep: processes that compile ours ahead"
+    )
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)  # which of those this one is
     parser.add_argument("--warm-caches", action="store_true", help="use the caches that are there")
-    return parser.parse_args()
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(given)
+    options.arguments = given  # what the processes that compile ahead are called with
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json")
+    return options
 
 
 def main() -> None:

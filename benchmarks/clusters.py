@@ -1,79 +1,16 @@
-"""The memory-bound clusters: one row each, with the bytes that an ideal kernel moves."""
+"""The memory-bound clusters that peers were first measured on, and the code that users write for them."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Outputs = tuple[Tensor, ...]
+from benchmarks.case import DROPOUT, LONG_ROWS, ODD_NORMS, Case, Outputs
+
 EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class Case:
-    """One cluster.
-
-    fn: the user's code; its parameters are the tensors by name. A parameter p is a dropout rate.
-    make: sizes -> those tensors, unit-scale float32; they are cast to the row's dtype.
-    sizes, quick: the sizes that count, and small ones for trying the harness.
-    differentiate: which inputs get gradients.
-    backward_reads: inputs or outputs ("out0") that the backward needs besides the outputs' gradients.
-    shared_gradient: inputs whose gradients are one tensor, written once.
-    liger: the same by Liger's kernels, given its functional module.
-    """
-
-    name: str
-    fn: Callable[..., Tensor | Outputs]
-    make: Callable[..., dict[str, Tensor]]
-    sizes: Mapping[str, int]
-    quick: Mapping[str, int]
-    differentiate: tuple[str, ...]
-    backward_reads: tuple[str, ...]
-    shared_gradient: tuple[str, ...] = ()
-    liger: Callable[..., Callable[..., object]] | None = None
-
-    @property
-    def random(self) -> bool:
-        return "p" in inspect.signature(self.fn).parameters
-
-    def without_randomness(self) -> Callable[..., Tensor | Outputs]:
-        """The same code with dropout off, whose values can be compared."""
-        if not self.random:
-            return self.fn
-        fn = self.fn
-
-        def certain(*tensors: Tensor) -> Tensor | Outputs:
-            return fn(*tensors, p=0.0)
-
-        return certain
-
-    def inputs(
-        self, device: torch.device | str, quick: bool = False, dtype: torch.dtype = torch.bfloat16
-    ) -> dict[str, Tensor]:
-        """Fresh random inputs; floating ones in `dtype`, layout as `make` gives it."""
-        with torch.device(device):
-            made = self.make(**(self.quick if quick else self.sizes))
-        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in made.items()}
-
-    def forward_bytes(self, inputs: Mapping[str, Tensor], outputs: Outputs) -> int:
-        """Every input read once, every output written once."""
-        return sum(t.nbytes for t in inputs.values()) + sum(t.nbytes for t in outputs)
-
-    def backward_bytes(self, inputs: Mapping[str, Tensor], outputs: Outputs) -> int:
-        """Outputs' gradients and what the backward needs read once, input gradients written once."""
-        named = dict(inputs) | {f"out{i}": t for i, t in enumerate(outputs)}
-        read = sum(t.nbytes for t in outputs) + sum(named[n].nbytes for n in self.backward_reads)
-        written = sum(inputs[n].nbytes for n in self.differentiate)
-        return read + written - sum(inputs[n].nbytes for n in self.shared_gradient[1:])
-
-
-def as_tuple(result: object) -> Outputs:
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)  # type: ignore[return-value]
 
 
 # The code that users write.
@@ -210,14 +147,14 @@ CASES: tuple[Case, ...] = (
     Case(
         "residual add + RMSNorm, 2 outputs", add_rms_norm, rows_and("weight", tensors=("x", "residual")),
         {"rows": 65536, "columns": 4096}, SMALL, ("x", "residual", "weight"), ("out1", "weight"),
-        shared_gradient=("x", "residual"),
+        unwritten=("residual",),
         liger=lambda liger: lambda x, r, w: liger.liger_fused_add_rms_norm(x, r, w, EPS),
     ),
     Case(
         "bias + dropout + residual + LayerNorm", bias_dropout_residual_norm,
         rows_and("bias", "weight", "shift", tensors=("x", "residual")),
         {"rows": 131072, "columns": 1024}, SMALL,
-        ("x", "bias", "residual", "weight", "shift"), ("x", "residual", "bias", "weight"),
+        ("x", "bias", "residual", "weight", "shift"), ("x", "residual", "bias", "weight"), bar=DROPOUT,
     ),
     Case(
         "scale + mask + softmax", scale_mask_softmax, make_scores,
@@ -227,12 +164,12 @@ CASES: tuple[Case, ...] = (
     Case(
         "softmax", softmax, rows_and(),
         {"rows": 4096, "columns": 32768}, SMALL, ("x",), ("out0",),
-        liger=lambda liger: liger.liger_softmax,
+        liger=lambda liger: liger.liger_softmax, bar=LONG_ROWS,
     ),
     Case(
         "cross-entropy", cross_entropy, make_logits,
         {"rows": 4096, "columns": 128256}, {"rows": 16, "columns": 1000}, ("logits",), ("logits", "target"),
-        liger=lambda liger: liger.liger_cross_entropy,
+        liger=lambda liger: liger.liger_cross_entropy, bar=LONG_ROWS,
     ),
     Case(
         "RoPE on Q and K", rope, make_rope,
@@ -248,6 +185,6 @@ CASES: tuple[Case, ...] = (
     Case(
         "GroupNorm + SiLU", group_norm_silu, make_image,
         {"batch": 32, "channels": 320, "side": 64}, {"batch": 2, "channels": 64, "side": 8},
-        ("x", "weight", "bias"), ("x", "weight", "bias"),
+        ("x", "weight", "bias"), ("x", "weight", "bias"), bar=ODD_NORMS,
     ),
 )  # fmt: skip

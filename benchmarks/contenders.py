@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +32,13 @@ def ours(backend: str) -> Compile:
 
 
 def liger_functional() -> Any:
-    """Liger's functional module; ImportError where it is not installed."""
+    """Liger's functional module, installed or unpacked in the folder LIGER_PATH; ImportError without it.
+
+    Its kernels (0.8.5) write into their inputs and into the gradients that they are given.
+    """
+    folder = os.environ.get("LIGER_PATH")
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
     import liger_kernel.transformers.functional as functional  # pyright: ignore[reportMissingImports]
 
     return functional

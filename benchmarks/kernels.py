@@ -5,71 +5,91 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from benchmarks.accuracy import error_of, worst_ratio
-from benchmarks.clusters import CASES, Case, as_tuple
+from benchmarks.bars import cliffs, report, show, summarize
+from benchmarks.case import PHASES, Case, as_tuple, copy_of
 from benchmarks.contenders import Compile, contenders, liger_functional
-from benchmarks.record import Record, environment, figure, geometric_mean, reason, table
-from benchmarks.timing import budget, copy_bandwidth, device_time
+from benchmarks.prepare import prepare
+from benchmarks.record import Record, environment, reason
+from benchmarks.sizes import ALL_CASES
+from benchmarks.timing import OverBudgetError, Yardstick, budget, copies_for, device_time
 
-PHASES = ("forward", "forward+backward")
+Entrants = dict[str, tuple[Compile, Callable[..., object]]]
 
 
 @dataclass(frozen=True)
 class Truth:
-    """A case's inputs, its outputs and gradients in float64, and eager's own."""
+    """A case's inputs, its results in float64, and eager's own: outputs, states, gradients."""
 
     inputs: dict[str, Tensor]
     gradients: tuple[Tensor, ...]  # of the outputs, given
     exact: tuple[Tensor, ...]
     eager: tuple[Tensor, ...]
 
+    def outputs(self) -> tuple[Tensor, ...]:
+        return self.eager[: len(self.gradients)]
+
 
 def run(
-    fn: Callable[..., object], inputs: dict[str, Tensor], wrt: Sequence[str], gradients: Sequence[Tensor]
+    fn: Callable[..., object],
+    inputs: Mapping[str, Tensor],
+    wrt: Sequence[str],
+    gradients: Sequence[Tensor],
+    state: Sequence[str] = (),
 ) -> tuple[Tensor, ...]:
-    """Outputs, and where `wrt` names inputs, their gradients."""
+    """Outputs, the inputs that `state` names as they then are, and the gradients of those in `wrt`."""
     if not wrt:
         with torch.no_grad():
-            return as_tuple(fn(*inputs.values()))
+            return (*as_tuple(fn(*inputs.values())), *(inputs[n] for n in state))
     outputs = as_tuple(fn(*inputs.values()))
     found = torch.autograd.grad(outputs, [inputs[n] for n in wrt], gradients)
-    return (*(o.detach() for o in outputs), *found)
+    return (*(o.detach() for o in outputs), *(inputs[n] for n in state), *found)
 
 
 def leaves(
-    inputs: dict[str, Tensor], wrt: Sequence[str], dtype: torch.dtype | None = None
+    inputs: Mapping[str, Tensor], wrt: Sequence[str], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Copies (some contenders write into their inputs), with their layout, as autograd leaves."""
-    copies: dict[str, Tensor] = {}
-    for name, tensor in inputs.items():
-        to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        copies[name] = tensor.detach().to(to, copy=True).requires_grad_(name in wrt)
-    return copies
+    """Copies (some code writes into its inputs), with their layout, as autograd leaves."""
+    return {
+        name: copy_of(tensor, dtype if tensor.is_floating_point() else None).requires_grad_(name in wrt)
+        for name, tensor in inputs.items()
+    }
+
+
+def gradients_of(case: Case, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Random gradients of the outputs, as a model's next op leaves them and compilers expect: contiguous."""
+    with torch.no_grad():
+        outputs = as_tuple(case.without_randomness()(*leaves(inputs, ()).values()))
+    return tuple(
+        torch.randn_like(o, memory_format=suggest_memory_format(o)) if o.dim() else torch.ones_like(o)
+        for o in outputs
+    )
 
 
 def truth_of(case: Case, inputs: dict[str, Tensor], wrt: Sequence[str]) -> Truth:
     fn = case.without_randomness()
-    with torch.no_grad():
-        shapes = as_tuple(fn(*inputs.values()))
-    gradients = tuple(torch.randn_like(o) if o.dim() else torch.ones_like(o) for o in shapes)
-    exact = run(fn, leaves(inputs, wrt, torch.float64), wrt, [g.double() for g in gradients])
-    return Truth(inputs, gradients, exact, run(fn, leaves(inputs, wrt), wrt, gradients))
+    gradients = gradients_of(case, inputs)
+    wide = [g.double() for g in gradients]
+    exact = run(fn, leaves(inputs, wrt, torch.float64), wrt, wide, case.state)
+    return Truth(inputs, gradients, exact, run(fn, leaves(inputs, wrt), wrt, gradients, case.state))
 
 
-def entrants(case: Case, compilers: dict[str, Compile]) -> dict[str, tuple[Compile, Callable[..., object]]]:
-    """Contender -> (how it compiles, what it compiles)."""
-    found: dict[str, tuple[Compile, Callable[..., object]]] = {n: (c, case.fn) for n, c in compilers.items()}
-    if case.liger is not None:
-        with contextlib.suppress(ImportError, AttributeError):  # not installed, or a version without it
-            found["liger"] = (lambda fn: fn, case.liger(liger_functional()))
+def entrants(case: Case, compilers: Mapping[str, Compile], liger: Any = None) -> Entrants:
+    """Contender -> (how it compiles, what it compiles). liger: its functional module, or None."""
+    found: Entrants = {n: (c, case.fn) for n, c in compilers.items()}
+    own = case.liger
+    if own is not None and liger is not None:
+        found["liger"] = (lambda fn: fn, lambda *tensors: own(liger)(*tensors))
     return found
 
 
@@ -80,138 +100,153 @@ def measure(
     truth: Truth,
     wrt: Sequence[str],
     repetitions: int,
+    copies: int = 1,
 ) -> dict[str, Any]:
-    """One cell: errors on the first call, then the device time of many."""
-    checked = case.without_randomness() if fn is case.fn else fn
+    """One cell: errors of the first call, then the device time of many, with `copies` inputs in turn."""
     torch._dynamo.reset()
-    results = run(compile_(checked), leaves(truth.inputs, wrt), wrt, truth.gradients)
+    checked = compile_(case.without_randomness() if fn is case.fn else fn)
+    gradients = [copy_of(g) for g in truth.gradients]  # some contenders write into them too
+    results = run(checked, leaves(truth.inputs, wrt), wrt, gradients, case.state)
+    pairs = list(zip(results, truth.eager, truth.exact, strict=False))  # the forward alone has no gradients
     cell: dict[str, Any] = {
-        "error_to_eager": worst_ratio(results, truth.eager, truth.exact),
-        "largest_error": max(error_of(r, t).largest for r, t in zip(results, truth.exact, strict=True)),
+        "error_to_eager": worst_ratio(*zip(*pairs, strict=True)),
+        "largest_error": max(error_of(r, exact).largest for r, _, exact in pairs),
     }
-    del results
-    torch._dynamo.reset()
-    timed, inputs = compile_(fn), leaves(truth.inputs, wrt)
+    del results, pairs
+    timed = checked
+    if case.random and fn is case.fn:
+        torch._dynamo.reset()
+        timed = compile_(fn)
+    turns = itertools.cycle([leaves(truth.inputs, wrt) for _ in range(copies)])
     device = truth.gradients[0].device
-    measured = device_time(lambda: run(timed, inputs, wrt, truth.gradients), device, repetitions)
+    measured = device_time(lambda: run(timed, next(turns), wrt, gradients), device, repetitions)
     if hasattr(timed, "plan"):
         cell["predicted_us"] = sum(cluster.cost.us for plan in timed.plan for cluster in plan.clusters)
     return cell | {
         "us": measured.seconds * 1e6,
         "kernels": measured.kernels,
-        "names": list(measured.names)[:6],
+        "names": [name[:80] for name in measured.names][:6],
     }
 
 
-def row_of(case: Case, phase: str, options: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
-    """All contenders on one case and phase; a failure is the cell's reason."""
-    wrt = case.differentiate if phase == PHASES[1] else ()
-    inputs = case.inputs(options.device, options.quick)
-    row: dict[str, Any] = {"case": case.name, "phase": phase, "cells": {}}
-    truth = truth_of(case, inputs, wrt)
-    outputs = truth.exact[: len(truth.gradients)]
-    narrow = tuple(o.to(g.dtype) for o, g in zip(outputs, truth.gradients, strict=True))
-    row["bytes"] = case.forward_bytes(inputs, narrow) + (case.backward_bytes(inputs, narrow) if wrt else 0)
-    for name, (compile_, fn) in entrants(
-        case, contenders(options.autotune, options.backend, options.only)
-    ).items():
-        try:
-            with budget(options.budget):
-                cell = measure(case, compile_, fn, truth, wrt, options.repetitions)
-            cell["fraction"] = row["bytes"] / (cell["us"] / 1e6) / bandwidth
-        except Exception as error:
-            cell = {"failed": reason(error)}
-        row["cells"][name] = cell
-    return row
+def is_done(cell: Mapping[str, Any], name: str, commit: str) -> bool:
+    """Whether a resumed run keeps a cell: a peer's figure, ours of this commit, what took too long."""
+    over = OverBudgetError.__name__ in cell.get("failed", "")
+    return ("us" in cell or over) and (name != "ours" or cell.get("commit") == commit)
 
 
-def ratio(row: dict[str, Any], other: str) -> float | None:
-    """Time of `other` / our time: above 1, ours is faster."""
-    ours, theirs = row["cells"].get("ours", {}), row["cells"].get(other, {})
-    return theirs["us"] / ours["us"] if "us" in ours and "us" in theirs else None
+@dataclass
+class Bench:
+    """What all cases of one run share."""
 
+    options: argparse.Namespace
+    record: Record
+    yardstick: Yardstick
+    liger: Any = None
 
-def show(rows: list[dict[str, Any]]) -> str:
-    names = sorted(
-        {n for r in rows for n in r["cells"]}, key=["eager", "compile", "autotune", "liger", "ours"].index
-    )
-    lines: list[list[str]] = []
-    for row in rows:
-        line = [f"{row['case']}, {'fwd' if row['phase'] == PHASES[0] else 'fwd+bwd'}"]
-        for name in names:
-            cell = row["cells"].get(name, {})
-            line.append(
-                f"{cell['us']:.0f} us {cell['fraction']:.2f} /{cell['kernels']}"
-                if "us" in cell
-                else "failed" if cell else "-"
-            )  # fmt: skip
-        ours = row["cells"].get("ours", {})
-        line += [
-            figure(ratio(row, "eager")),
-            figure(ratio(row, "compile")),
-            figure(ours.get("error_to_eager")),
-        ]
-        lines.append(line)
-    return table(["cluster (time, fraction / kernels)", *names, "x eager", "x compile", "error/eager"], lines)
-
-
-def report(row: dict[str, Any]) -> None:
-    """One line as soon as a row is done, and the reasons of what failed."""
-    done = {n: f"{c['us']:.0f}" for n, c in row["cells"].items() if "us" in c}
-    print(f"{row['case']}, {row['phase']} [us]:", " ".join(f"{n} {us}" for n, us in done.items()), flush=True)
-    for name, cell in {"all": row, **row["cells"]}.items():
-        if "failed" in cell:
-            print(f"  {name}: {cell['failed']}", flush=True)
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's: 1 where both are in the same order, -1 where in opposite orders; ties by position."""
-    ranks = [{i: rank for rank, i in enumerate(sorted(range(len(v)), key=v.__getitem__))} for v in (a, b)]
-    n = len(a)
-    return 1 - 6 * sum((ranks[0][i] - ranks[1][i]) ** 2 for i in range(n)) / (n * (n * n - 1))
-
-
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Geometric means of how many times faster ours is, per peer and phase; how good predictions are."""
-    means: dict[str, Any] = {}
-    for phase in PHASES:
-        of_phase = [r for r in rows if r["phase"] == phase]
-        for other in ("eager", "compile", "autotune", "liger"):
-            found = [v for r in of_phase if (v := ratio(r, other)) is not None]
-            if found:
-                means[f"{phase} vs {other}"] = geometric_mean(found)
-    predicted = [c for r in rows if "predicted_us" in (c := r["cells"].get("ours", {}))]
-    if len(predicted) > 2:
-        means["prediction: mean error"] = sum(abs(c["predicted_us"] / c["us"] - 1) for c in predicted) / len(
-            predicted
-        )
-        means["prediction: rank correlation"] = rank_correlation(
-            [c["predicted_us"] for c in predicted], [c["us"] for c in predicted]
-        )
-    return means
-
-
-def main(options: argparse.Namespace) -> Record:
-    device = torch.device(options.device)
-    bandwidth = copy_bandwidth(device, 1 << 24 if options.quick else 1 << 30)
-    record = Record("kernels", environment(device) | {"copy_bandwidth": bandwidth}, options.json)
-    print(f"copy {bandwidth / 1e12:.2f} TB/s; fraction = ideal bytes / time / copy bandwidth")
-    for case in CASES:
-        for phase in PHASES:
+    def wanted(self, case: Case) -> Iterator[tuple[str, Entrants]]:
+        """Phases that the options ask for, with the contenders whose figures are missing."""
+        options = self.options
+        compilers = contenders(options.autotune, options.backend, options.only)
+        for phase in case.phases:
             if not re.search(options.filter, f"{case.name}, {phase}"):
                 continue
-            try:
-                row = row_of(case, phase, options, bandwidth)
-            except Exception as error:
-                row = {"case": case.name, "phase": phase, "cells": {}, "failed": reason(error)}
-            record.add(row)
+            row = next((r for r in self.record.rows if (r["case"], r["phase"]) == (case.name, phase)), {})
+            cells, commit = row.get("cells", {}), self.record.environment["commit"]
+            missing = {
+                name: entrant
+                for name, entrant in entrants(case, compilers, self.liger).items()
+                if not is_done(cells.get(name, {}), name, commit)
+            }
+            if missing:
+                yield phase, missing
+
+    def case(self, case: Case, wanted: Sequence[tuple[str, Entrants]]) -> None:
+        """Some phases by some contenders; a failure is the cell's reason."""
+        failure, truth = None, None
+        try:
+            inputs = case.inputs(self.options.device, self.options.quick)
+            backward = any(phase == PHASES[1] for phase, _ in wanted)
+            truth = truth_of(case, inputs, case.differentiate if backward else ())
+        except Exception as error:
+            failure = reason(error)
+        for phase, missing in wanted:
+            row = self.record.row(
+                case.name, phase, family=case.family, bar=case.bar_of(phase), neighbour=case.neighbour
+            )
+            if truth is None:
+                row["failed"] = failure
+            else:
+                row.pop("failed", None)
+                self.phase(case, row, truth, missing)
+            self.record.write()
             report(row)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+
+    def phase(self, case: Case, row: dict[str, Any], truth: Truth, missing: Entrants) -> None:
+        wrt = case.differentiate if row["phase"] == PHASES[1] else ()
+        moved = case.forward_bytes(truth.inputs, truth.outputs())
+        moved += case.backward_bytes(truth.inputs, truth.outputs()) if wrt else 0
+        row["bytes"] = moved
+        copy = self.yardstick.seconds(moved)
+        copies = copies_for(self.yardstick.device, sum(t.nbytes for t in truth.inputs.values()))
+        for name, (compile_, fn) in missing.items():
+            try:
+                with budget(self.options.budget):
+                    cell = measure(case, compile_, fn, truth, wrt, self.options.repetitions, copies)
+                cell["fraction"] = copy / (cell["us"] / 1e6)
+            except Exception as error:
+                cell = {"failed": reason(error)}
+            row["cells"][name] = cell | {"commit": self.record.environment["commit"]}
+            self.record.write()
+
+    def compile_ahead(self, wanted: Sequence[tuple[Case, Sequence[tuple[str, Entrants]]]]) -> None:
+        """Runs ours once on this process's share of the cases; what fails does so again when measured."""
+        for case, phases in wanted[self.options.share :: self.options.jobs]:
+            with contextlib.suppress(Exception), budget(self.options.budget):
+                inputs = case.inputs(self.options.device, self.options.quick)
+                gradients = gradients_of(case, inputs)
+                for phase, missing in phases:
+                    if "ours" not in missing:
+                        continue
+                    wrt = case.differentiate if phase == PHASES[1] else ()
+                    for fn in dict.fromkeys((case.fn, case.without_randomness())):
+                        torch._dynamo.reset()
+                        run(missing["ours"][0](fn), leaves(inputs, wrt), wrt, gradients)
+
+
+def liger_or_none() -> Any:
+    try:
+        return liger_functional()
+    except ImportError as error:
+        print(f"liger is left out: {reason(error)}; LIGER_PATH can name a folder that holds it")
+        return None
+
+
+def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES, name: str = "kernels") -> Record:
+    device = torch.device(options.device)
+    yardstick = Yardstick(device, 1 << 24 if options.quick else 1 << 30)
+    liger = liger_or_none() if re.search(options.only, "liger") else None
+    record = Record(name, environment(device) | {"copy_bandwidth": yardstick.bandwidth}, options.json)
+    if options.resume:
+        record.resume()
+    bench = Bench(options, record, yardstick, liger)
+    chosen = ((c, list(bench.wanted(c))) for c in cases if re.search(options.family, c.family))
+    wanted = [(case, phases) for case, phases in chosen if phases]
+    if options.share is not None:
+        record.path = None  # the results are written by the process that measures
+        bench.compile_ahead(wanted)
+        return record
+    if options.jobs and re.search(options.only, "ours"):
+        prepare(options)
+    print(f"copy {yardstick.bandwidth / 1e12:.2f} TB/s; fraction = time of a copy of the ideal bytes / time")
+    for case, phases in wanted:
+        bench.case(case, phases)
+        gc.collect()  # compiled functions are in cycles, and hold tensors
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     record.summary = summarize(record.rows)
     record.write()
-    print("\n" + show([r for r in record.rows if r["cells"]]))
-    for name, mean in record.summary.items():
-        print(f"{name}: {mean:.2f}")
+    print("\n" + show(record.rows))
+    for line in cliffs(record.rows):
+        print(line)
     return record

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.accuracy import error_of
+from benchmarks.accuracy import chance, ratios_to_eager
 from benchmarks.contenders import Compile, contenders, eager_ops
 from benchmarks.record import Record, environment, figure, geometric_mean, reason, table
 from benchmarks.timing import budget, device_time, wall_time
@@ -54,16 +54,13 @@ def compare(ours: Results, eager: Results, truth: Results) -> dict[str, Any]:
     missing = truth.tensors.keys() ^ ours.tensors.keys()
     if missing:
         return {"missing": sorted(missing)}
-    ratios: dict[str, float] = {}
-    for name, exact in truth.tensors.items():
-        true = exact.double()
-        a, b = error_of(ours.tensors[name], true).rms, error_of(eager.tensors[name], true).rms
-        ratios[name] = 1.0 if a == b else a / max(b, torch.finfo(torch.float64).tiny)
+    ratios = ratios_to_eager(ours.tensors, eager.tensors, truth.tensors)
     worst = max(ratios, key=lambda name: ratios[name])
     return {
         "error_to_eager": geometric_mean(ratios.values()),
         "worst_error_to_eager": ratios[worst],
         "worst_tensor": worst,
+        "beyond_chance": [name for name in ratios if ratios[name] > chance(truth.tensors[name])],
         "tensors_compared": len(ratios),
     }
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.clusters import CASES, Case
+from benchmarks.case import Case
+from benchmarks.clusters import CASES
 from benchmarks.contenders import contenders
 from benchmarks.kernels import leaves
 from benchmarks.record import Record, environment, figure, geometric_mean, reason, table

@@ -1,4 +1,4 @@
-"""python -m benchmarks readme: the README's plan and figures, rewritten.
+"""python -m benchmarks readme: the README's plan and figures and docs/performance.md, rewritten.
 
 Between its marks README.md holds nothing that a person wrote. The plan is that of
 BERT-large's encoder layer, planned here and now. The figures come from benchmarks/results/*.json: tables,
@@ -16,23 +16,16 @@ from typing import Any
 import torch
 
 import fusion_compiler as fc
-from benchmarks import kernels, models
+from benchmarks import models, performance
+from benchmarks.bars import family_of
+from benchmarks.case import FIRST_TABLE, PHASES
+from benchmarks.performance import MARK as FIGURES
+from benchmarks.performance import markdown, origin, rewritten
 from benchmarks.record import ROOT, figure
 from examples.encoder_layer import EncoderLayer
 
-FIGURES = "figures: written by python -m benchmarks readme"
 PLAN = "plan: written by python -m benchmarks readme"
 RESULTS = Path(__file__).parent / "results"
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def origin(result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{n} {v}" for n, v in result["versions"].items() if v)
-    return f"`{result['command']}` at {result['commit']} on {result['device']}: {versions}."
 
 
 def best_of(cell: dict[str, Any]) -> str:
@@ -42,9 +35,9 @@ def best_of(cell: dict[str, Any]) -> str:
 def kernels_text(result: dict[str, Any]) -> str:
     """Fractions of the copy bandwidth, forward and forward + backward."""
     rows: list[list[str]] = []
-    for case in dict.fromkeys(r["case"] for r in result["rows"]):
+    for case in dict.fromkeys(r["case"] for r in result["rows"] if family_of(r) == FIRST_TABLE):
         line = [case]
-        for phase in kernels.PHASES:
+        for phase in PHASES:
             row = next((r for r in result["rows"] if (r["case"], r["phase"]) == (case, phase)), None)
             cells = row["cells"] if row else {}
             line += [best_of(cells.get(name, {})) for name in ("eager", "compile", "ours")]
@@ -112,18 +105,9 @@ def plan_text() -> str:
     return "\n".join(["```", *(line[:110] for line in lines), "```"])
 
 
-def rewritten(readme: str, mark: str, text: str) -> str:
-    """`readme` with the text between a mark and its end replaced. Raises ValueError where one is missing."""
-    begin, end = f"<!-- {mark} -->", f"<!-- end of {mark.partition(':')[0]} -->"
-    head, found, rest = readme.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"README.md needs the lines {begin} and {end}")
-    return f"{head}{begin}\n{text}\n{end}{tail}" if text else f"{head}{begin}\n{end}{tail}"
-
-
 def main(options: argparse.Namespace) -> None:
     results = options.json.parent if options.json else RESULTS
     file = ROOT / "README.md"
     readme = rewritten(file.read_text(), FIGURES, text_of(results))
     file.write_text(rewritten(readme, PLAN, plan_text()))
+    performance.write(results, ROOT / "docs")

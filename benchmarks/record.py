@@ -72,6 +72,20 @@ class Record:
         self.rows.append(row)
         self.write()
 
+    def resume(self) -> None:
+        """Takes over the rows of a run that was cut short, or of another that these results join."""
+        if self.path is not None and self.path.exists():
+            self.rows = json.loads(self.path.read_text())["rows"]
+
+    def row(self, case: str, phase: str, **fields: Any) -> dict[str, Any]:
+        """The row of a case and phase, made where it is new; `fields` are written into it."""
+        found = next((r for r in self.rows if (r["case"], r["phase"]) == (case, phase)), None)
+        if found is None:
+            found = {"case": case, "phase": phase, "cells": {}}
+            self.rows.append(found)
+        found.update(fields)
+        return found
+
     def write(self) -> None:
         if self.path is None:
             return

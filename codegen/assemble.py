@@ -4,20 +4,26 @@ Reductions over rows that several programs share leave one partial result a prog
 memory. What follows them (the sum of the partials, and every op that waits for it) is a tile
 program of its own over those partials. Where it is one element wide the last program to arrive
 runs it (a ticket counter tells); where it is a row, a second kernel does.
+
+Tile programs that do not depend on each other share a launch: each takes its part of the grid.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import sympy
 import torch
-from torch.utils._sympy.functions import FloorDiv
 
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, along_rows_first, ceil_div, part_cols
 from fusion_compiler.codegen.expression import dim_text
-from fusion_compiler.codegen.printer import Analysis, Cols, Printer, Schedule, axes_strides
+from fusion_compiler.codegen.printer import Printer, axes_strides
+from fusion_compiler.codegen.registers import tile_registers
+from fusion_compiler.codegen.running import mailbox, print_passes
+from fusion_compiler.codegen.shorten import shortened
 from fusion_compiler.dims import Dim, product, simple, strides_of
 from fusion_compiler.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.loops import (
@@ -43,7 +49,8 @@ from fusion_compiler.codegen import math as fm
 
 
 """
-COUNTER = "ticket"
+# Of a thread, for tiles: with as many a multiprocessor still holds the dozen warps that keep memory busy.
+ENOUGH_REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,6 @@ class Signature:
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
     sizes: tuple[sympy.Symbol, ...]
-
-
-def ceil_div(a: Dim, b: int) -> Dim:
-    if isinstance(a, int):
-        return -(-a // b)
-    return a if b == 1 else FloorDiv(a + (b - 1), b)  # type: ignore[return-value]
 
 
 def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> Signature:
@@ -78,75 +79,128 @@ def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> 
 
 
 def build(
-    loops: LoopNest, schedule: Schedule, name: str, doc: str, buffers: Mapping[str, Buffer], cost: float = 0.0
-) -> Program:
-    """The program of one cluster under one schedule. `buffers` describes every loaded or stored name."""
-    signature = signature_of((loops,), buffers)
-    analysis = Analysis(loops)
-    programs = row_programs(analysis, schedule)
-    if not analysis.across_rows or programs == 1:
-        kernel = _Assembly(analysis, schedule, name, doc, signature, ()).main(None)
-        return Program(
-            (kernel,), signature.inputs, signature.outputs, (), signature.sizes, str(schedule), cost
-        )
-    assert isinstance(programs, int), "programs that share a reduction are counted at compile time"
-    partials = tuple(_partial(analysis, i, number, programs) for i, number in enumerate(analysis.across_rows))
-    late = finishing(analysis, programs, tuple(b.name for b in partials))
-    late_schedule = _finish_schedule(late, programs)
-    scalar = product(a.size for a in analysis.axes[COLS]) == 1 or not _finish_cols(analysis)
-    if scalar:
-        counter = Buffer(COUNTER, (1,), (1,), torch.int32, zeroed=True)
-        kernel = _Assembly(analysis, schedule, name, doc, signature, (*partials, counter)).main(
-            (late, late_schedule, programs)
-        )
-        scratch = (*partials, counter)
-        return Program(
-            (kernel,), signature.inputs, signature.outputs, scratch, signature.sizes, str(schedule), cost
-        )
-    main = _Assembly(analysis, schedule, name, doc, signature, partials).main(None)
-    finish_doc = f"The partial results of {name}, summed."
-    finish = _Assembly(Analysis(late), late_schedule, f"{name}_finish", finish_doc, signature, partials).main(
-        None
-    )
-    return Program(
-        (main, finish), signature.inputs, signature.outputs, partials, signature.sizes, str(schedule), cost
-    )
-
-
-def build_beside(
     nests: tuple[LoopNest, ...],
     schedules: tuple[Schedule, ...],
     name: str,
     doc: str,
     buffers: Mapping[str, Buffer],
 ) -> Program:
-    """Tile programs that do not depend on each other in one launch: each takes its share of the grid.
+    """The program of one cluster: its tile programs beside each other, each under its schedule.
 
-    Their schedules have one number of warps, and none of them reduces over rows.
+    buffers: describes every loaded or stored name. What the tile programs leave to a second kernel
+    runs beside each other as well.
     """
     signature = signature_of(nests, buffers)
-    lines = ["    program = tl.program_id(0)"]
-    functions: list[str] = []
-    end: Dim = 0
-    parts = [
-        _Assembly(Analysis(n), s, name, doc, signature, ()) for n, s in zip(nests, schedules, strict=True)
+    nests = tuple(shortened(loops, buffers) for loops in nests)
+    analyses = [
+        Analysis(along_rows_first(loops) if schedule.in_passes else loops)
+        for loops, schedule in zip(nests, schedules, strict=True)
     ]
+    numbers, tickets = itertools.count(), itertools.count()
+    finishings = [_finishing(a, s, numbers, tickets) for a, s in zip(analyses, schedules, strict=True)]
+    mails = [mailboxes(a, s, i) for i, (a, s) in enumerate(zip(analyses, schedules, strict=True))]
+    scratch = (
+        *(b for f in finishings if f is not None for b in f.scratch),
+        *(b for mail in mails for b in mail.values()),
+    )
+    main = [
+        _Assembly(analysis, schedule, signature, scratch, finishing, mail)
+        for analysis, schedule, finishing, mail in zip(analyses, schedules, finishings, mails, strict=True)
+    ]
+    after = [
+        _Assembly(Analysis(f.loops), f.schedule, signature, scratch)
+        for f in finishings
+        if f is not None and f.counter is None
+    ]
+    kernels = _kernels(main, name, doc)
+    kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
+    shown = " beside ".join(str(s) for s in dict.fromkeys(schedules))
+    return Program(tuple(kernels), signature.inputs, signature.outputs, scratch, signature.sizes, shown)
+
+
+def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
+    """As few launches as the parts allow."""
+    launches: list[list[_Assembly]] = []
+    for part in parts:
+        home = next((group for group in launches if all(_suit(part, other) for other in group)), None)
+        if home is None:
+            launches.append([part])
+        else:
+            home.append(part)
+    names = [name] if len(launches) == 1 else [f"{name}_{i}" for i in range(len(launches))]
+    return [_kernel(group, own, doc) for group, own in zip(launches, names, strict=True)]
+
+
+def _suit(one: _Assembly, other: _Assembly) -> bool:
+    """Whether two tile programs lose nothing in one launch.
+
+    It has one number of warps, and the registers of its hungriest part for all: what runs with few
+    of them alone would have fewer programs on a multiprocessor, unless all have enough anyway.
+    Programs that wait for each other have a launch to themselves.
+    """
+    fewer, more = sorted((one.registers, other.registers))
+    alike = one.s.num_warps == other.s.num_warps and one.s.splits == other.s.splits == 1
+    return alike and more <= max(ENOUGH_REGISTERS, 2 * fewer)
+
+
+def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
+    """One launch: the parts take their shares of the grid in turn."""
+    warps, stages = parts[0].s.num_warps, max(part.s.num_stages for part in parts)
+    if len(parts) == 1:
+        functions, body, grid = parts[0].text(name, "tl.program_id(0)")
+        return parts[0].kernel(name, doc, functions, body, grid, warps, stages)
+    lines = ["    program = tl.program_id(0)"]
+    functions = ""
+    end: Dim = 0
     for position, part in enumerate(parts):
-        p = part.printer(part.a, part.s)
-        p.program = "program"
-        start, count = end, product(part.body(p, partial=False))
-        end = simple(end + count)
-        body = "\n".join(p.lines)
+        own, body, grid = part.text(f"{name}_{position}", "program")
+        start, end = end, simple(end + product(grid))
         used = ", ".join(a.name for a in part.used(body))
-        functions.append(f"@triton.jit\ndef {name}_{position}(program, {used}):\n{body}\n\n\n")
+        functions += f"{own}@triton.jit\ndef {name}_{position}(program, {used}):\n{body}\n\n\n"
         last = position == len(parts) - 1
         lines.append("    else:" if last else f"    {'el' if position else ''}if program < {dim_text(end)}:")
-        own = "program" if position == 0 else f"program - {dim_text(start)}"
-        lines.append(f"        {name}_{position}({own}, {used})")
-    stages = max(s.num_stages for s in schedules)
-    kernel = parts[0].kernel("\n".join(lines), (end,), schedules[0].num_warps, stages, "".join(functions))
-    shown = " beside ".join(str(s) for s in dict.fromkeys(schedules))
-    return Program((kernel,), signature.inputs, signature.outputs, (), signature.sizes, shown)
+        number = "program" if position == 0 else f"program - {dim_text(start)}"
+        lines.append(f"        {name}_{position}({number}, {used})")
+    return parts[0].kernel(name, doc, functions, "\n".join(lines), (end,), warps, stages)
+
+
+@dataclass(frozen=True)
+class _Finishing:
+    """What follows the sums over rows of a tile program, once the programs that share them are done.
+
+    partials: one partial result a program. loops, schedule: what adds them up, and all that waits for
+    it. counter: of the programs that are done, where the last of them runs that; else a second kernel.
+    """
+
+    partials: tuple[Buffer, ...]
+    loops: LoopNest
+    schedule: Schedule
+    programs: int
+    counter: Buffer | None
+
+    @property
+    def scratch(self) -> tuple[Buffer, ...]:
+        return self.partials if self.counter is None else (*self.partials, self.counter)
+
+
+def _finishing(
+    analysis: Analysis, schedule: Schedule, numbers: Iterator[int], tickets: Iterator[int]
+) -> _Finishing | None:
+    """None where nothing is summed over rows, or one program does it all.
+
+    numbers, tickets: what the names of a cluster's partial results and counters are made of.
+    """
+    programs = row_programs(analysis, schedule)
+    if not analysis.across_rows or programs == 1:
+        return None
+    assert isinstance(programs, int), "programs that share a reduction are counted at compile time"
+    partials = tuple(_partial(analysis, next(numbers), number, programs) for number in analysis.across_rows)
+    late = finishing(analysis, programs, tuple(b.name for b in partials))
+    counter: Buffer | None = None
+    if not analysis.ends_in_a_row:
+        ticket = next(tickets)
+        counter = Buffer(f"ticket_{ticket}" if ticket else "ticket", (1,), (1,), torch.int32, zeroed=True)
+    return _Finishing(partials, late, _finish_schedule(late, programs), programs, counter)
 
 
 def row_programs(analysis: Analysis, schedule: Schedule) -> Dim:
@@ -156,9 +210,21 @@ def row_programs(analysis: Analysis, schedule: Schedule) -> Dim:
     return ceil_div(analysis.size(ROWS), schedule.block_rows)
 
 
-def _finish_cols(analysis: Analysis) -> bool:
-    """Whether any partial result is a row rather than one element."""
-    return any(COLS in analysis.groups[i] for i in analysis.across_rows)
+def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str, Buffer]:
+    """Scratch of programs that share rows: what each sends to each, for every reduction of every row.
+
+    By the name that the printer knows it under; position: of the tile program in its cluster.
+    """
+    if schedule.splits == 1:
+        return {}
+    shape = (analysis.size(ROWS), schedule.splits, schedule.splits)
+    names = [mailbox(i) for i in analysis.reductions if i not in analysis.finish]
+    return {
+        name: Buffer(
+            f"{name}_of_{position}" if position else name, shape, strides_of(shape), torch.int64, zeroed=True
+        )
+        for name in names
+    }
 
 
 def _partial(analysis: Analysis, position: int, number: int, programs: int) -> Buffer:
@@ -172,7 +238,7 @@ def _partial(analysis: Analysis, position: int, number: int, programs: int) -> B
 def finishing(analysis: Analysis, programs: int, partials: tuple[str, ...]) -> LoopNest:
     """The tile program that sums the partial results and computes what waits for them."""
     loops = analysis.loops
-    cols = analysis.axes[COLS] if _finish_cols(analysis) else ()
+    cols = analysis.axes[COLS] if analysis.ends_in_a_row else ()
     group = ROWS if cols else COLS  # one element wide: the partials are the row
     axes = (Axis("row" if cols else "col", programs, group), *cols)
     shift = 1 - len(analysis.axes[ROWS])
@@ -228,25 +294,20 @@ def _power(n: int) -> int:
 
 
 class _Assembly:
-    """One kernel: parameters, body, grid."""
+    """One tile program under a schedule, with the parameters of the kernels that it may be part of."""
 
     def __init__(
         self,
         analysis: Analysis,
         schedule: Schedule,
-        name: str,
-        doc: str,
         signature: Signature,
         scratch: tuple[Buffer, ...],
+        finishing: _Finishing | None = None,
+        mail: Mapping[str, Buffer] | None = None,
     ) -> None:
-        self.a, self.s, self.name, self.doc, self.signature, self.scratch = (
-            analysis,
-            schedule,
-            name,
-            doc,
-            signature,
-            scratch,
-        )
+        self.a, self.s, self.finishing, self.mail = analysis, schedule, finishing, mail or {}
+        self.registers = tile_registers(analysis, schedule)
+        self.empty = frozenset(b.name for b in signature.inputs if 0 in b.shape)
         self.parameters: dict[str, Argument] = {}
         for role, buffers in (
             (Role.INPUT, signature.inputs),
@@ -263,31 +324,38 @@ class _Assembly:
 
     def printer(self, analysis: Analysis, schedule: Schedule, load_options: str = "") -> Printer:
         pointers = {b: p.name for b, p in self.parameters.items()}
+        pointers |= {name: pointers[buffer.name] for name, buffer in self.mail.items()}
         dtypes = {b: p.dtype for b, p in self.parameters.items()}
-        return Printer(analysis, schedule, pointers, dtypes, set(pointers.values()), load_options)
+        return Printer(analysis, schedule, pointers, dtypes, set(pointers.values()), load_options, self.empty)
 
-    def main(self, last: tuple[LoopNest, Schedule, int] | None) -> Kernel:
+    def text(self, name: str, program: str) -> tuple[str, str, tuple[Dim, ...]]:
+        """(functions that it calls, body, grid); `program` is what counts its programs."""
         p = self.printer(self.a, self.s)
-        grid = self.body(p, partial=bool(self.scratch) and not self.is_finish())
-        functions = self.last_program(p, *last) if last is not None else ""
-        return self.kernel("\n".join(p.lines), grid, self.s.num_warps, self.s.num_stages, functions)
+        p.program = program
+        grid = self.body(p)
+        functions = self.last_program(p, f"{name}_last")
+        return functions, "\n".join(p.lines), grid
 
     def used(self, body: str) -> tuple[Argument, ...]:
         return tuple(a for a in self.parameters.values() if _uses(body, a.name))
 
     def kernel(
-        self, body: str, grid: tuple[Dim, ...], warps: int, stages: int, functions: str = ""
+        self,
+        name: str,
+        doc: str,
+        functions: str,
+        body: str,
+        grid: tuple[Dim, ...],
+        warps: int,
+        stages: int,
     ) -> Kernel:
         used = self.used(body)
-        head = f"@triton.jit\ndef {self.name}({', '.join(a.name for a in used)}):\n"
-        quoted = "\n    ".join(self.doc.splitlines())
+        head = f"@triton.jit\ndef {name}({', '.join(a.name for a in used)}):\n"
+        quoted = "\n    ".join(doc.splitlines())
         source = f'{HEADER}{functions}{head}    """{quoted}"""\n{body}\n'
-        return Kernel(self.name, source, used, grid, warps, max(1, stages))
+        return Kernel(name, source, used, grid, warps, max(1, stages), self.s.splits)
 
-    def is_finish(self) -> bool:
-        return any(isinstance(n, Load) and n.buffer.startswith("partial_") for n in self.a.loops.nodes)
-
-    def body(self, p: Printer, partial: bool) -> tuple[Dim, ...]:
+    def body(self, p: Printer) -> tuple[Dim, ...]:
         """Print the main part; the grid that it needs."""
         s = self.s
         wide = ".to(tl.int64)" if p.wide else ""
@@ -304,12 +372,19 @@ class _Assembly:
             accumulators = self.tile_accumulators(p)
         else:
             accumulators = self.row_loop(p, row_program if s.programs > 1 else "0", s.programs)
-        self.finish(p, accumulators, row_program, partial)
+        self.finish(p, accumulators, row_program)
         return grid
 
     def place_cols(self, p: Printer, share: Dim, wide: str) -> tuple[str, tuple[Dim, ...]]:
         """Define `col`; (text of the program's number along the rows, grid)."""
         program = p.program + wide
+        if self.s.splits > 1:
+            p.line(f"row = {program} // {self.s.splits}")
+            p.line(f"part = {program} % {self.s.splits}")
+            p.line(f"first_col = part * {dim_text(part_cols(self.a, self.s))}")
+            if self.s.cols is Cols.WHOLE:
+                p.cols_at("first_col")
+            return "row", (product((share, self.s.splits)),)
         if self.s.cols is not Cols.GRID:
             if self.s.cols is Cols.WHOLE:
                 p.cols_at(None)
@@ -328,8 +403,8 @@ class _Assembly:
         return program, (product((blocks, share)),)
 
     def block(self, p: Printer) -> None:
-        if self.s.cols is Cols.LOOP:
-            p.looped_block()
+        if self.s.in_passes:
+            print_passes(p)
         else:
             p.whole_block()
 
@@ -339,7 +414,11 @@ class _Assembly:
             early = [i for i, g in enumerate(self.a.groups) if ROWS not in g and i not in self.a.finish]
             wanted = p.need([*(o for s in p.stores_of("main") for o in (s.value,)), *p.accumulated()])
             p.print_nodes(i for i in wanted if i in early)
-        accumulators = p.start_accumulators(list(self.a.across_rows))
+        accumulators = {
+            i: p.start_accumulator(i, self.a.groups[o] | self.a.over(i))
+            for i in self.a.across_rows
+            for o in operands_of(self.a.loops.nodes[i])
+        }
         step = programs * self.s.block_rows
         start = program if self.s.block_rows == 1 or program == "0" else f"{program} * {self.s.block_rows}"
         rows = dim_text(self.a.size(ROWS))
@@ -359,11 +438,11 @@ class _Assembly:
             p.line(f"{name} = {text}")
         return names
 
-    def finish(self, p: Printer, accumulators: dict[int, str], program: str, partial: bool) -> None:
+    def finish(self, p: Printer, accumulators: dict[int, str], program: str) -> None:
         """Fold each accumulator; store it as a partial result, or go on to what waits for it."""
         for position, number in enumerate(self.a.across_rows):
             folded = p.fold_rows(number, accumulators[number])
-            if not partial:
+            if self.finishing is None:
                 p.env[number] = name = p.fresh("total")
                 p.line(f"{name} = {folded}")
                 continue
@@ -372,29 +451,34 @@ class _Assembly:
             index = program if width == 1 else f"{program} * {dim_text(width)}"
             index += " + col" if wide else "" if p.flat else " + tl.zeros([1, 1], tl.int32)"
             mask = f", mask={p.col_mask}" if wide and p.col_mask else ""
-            p.line(f"tl.store(partial_{position}_ptr + {index}, {folded}{mask})")
-        if not partial:
+            target = self.finishing.partials[position].name
+            p.line(f"tl.store({target}_ptr + {index}, {folded}{mask})")
+        if self.finishing is None:
             for store in p.stores_of("finish"):
                 p.row_mask = None
                 p.store(store)
 
-    def last_program(self, p: Printer, late: LoopNest, schedule: Schedule, programs: int) -> str:
+    def last_program(self, p: Printer, name: str) -> str:
         """The program that takes the last ticket runs the finishing part, and puts the counter back.
 
         Returns the finishing part as a function of its own: its names mean other tiles than the caller's.
         """
-        inner = self.printer(Analysis(late), schedule, ', cache_modifier=".cg"')
+        late = self.finishing
+        if late is None or late.counter is None:
+            return ""
+        inner = self.printer(Analysis(late.loops), late.schedule, ', cache_modifier=".cg"')
         inner.cols_at(None)
-        inner.print_nodes(inner.need([s.value for s in late.stores]))
-        for store in late.stores:
+        inner.print_nodes(inner.need([s.value for s in late.loops.stores]))
+        for store in late.loops.stores:
             inner.store(store)
         body = "\n".join(inner.lines)
         used = ", ".join(a.name for a in self.used(body))
         p.line("tl.debug_barrier()")
-        with p.scope(f"if tl.atomic_add({COUNTER}_ptr, 1) == {programs - 1}:"):
-            p.line(f"tl.store({COUNTER}_ptr, 0)")
-            p.line(f"{self.name}_last({used})")
-        return f"@triton.jit\ndef {self.name}_last({used}):\n{body}\n\n\n"
+        programs = late.programs * self.s.splits
+        with p.scope(f"if tl.atomic_add({late.counter.name}_ptr, 1) == {programs - 1}:"):
+            p.line(f"tl.store({late.counter.name}_ptr, 0)")
+            p.line(f"{name}({used})")
+        return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
 
 
 PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}

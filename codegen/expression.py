@@ -103,8 +103,8 @@ def compute_text(
 ) -> str:
     """The right-hand side of an operator: the table's expression over converted operands.
 
-    operand(n) gives (variable, literal, dtype) of node n; the variable is None for literals. rough: the
-    table's faster expression, where it has one.
+    operand(n) gives (variable, literal, dtype) of node n; the variable is None for literals. rough: one of
+    the table's faster expressions, where it has one.
     """
     spec = spec_of(node.target)
     assert spec is not None and spec.expr is not None
@@ -129,7 +129,9 @@ def compute_text(
             values[name] = scalar_text(convert_literal(constant, target), target)
         else:
             values[name] = convert(variable, have, target)
-    expr = spec.rough if rough and spec.rough is not None else spec.expr
+    expr = spec.expr
+    if rough:
+        expr = (spec.coarse if node.coarse else None) or spec.rough or spec.expr
     return expr(**values) if callable(expr) else expr.format(**values)
 
 

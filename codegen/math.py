@@ -6,8 +6,10 @@ one call have the same dtype; one of them may be a Python literal.
 
 # ruff: noqa: RET505 -- a static branch must end in else: Triton compiles what follows a return
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false, reportMissingParameterType=false
+# pyright: reportGeneralTypeIssues=false, reportMissingParameterType=false, reportFunctionMemberAccess=false
 # The bodies are Triton, which reuses Python's syntax and not its types.
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -39,32 +41,130 @@ def sigmoid(x):
     return div(1.0, 1.0 + libdevice.exp(-x))
 
 
+# What follows up to copysign is for float32 values that end in 16 bits: rough functions are right to 2^-15
+# relative, coarse ones to 2^-11, with the same NaN, infinities and zeros as the exact ones. Results below
+# 2^-126 may come out as zero. docs/numerics.md has the table, tests/test_rough.py holds it.
+
+
+def has_ptx(_semantic: Any = None) -> tl.constexpr:
+    """Whether the target takes PTX, as NVIDIA's and the interpreter do."""
+    return tl.constexpr(_semantic is None or _semantic.builder.options.backend_name == "cuda")
+
+
+has_ptx.__triton_builtin__ = True
+
+
+@triton.jit
+def instruction(name: tl.constexpr, x):
+    """One PTX instruction of those that approximate a function; to 2^-22, but tanh to 2^-11.
+
+    With .ftz subnormal numbers count as zero; without, four more instructions repair them.
+    """
+    return tl.inline_asm_elementwise(name + " $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def rough_reciprocal(x):
+    """1 / x, and 0 where that is below 2^-126."""
+    if has_ptx():
+        return instruction("rcp.approx.ftz.f32", x)
+    else:
+        return libdevice.fast_dividef(1.0, x)
+
+
+@triton.jit
+def rough_sqrt(x):
+    """Square root."""
+    if has_ptx():
+        return instruction("sqrt.approx.f32", x)
+    else:
+        return tl.sqrt(x)
+
+
 @triton.jit
 def rough_exp(x):
-    """exp for float32 by one exp2: to 2^-17 for all x, to 2^-20 where |x| < 16."""
+    """exp: the product's rounding, 2^-24 of an exponent below 128, is most of its error."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
+def rough_expm1(x):
+    """exp(x) - 1, by its series where that would cancel."""
+    near = x + x * x * (0.5 + x * (0.16666667 + x * 0.041666668))
+    return tl.where(tl.abs(x) < 0.125, near, rough_exp(x) - 1.0)
+
+
+@triton.jit
+def near_log2(x):
+    """log2(1 + x) by its series, for |x| < 1/16."""
+    return x * (1.4426950 + x * (-0.72134752 + x * (0.48089835 + x * -0.36067376)))
+
+
+@triton.jit
+def rough_log2(x):
+    """log2, whose instruction is right to an absolute 2^-22 only near 1."""
+    far = instruction("lg2.approx.f32", x) if has_ptx() else tl.log2(x)
+    return tl.where(tl.abs(x - 1.0) < 0.0625, near_log2(x - 1.0), far)
+
+
+@triton.jit
+def rough_log1p(x):
+    """log(1 + x)."""
+    far = instruction("lg2.approx.ftz.f32", 1.0 + x) if has_ptx() else tl.log2(1.0 + x)
+    return tl.where(tl.abs(x) < 0.0625, near_log2(x), far) * 0.6931471805599453
+
+
+@triton.jit
+def rough_pow(x, y):
+    """x to a power that is not a whole number, |y| <= 64."""
+    magnitude = tl.where(x == float("-inf"), float("inf"), x)  # other negative numbers give NaN
+    return tl.exp2(y * rough_log2(magnitude))
+
+
+@triton.jit
 def rough_sigmoid(x):
-    """1 / (1 + exp(-x)) by approximate functions, for float32: to 2^-18 while exp(-x) is below 2^90."""
-    return libdevice.fast_dividef(1.0, 1.0 + tl.exp2(x * -1.4426950408889634))
+    """1 / (1 + exp(-x)): relative accuracy for any sign of x."""
+    return rough_reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def coarse_sigmoid(x):
+    """1 / (1 + exp(-x)) to 2^-12 with one instruction of the slow unit instead of two.
+
+    A number's bits are its logarithm, nearly: subtracted from a constant they give the reciprocal to
+    5%, and Halley's step takes the miss to its third power. Where exp(-x) passes the number that has the
+    constant's bits the guess is 0, and so is the result.
+    """
+    d = 1.0 + tl.exp2(x * -1.4426950408889634)
+    d = tl.minimum(d, 1.8984375 * 2.0**126, propagate_nan=tl.PropagateNan.ALL)
+    guess = (0x7EF30000 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    miss = 1.0 - d * guess
+    return guess + guess * (miss + miss * miss)
 
 
 @triton.jit
 def rough_tanh(x):
-    """tanh from one exponential, right to 2^-18 relative, for float32.
+    """tanh from one exponential: 1 - 2 / (1 + exp(2x)), which cancels near 0, where x - x^3 / 3 is used.
 
-    1 - 2 / (1 + exp(2x)) cancels near 0, where x - x^3 / 3 is used: the two errors meet at 1/16.
+    The two errors meet at 1/16, where both are 2^-18.
     """
     near = x - x * x * x * 0.3333333432674408
-    far = 1.0 - libdevice.fast_dividef(2.0, 1.0 + tl.exp2(x * 2.8853900817779268))
+    far = 1.0 - 2.0 * rough_reciprocal(1.0 + tl.exp2(x * 2.8853900817779268))
     return tl.where(tl.abs(x) < 0.0625, near, far)
 
 
 @triton.jit
+def coarse_tanh(x):
+    """tanh in one instruction, to 2^-11."""
+    if has_ptx():
+        return instruction("tanh.approx.f32", x)
+    else:
+        return rough_tanh(x)
+
+
+@triton.jit
 def rough_erf(x):
-    """erf as a rational function of x in [-4, 4], for float32: to 2^-21 relative (Eigen's coefficients)."""
+    """erf as a rational function of x in [-4, 4] (Eigen's coefficients)."""
     x = tl.minimum(
         tl.maximum(x, -4.0, propagate_nan=tl.PropagateNan.ALL), 4.0, propagate_nan=tl.PropagateNan.ALL
     )
@@ -79,7 +179,23 @@ def rough_erf(x):
     q = s * q - 1.68282697438203e-03
     q = s * q - 7.37332916720468e-03
     q = s * q - 1.42647390514189e-02
-    return libdevice.fast_dividef(x * p, q)
+    return x * p * rough_reciprocal(q)
+
+
+@triton.jit
+def rough_erfc(x):
+    """1 - erf(x): exp(-x^2) times a polynomial in 1 / (1 + p |x|), the form of Hastings (1955), for x > 0.
+
+    The coefficients are minimax for the relative error, 2^-16, which holds until the result vanishes.
+    """
+    t = rough_reciprocal(1.0 + 0.455788 * tl.abs(x))
+    p = 0.26302239 + t * -0.13061665
+    p = 0.11086953 + t * p
+    p = 0.24347869 + t * p
+    p = 0.25605355 + t * p
+    p = 0.25717933 + t * p
+    tail = tl.exp2(x * x * -1.4426950408889634) * (t * p)
+    return tl.where(x < 0, 2.0 - tail, tail)
 
 
 @triton.jit
@@ -175,32 +291,92 @@ def right_shift(x, y):
 
 
 @triton.jit
-def uniform4(seed, counter, salt):
-    """Four independent uniform float32 in [0, 1): Philox4x32-10 of (counter, salt) under a 64-bit key.
+def philox_round(a, b, c, d, key_0, key_1):
+    """Both words of a product from one instruction, which ptxas does not find; a whole round at once, or
+    the rounds of a thread's elements overlap and take its registers."""
+    if has_ptx():
+        return tl.inline_asm_elementwise(
+            """{ .reg .b64 product;
+                 .reg .b32 high;
+                 mul.wide.u32 product, $4, 0xD2511F53;
+                 mov.b64 {$3, high}, product;
+                 xor.b32 $2, high, $7;
+                 xor.b32 $2, $2, $9;
+                 mul.wide.u32 product, $6, 0xCD9E8D57;
+                 mov.b64 {$1, high}, product;
+                 xor.b32 $0, high, $5;
+                 xor.b32 $0, $0, $8; }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+            [a, b, c, d, key_0, key_1],
+            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        first = tl.umulhi(c, 0xCD9E8D57) ^ b ^ key_0
+        third = tl.umulhi(a, 0xD2511F53) ^ d ^ key_1
+        return first, c * 0xCD9E8D57, third, a * 0xD2511F53
 
-    seed: int64. counter: non-negative block, int32 or int64. salt: below 2^32. Lane k of
-    counter c is element 4 * c + k of `fusion_compiler.uniform(seed, shape, salt)`.
+
+@triton.jit
+def philox(seed, counter, salt):
+    """Four independent uint32: Philox4x32-10 of (counter, salt) under a 64-bit key.
+
+    seed: int64. counter: non-negative block, int32 or int64. salt: below 2^32. Word k of counter c makes
+    element 4 * c + k of `fusion_compiler.uniform(seed, shape, salt)`.
     """
-    low = counter.to(tl.uint32)
-    zero = low * 0
-    high = zero
+    key_0 = seed.to(tl.uint32)
+    key_1 = (seed >> 32).to(tl.uint32)
+    a = counter.to(tl.uint32)
+    b = a * 0
     if counter.dtype.primitive_bitwidth > 32:
-        high = (counter >> 32).to(tl.uint32)
-    a, b, c, d = tl.philox(seed, low, high, zero + tl.cast(salt, tl.uint32), zero)
-    return (
-        tl.uint_to_uniform_float(a),
-        tl.uint_to_uniform_float(b),
-        tl.uint_to_uniform_float(c),
-        tl.uint_to_uniform_float(d),
-    )
+        b = (counter >> 32).to(tl.uint32)
+    c = a * 0 + tl.cast(salt, tl.uint32)
+    d = a * 0
+    for _ in tl.static_range(10):
+        a, b, c, d = philox_round(a, b, c, d, key_0, key_1)
+        key_0 += 0x9E3779B9
+        key_1 += 0xBB67AE85
+    return a, b, c, d
+
+
+@triton.jit
+def fraction(word):
+    """Uniform float32 in [0, 1) of a uniform uint32: its upper 24 bits, exactly."""
+    return (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def words(seed, index, salt):
+    """The uint32 of which `uniform` makes element `index` (int32 or int64 block)."""
+    a, b, c, d = philox(seed, index // 4, salt)
+    lane = index % 4
+    return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+
+
+@triton.jit
+def words_block(seed, counter, salt):
+    """words() of four elements for each counter, side by side along the last axis."""
+    a, b, c, d = philox(seed, counter, salt)
+    fours = tl.join(tl.join(a, c), tl.join(b, d))
+    shape: tl.constexpr = fours.shape
+    if len(shape) == 3:
+        out = tl.reshape(fours, [shape[0] * 4])
+    else:
+        out = tl.reshape(fours, [shape[0], shape[1] * 4])
+    return out
 
 
 @triton.jit
 def uniform(seed, index, salt):
     """Element `index` (int32 or int64 block) of `fusion_compiler.uniform(seed, shape, salt)`."""
-    a, b, c, d = uniform4(seed, index // 4, salt)
-    lane = index % 4
-    return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+    return fraction(words(seed, index, salt))
+
+
+@triton.jit
+def uniform_block(seed, counter, salt):
+    """uniform() of four elements for each counter, side by side along the last axis."""
+    return fraction(words_block(seed, counter, salt))
 
 
 @triton.jit
@@ -224,13 +400,46 @@ def minimum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
 
 
 @triton.jit
-def uniform_block(seed, counter, salt):
-    """uniform() of four elements for each counter, side by side along the last axis."""
-    a, b, c, d = uniform4(seed, counter, salt)
-    fours = tl.join(tl.join(a, c), tl.join(b, d))
-    shape: tl.constexpr = fours.shape
-    if len(shape) == 3:
-        out = tl.reshape(fours, [shape[0] * 4])
-    else:
-        out = tl.reshape(fours, [shape[0], shape[1] * 4])
-    return out
+def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
+    """Means and sums of squared differences of two sets, of `count` and `other_count` elements, as of one.
+
+    Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
+    """
+    share = other_count / (count + other_count)
+    move = other_mean - mean
+    return mean + move * share, squares + other_squares + move * move * (count * share)
+
+
+@triton.jit
+def send(mail, value, part, parts, splits: tl.constexpr):
+    """Leave a row's value for every one of the programs that share it, this one included.
+
+    mail: int64 [splits, splits] of this row, by receiver and sender, zero before and after. value: a number
+    of 32 bits. part: this program's number; parts: all numbers, 0, 1, ... to a power of two.
+
+    A letter is the value with a mark above it, in one store, so that nothing has to be ordered (the status
+    words of Merrill and Garland's decoupled look-back, 2016). Programs start in the order of their numbers:
+    those of one row run at the same time while they are far fewer than the device can hold.
+    """
+    letter = value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32)
+    tl.atomic_xchg(mail + parts * splits + part, letter + parts * 0, mask=parts < splits, sem="relaxed")
+
+
+@triton.jit
+def receive(mail, value, part, parts, splits: tl.constexpr, neutral):
+    """What each of the programs has sent, in the type of `value`; `neutral` past the last."""
+    letters = delivered(mail + part * splits + parts, parts < splits)
+    while tl.min((letters != 0).to(tl.int32)) == 0:
+        letters = delivered(mail + part * splits + parts, parts < splits)
+    tl.debug_barrier()
+    if splits > 32:  # each warp has seen a part of them; now all are there
+        letters = delivered(mail + part * splits + parts, parts < splits)
+        tl.debug_barrier()
+    tl.store(mail + part * splits + parts, parts.to(tl.int64) * 0, mask=parts < splits)
+    return tl.where(parts < splits, letters.to(tl.uint32).to(value.dtype, bitcast=True), neutral)
+
+
+@triton.jit
+def delivered(mail, inside):
+    """The letters that have come so far; those that have not are 0."""
+    return tl.load(mail, mask=inside, other=1, volatile=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_compiler.codegen.printer import Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
 from fusion_compiler.loops import COLS, ROWS, Constant, operands_of
 
 # Of the 255 that a thread can have, those that hold tiles: addresses, masks and what is computed between
@@ -47,11 +47,11 @@ def _reductions_in_a_pass(a: Analysis) -> int:
     """The most reductions along the row that do not wait for each other."""
     passes: list[int] = []
     counts: dict[int, int] = {}
-    online = {*a.online, *a.online.values()}
+    by_row = {*a.online, *a.online.values(), *a.moments, *(total for total, _ in a.moments.values())}
     for i, node in enumerate(a.loops.nodes):
         level = max((passes[o] for o in operands_of(node)), default=0)
         if i in a.reductions and COLS in a.over(i):
-            counts[level] = counts.get(level, 0) + (i not in online)  # which keeps a number a row
+            counts[level] = counts.get(level, 0) + (i not in by_row)  # which keep a number a row
             level += 1
         passes.append(level)
     return max(counts.values(), default=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion_compiler.codegen.printer import Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS

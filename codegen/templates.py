@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import ModuleType
 
 from fusion_compiler.codegen import assemble, columns, flat, persistent_rows, rows, wide_rows
-from fusion_compiler.codegen.printer import Analysis, Schedule
+from fusion_compiler.codegen.analysis import Analysis, Schedule
 from fusion_compiler.codegen.registers import MOST, tile_registers
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.kernel import Buffer, Program
@@ -38,11 +37,20 @@ def emit(
     limit: int = 4,
 ) -> tuple[Program, ...]:
     """Programs of one cluster, best guess first, at most `limit`. Raises LookupError if no template fits."""
-    choices = [schedules_of(loops, name, device) for loops in nests]
-    if len(nests) == 1:
-        return tuple(assemble.build(nests[0], s, name, doc, buffers) for s in choices[0][:limit])
-    together: list[tuple[Schedule, ...]] = []
-    for first in choices[0]:  # one launch has one number of warps
-        others = [next((s for s in c if s.num_warps == first.num_warps), c[0]) for c in choices[1:]]
-        together.append(tuple(replace(s, num_warps=first.num_warps) for s in (first, *others)))
-    return tuple(assemble.build_beside(nests, t, name, doc, buffers) for t in together[:limit])
+    first = schedules_of(nests[0], name, device)[:limit]
+    return tuple(program_of(nests, schedule, name, doc, buffers, device) for schedule in first)
+
+
+def program_of(
+    nests: tuple[LoopNest, ...],
+    first: Schedule,
+    name: str,
+    doc: str,
+    buffers: Mapping[str, Buffer],
+    device: DeviceSpec,
+) -> Program:
+    """The program of one cluster with a schedule of its first tile program, and for those beside it
+    their best ones with as many warps, where they have any: a launch has one number of them."""
+    choices = (schedules_of(loops, name, device) for loops in nests[1:])
+    others = (next((s for s in c if s.num_warps == first.num_warps), c[0]) for c in choices)
+    return assemble.build(nests, (first, *others), name, doc, buffers)

@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -87,19 +88,25 @@ def kernel_of_largest_cluster(forward: FusionPlan, dump: Path) -> str:
 def main() -> None:
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
-    width, heads, inner, batch, length = (2048, 32, 8192, 8, 2048) if gpu else (64, 4, 256, 2, 16)
-    print(f"a block of width {width}, {batch} x {length} tokens, {dtype}, on {device}\n")
+    if gpu:
+        device, dtype = "cuda", torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        width, heads, inner, batch, length = 2048, 32, 8192, 4, 1024
+        where = f"on {torch.cuda.get_device_name()}"
+    else:
+        device, dtype = "cpu", torch.float32
+        width, heads, inner, batch, length = 64, 4, 256, 2, 16
+        where = "in Triton's interpreter, as no GPU was found; planned as for an H200"
+    print(f"a transformer block of width {width}, {batch} x {length} tokens, {dtype}, {where}\n")
     block = Block(width, heads, inner).to(device, dtype)
     x, gradient = (torch.randn(batch, length, width, device=device, dtype=dtype) for _ in range(2))
 
-    with tempfile.TemporaryDirectory() as dump:
-        os.environ["FUSION_DUMP"] = dump
+    with tempfile.TemporaryDirectory() as dump, patch.dict(os.environ, FUSION_DUMP=dump):
         fast = fc.compile(block, backend="auto" if gpu else "interpret")
         start = time.perf_counter()
         ours = forward_and_backward(fast, block, x, gradient)
+        if gpu:
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        del os.environ["FUSION_DUMP"]
         print(f"{fast.plan}\n\none kernel of it:\n")
         print(kernel_of_largest_cluster(next(iter(fast.plan)), Path(dump)))
 

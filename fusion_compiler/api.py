@@ -15,10 +15,12 @@ import sympy
 import torch
 from torch import fx, nn
 
+from fusion_compiler.builds import prepare
 from fusion_compiler.cache import Cache
 from fusion_compiler.canonical import Canonical, canonical, describe
-from fusion_compiler.capture import GraphInfo, make_backend
+from fusion_compiler.capture import GraphInfo, Phase, make_backend
 from fusion_compiler.codegen.templates import emit
+from fusion_compiler.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings
 from fusion_compiler.dag import OpDag, build
 from fusion_compiler.debug import Debug, DebugSettings
 from fusion_compiler.decompositions import decomposition_table
@@ -29,10 +31,12 @@ from fusion_compiler.launch import Runner, compile_all
 from fusion_compiler.module import Plans, wrap
 from fusion_compiler.options import Options
 from fusion_compiler.passes.cluster import plan as plan_clusters
-from fusion_compiler.passes.match import Traced, find, traced_hints, traced_whole
+from fusion_compiler.passes.indexed import key_of
+from fusion_compiler.passes.match import find
 from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, RewriteNote
 from fusion_compiler.passes.rewrites.equality import check_equal
 from fusion_compiler.passes.rewrites.user import check_reachable, replace_patterns
+from fusion_compiler.passes.trace import Traced, traced_gradient, traced_hint, traced_whole
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, checked
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.sources import source_of
@@ -57,6 +61,8 @@ def compile(
         raise NotCallableError(got=model.__name__ if inspect.isclass(model) else type(model).__name__)
     chosen = Options.of(**options)
     compiler = Compiler(chosen, patterns)
+    if chosen.backend == "auto" and torch.cuda.is_available():
+        prepare()  # while the model is captured
     recompile = functools.partial(compile, patterns=patterns, **options)
     return wrap(
         model,
@@ -91,6 +97,8 @@ class Compiler:
         self.cache = Cache()
         self.programs: dict[tuple[Canonical, str], tuple[Program, ...]] = {}
         self.runners: dict[tuple[Canonical, str], Runner] = {}
+        self.computed: set[str] = set()  # operators of the forward graphs
+        self.recordings = Recordings()
 
     def backend(self) -> Callable[..., Any]:
         own = replace_patterns(self.patterns)
@@ -104,7 +112,7 @@ class Compiler:
         dag = build(gm, source_of)
         kind = device_type(dag)
         device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
-        matches = find(self.hints, dag)
+        matches = find(self.hints(dag, info.phase), dag)
         clock.lap("match")
         plan = plan_clusters(
             info.name, dag, device, size_hints(inputs), numerics=self.options.numerics, matches=matches
@@ -122,12 +130,35 @@ class Compiler:
         if backend == "triton":
             compile_all(dict.fromkeys(runners.values()), torch.device(kind))
             clock.lap("kernels")
-        plan = replace(plan, notes={**plan.notes, **notes_of(info.rewrites), "seconds": str(clock)})
-        self.plans.record(plan)
-        self.debug.plan(plan)
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
+        notes = notes_of(info.rewrites)
+        if self.options.cudagraphs:
+            run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
+        plan = replace(plan, notes={**plan.notes, **notes, "seconds": str(clock)})
+        self.plans.record(plan)
+        self.debug.plan(plan)
         return run
+
+    def recorded(
+        self,
+        run: Callable[..., Any],
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        info: GraphInfo,
+        backend: str,
+    ) -> tuple[Callable[..., Any], str]:
+        """`run` replayed as a CUDA graph where that can be, and what was decided."""
+        decision = f"backend {backend!r} launches nothing"
+        if backend == "triton":
+            run, decision = self.recordings.wrap(run, gm, inputs, info)
+        if decision not in (RECORDED, FORWARD_IS_NOT):
+            self.warned.warn(
+                f"cudagraphs {decision}",
+                f"{info.name} is not recorded as a CUDA graph: {decision}\n"
+                "  what to do: change that, or leave it where host time does not count",
+            )
+        return run, decision
 
     def report_dtypes(self, plan: FusionPlan) -> None:
         """Numbers that no kernel can hold stay eager with a warning, or raise UnsupportedDtypeError."""
@@ -145,10 +176,19 @@ class Compiler:
             for c in plan.clusters
         }
 
-    @functools.cached_property
-    def hints(self) -> tuple[Traced, ...]:
-        """The patterns that speak of clusters; traced when a graph first needs them."""
-        return traced_hints(tuple(p for p in self.patterns if isinstance(p, ClusterHint)))
+    def hints(self, dag: OpDag, phase: Phase) -> list[Traced]:
+        """The patterns that speak of clusters, each after its gradient where a backward graph may hold that:
+        where the operators of the pattern occurred in a forward graph."""
+        if phase is not Phase.BACKWARD:
+            self.computed |= {key_of(dag.op(name)) for name in dag.order}
+        found: list[Traced] = []
+        for pattern in self.patterns:
+            if isinstance(pattern, ClusterHint):
+                hint = traced_hint(pattern)
+                if pattern.backward and phase is Phase.BACKWARD and hint.operators <= self.computed:
+                    found.append(traced_gradient(pattern))
+                found.append(hint)
+        return found
 
     def backend_for(self, kind: str) -> str:
         """What runs the clusters of a graph on this kind of device."""
@@ -171,9 +211,10 @@ class Compiler:
             for program in programs[:1]:
                 for kernel in program.kernels:
                     self.debug.kernel(plan.name, kernel.name, kernel.source)
+            fallback = functools.partial(subgraph, cluster, plan.dag)
             self.runners[key] = Runner(
                 programs,
-                subgraph(cluster, plan.dag),
+                fallback() if backend == "eager" else deferred(fallback),
                 name=cluster.name,
                 backend=backend,  # type: ignore[arg-type]
                 strict=self.options.strict,
@@ -187,10 +228,18 @@ class Compiler:
         return emit(key.nests, cluster.name, describe(cluster, dag), buffers, device)
 
 
+def deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """The function that `make` gives, made when it is first called: most are never needed."""
+    made = functools.cache(make)
+    return lambda *arguments: made()(*arguments)
+
+
 def check(pattern: Pattern) -> None:
     """Raises InvalidPatternError for code that cannot be traced, RewriteNotEqualError."""
     if isinstance(pattern, ClusterHint):
-        traced_hints((pattern,))
+        traced_hint(pattern)
+        if pattern.backward:
+            traced_gradient(pattern)
     else:
         traced_whole(pattern)
     if isinstance(pattern, Rewrite):

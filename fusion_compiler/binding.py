@@ -3,7 +3,7 @@
 All that is known when a program is built is written into the function's text or bound to its
 names: shapes, strides, grids, the kernels' entries. What is left for a call is to take the
 addresses of the inputs, allocate the outputs, and launch. For a program of one kernel with two
-inputs and one output of fixed shape:
+inputs and one output of fixed shape (and no first test where there is one device):
 
     def launch(x0, x1):
         if current_device() != 0 or x0.get_device() != 0:
@@ -25,8 +25,8 @@ import hashlib
 import linecache
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
@@ -103,9 +103,13 @@ def _flat(value: object) -> Iterable[object]:
 
 
 class Gpu(Protocol):
-    """What launching needs to know of one device; `cuda.CudaGpu` is the real one."""
+    """What launching needs to know of one device; `cuda.CudaGpu` is the real one.
+
+    alone: the process sees no other device, so that no call can be another's.
+    """
 
     index: int
+    alone: bool
     name: str
     target: tuple[str, int | str, int]
 
@@ -180,13 +184,30 @@ class _PerThread(threading.local):
         self.by_stream: dict[int, tuple[tuple[int, ...], tuple[torch.Tensor, ...]]] = {}
 
 
+class _Unkept(threading.local):
+    inside = False
+
+
+_unkept = _Unkept()
+
+
+@contextmanager
+def unkept_scratch() -> Generator[None]:
+    """Within it, in this thread, no launch keeps memory for later ones."""
+    before, _unkept.inside = _unkept.inside, True
+    try:
+        yield
+    finally:
+        _unkept.inside = before
+
+
 class ZeroedScratch:
     """Buffers that kernels find zero and leave zero, so that none is cleared before a launch.
 
     Kept for each stream, because launches on one stream follow each other, and for each thread,
     because two threads may alternate launches of a program's kernels on one stream. In a CUDA
     graph's capture they are allocated, and cleared by the graph: it may later be replayed beside
-    other work.
+    other work. So they are within `unkept_scratch`.
     """
 
     def __init__(self, gpu: Gpu, buffers: Sequence[Buffer]) -> None:
@@ -196,7 +217,7 @@ class ZeroedScratch:
 
     def __call__(self, stream: int, elements: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Tensors of at least so many elements each, all zero when the stream comes to them."""
-        if self._gpu.is_capturing():
+        if _unkept.inside or self._gpu.is_capturing():
             return self._allocate(elements)
         found = self._kept.by_stream.get(stream)
         if found is None or any(have < need for have, need in zip(found[0], elements, strict=True)):
@@ -244,11 +265,12 @@ def bind(
     text = _Text()
     inputs = [f"x{i}" for i in range(len(program.inputs))]
     parameters = ", ".join([*inputs, *(f"n{i}" for i in range(len(program.sizes)))])
-    device = f"x0.get_device() != {gpu.index}" if inputs else "False"
-    text.bind("elsewhere", elsewhere)
-    text.bind("current_device", gpu.current_device)
-    text.add(f"if current_device() != {gpu.index} or {device}:")
-    text.add(f"    return elsewhere({parameters})")
+    if not gpu.alone:
+        device = f" or x0.get_device() != {gpu.index}" if inputs else ""
+        text.bind("elsewhere", elsewhere)
+        text.bind("current_device", gpu.current_device)
+        text.add(f"if current_device() != {gpu.index}{device}:")
+        text.add(f"    return elsewhere({parameters})")
     _write_variants(text, program, variant, parameters, others)
     grids = _write_grids(text, program, parameters, too_large)
     _write_buffers(text, program, gpu)

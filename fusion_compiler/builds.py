@@ -13,14 +13,18 @@ reaches the others through Triton's own cache on disk, from where loading costs 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib
 import linecache
 import os
 import pickle
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +46,8 @@ TRITON_LOCK = threading.RLock()
 # What a server takes to start and what a kernel takes to compile: it is used where it gains.
 SERVER_SECONDS = 0.5
 KERNEL_SECONDS = 0.1
+# A server that nobody asks gives its memory back.
+IDLE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -195,13 +201,26 @@ def compile_builds(builds: Iterable[Build], workers: int | None = None) -> dict[
     reason is ready for `compile_build`.
     """
     missing = [build for build in dict.fromkeys(builds) if not is_cached(build)]
-    workers = min(workers or min(os.cpu_count() or 1, 16), len(missing))
-    gain = len(missing) * KERNEL_SECONDS * (1 - 1 / max(workers, 1)) - SERVER_SECONDS
+    workers = workers or _cores()
+    at_once = min(workers, len(missing))
+    start = 0.0 if _servers.is_ready(workers) else SERVER_SECONDS
+    gain = len(missing) * KERNEL_SECONDS * (1 - 1 / max(at_once, 1)) - start
     if gain > 0 and sys.executable:
         served = _compile_served(missing, workers)
     else:
         served = ((build, _attempt(build)) for build in missing)
     return {build: reason for build, reason in served if reason is not None}
+
+
+def _cores() -> int:
+    return min(len(os.sched_getaffinity(0)), 16)
+
+
+def prepare() -> None:
+    """Starts the compile server, which is ready half a second later."""
+    if _cores() > 1 and sys.executable:
+        with contextlib.suppress(OSError, ImportError), _servers.lock:
+            _servers.running(_cores())
 
 
 def _attempt(build: Build) -> str | None:
@@ -214,31 +233,101 @@ def _attempt(build: Build) -> str | None:
 
 
 def _compile_served(builds: Sequence[Build], workers: int) -> Iterator[tuple[Build, str | None]]:
-    """Compiles in a server of `workers` processes; what the server fails to answer, here.
-
-    The server is a fresh interpreter that runs this file and forks its workers. It is not
-    multiprocessing's: that one imports the user's main module again, and forking this process
-    would copy a CUDA context and locks held by other threads.
-    """
-    from triton import knobs
-
-    # Kernels import the package, which may lie where only this process looks for modules.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    environment = os.environ | {"TRITON_CACHE_DIR": knobs.cache.dir, "PYTHONPATH": paths}
-    command = [sys.executable, "-P", __file__, str(workers)]
+    """Compiles in a server of `workers` processes; what the server fails to answer, here."""
     answered: set[int] = set()
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as server:
-        assert server.stdin is not None and server.stdout is not None
-        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-            pickle.dump([_fields(build) for build in builds], server.stdin)
-            server.stdin.close()
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), _servers.lock:
+        server = _servers.running(workers)
+        try:
+            server.ask([_fields(build) for build in builds])
             while len(answered) < len(builds):
-                index, reason = pickle.load(server.stdout)
+                index, reason = server.answer()
                 answered.add(index)
                 yield builds[index], reason
+        finally:
+            if len(answered) < len(builds):  # it died, or nobody wants the rest
+                _servers.stop()
     for index, build in enumerate(builds):
         if index not in answered:
             yield build, _attempt(build)
+
+
+class _Server:
+    """A fresh interpreter that runs this file and forks its workers.
+
+    It is not multiprocessing's: that one imports the user's main module again, and forking this
+    process would copy a CUDA context and locks held by other threads. It ends when its input does,
+    with this process at the latest, or when it has not been asked for IDLE_SECONDS.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._owner, self._purpose = os.getpid(), (workers, _settings())
+        # Kernels import the package, which may lie where only this process looks for modules.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(workers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | _settings() | {"PYTHONPATH": paths},
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+
+    def fits(self, workers: int) -> bool:
+        """Whether it lives, belongs to this process (which may be a fork), and would do the same."""
+        mine = self._owner == os.getpid() and self._process.poll() is None
+        return mine and self._purpose == (workers, _settings())
+
+    def ask(self, builds: list[tuple[Any, ...]]) -> None:
+        assert self._process.stdin is not None
+        pickle.dump(builds, self._process.stdin)
+        self._process.stdin.flush()
+
+    def answer(self) -> tuple[int, str | None]:
+        assert self._process.stdout is not None
+        return pickle.load(self._process.stdout)
+
+    def close(self) -> None:
+        if self._owner != os.getpid():
+            return
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError, AttributeError):
+                pipe.close()  # type: ignore[union-attr]  they are there
+        self._process.wait()
+
+
+class _Servers:
+    """The server of this process, if one is running. `lock` is to be held while it is used."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._server: _Server | None = None
+
+    def is_ready(self, workers: int) -> bool:
+        return self._server is not None and self._server.fits(workers)
+
+    def running(self, workers: int) -> _Server:
+        if not self.is_ready(workers):
+            self.stop()
+            self._server = _Server(workers)
+        assert self._server is not None
+        return self._server
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+_servers = _Servers()
+atexit.register(_servers.stop)
+
+
+def _settings() -> dict[str, str]:
+    """The environment variables that change what Triton compiles and where it leaves it."""
+    from triton import knobs
+
+    chosen = {name: value for name, value in os.environ.items() if name.startswith("TRITON")}
+    return chosen | _cache_env_vars() | {"TRITON_CACHE_DIR": knobs.cache.dir}
 
 
 def _fields(build: Build) -> tuple[Any, ...]:
@@ -254,9 +343,16 @@ def _numbered_attempt(job: tuple[int, tuple[Any, ...]]) -> tuple[int, str | None
     return index, _attempt(Build(*fields))
 
 
+def _end_with_parent() -> None:
+    """A worker whose server is killed would wait for jobs for ever."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG, of Linux
+
+
 def serve(workers: int, requests: IO[bytes], replies: IO[bytes]) -> None:
-    """The compile server: one pickled list of builds in, a pickled (index, reason) out for each."""
-    import multiprocessing
+    """The compile server: for each pickled list of builds a pickled (index, reason) of each."""
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from multiprocessing import get_context
 
     from triton.runtime import cache
 
@@ -264,11 +360,19 @@ def serve(workers: int, requests: IO[bytes], replies: IO[bytes]) -> None:
     # torch), and Triton's hash of itself, 0.3 s.
     importlib.import_module("fusion_compiler.codegen.math")
     cache.triton_key()
-    jobs = list(enumerate(pickle.load(requests)))
-    with multiprocessing.get_context("fork").Pool(workers) as processes:
-        for answer in processes.imap_unordered(_numbered_attempt, jobs):
-            pickle.dump(answer, replies)
-            replies.flush()
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_end_with_parent)
+    with pool as processes:
+        processes.submit(os.getpid).result()  # forks them all
+        # Nothing is left in the buffer: a list comes when the one before it is answered.
+        while select.select([requests], [], [], IDLE_SECONDS)[0]:
+            try:
+                jobs = list(enumerate(pickle.load(requests)))
+            except EOFError:
+                return
+            # A worker that dies (of too little memory, say) breaks the pool: the asker does the rest.
+            for answer in as_completed([processes.submit(_numbered_attempt, job) for job in jobs]):
+                pickle.dump(answer.result(), replies)
+                replies.flush()
 
 
 def main() -> None:

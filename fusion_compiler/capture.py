@@ -14,13 +14,16 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import TracingContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.partition import partition
 from fusion_compiler.passes.rewrites.record import Notes, Rewrite, RewriteNote
@@ -56,7 +59,14 @@ class GraphInfo:
 
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
-Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class Backend(Protocol):
+    """What TorchDynamo calls with each graph; traced: the graph is in its pre-autograd form already."""
+
+    def __call__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False
+    ) -> Callable[..., Any]: ...
 
 
 def make_backend(
@@ -76,9 +86,9 @@ def make_backend(
     """
     numbers = itertools.count()
 
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False) -> Callable[..., Any]:
         name = f"graph{next(numbers)}"
-        rewritten, notes = rewrite(gm, inputs, rewrites)
+        rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
         stages = _Stages(compile_graph, name)
         try:
             return stages.compile(rewritten, inputs, notes, decompositions())
@@ -104,6 +114,9 @@ class _Stages:
     reached: whether compile_graph was called, so that an error may be its own.
     """
 
+    _bare: Callable[..., Any] | None  # the graph without AOTAutograd's wrapper, where that does nothing
+    _inputs: Sequence[Any] | None  # where it may do nothing
+
     def __init__(self, compile_graph: CompileGraph, name: str) -> None:
         self._compile_graph = compile_graph
         self._name = name
@@ -117,14 +130,20 @@ class _Stages:
         notes: Notes,
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Callable[..., Any]:
-        self._separable = False
+        self._separable, self._bare = False, None
+        # Asked here: while a graph is compiled other modes may be set. Dynamo guards both.
+        recorded = torch.is_grad_enabled() and any(_wants_gradient(x) for x in inputs)
+        self._inputs = None if recorded or torch._C._is_any_autocast_enabled() else inputs
         run = aot_autograd(
             fw_compiler=self._stage(Phase.FORWARD, notes),
             bw_compiler=self._stage(Phase.BACKWARD, notes),
             inference_compiler=self._stage(Phase.INFERENCE, notes),
             partition_fn=partition,
+            keep_inference_input_mutations=True,  # the graph writes into its arguments itself
             decompositions=dict(decompositions),
         )(gm, inputs)
+        if self._bare is not None:
+            return self._bare
         return leave_undefined(run) if self._separable else run
 
     def _stage(self, phase: Phase, notes: Notes) -> Callable[..., Any]:
@@ -135,13 +154,45 @@ class _Stages:
                 self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
             if phase is Phase.BACKWARD and self._separable:
                 return _boxed(Backward(graph, functools.partial(self._variant, fakes, info)))
-            return _boxed(self._compile_graph(graph, fakes, info))
+            compiled = self._compile_graph(graph, fakes, info)
+            if phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes):
+                self._bare = _unboxed(compiled)
+            return _boxed(compiled)
 
         return compile_stage
 
     def _variant(self, fakes: Sequence[Any], info: GraphInfo, graph: fx.GraphModule, number: int) -> Boxed:
         name = f"{info.name}{number + 1}" if number else info.name
         return _boxed(self._compile_graph(graph, fakes, replace(info, name=name)))
+
+
+def _wants_gradient(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _passed_on(inputs: Sequence[Any], fakes: Sequence[Any]) -> bool:
+    """Whether AOTAutograd's wrapper hands an inference graph's arguments and results on as they are.
+
+    inputs: of the Dynamo graph, called where neither autograd nor autocast has a part in what runs.
+    fakes: of the graph that is compiled.
+    """
+    context = TracingContext.try_get()
+    metadata: Any = context.fw_metadata if context else None
+    if metadata is None or len(inputs) != len(fakes):
+        return False
+    if any(isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x) for x in inputs):
+        return False
+    return not (
+        metadata.num_mutated_inp_runtime_indices
+        or metadata.mutated_graph_handled_indices_seen_by_autograd
+        or metadata.num_outputs_aliased
+        or metadata.num_intermediate_bases
+        or metadata.dynamic_outputs
+        or metadata.is_rng_op_functionalized
+        or metadata.tokens
+        or metadata.grad_enabled_mutation is not None
+        or any(isinstance(m, SubclassCreationMeta) for m in metadata.subclass_fw_graph_out_meta)
+    )
 
 
 def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,14 +207,21 @@ def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _unboxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes its arguments one by one."""
+    if getattr(compiled, "_boxed_call", False):
+        return lambda *args: compiled([*args])
+    return compiled
+
+
 def rewrite(
-    gm: fx.GraphModule, inputs: Sequence[Any], rewrites: Sequence[Rewrite]
+    gm: fx.GraphModule, inputs: Sequence[Any], rewrites: Sequence[Rewrite], *, traced: bool = False
 ) -> tuple[fx.GraphModule, Notes]:
-    """The pre-autograd form of Dynamo's `gm` after `rewrites`, or `gm` itself and a note."""
+    """The pre-autograd form of `gm` (itself, where it is `traced`) after `rewrites`, or `gm` and a note."""
     if not rewrites:
         return gm, ()
     try:
-        graph = trace_pre_autograd(gm, inputs)
+        graph = gm if traced else trace_pre_autograd(gm, inputs)
     except UntraceableError as reason:
         return gm, (RewriteNote("pre-autograd", "", False, str(reason)),)
     notes: Notes = ()

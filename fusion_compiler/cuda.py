@@ -56,6 +56,7 @@ class CudaGpu:
         from triton.runtime import driver
 
         self.index = index
+        self.alone = torch.cuda.device_count() == 1
         self.name = torch.cuda.get_device_name(index)
         with torch.cuda.device(index):
             active: Any = driver.active

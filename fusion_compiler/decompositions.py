@@ -9,6 +9,7 @@ eager makes contiguous is contiguous here, as a traced view may rely on it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -59,15 +60,19 @@ def decomposition_table() -> dict[OpOverload, Callable[..., Any]]:
     A new table for each capture: every random operator traced with one table gets a salt of
     its own, so that two dropouts differ even where a later pass merges their seeds.
     """
-    table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+    return _shared() | _random(itertools.count())
+
+
+@functools.cache
+def _shared() -> dict[OpOverload, Callable[..., Any]]:
+    """What is the same in all tables. Composite operators come apart above it, without a table."""
+    table: dict[Any, Callable[..., Any]] = dict(_core_aten_decompositions_post_autograd())
     table.update(get_decompositions(_BORROWED))
     for target in list(table):
         spec = spec_of(target)
         if target in _WHOLE or (spec is not None and spec.kind is not Kind.LAYOUT):
             del table[target]
-    table.update({target: _for_real(function) for target, function in _OURS.items()})
-    table.update(_random(itertools.count()))
-    return table
+    return table | {target: _for_real(function) for target, function in _OURS.items()}
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -402,12 +407,65 @@ def _nll_loss_backward(
 # Element-wise
 
 
+_ROOT_HALF = math.sqrt(0.5)
+_GELU_SCALE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+def _normal_cdf(wide: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(wide * _ROOT_HALF))
+
+
+def _gelu_argument(wide: Tensor) -> Tensor:
+    """2u of the approximation (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel where x is negative."""
+    return wide * (2 * _GELU_SCALE + 2 * _GELU_SCALE * _GELU_CUBE * (wide * wide))
+
+
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     wide = _wide(x)
+    part = torch.sigmoid(_gelu_argument(wide)) if approximate == "tanh" else _normal_cdf(wide)
+    return (wide * part).to(x.dtype)
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    wide = _wide(x)
     if approximate == "tanh":
-        inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
-        return (0.5 * wide * (1 + torch.tanh(inner))).to(x.dtype)
-    return (0.5 * wide * (1 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
+        argument = _gelu_argument(wide)
+        part, rest = torch.sigmoid(argument), torch.sigmoid(-argument)  # 1 - part would cancel
+        rise = 2 * _GELU_SCALE + 6 * _GELU_SCALE * _GELU_CUBE * (wide * wide)
+        slope = part + part * rest * wide * rise
+    else:
+        density = math.sqrt(0.5 / math.pi) * torch.exp(wide * wide * -0.5)
+        slope = _normal_cdf(wide) + wide * density
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    scaled = _wide(x) * beta
+    wide = _wide(grad)
+    return torch.where(scaled > threshold, wide, wide * torch.sigmoid(scaled)).to(grad.dtype)
+
+
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
+    return (_wide(grad) * torch.sigmoid(-_wide(x))).to(grad.dtype)
+
+
+def _tanh_of_softplus(wide: Tensor) -> Tensor:
+    """tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2), which is 1 in float64 too from x = 20 on."""
+    e = torch.exp(torch.clamp_max(wide, 20))
+    n = e * (e + 2)
+    return n / (n + 2)
+
+
+def _mish(x: Tensor) -> Tensor:
+    wide = _wide(x)
+    return (wide * _tanh_of_softplus(wide)).to(x.dtype)
+
+
+def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    wide = _wide(x)
+    part = _tanh_of_softplus(wide)
+    slope = part + wide * torch.sigmoid(wide) * (1 - part * part)
+    return (_wide(grad) * slope).to(grad.dtype)
 
 
 def _add_bool(x: Any, y: Any, *, alpha: Any = 1) -> Any:
@@ -502,7 +560,7 @@ def _random(salts: Iterator[int]) -> dict[OpOverload, Callable[..., Any]]:
         if p == 1:
             return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
         keep = numbers(x.shape, x.device) >= p
-        return (_wide(x) * keep * (1 / (1 - p))).to(x.dtype), keep
+        return _native_dropout_backward(x, keep, 1 / (1 - p)), keep
 
     def bernoulli_p(x: Tensor, p: float = 0.5, *, generator: object = None) -> Any:
         return NotImplemented if generator else (numbers(x.shape, x.device) < p).to(x.dtype)
@@ -529,7 +587,10 @@ def _random(salts: Iterator[int]) -> dict[OpOverload, Callable[..., Any]]:
 
 
 def _native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return (_wide(grad) * mask * scale).to(grad.dtype)
+    wide = _wide(grad)
+    return (wide * (mask.to(wide.dtype) * scale)).to(
+        grad.dtype
+    )  # a choice between two numbers, and a product
 
 
 _OURS: dict[OpOverload, Callable[..., Any]] = {
@@ -561,6 +622,11 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.nll_loss2d_forward.default: _nll_loss_forward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.gelu.default: _gelu,
+    aten.gelu_backward.default: _gelu_backward,
+    aten.softplus_backward.default: _softplus_backward,
+    aten.log_sigmoid_backward.default: _log_sigmoid_backward,
+    aten.mish.default: _mish,
+    aten.mish_backward.default: _mish_backward,
     aten.hardshrink_backward.default: _shrink_backward,
     aten.softshrink_backward.default: _shrink_backward,
     aten.add.Tensor: _add_bool,

@@ -1,9 +1,12 @@
 """What compile() would do, without doing it: plans from FakeTensors, on any machine.
 
-Nothing runs: parameters and arguments are replaced by tensors without data, the model by a copy of its
-structure. Where there is no GPU, CUDA tensors are planned as CPU ones, since autograd on CUDA FakeTensors
-needs a driver: attention stays one call either way, but keys and values of grouped-query attention are
-still repeated in such a plan.
+Nothing is computed: parameters and arguments are replaced by tensors without data, the model by a copy of
+its structure. A model that torch.fx traces whole does not need TorchDynamo (see whole.py); any other is
+captured as compile() captures it, which takes longer, and the explanation says why. Where the model does
+what TorchDynamo cannot capture though it depends on no data (it writes a log), compile() breaks in two
+what is explained here as one graph. Where there is no GPU, CUDA tensors are planned as CPU ones, since
+autograd on CUDA FakeTensors needs a driver: attention stays one call either way, but keys and values of
+grouped-query attention are still repeated in such a plan.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchRuntimeError
-from torch._guards import tracing
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -27,11 +30,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from fusion_compiler.api import compile
+from fusion_compiler.api import Compiler, compile
 from fusion_compiler.device import device_spec
-from fusion_compiler.errors import ArgumentMismatchError, NotCallableError
+from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
+from fusion_compiler.module import plan_of
+from fusion_compiler.options import Options
 from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
 from fusion_compiler.plan import FusionPlan
+from fusion_compiler.pre_autograd import UntraceableError
+from fusion_compiler.whole import trace_whole
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,21 @@ class Explanation:
     """The plans of a model's graphs, forward and backward. str() joins them.
 
     incomplete: why later graphs are missing, "" where none are: what follows depends on data.
+    not_whole: why torch.fx cannot trace the model whole, so that TorchDynamo captured it; "" where it can.
     """
 
     plans: tuple[FusionPlan, ...]
     incomplete: str = ""
+    not_whole: str = ""
+
+    @property
+    def captured_by(self) -> str:
+        """ "torch.fx" or "TorchDynamo"."""
+        return "TorchDynamo" if self.not_whole else "torch.fx"
 
     def __str__(self) -> str:
-        texts = [str(plan) for plan in self.plans]
+        reason = f", not whole by torch.fx: {self.not_whole}" if self.not_whole else ""
+        texts = [*map(str, self.plans), f"captured by {self.captured_by}{reason}"]
         return "\n\n".join([*texts, f"incomplete: {self.incomplete}"] if self.incomplete else texts)
 
     def json(self) -> list[dict[str, object]]:
@@ -77,16 +92,42 @@ def explain(
     with unset_fake_temporarily(), tracing(None), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         faked = _Fakes(mode)
         plain = faked.model(model) if isinstance(model, nn.Module) else model
-        fast = compile(plain, backend="eager", device=device, patterns=patterns)
+        given, named = faked.values(args), faked.values(kwargs)
+        options = {"backend": "eager", "device": device}
+        try:
+            compiler = Compiler(Options.of(**options), patterns)
+            return Explanation(_plans_of_whole(plain, given, named, compiler, mode))
+        except UntraceableError as error:
+            reason = str(error)
+        fast = compile(plain, patterns=patterns, **options)
         incomplete = ""
         try:
-            results = fast(*faked.values(args), **faked.values(kwargs))
-            _backward(results)
+            _backward(fast(*given, **named))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             incomplete = f"what follows depends on data ({error.func})"
         except (TorchRuntimeError, TypeError, RuntimeError, IndexError) as error:
             raise ArgumentMismatchError(model=_name(model), detail=_reason(error)) from error
-    return Explanation(tuple(fast.plan), incomplete)
+    return Explanation(tuple(plan_of(fast)), incomplete, reason)
+
+
+def _plans_of_whole(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    compiler: Compiler,
+    mode: FakeTensorMode,
+) -> tuple[FusionPlan, ...]:
+    """The plans of a model that torch.fx traces whole. Raises UntraceableError."""
+    whole = trace_whole(model, args, kwargs, mode)
+    try:
+        with unset_fake_temporarily(), tracing(TracingContext(mode)):
+            run = compiler.backend()(whole.graph, whole.inputs, traced=True)
+        _backward(run(*whole.inputs))
+    except FusionError:
+        raise
+    except Exception as error:  # what AOTAutograd refuses, it may take in parts
+        raise UntraceableError(f"{type(error).__name__}: {_reason(error)}") from error
+    return tuple(compiler.plans)
 
 
 def _name(model: object) -> str:

@@ -18,10 +18,13 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import threading
+import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from itertools import product
+from dataclasses import replace
+from itertools import islice, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +37,7 @@ from triton.runtime import interpreter as base
 from triton.runtime.jit import JITFunction
 
 from fusion_compiler.builds import TRITON_LOCK, load_kernel
+from fusion_compiler.codegen import math as fm
 from fusion_compiler.errors import KernelError
 from fusion_compiler.kernel import Kernel
 from fusion_compiler.libdevice import APPROXIMATIONS, LIBDEVICE, Array
@@ -43,35 +47,92 @@ TensorHandle = base.TensorHandle
 
 
 def run_kernel(kernel: Kernel, values: Sequence[torch.Tensor | int], grid: Sequence[int]) -> None:
-    """Runs `kernel` once for every program of `grid`, one after the other, on CPU tensors.
+    """Runs `kernel` once for every program of `grid`, in order, on CPU tensors.
 
     values: a tensor for each buffer among `kernel.arguments` and an int for each size, in their
     order. Raises KernelError with the interpreter's reason when the kernel fails.
     """
     types = [argument_type(argument) for argument in kernel.arguments]
     try:
-        run_source(kernel.source, kernel.name, types, [_address(value) for value in values], grid)
+        run_source(
+            kernel.source, kernel.name, types, [_address(value) for value in values], grid, kernel.together
+        )
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
         raise KernelError(kernel=kernel.name, action="run in the interpreter", detail=detail) from error
 
 
 def run_source(
-    source: str, name: str, types: Sequence[str], values: Sequence[int], grid: Sequence[int]
+    source: str,
+    name: str,
+    types: Sequence[str],
+    values: Sequence[int],
+    grid: Sequence[int],
+    together: int = 1,
 ) -> None:
     """Runs the kernel `name` of the module `source`.
 
     types: Triton's names of the parameters' types ("*bf16", "i64"). values: an address on the host
-    for each pointer, a number for each integer. Raises what the kernel raises.
+    for each pointer, a number for each integer. together: programs that wait for each other. Raises
+    what the kernel raises.
     """
     arguments = [_argument(value, kind) for value, kind in zip(values, types, strict=True)]
     extents = (*grid, 1, 1)[:3]
     with interpreting():
         function = _rewritten(load_kernel(source, name).fn)
         base.interpreter_builder.set_grid_dim(*extents)
-        for program in product(*map(range, extents)):
-            base.interpreter_builder.set_grid_idx(*program)
-            function(*arguments)
+        programs = product(*map(range, extents))
+        if together == 1:
+            for program in programs:
+                base.interpreter_builder.set_grid_idx(*program)
+                function(*arguments)
+        else:
+            while group := tuple(islice(programs, together)):
+                _Group(group).run(lambda: function(*arguments))
+
+
+class _Group:
+    """Programs that meet: a thread each, of which one runs until it has to wait for the others."""
+
+    current: _Group | None = None
+
+    def __init__(self, programs: Sequence[tuple[int, ...]]) -> None:
+        self.programs = programs
+        self.baton = threading.Condition()
+        self.failed: list[BaseException] = []
+        self.ended = 0
+        self.deadline = time.monotonic() + 300
+
+    def run(self, program: Callable[[], None]) -> None:
+        threads = [threading.Thread(target=self._run, args=(program, number)) for number in self.programs]
+        _Group.current = self
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        _Group.current = None
+        if self.failed:
+            raise self.failed[0]
+
+    def _run(self, program: Callable[[], None], number: tuple[int, ...]) -> None:
+        with self.baton, np.errstate(all="ignore"):
+            try:
+                base.interpreter_builder.set_grid_idx(*number)
+                program()
+            except BaseException as error:
+                self.failed.append(error)
+            self.ended += 1
+            self.baton.notify_all()
+
+    def wait(self) -> None:
+        """Let the others go on."""
+        number = base.interpreter_builder.grid_idx
+        self.baton.notify_all()
+        if self.ended < len(self.programs) - 1:
+            self.baton.wait(timeout=0.1)
+        if self.failed or time.monotonic() > self.deadline:
+            raise RuntimeError("a program waits for others that have failed or do not send")
+        base.interpreter_builder.set_grid_idx(*number)
 
 
 def _address(value: torch.Tensor | int) -> int:
@@ -158,6 +219,8 @@ def interpreting() -> Generator[None]:
 
 def _patch_calls(scope: Any) -> None:
     def call(self: JITFunction[Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.fn is fm.delivered.fn and _Group.current is not None:
+            _Group.current.wait()
         return _rewritten(self.fn)(*args, **kwargs)
 
     scope.set_attr(JITFunction, "__call__", call)
@@ -166,6 +229,9 @@ def _patch_calls(scope: Any) -> None:
 
 def _patch_builder(scope: Any) -> None:
     builder = base.interpreter_builder
+    # Integers wrap, as on the hardware and in eager. Triton looks for it, in a third of the time, and then
+    # says nothing where its debugging is off.
+    scope.set_attr(builder, "options", replace(builder.options, sanitize_overflow=False))
     for name, function in BUILDER_FUNCTIONS.items():
         scope.set_attr(builder, name, function)
     for name in ("binary_op", "unary_op"):
@@ -173,11 +239,16 @@ def _patch_builder(scope: Any) -> None:
 
 
 def _patch_libdevice(scope: Any) -> None:
-    for name, function in vars(cuda_libdevice).copy().items():
-        if tl.core.is_builtin(function):
-            bound = functools.partial(_with_semantic, function)
-            scope.set_attr(cuda_libdevice, name, bound)
-            scope.set_attr(libdevice, name, bound)
+    for name, bound in _bound_libdevice().items():
+        scope.set_attr(cuda_libdevice, name, bound)
+        scope.set_attr(libdevice, name, bound)
+
+
+@functools.cache
+def _bound_libdevice() -> dict[str, Callable[..., Any]]:
+    """libdevice's functions, which are told of the interpreter."""
+    functions = {n: f for n, f in vars(cuda_libdevice).items() if tl.core.is_builtin(f)}
+    return {name: functools.partial(_with_semantic, function) for name, function in functions.items()}
 
 
 def _with_semantic(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -317,14 +388,36 @@ def _extern_elementwise(_lib: str, _path: str, symbol: str, arguments: Any, resu
 
 
 def _inline_assembly(asm: str, _constraints: str, values: Any, results: Any, _pure: bool, _pack: int) -> Any:
-    """One PTX instruction of those that approximate a function, on one operand."""
-    found = re.fullmatch(r"\s*(\w+)\.approx(\.ftz)?\.f32\s+\$0,\s*\$1;?\s*", asm)
-    if found is None or found[1] not in APPROXIMATIONS or len(values) != 1:
-        raise NotImplementedError(f"inline assembly {asm!r} has no counterpart in the interpreter")
-    wide = values[0].data.astype(np.float64)
-    data = APPROXIMATIONS[found[1]](wide).astype(np.float32)
-    handle = TensorHandle(data, results[0].scalar)
-    return SimpleNamespace(get_result=lambda index: handle)  # pyright: ignore[reportUnknownLambdaType]
+    """PTX: the instructions that approximate a function, and integer ones, one after the other."""
+    registers: dict[str, Any] = {f"${len(results) + i}": value.data for i, value in enumerate(values)}
+    body = asm.strip().removeprefix("{").removesuffix("}")
+    for statement in filter(None, (line.strip() for line in body.split(";"))):
+        name, _, rest = statement.partition(" ")
+        if name == ".reg":
+            continue
+        targets, operands = re.fullmatch(r"\s*(\{[^}]*\}|[^,]+),\s*(.*)", rest).groups()  # type: ignore[union-attr]
+        numbers = [registers.get(o) if o in registers else int(o, 0) for o in re.split(r",\s*", operands)]
+        results_of = _ptx(name, numbers)
+        if results_of is None:
+            raise NotImplementedError(f"inline assembly {asm!r} has no counterpart in the interpreter")
+        registers.update(zip(re.findall(r"[$\w]+", targets), results_of, strict=True))
+    handles = [TensorHandle(registers[f"${i}"], kind.scalar) for i, kind in enumerate(results)]
+    return SimpleNamespace(get_result=handles.__getitem__)
+
+
+def _ptx(name: str, numbers: list[Any]) -> tuple[Array, ...] | None:
+    """What one instruction makes of its operands; None of an unknown one."""
+    match name.removesuffix(".f32").removesuffix(".ftz").split("."):
+        case [function, "approx"] if function in APPROXIMATIONS:
+            return (APPROXIMATIONS[function](numbers[0].astype(np.float64)).astype(np.float32),)
+        case ["mul", "wide", "u32"]:
+            return (numbers[0].astype(np.uint64) * np.uint64(numbers[1]),)
+        case ["mov", "b64"]:  # into two halves
+            return numbers[0].astype(np.uint32), (numbers[0] >> np.uint64(32)).astype(np.uint32)
+        case ["xor", "b32"]:
+            return (numbers[0] ^ numbers[1],)
+        case _:
+            return None
 
 
 def _error_function(argument: Any) -> Any:

@@ -42,6 +42,7 @@ class Kernel:
     source: text of a complete Python module that defines `name` under @triton.jit; all
         sizes known at compile time are literals in it, so it has no constexpr parameters.
     grid: up to three extents; integers, or expressions over the program's sizes.
+    together: so many neighbouring programs wait for each other (`math.receive`) and run at the same time.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Kernel:
     grid: tuple[Dim, ...]
     num_warps: int = 4
     num_stages: int = 1
+    together: int = 1
 
 
 @dataclass(frozen=True)

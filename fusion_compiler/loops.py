@@ -77,7 +77,10 @@ class InRange:
 
 @dataclass(frozen=True, slots=True)
 class Random:
-    """Uniform float32 in [0, 1): lane index % 4 of Philox(seed, index // 4), stream `salt`."""
+    """Uniform float32 in [0, 1): lane index % 4 of Philox(seed, index // 4), stream `salt`.
+
+    Of dtype uint32: the word itself, of which that would be the upper 24 bits.
+    """
 
     seed: int
     index: Index
@@ -87,11 +90,15 @@ class Random:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """`target` applied to operands: (schema name, node number or Python scalar)."""
+    """`target` applied to operands: (schema name, node number or Python scalar).
+
+    coarse: eager rounds the result to bfloat16, so that the table's coarse expression serves as well.
+    """
 
     target: OpOverload
     operands: tuple[tuple[str, object], ...]  # ("self", Ref(3)), ("alpha", 2)
     dtype: torch.dtype
+    coarse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,7 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return _indirect(index)
         case Random(seed, index, _, _):
             return (seed, *_indirect(index))
-        case Compute(_, operands, _):
+        case Compute(_, operands):
             return tuple(a.node for _, a in operands if isinstance(a, Ref))
         case Reduce(_, operand, _, _):
             return (operand,)

@@ -11,10 +11,11 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from fusion_compiler.capture import Backend
@@ -126,9 +127,19 @@ def wrap(
     """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        settings: list[AbstractContextManager[None]] = []  # to be left when the call is over
+
+        @functools.wraps(backend)
+        def quiet(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            # Dynamo writes the code around a graph once it is compiled, with two calls for a
+            # profiler's ranges in it unless it is told not to: 2 us of every call of the code.
+            settings.append(torch._dynamo.config.patch(record_runtime_overhead=False))
+            settings[-1].__enter__()
+            return backend(gm, inputs)
+
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
-        run = torch.compile(_own_frame(function), backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+        run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=fullgraph)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -137,6 +148,9 @@ def wrap(
                 if isinstance(failed.inner_exception, FusionError):
                     raise failed.inner_exception from None
                 raise
+            finally:
+                while settings:
+                    settings.pop().__exit__(None, None, None)
 
         return call
 

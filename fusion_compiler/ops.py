@@ -18,6 +18,7 @@ gathers indirect loads, arange and iota coordinates.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,8 +64,11 @@ class OpSpec:
         argmax or argmin.
     flops: arithmetic operations per element (of the input, for reductions).
     special: how many of the slow-unit operations (exp, log, tanh, division, ...) it takes.
-    rough: a faster expression, right to 2^-17 relative: taken where all that comes of the result is
+    rough: a faster expression, right to 2^-15 relative: taken where all that comes of the result is
         stored in 16 bits.
+    coarse: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
+        this result to bfloat16. What follows may cancel all but the error: of a result that eager
+        keeps in float32 (GELU's tanh) that would be seen.
     """
 
     target: OpOverload
@@ -75,6 +79,7 @@ class OpSpec:
     flops: int = 1
     special: int = 0
     rough: str | Callable[..., str] | None = None
+    coarse: str | None = None
 
 
 def number(text: str) -> float | None:
@@ -112,7 +117,9 @@ def _div(self: str, other: str) -> str:
 
 def _rough_div(self: str, other: str) -> str:
     value = number(other)
-    return f"{self} * {1 / value!r}" if value else f"{self} / {other}"
+    if value is not None and 2**-120 < abs(value) < 2**120:
+        return f"{self} * {1 / value!r}"
+    return f"{self} / {other}"
 
 
 def _div_mode(self: str, other: str, rounding_mode: str = "None") -> str:
@@ -135,14 +142,34 @@ def _pow(self: str, exponent: str) -> str:
             return f"{self} * {self} * {self}"
         case 0.5:
             return f"fm.sqrt({self})"
-        case -0.5:
-            return f"tl.rsqrt({self})"
+        case -0.5:  # tl.rsqrt takes subnormal numbers as 0
+            return f"fm.div(1.0, fm.sqrt({self}))"
         case -1:
             return f"fm.div(1.0, {self})"
         case -2:
             return f"fm.div(1.0, {self} * {self})"
         case _:
             return f"fm.pow({self}, {exponent})"
+
+
+def _rough_pow(self: str, exponent: str) -> str:
+    value = number(exponent)
+    match value:
+        case 0.5:
+            return f"fm.rough_sqrt({self})"
+        case -1 | -2:
+            return f"1.0 / ({_pow(self, str(-value))})"
+        case float() if not value.is_integer() and value != -0.5 and abs(value) <= 64:
+            return f"fm.rough_pow({self}, {exponent})"
+        case _:
+            return _pow(self, exponent)
+
+
+def _rough_pow_of_scalar(self: str, exponent: str) -> str:
+    base = number(self)
+    if base is None or not 0 < base < math.inf or base == 1:
+        return f"fm.pow({self}, {exponent})"
+    return f"tl.exp2({exponent} * {math.log2(base)!r})"
 
 
 def _maximum(a: str, b: str) -> str:
@@ -158,8 +185,14 @@ def _clamp(self: str, min: str = "None", max: str = "None") -> str:
     return bounded if max == "None" else _minimum(bounded, max)
 
 
-def _elu(self: str, alpha: str = "1", scale: str = "1", input_scale: str = "1") -> str:
-    rise = f"libdevice.expm1({_scaled(self, input_scale)})"
+def _elu(
+    self: str,
+    alpha: str = "1",
+    scale: str = "1",
+    input_scale: str = "1",
+    expm1: str = "libdevice.expm1",
+) -> str:
+    rise = f"{expm1}({_scaled(self, input_scale)})"
     return f"tl.where({self} < 0, {_scaled(_scaled(rise, alpha), scale)}, {_scaled(self, scale)})"
 
 
@@ -194,9 +227,12 @@ def _elementwise(
     flops: int = 1,
     special: int = 0,
     rough: str | Callable[..., str] | None = None,
+    coarse: str | None = None,
 ) -> tuple[OpSpec, ...]:
     return tuple(
-        OpSpec(target, Kind.ELEMENTWISE, expr, operands, flops=flops, special=special, rough=rough)
+        OpSpec(
+            target, Kind.ELEMENTWISE, expr, operands, flops=flops, special=special, rough=rough, coarse=coarse
+        )
         for target in targets
     )
 
@@ -240,8 +276,11 @@ _ARITHMETIC = (
         flops=8,
         special=1,
     ),
-    *_elementwise(_pow, aten.pow.Tensor_Scalar, flops=2),
-    *_elementwise("fm.pow({self}, {exponent})", aten.pow.Tensor_Tensor, aten.pow.Scalar, flops=16, special=2),
+    *_elementwise(_pow, aten.pow.Tensor_Scalar, flops=2, rough=_rough_pow),
+    *_elementwise("fm.pow({self}, {exponent})", aten.pow.Tensor_Tensor, flops=16, special=2),
+    *_elementwise(
+        "fm.pow({self}, {exponent})", aten.pow.Scalar, flops=16, special=2, rough=_rough_pow_of_scalar
+    ),
     *_elementwise(_lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3),
     *_elementwise(_addcmul, aten.addcmul.default, flops=2),
     *_elementwise(_addcdiv, aten.addcdiv.default, flops=2, special=1),
@@ -357,19 +396,45 @@ _FUNCTIONS = (
         "libdevice.exp({self})", aten.exp.default, flops=4, special=1, rough="fm.rough_exp({self})"
     ),
     *_elementwise("libdevice.exp2({self})", aten.exp2.default, special=1),
-    *_elementwise("libdevice.expm1({self})", aten.expm1.default, flops=12, special=1),
-    *_elementwise("tl.log({self})", aten.log.default, flops=8, special=1),
-    *_elementwise("tl.log2({self})", aten.log2.default, flops=8, special=1),
-    *_elementwise("libdevice.log10({self})", aten.log10.default, flops=8, special=1),
-    *_elementwise("libdevice.log1p({self})", aten.log1p.default, flops=12, special=1),
-    *_elementwise("fm.sqrt({self})", aten.sqrt.default, flops=4, special=1),
+    *_elementwise(
+        "libdevice.expm1({self})", aten.expm1.default, flops=12, special=1, rough="fm.rough_expm1({self})"
+    ),
+    *_elementwise(
+        "tl.log({self})",
+        aten.log.default,
+        flops=8,
+        special=1,
+        rough=f"fm.rough_log2({{self}}) * {math.log(2)!r}",
+    ),
+    *_elementwise("tl.log2({self})", aten.log2.default, flops=8, special=1, rough="fm.rough_log2({self})"),
+    *_elementwise(
+        "libdevice.log10({self})",
+        aten.log10.default,
+        flops=8,
+        special=1,
+        rough=f"fm.rough_log2({{self}}) * {math.log10(2)!r}",
+    ),
+    *_elementwise(
+        "libdevice.log1p({self})", aten.log1p.default, flops=12, special=1, rough="fm.rough_log1p({self})"
+    ),
+    *_elementwise("fm.sqrt({self})", aten.sqrt.default, flops=4, special=1, rough="fm.rough_sqrt({self})"),
     *_elementwise("tl.rsqrt({self})", aten.rsqrt.default, special=1),
     *_elementwise("fm.div(1.0, {self})", aten.reciprocal.default, flops=4, special=1, rough="1.0 / {self}"),
     *_elementwise(
-        "fm.sigmoid({self})", aten.sigmoid.default, flops=8, special=2, rough="fm.rough_sigmoid({self})"
+        "fm.sigmoid({self})",
+        aten.sigmoid.default,
+        flops=8,
+        special=2,
+        rough="fm.rough_sigmoid({self})",
+        coarse="fm.coarse_sigmoid({self})",
     ),
     *_elementwise(
-        "libdevice.tanh({self})", aten.tanh.default, flops=12, special=2, rough="fm.rough_tanh({self})"
+        "libdevice.tanh({self})",
+        aten.tanh.default,
+        flops=12,
+        special=2,
+        rough="fm.rough_tanh({self})",
+        coarse="fm.coarse_tanh({self})",
     ),
     *_elementwise("libdevice.sin({self})", aten.sin.default, flops=16),
     *_elementwise("libdevice.cos({self})", aten.cos.default, flops=16),
@@ -385,14 +450,22 @@ _FUNCTIONS = (
     *_elementwise("libdevice.atan2({self}, {other})", aten.atan2.default, flops=20, special=1),
     *_elementwise("libdevice.hypot({self}, {other})", aten.hypot.default, flops=12, special=1),
     *_elementwise("tl.erf({self})", aten.erf.default, flops=20, special=1, rough="fm.rough_erf({self})"),
-    *_elementwise("libdevice.erfc({self})", aten.erfc.default, flops=24, special=2),
+    *_elementwise(
+        "libdevice.erfc({self})", aten.erfc.default, flops=24, special=2, rough="fm.rough_erfc({self})"
+    ),
     *_elementwise("libdevice.erfinv({self})", aten.erfinv.default, flops=24, special=2),
     *_elementwise("libdevice.lgamma({self})", aten.lgamma.default, flops=40, special=2),
     *_elementwise(_maximum("{self}", "0"), aten.relu.default),
     *_elementwise(
         "tl.where({self} > 0, {self}, {self} * {negative_slope})", aten.leaky_relu.default, flops=3
     ),
-    *_elementwise(_elu, aten.elu.default, flops=16, special=1),
+    *_elementwise(
+        _elu,
+        aten.elu.default,
+        flops=16,
+        special=1,
+        rough=functools.partial(_elu, expm1="fm.rough_expm1"),
+    ),
     *_elementwise(
         lambda self, min_val="-1", max_val="1": _clamp(self, min_val, max_val), aten.hardtanh.default, flops=2
     ),

@@ -24,6 +24,8 @@ class Options:
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
     tune: time up to four schedules per distinct cluster on the device; off takes the model's first.
+    cudagraphs: record each graph of static sizes as a CUDA graph at its second call and replay it later;
+        its results are overwritten by the next step's (see cuda_graphs.py).
 
     Raises InvalidOptionError or UnsupportedDeviceError for a value out of range.
     """
@@ -36,13 +38,14 @@ class Options:
     fullgraph: bool = False
     device: str | None = None
     tune: bool = True
+    cudagraphs: bool = False
 
     def __post_init__(self) -> None:
         for option, allowed in (("backend", BACKENDS), ("numerics", NUMERICS)):
             value = getattr(self, option)
             if value not in allowed:
                 raise InvalidOptionError(option=option, value=value, expected="one of " + ", ".join(allowed))
-        for option in ("verify", "strict", "fullgraph", "tune"):
+        for option in ("verify", "strict", "fullgraph", "tune", "cudagraphs"):
             value = getattr(self, option)
             if not isinstance(value, bool):
                 raise InvalidOptionError(option=option, value=value, expected="True or False")

@@ -7,6 +7,7 @@ cluster does on the way: element-wise ops, casts, constants, and random numbers 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,9 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch._functorch import partitioners
+from torch._functorch import config, partitioners
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 
 from fusion_compiler.random import merge_seeds
@@ -25,9 +28,56 @@ _aten = torch.ops.aten
 def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward; see torch._functorch.partitioners."""
     merge_seeds(joint)
+    joint.graph.eliminate_dead_code()
+    merge_equal(joint.graph)
     default = partitioners.get_default_op_list
-    with patch.object(partitioners, "get_default_op_list", functools.cache(lambda: _extended(default()))):
+    extended = functools.cache(lambda: _extended(default()))
+    with config.patch(cse=False), patch.object(partitioners, "get_default_op_list", extended):
         return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+def merge_equal(graph: fx.Graph) -> None:
+    """Calls of one operator with the same arguments become one, in place.
+
+    As PyTorch's own pass does, which imports all of Inductor: half a second of a process's first
+    compile. Tensors that are returned stay apart, as do calls with a mutation between them.
+    """
+    returned = {_storage(n) for n in graph.output_node().all_input_nodes} - {None}
+    known: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            known.clear()
+        elif _repeatable(node) and _storage(node) not in returned:
+            first = known.setdefault((node.target, _exact(node.args), _exact(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def _repeatable(node: fx.Node) -> bool:
+    """Whether a call gives the same values each time."""
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    drawn = torch.Tag.nondeterministic_seeded in node.target.tags
+    return not drawn and "empty" not in node.target._schema.name  # uninitialised memory
+
+
+def _storage(node: fx.Node) -> StorageWeakRef | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return StorageWeakRef(value.untyped_storage())
+
+
+def _exact(value: Any) -> object:
+    """Arguments as a key: 1, 1.0 and True are different, as are 0.0 and -0.0."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_exact, value))
+    if isinstance(value, dict):
+        return tuple((k, _exact(v)) for k, v in sorted(value.items()))
+    return type(value), repr(value) if isinstance(value, float | slice) else value
 
 
 def _extended(ops: partitioners.OpTypes) -> partitioners.OpTypes:

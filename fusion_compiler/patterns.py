@@ -250,7 +250,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, noise: Tensor, p: float, scale: float) -> Tensor:
-    return x * (noise >= p) * scale
+    return x * ((noise >= p) * scale)
 
 
 def _defaults() -> tuple[Pattern, ...]:

@@ -26,7 +26,7 @@ from fusion_compiler.passes.rewrites.graphs import unregister_constants
 
 _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 # Methods that change a tensor's place in autograd without an operator that could be traced.
-_AUTOGRAD_METHODS = ("requires_grad_", "retain_grad", "register_hook", "set_", "resize_", "backward")
+AUTOGRAD_METHODS = ("requires_grad_", "retain_grad", "register_hook", "set_", "resize_", "backward")
 
 
 class UntraceableError(Exception):
@@ -57,7 +57,7 @@ def trace_pre_autograd(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphMod
     finally:
         for region in reversed(entered):
             region.__exit__(None, None, None)
-    _check_constants(traced)
+    check_constants(traced)
     _keep_annotations(gm, traced)
     return traced
 
@@ -118,13 +118,13 @@ def _check_nodes(gm: fx.GraphModule) -> None:
             raise UntraceableError(f"it holds the higher-order operator {node.target}")
         if getattr(node.target, "__module__", "").startswith("torch._functorch"):
             raise UntraceableError("it holds a function transform (vmap, grad or jvp)")
-        if node.op == "call_method" and node.target in _AUTOGRAD_METHODS:
+        if node.op == "call_method" and node.target in AUTOGRAD_METHODS:
             raise UntraceableError(f"it calls Tensor.{node.target}")
         if node.meta.get("unbacked_bindings"):
             raise UntraceableError(f"the size of {node.name} depends on data")
 
 
-def _check_constants(traced: fx.GraphModule) -> None:
+def check_constants(traced: fx.GraphModule) -> None:
     """Literals of the model's code are copied at each use; any other constant is a tensor that
     the trace lost sight of, whose value may change between calls."""
     for node in traced.graph.find_nodes(op="get_attr"):

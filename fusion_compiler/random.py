@@ -3,7 +3,9 @@
 `fusion_compiler::seed` is the one impure operator: it draws a 64-bit key from PyTorch's default
 generator of a device. `fusion_compiler::uniform` is pure, so that a dropout mask is computed
 again in backward instead of being stored, and any kernel can make any part of it. The generator
-is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the one of
+PyTorch on GPUs. Seven rounds pass the same tests and would save a fourth of the instructions; the ten are
+kept for their margin, as a kernel with dropout keeps up with memory all the same.
 """
 
 from __future__ import annotations
@@ -28,8 +30,6 @@ uniform = torch.ops.fusion_compiler.uniform.default
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-# 2^-31 less what keeps the largest product below 1 in float32: Triton's own constant.
-_SCALE = 4.6566127342e-10
 
 
 @torch.library.impl("fusion_compiler::seed", "CompositeExplicitAutograd")
@@ -48,10 +48,9 @@ def _uniform(seed: torch.Tensor, shape: Sequence[int], salt: int) -> torch.Tenso
     size = math.prod(shape)
     counter = torch.arange((size + 3) // 4, dtype=torch.int64, device=seed.device)
     words = philox(seed, counter, salt)
-    signed = torch.stack(words, dim=-1).flatten()[:size]
-    # As a two's complement int32 and folded to [0, 2^31): the mapping of Triton's tl.rand.
-    folded = torch.where(signed > 0x7FFFFFFF, _WORD - signed, signed)
-    return (folded.to(torch.float32) * _SCALE).reshape(tuple(shape))
+    # The upper 24 bits, exact in float32: comparing with p is comparing the word with a whole number.
+    upper = torch.stack(words, dim=-1).flatten()[:size] >> 8
+    return (upper.to(torch.float32) * 2**-24).reshape(tuple(shape))
 
 
 @torch.library.register_fake("fusion_compiler::uniform")

@@ -11,10 +11,11 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
-from fusion_compiler.dag import OpDag, TensorMeta
+from fusion_compiler.dag import OpDag, Ref, TensorMeta
 from fusion_compiler.dims import numel
 from fusion_compiler.passes.layout import is_view
 from fusion_compiler.plan import FusionPlan
@@ -71,9 +72,23 @@ def peak(calls: Sequence[Call], held: Mapping[str, int], returned: frozenset[str
     return max((memory.run(call) for call in calls), default=sum(held.values()))
 
 
+def written(overload: Any) -> tuple[int, ...]:
+    """Positions of the arguments that an operator writes into."""
+    schema = getattr(overload, "_schema", None)
+    arguments = schema.arguments if schema is not None else ()
+    return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
 def is_impure(node: fx.Node) -> bool:
     """A call that changes something, so that it runs whoever reads it, and in the program's order."""
     return node.op == "call_function" and node.is_impure()
+
+
+def _overwritten(plan: FusionPlan, name: str) -> set[str]:
+    """The tensors that own the memory that a call writes into."""
+    op = plan.dag.op(name)
+    operands = [op.args[i] for i in written(op.target) if i < len(op.args)]
+    return {root(plan.dag, operand.name) for operand in operands if isinstance(operand, Ref)}
 
 
 def _bytes(metas: Sequence[TensorMeta]) -> int:
@@ -174,6 +189,11 @@ def _order(
     changing = [i for i, call in enumerate(calls) if call.name in impure]
     for before, after in itertools.pairwise(changing):
         waits[after].add(before)
+    for i in changing:
+        for name in _overwritten(plan, calls[i].name):
+            for j, call in enumerate(calls):
+                if name in call.reads and j != i:
+                    waits[max(i, j)].add(min(i, j))
     followers: list[list[int]] = [[] for _ in calls]
     for i, before in enumerate(waits):
         for j in before:

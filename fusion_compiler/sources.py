@@ -27,6 +27,11 @@ def source_of(node: fx.Node) -> Source | None:
     module = _ROOT.sub("", paths[-1]) if paths else ""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     for frame in reversed(frames):
-        if not frame["file"].startswith(_LIBRARIES):
+        if not is_library(frame["file"]):
             return Source(module, frame["file"], int(frame["line"]), frame["code"].strip())
     return Source(module, "", 0, "") if module else None
+
+
+def is_library(file: str) -> bool:
+    """Whether a file belongs to torch or to this package."""
+    return file.startswith(_LIBRARIES)

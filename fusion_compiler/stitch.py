@@ -16,6 +16,7 @@ from torch._C._dynamo import guards
 from fusion_compiler.canonical import salts_of
 from fusion_compiler.dag import OpDag
 from fusion_compiler.dims import hint
+from fusion_compiler.inplace import in_place
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.schedule import Call, root, schedule
 from fusion_compiler.straight_line import StraightLine, quick
@@ -99,11 +100,15 @@ class _Stitcher:
         for node in self.source.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.copy(node)
-        for call in schedule(self.plan, self.owned).calls:
+        calls = schedule(self.plan, self.owned).calls
+        writing, copies = in_place(self.plan, calls)
+        for call in calls:
             if call.name in self.clusters:
                 self.call(self.clusters[call.name])
-            else:
+            elif call.name not in copies:
                 self.library(call)
+                if call.name in writing:
+                    self.env[call.name].target = writing[call.name]
         self.returned()
         self.graph.set_codegen(StraightLine())
         return fx.GraphModule(self.source, self.graph)

@@ -71,14 +71,14 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
     """(t, v, n) of a reduction that has the form; n is the row's length."""
     if not isinstance(node, Reduce) or node.combine != "sum":
         return None
-    choice = loops.nodes[node.operand]
+    choice = loops.nodes[_origin(loops, node.operand)]
     if not isinstance(choice, Compute) or choice.target is not aten.where.self:
         return None
     arms = dict(choice.operands)
     condition, value, other = (arms.get(k) for k in ("condition", "self", "other"))
     if not (isinstance(condition, Ref) and isinstance(value, Ref) and isinstance(other, Ref)):
         return None
-    rest = loops.nodes[other.node]
+    rest = loops.nodes[_origin(loops, other.node)]
     equal = loops.nodes[condition.node]
     if not isinstance(rest, Constant) or rest.value != 0 or groups[value.node] & node.over:
         return None
@@ -95,6 +95,20 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
             if size is not None:
                 return there, value.node, size
     return None
+
+
+def _origin(loops: LoopNest, number: int) -> int:
+    """The node whose value a cast within the dtype of the computation passes on."""
+    node = loops.nodes[number]
+    while isinstance(node, Compute) and node.target is aten._to_copy.default:
+        operands = dict(node.operands)
+        value = operands["self"]
+        if "rounding" in operands or not isinstance(value, Ref):
+            break
+        if loops.nodes[value.node].dtype != node.dtype:
+            break
+        number, node = value.node, loops.nodes[value.node]
+    return number
 
 
 def _counts(loops: LoopNest, index: Index, over: frozenset[str]) -> int | None:

@@ -35,8 +35,15 @@ COLUMN_BLOCK = 64  # columns of which one program can sum all rows
 # Bandwidth drawn with P programs resident on a multiprocessor is P / (P + STALL): a program loads, reduces
 # and stores in turn, and another covers its pauses. Softmax over 32768 columns in registers, P = 1: 0.76.
 STALL = 0.316
-LOOPED_RESIDENT = 4  # programs a multiprocessor of looped rows: 16 warps each
+LOOPED = 0.98  # of the bandwidth: looped rows, with much in flight each, so that few run at once
+LOOPED_RESIDENT = 2
+SHARED = 0.9  # rows shared by programs, which wait for each other
+SHARED_RESIDENT = 4
+PART = 16384  # columns of a long row: a block of a program that has it alone, the part of one that shares it
+MOST_PARTS = 64
+EXCHANGE_US = 1.5  # from a program's letter to the answer of the last
 STAGED = 0.98  # of the bandwidth: persistent programs with staged loads (norm backward)
+REREAD = 0.3  # of the time that later passes take from L2 does not hide behind other programs' device memory
 L2_SHARE = 0.7  # of the L2 that rows in flight may fill before their second reading misses
 SM_SHARE = 2.0  # times its fair part of the bandwidth that one multiprocessor can draw
 ROW_VALUES = 0.5  # of a multiprocessor's registers that one row may take
@@ -87,12 +94,13 @@ def _schedules(work: Work, device: DeviceSpec) -> tuple[_Schedule, ...]:
         resident = max(1, min(fit, device.max_blocks_per_sm))
         programs = ceil(tile / BLOCK) if cols < BLOCK else rows
         found.append(_Schedule(programs, resident / (resident + STALL), slots=resident * device.sms))
-    share = LOOPED_RESIDENT / (LOOPED_RESIDENT + STALL)
     slots = LOOPED_RESIDENT * device.sms
-    found.append(_Schedule(rows, share, passes - 1, min(rows, slots), slots))
-    if rows < slots and blocks > rows:  # a row split over programs, one launch a pass
-        pieces = min(blocks, slots)
-        found.append(_Schedule(pieces, share, passes - 1, rows, finishing_us=passes * device.floor_us))
+    filled = cols / (ceil(cols / PART) * PART) if cols > PART else 1.0  # of the blocks
+    found.append(_Schedule(rows, LOOPED * filled, passes - 1, min(rows, slots), slots))
+    parts = min(ceil(cols / PART), MOST_PARTS)
+    if parts > 1:  # programs that share a row and exchange what they reduced
+        slots, waits = SHARED_RESIDENT * device.sms, passes * EXCHANGE_US
+        found.append(_Schedule(rows * parts, SHARED, passes - 1, max(1, slots // parts), slots, waits))
     return tuple(found)
 
 
@@ -100,21 +108,21 @@ def _memory_us(
     work: Work, schedule: _Schedule, device: DeviceSpec, dram: float, near: float
 ) -> tuple[float, float]:
     """(microseconds, extra device-memory bytes of later passes)."""
-    extra = 0.0
+    extra = again = 0.0
     if schedule.rereads:
-        again = {name for n, name in enumerate(work.tile_loads) if work.early >> n & 1}
-        bytes_again = schedule.rereads * sum(work.bytes_of(work.reads, name, device) for name in again)
+        early = {name for n, name in enumerate(work.tile_loads) if work.early >> n & 1}
+        bytes_again = schedule.rereads * sum(work.bytes_of(work.reads, name, device) for name in early)
         in_flight = (dram + near) * schedule.flight / work.count[1]
         if in_flight > L2_SHARE * device.l2_bytes:
             extra = bytes_again
         else:
-            near += bytes_again
+            again = REREAD * bytes_again
     parallel = min(1.0, schedule.programs * SM_SHARE / device.sms)
     left = schedule.programs % schedule.slots if schedule.programs > schedule.slots > 0 else 0
     idle = max(0.0, device.sms / SM_SHARE - left) if left else 0.0  # in the last round, too few draw
     tail = idle / max(1, schedule.programs)
     seconds = (dram + extra) * (1 + tail) / (device.copy_bandwidth * schedule.share * parallel)
-    return 1e6 * (seconds + near / (device.l2_bandwidth * parallel)), extra
+    return 1e6 * (seconds + (near + again) / (device.l2_bandwidth * parallel)), extra
 
 
 def _arithmetic_us(work: Work, device: DeviceSpec) -> float:

@@ -26,16 +26,22 @@ def size(loops: LoopNest, device: DeviceSpec) -> str | None:
     return f"{len(buffers)} tensors are more than {MOST_BUFFERS}" if len(buffers) > MOST_BUFFERS else None
 
 
-def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
-    """Only stores may follow a sum over all rows; a program that went on would wait for every other."""
-    groups = groups_of(loops)
+def _after_sums_over_rows(loops: LoopNest) -> set[int]:
+    """Reductions over rows, and the values that wait for them."""
     late: set[int] = set()
     for i, node in enumerate(loops.nodes):
-        waits = any(o in late for o in operands_of(node))
-        if waits and (isinstance(node, Reduce) or ROWS in groups[i]):
-            return f"{loops.names[i]} needs a reduction over all rows before it is complete"
-        if waits or (isinstance(node, Reduce) and ROWS in node.over):
+        if (isinstance(node, Reduce) and ROWS in node.over) or any(o in late for o in operands_of(node)):
             late.add(i)
+    return late
+
+
+def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """Only stores may follow a sum over all rows; a program that went on would wait for every other."""
+    groups, late = groups_of(loops), _after_sums_over_rows(loops)
+    for i in sorted(late):
+        waits = any(o in late for o in operands_of(loops.nodes[i]))
+        if waits and (isinstance(loops.nodes[i], Reduce) or ROWS in groups[i]):
+            return f"{loops.names[i]} needs a reduction over all rows before it is complete"
     for store in loops.stores:
         if store.value in late and any(k >= 0 and loops.axes[k].group == ROWS for k, _ in store.index.terms):
             return f"{store.buffer} repeats a reduction over all rows in each of them"
@@ -45,7 +51,8 @@ def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
 def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
     """Every result is computed once, not once in every program.
 
-    A program that reduces along rows holds whole rows, and stores a row's value once.
+    A program that reduces along rows holds whole rows, and stores a row's value once. Where nothing is
+    reduced, every element of the space is one element of every result.
     """
     along_row = any(isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
     present = {a.group for a in loops.axes} - ({COLS} if along_row else set())
@@ -54,8 +61,18 @@ def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
         over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
         reduced.append(over | node.over if isinstance(node, Reduce) else over)
     groups = groups_of(loops)
+    live = {i for i, a in enumerate(loops.axes) if a.size != 1}
+    empty = {i for i, a in enumerate(loops.axes) if a.size == 0}
+    perhaps_empty = {i for i, a in enumerate(loops.axes) if a.size == 0 or not isinstance(a.size, int)}
     for store in loops.stores:
-        moves = {loops.axes[k].group for k, _ in store.index.terms if k >= 0} | groups[store.value]
+        along = {k for k, _ in store.index.terms if k >= 0}
+        if along & empty:
+            continue
+        if {loops.axes[k].group for k in along} & {loops.axes[k].group for k in perhaps_empty - along}:
+            return f"{store.buffer} has elements where the space has none, or may have none"
+        if not any(reduced) and live - along:
+            return f"{store.buffer} would be computed again for every element that it is broadcast to"
+        moves = {loops.axes[k].group for k in along} | groups[store.value]
         if present - moves - reduced[store.value]:
             return (
                 f"{store.buffer} would be computed again for every {'row' if ROWS not in moves else 'column'}"
@@ -64,12 +81,13 @@ def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
 
 
 def width(loops: LoopNest, device: DeviceSpec) -> str | None:
-    """Row reductions beside sums over rows: each program keeps a row of sums in registers."""
-    groups = groups_of(loops)
-    over = [(i, n.over) for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)]
-    along_row = any(o == frozenset({COLS}) for _, o in over)
-    row_of_sums = any(ROWS in o and COLS in groups[i] for i, o in over)
-    both = any(o == frozenset({ROWS, COLS}) for _, o in over)
+    """Row reductions beside a row of sums over rows, or made of one: each program keeps it in registers."""
+    over = [n.over for n in loops.nodes if isinstance(n, Reduce)]
+    along_row = any(o == frozenset({COLS}) for o in over)
+    both = any(o == frozenset({ROWS, COLS}) for o in over)
+    late, groups = _after_sums_over_rows(loops), groups_of(loops)
+    stored = [k for s in loops.stores if s.value in late for k, _ in s.index.terms if k >= 0]
+    row_of_sums = any(COLS in groups[i] for i in late) or any(loops.axes[k].group == COLS for k in stored)
     cols = [a.size for a in loops.axes if a.group == COLS]
     widest = device.registers_per_sm // 4
     if (along_row or both) and row_of_sums:
@@ -78,7 +96,7 @@ def width(loops: LoopNest, device: DeviceSpec) -> str | None:
         if numel(cols) > widest:
             return f"{numel(cols)} sums over rows do not fit in registers ({widest})"
     rows = [a.size for a in loops.axes if a.group == ROWS]
-    if any(ROWS in o for _, o in over) and along_row and not all(isinstance(r, int) for r in rows):
+    if any(ROWS in o for o in over) and along_row and not all(isinstance(r, int) for r in rows):
         if not all(isinstance(c, int) for c in cols) or numel(cols) > widest:
             return "an unknown number of wide rows is summed"
     return None

@@ -11,13 +11,11 @@ output is placed in the space decides how fast it is, never what it is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from fusion_compiler.dag import Op, OpDag, Ref
-from fusion_compiler.dims import Dim, not_above, numel, product, simple, strides_of
+from fusion_compiler.dims import Dim, not_above, product, simple, strides_of
 from fusion_compiler.loops import (
     COLS,
     ROWS,
@@ -30,7 +28,6 @@ from fusion_compiler.loops import (
     Load,
     LoopNest,
     Node,
-    Random,
     Reduce,
     Store,
 )
@@ -48,83 +45,19 @@ from fusion_compiler.passes.index import (
     flatten,
     is_bijection,
     regroup,
-    shifted,
 )
+from fusion_compiler.passes.space import (
+    Coords,
+    Illegal,
+    Space,
+    anchor_space,
+    compute_dtype,
+    largest,
+    reduced_dims,
+)
+from fusion_compiler.passes.special import SPECIAL
 
 aten = torch.ops.aten
-Coords = tuple[Index, ...]
-
-
-class Illegal(Exception):
-    """The ops do not share one iteration space. rule names the law, reason the numbers."""
-
-    def __init__(self, rule: str, reason: str) -> None:
-        super().__init__(reason)
-        self.rule, self.reason = rule, reason
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for every float but float64; integers and bool as they are."""
-    if dtype.is_complex:
-        raise Illegal("dtype", f"{dtype} has no Triton type")
-    if dtype.is_floating_point:
-        return torch.float64 if dtype is torch.float64 else torch.float32
-    return dtype
-
-
-@dataclass(frozen=True)
-class Space:
-    """Dimensions of the anchor, each cut into factors from the outside in, with their groups."""
-
-    factors: tuple[tuple[Dim, ...], ...]
-    groups: tuple[str, ...]
-
-    @property
-    def axes(self) -> tuple[Dim, ...]:
-        return tuple(f for factors in self.factors for f in factors)
-
-    @property
-    def axis_groups(self) -> tuple[str, ...]:
-        return tuple(g for factors, g in zip(self.factors, self.groups, strict=True) for _ in factors)
-
-    def split(self, number: int, inner: Dim) -> Space:
-        position = 0
-        cut: list[tuple[Dim, ...]] = []
-        for factors in self.factors:
-            if position <= number < position + len(factors):
-                i = number - position
-                outer = factors[i] // inner if isinstance(factors[i], int) else simple(factors[i] / inner)  # type: ignore[arg-type]
-                factors = (*factors[:i], outer, inner, *factors[i + 1 :])
-                position -= 1
-            cut.append(factors)
-            position += len(factors)
-        return Space(tuple(cut), self.groups)
-
-    def identity(self) -> Coords:
-        """Coordinates of the anchor: one index a dimension."""
-        coords: list[Index] = []
-        number = 0
-        for factors in self.factors:
-            parts: list[tuple[Index, Dim]] = []
-            for step in strides_of(factors):
-                parts.append((axis(number), step))
-                number += 1
-            live = [p for p, f in zip(parts, factors, strict=True) if f != 1]
-            coords.append(combine(live) if live else ZERO)
-        return tuple(coords)
-
-
-def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
-    """Dimensions that a reduction reduces, counted from the front."""
-    arg = (
-        layout.argument(op, 1, "dim") if len(op.args) > 1 or dict(op.kwargs).get("dim") is not None else None
-    )
-    if op.target.__name__ == "default" and op.target._opname in ("sum", "prod", "any", "all", "mean"):  # type: ignore[union-attr]
-        arg = None
-    if arg is None or arg == ():
-        return tuple(range(rank))
-    dims = arg if isinstance(arg, tuple) else (arg,)
-    return () if rank == 0 else tuple(sorted(layout.wrap(d, rank) for d in dims))  # type: ignore[arg-type]
 
 
 def lower(
@@ -134,7 +67,7 @@ def lower(
     space = anchor_space(dag, ops, outputs)
     for _ in range(24):
         try:
-            return _Lowering(dag, ops, outputs, space, round_like_eager).run()
+            return Lowering(dag, ops, outputs, space, round_like_eager).run()
         except NeedsSplit as split:
             space = space.split(split.axis, split.inner)
         except NotExpressible as error:
@@ -144,50 +77,9 @@ def lower(
     raise Illegal("layout", "the views of these ops cut the space into too many pieces")
 
 
-def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> Space:
-    """The iteration space: a reduction's input, best one that is broadcast back; else the largest output."""
-    reductions = [dag.op(n) for n in ops if dag.op(n).kind is Kind.REDUCTION]
-    if not reductions:
-        largest = max((dag.op(n) for n in outputs), key=lambda op: numel(op.outputs[0].shape))
-        shape = largest.outputs[0].shape
-        return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape))
-    inside = set(ops)
-    best = max(reductions, key=lambda op: (_is_broadcast_back(dag, op, inside), _input_size(dag, op)))
-    source = dag.op(best.inputs[0]).outputs[0]
-    reduced = reduced_dims(best, len(source.shape))
-    contiguous = next(
-        (d for d, s in enumerate(source.stride) if s == 1 and source.shape[d] != 1), len(source.shape) - 1
-    )
-    inner = COLS if contiguous in reduced else ROWS
-    outer = ROWS if inner == COLS else COLS
-    groups = tuple(inner if d in reduced else outer for d in range(len(source.shape)))
-    return Space(tuple((s,) for s in source.shape), groups)
+class Lowering:
+    """One attempt at a tile program over a space; it ends at the first axis that has to be cut."""
 
-
-def _input_size(dag: OpDag, op: Op) -> int:
-    return numel(dag.op(op.inputs[0]).outputs[0].shape)
-
-
-def _is_broadcast_back(dag: OpDag, op: Op, inside: set[str]) -> bool:
-    """Whether a descendant inside the cluster is as large as the reduction's input."""
-    size = _input_size(dag, op)
-    if numel(op.outputs[0].shape) == size:
-        return False
-    seen, stack = {op.name}, [op.name]
-    while stack:
-        for name in dag.consumers(stack.pop()):
-            consumer = dag.op(name)
-            if name in seen or not (name in inside or layout.is_view(consumer)) or not consumer.outputs:
-                continue
-            if name in inside and consumer.kind is not Kind.REDUCTION:
-                if numel(consumer.outputs[0].shape) >= size:
-                    return True
-            seen.add(name)
-            stack.append(name)
-    return False
-
-
-class _Lowering:
     def __init__(
         self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounded: bool
     ) -> None:
@@ -228,7 +120,10 @@ class _Lowering:
     # -- where things lie -------------------------------------------------------------------
 
     def seed_anchor(self) -> None:
-        """Pull the anchor reduction's input at the identity."""
+        """Pull the anchor at the identity: the reduction's input, or the largest output."""
+        if not any(self.dag.op(n).kind is Kind.REDUCTION for n in self.ops):
+            self.value(largest(self.dag, self.outputs).name, self.space.identity(), None)
+            return
         for name in self.ops:
             op = self.dag.op(name)
             if op.kind is not Kind.REDUCTION:
@@ -397,7 +292,8 @@ class _Lowering:
                     "operand", f"{argument.name}={arg} of {op.name} is neither a tensor nor a constant"
                 )
         dtype = op.outputs[0].dtype
-        node = self.emit(Compute(op.target, tuple(operands), compute_dtype(dtype)), op.name)  # type: ignore[arg-type]
+        coarse = spec.coarse is not None and dtype is torch.bfloat16
+        node = self.emit(Compute(op.target, tuple(operands), compute_dtype(dtype), coarse), op.name)  # type: ignore[arg-type]
         return self.rounded_like(op, node)
 
     def rounded_like(self, op: Op, node: int) -> int:
@@ -549,322 +445,3 @@ def spec_is_pointwise(op: Op) -> bool:
     """Element-wise in the strict sense: the result at a point depends on its operands at that point."""
     spec = spec_of(op.target)
     return spec is not None and spec.expr is not None and op.kind is Kind.ELEMENTWISE
-
-
-# -- ops whose value is not one expression of their operands at the same point ----------------------
-
-Handler = Callable[[_Lowering, Op, Coords, "int | None"], int]
-
-
-def _cat(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
-    tensors = [t for t in tensors if self.dag.op(t).outputs[0].shape != (0,)]
-    dim = layout.wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
-    dtype = compute_dtype(op.outputs[0].dtype)
-    result: int | None = None
-    end: Dim = 0
-    parts: list[tuple[int, int | None]] = []
-    for tensor in tensors:
-        start, end = end, simple(end + self.dag.op(tensor).outputs[0].shape[dim])
-        inside, partial = self.in_range(coords[dim], start, end, within)
-        if inside is None and partial:
-            continue
-        moved = (*coords[:dim], shifted(coords[dim], simple(-start)), *coords[dim + 1 :])
-        parts.append((self.value(tensor, moved, inside), inside if partial else None))
-    for value, inside in reversed(parts):
-        result = (
-            value if result is None or inside is None else self.choose(inside, value, result, dtype, op.name)
-        )
-    if result is None:
-        return self.constant(0, dtype, op.name)
-    return result
-
-
-def _stack(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
-    dim = layout.wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
-    dtype = compute_dtype(op.outputs[0].dtype)
-    inner = (*coords[:dim], *coords[dim + 1 :])
-    result: int | None = None
-    for number, tensor in reversed(list(enumerate(tensors))):
-        inside, partial = self.in_range(coords[dim], number, number + 1, within)
-        if inside is None and partial:
-            continue
-        value = self.value(tensor, inner, inside)
-        result = (
-            value
-            if result is None or not partial or inside is None
-            else self.choose(inside, value, result, dtype, op.name)
-        )
-    assert result is not None
-    return result
-
-
-def _pad(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    source = op.inputs[0]
-    shape = self.dag.op(source).outputs[0].shape
-    pads = op.args[1]
-    assert isinstance(pads, tuple)
-    dtype = compute_dtype(op.outputs[0].dtype)
-    fill = layout.argument(op, 2, "value", 0)
-    inner = list(coords)
-    inside, cut = within, False
-    for i in range(len(pads) // 2):
-        dim = len(shape) - 1 - i
-        inner[dim] = shifted(coords[dim], simple(-pads[2 * i]))  # type: ignore[operator]
-        now, partial = self.in_range(inner[dim], 0, shape[dim], inside)
-        if now is None and partial:
-            return self.constant(fill, dtype, op.name)  # type: ignore[arg-type]
-        inside, cut = now, cut or partial
-    value = self.value(source, tuple(inner), inside)
-    if not cut or inside is None:
-        return value
-    return self.choose(inside, value, self.constant(fill, dtype, "fill"), dtype, op.name)  # type: ignore[arg-type]
-
-
-def _scatter_slice(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    base, source = op.inputs[0], op.inputs[1]
-    shape = op.outputs[0].shape
-    dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
-    step = layout.argument(op, 5, "step", 1)
-    start = layout.argument(op, 3, "start") or 0
-    if isinstance(start, int) and start < 0:
-        start = max(start + shape[dim], 0)  # type: ignore[type-var]
-    length = self.dag.op(source).outputs[0].shape[dim]
-    if isinstance(step, int) and step != 1:
-        return _overlay_with_steps(self, op, coords, within, dim, start, length, step)  # type: ignore[arg-type]
-    return _overlay(self, op, coords, within, base, source, dim, start, length, keep=True)  # type: ignore[arg-type]
-
-
-def _scatter_select(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    base, source = op.inputs[0], op.inputs[1]
-    shape = op.outputs[0].shape
-    dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
-    index = layout.argument(op, 3, "index", 0)
-    if isinstance(index, int) and index < 0:
-        index = index + shape[dim]
-    return _overlay(self, op, coords, within, base, source, dim, index, 1, keep=False)  # type: ignore[arg-type]
-
-
-def _overlay(
-    self: _Lowering,
-    op: Op,
-    coords: Coords,
-    within: int | None,
-    base: str,
-    source: str,
-    dim: int,
-    start: Dim,
-    length: Dim,
-    keep: bool,
-) -> int:
-    """`source` on the slice [start, start + length) of `dim`, `base` elsewhere."""
-    inside, partial = self.in_range(coords[dim], start, simple(start + length), within)
-    if inside is None and partial:
-        return self.value(base, coords, within)
-    moved = (shifted(coords[dim], simple(-start)),) if keep else ()
-    value = self.value(source, (*coords[:dim], *moved, *coords[dim + 1 :]), inside)
-    if not partial or inside is None:
-        return value
-    rest = self.value(base, coords, within)
-    return self.choose(inside, value, rest, compute_dtype(op.outputs[0].dtype), op.name)
-
-
-def _overlay_with_steps(
-    self: _Lowering,
-    op: Op,
-    coords: Coords,
-    within: int | None,
-    dim: int,
-    start: Dim,
-    length: Dim,
-    step: int,
-) -> int:
-    """Element i of the written tensor at start + i * step of `dim`, the other operand elsewhere."""
-    base, source = op.inputs[0], op.inputs[1]
-    rest = self.value(base, coords, within)
-    moved = shifted(coords[dim], simple(-start))
-    inside, partial = self.in_range(moved, 0, simple((length - 1) * step + 1), within)
-    if inside is None and partial:
-        return rest
-    here = (
-        ("self", Value(self.emit(Coordinate(moved, torch.int64), f"{op.name}_position"))),
-        ("other", step),
-    )
-    over = self.emit(Compute(aten.remainder.Scalar, here, torch.int64), f"{op.name}_over")
-    hit = self.emit(
-        Compute(aten.eq.Scalar, (("self", Value(over)), ("other", 0)), torch.bool), f"{op.name}_hit"
-    )
-    hit = hit if inside is None else self.both(inside, hit)
-    number = self.emit(Compute(aten.floor_divide.default, here, torch.int64), f"{op.name}_number")
-    position = _indirect(self, op, number, length, signed=False)
-    value = self.value(source, (*coords[:dim], position, *coords[dim + 1 :]), hit)
-    return self.choose(hit, value, rest, compute_dtype(op.outputs[0].dtype), op.name)
-
-
-def _flip(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    shape = op.outputs[0].shape
-    dims = [layout.wrap(d, len(shape)) for d in op.args[1]]  # type: ignore[union-attr]
-    turned = tuple(
-        shifted(combine([(c, -1)]), simple(shape[d] - 1)) if d in dims else c for d, c in enumerate(coords)
-    )
-    return self.value(op.inputs[0], turned, within)
-
-
-def _full(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    fill: object = {
-        "zeros": 0,
-        "zeros_like": 0,
-        "new_zeros": 0,
-        "ones": 1,
-        "ones_like": 1,
-        "new_ones": 1,
-        "empty": 0,
-        "empty_permuted": 0,
-        "empty_strided": 0,
-        "new_empty_strided": 0,
-        "_efficientzerotensor": 0,
-    }.get(op.target._opname)  # type: ignore[union-attr]
-    if fill is None:
-        fill = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}[op.target._opname]  # type: ignore[union-attr]
-        fill = op.args[fill]  # type: ignore[call-overload]
-    if isinstance(fill, Ref):
-        return self.value(fill.name, (), within)
-    if not isinstance(fill, bool | int | float):
-        raise Illegal("operand", f"{op.name} is filled with a size that is only known at run time")
-    return self.constant(fill, compute_dtype(op.outputs[0].dtype), op.name)
-
-
-def _iota(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    dtype = compute_dtype(op.outputs[0].dtype)
-    if op.target._opname == "iota":  # type: ignore[union-attr]
-        start, step = dict(op.kwargs)["start"], dict(op.kwargs)["step"]
-    else:
-        bounds = [a for a in op.args if not isinstance(a, torch.dtype)]
-        start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
-    if not isinstance(start, int) or not isinstance(step, int):
-        raise Illegal("operand", f"{op.name} counts in fractions")
-    return self.emit(Coordinate(shifted(combine([(coords[0], step)]), start), dtype), op.name)
-
-
-def _indirect(self: _Lowering, op: Op, node: int, length: Dim, signed: bool) -> Index:
-    """An index that is data; `signed`: negative ones count from the end."""
-    if signed:
-        dtype = self.nodes[node].dtype
-        zero = self.constant(0, dtype, "zero")
-        negative = self.emit(
-            Compute(aten.lt.Tensor, (("self", Value(node)), ("other", Value(zero))), torch.bool),
-            f"{op.name}_negative",
-        )
-        if not isinstance(length, int):
-            raise Illegal("operand", f"{op.name} wraps around a size that is only known at run time")
-        wrapped = Compute(aten.add.Tensor, (("self", Value(node)), ("other", length), ("alpha", 1)), dtype)
-        node = self.choose(
-            negative, self.emit(wrapped, f"{op.name}_wrapped"), node, dtype, f"{op.name}_index"
-        )
-    self.extents.indirect[~node] = length
-    return Index(0, ((~node, 1),))
-
-
-def _embedding(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    weight, indices = op.inputs[0], op.inputs[1]
-    node = self.value(indices, coords[:-1], within)
-    row = _indirect(self, op, node, self.dag.op(weight).outputs[0].shape[0], signed=False)
-    return self.value(weight, (row, coords[-1]), within)
-
-
-def _gather(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    source, indices = op.inputs[0], op.args[2]
-    assert isinstance(indices, Ref)
-    shape = self.dag.op(source).outputs[0].shape
-    if not shape:
-        return self.value(source, (), within)
-    dim = layout.wrap(op.args[1], len(shape))  # type: ignore[arg-type]
-    node = self.value(indices.name, coords, within)
-    row = _indirect(self, op, node, shape[dim], signed=False)
-    return self.value(source, (*coords[:dim], row, *coords[dim + 1 :]), within)
-
-
-def _index_select(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    source, indices = op.inputs[0], op.args[2]
-    assert isinstance(indices, Ref)
-    shape = self.dag.op(source).outputs[0].shape
-    if not shape:
-        return self.value(source, (), within)
-    dim = layout.wrap(op.args[1], len(shape))  # type: ignore[arg-type]
-    place = (coords[dim],) if self.dag.op(indices.name).outputs[0].shape else ()
-    node = self.value(indices.name, place, within)
-    row = _indirect(self, op, node, shape[dim], signed=False)
-    return self.value(source, (*coords[:dim], row, *coords[dim + 1 :]), within)
-
-
-def _index(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    """index.Tensor with integer indices; where they are not side by side their dimensions come first."""
-    source = op.inputs[0]
-    shape = self.dag.op(source).outputs[0].shape
-    indices = op.args[1]
-    assert isinstance(indices, tuple)
-    used = [i for i, a in enumerate(indices) if a is not None]
-    metas = [self.dag.op(indices[i].name).outputs[0] for i in used]  # type: ignore[union-attr]
-    if any(m.dtype in (torch.bool, torch.uint8) for m in metas):
-        raise Illegal("operand", f"{op.name} selects by a mask: its result has no size before it runs")
-    rank = max(len(m.shape) for m in metas)
-    start = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-    common = coords[start : start + rank]
-    whole = iter((*coords[:start], *coords[start + rank :]))
-    inner: list[Index] = []
-    for i, size in enumerate(shape):
-        if i not in used:
-            inner.append(next(whole))
-            continue
-        meta = metas[used.index(i)]
-        node = self.value(indices[i].name, common[rank - len(meta.shape) :], within)  # type: ignore[union-attr]
-        inner.append(_indirect(self, op, node, size, signed=True))
-    return self.value(source, tuple(inner), within)
-
-
-def _uniform(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    seed, _, salt = op.args
-    assert isinstance(seed, Ref) and isinstance(salt, int)
-    node = self.value(seed.name, (ZERO,), None)
-    return self.emit(Random(node, flatten(coords, strides_of(op.outputs[0].shape)), salt), op.name)
-
-
-def _same(self: _Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    """clone and its kin: the operand in another memory format."""
-    return self.value(op.inputs[0], coords, within)
-
-
-def _special() -> dict[object, Handler]:
-    table: dict[object, Handler] = {
-        aten.cat.default: _cat,
-        aten.stack.default: _stack,
-        aten.constant_pad_nd.default: _pad,
-        aten.slice_scatter.default: _scatter_slice,
-        aten.select_scatter.default: _scatter_select,
-        aten.flip.default: _flip,
-        aten.embedding.default: _embedding,
-        aten.gather.default: _gather,
-        aten.index_select.default: _index_select,
-        aten.index.Tensor: _index,
-        aten._unsafe_index.Tensor: _index,
-        aten.clone.default: _same,
-        torch.ops.prims.iota.default: _iota,
-        aten.arange.default: _iota,
-        aten.arange.start: _iota,
-        aten.arange.start_step: _iota,
-    }
-    for overload in (
-        aten.full.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
-        aten.scalar_tensor.default, aten.zeros.default, aten.ones.default, aten.fill.Scalar, aten.fill.Tensor,
-        aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.empty.memory_format,
-        aten.empty_permuted.default, aten.empty_strided.default, aten._efficientzerotensor.default,
-        aten.new_empty_strided.default,
-    ):  # fmt: skip
-        table[overload] = _full
-    if hasattr(torch.ops, "fusion_compiler"):
-        table[torch.ops.fusion_compiler.uniform.default] = _uniform
-    return table
-
-
-SPECIAL: dict[object, Handler] = _special()

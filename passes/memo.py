@@ -9,7 +9,7 @@ from dataclasses import replace
 from fusion_compiler.dag import OpDag, Ref
 from fusion_compiler.loops import Load, LoopNest
 from fusion_compiler.passes.layout import is_view
-from fusion_compiler.passes.lower import Illegal
+from fusion_compiler.passes.space import Illegal
 from fusion_compiler.plan import Cost
 
 Names = tuple[str, ...]

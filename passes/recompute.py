@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusion_compiler.ops import Kind, spec_of
-from fusion_compiler.passes.lower import Illegal
+from fusion_compiler.passes.space import Illegal
 
 if TYPE_CHECKING:
-    from fusion_compiler.passes.cluster import Part, Search
+    from fusion_compiler.passes.parts import Part
+    from fusion_compiler.passes.search import Search
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay in L2
 MOST_OPS = 24  # in the chain that is computed again
@@ -27,7 +28,7 @@ def recompute(search: Search) -> bool:
     changed = False
     for number in sorted(search.parts):
         part = search.parts[number]
-        large = [n for n in part.outputs if search.bytes(n) >= LEAST_BYTES]
+        large = [n for n in part.outputs if search.space.bytes(n) >= LEAST_BYTES]
         chains = [c for n in large if (c := _chain(search, n, part)) is not None]
         together = [frozenset[str]().union(*chains)] if len(chains) > 1 else []
         changed = any(_try(search, chain, number) for chain in (*together, *chains)) or changed
@@ -37,26 +38,24 @@ def recompute(search: Search) -> bool:
 def _try(search: Search, chain: frozenset[str], number: int) -> bool:
     """Let the readers of a chain of ops compute it themselves, if that is legal and faster."""
     readers = sorted({n for op in chain for n in search.readers(op)} - {number})
-    if not readers or not chain or any(search.below[n] >> number & 1 for n in readers):
+    if not readers or not chain or any(search.reach.leads(n, number) for n in readers):
         return False
-    before = (search.again, search.memo)
-    search.again, search.memo = search.again | chain, {}
+    undo = search.space.recompute(chain)
     affected = [number, *readers]
     try:
         parts = {n: _with_closure(search, search.parts[n]) for n in affected}
     except Illegal:
-        search.again, search.memo = before
+        undo()
         return False
     after = parts[number].cost.us + _cost(search, [parts[n] for n in readers])
     if sum(search.parts[n].cost.us for n in affected) <= after:
-        search.again, search.memo = before
+        undo()
         return False
     for n, part in parts.items():
         search.parts[n] = part
         search.version[n] += 1
     for op in chain:
         search.owner.pop(op, None)
-        search.unit.pop(op, None)
     for n in affected:
         for other, saved in search.neighbours(n).items():
             search.push(min(n, other), max(n, other), saved)
@@ -68,10 +67,8 @@ def _cost(search: Search, readers: list[Part]) -> float:
     apart = sum(r.cost.us for r in readers)
     if len(readers) == 1:
         return apart
-    ops = {n for r in readers for n in r.ops}
     try:
-        kept = frozenset[str]().union(*(r.kept for r in readers))
-        whole = search.part(tuple(sorted(ops, key=search.reads.position.__getitem__)), kept)
+        whole = search.space.union(readers)
     except Illegal:
         return apart
     return min(apart, whole.cost.us)
@@ -79,9 +76,9 @@ def _cost(search: Search, readers: list[Part]) -> float:
 
 def _with_closure(search: Search, part: Part) -> Part:
     """A part that also computes what it reads of the chain."""
-    ops = {n for op in part.ops for n in search.closure(op)} | set(part.ops)
-    ordered = tuple(sorted(ops, key=search.reads.position.__getitem__))
-    return replace(search.part(ordered, part.kept), unfused_us=part.unfused_us)
+    ops = {n for op in part.ops for n in search.space.closure(op)} | set(part.ops)
+    whole = search.space.part(search.space.ordered(ops), part.kept)
+    return replace(whole, unfused_us=part.unfused_us)
 
 
 def _chain(search: Search, name: str, owner: Part) -> frozenset[str] | None:
@@ -91,14 +88,14 @@ def _chain(search: Search, name: str, owner: Part) -> frozenset[str] | None:
     stack = [name]
     while stack:
         op = stack.pop()
-        if op in found or op not in inside or op in search.again:
+        if op in found or op not in inside or op in search.space.again:
             continue
         spec = spec_of(search.dag.op(op).target)
         if search.dag.op(op).kind is not Kind.ELEMENTWISE or spec is None or spec.expr is None:
             if op == name:
                 return None
             continue
-        if op in owner.kept or search.must_exist(op) or len(found) >= MOST_OPS:
+        if op in owner.kept or search.space.must_exist(op) or len(found) >= MOST_OPS:
             return None
         found.add(op)
         stack.extend(search.reads.sources[op])

@@ -8,7 +8,7 @@ that decides; everything else only passes through functions that amplify errors 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,16 @@ class Dag:
         values = self.values(NAMES, *tensors)
         return tuple(values[i] for i in self.outputs)
 
+    def function(self) -> Callable[..., tuple[Tensor, ...]]:
+        """The program as a function that TorchDynamo can read."""
+        names = [f"v{i}" for i in range(len(self.inputs))]
+        lines = [f"    v{len(names) + i} = {step}" for i, step in enumerate(self.steps)]
+        results = "".join(f"v{i}, " for i in self.outputs)
+        text = "\n".join((f"def program({', '.join(names)}):", *lines, f"    return ({results})"))
+        scope = dict(NAMES)
+        exec(text, scope)
+        return scope["program"]
+
     def values(self, names: Mapping[str, Any], *tensors: Tensor) -> list[Tensor]:
         values = list(tensors)
         for step in self.steps:
@@ -73,6 +83,8 @@ def made(shape: tuple[int, ...], dtype: str, form: str, generator: torch.Generat
             return numbers(shape[::-1]).permute(*reversed(range(len(shape))))
         case "sliced":  # every other element of a larger tensor, from the second on
             return numbers(tuple(2 * s + 3 for s in shape))[tuple(slice(1, 1 + 2 * s, 2) for s in shape)]
+        case "offset":  # a place that no vector load is aligned to
+            return numbers((1 + _numel(shape),))[1:].view(shape)
         case "expanded":
             return numbers((1, *shape[1:])).expand(shape)
         case _:
@@ -85,6 +97,14 @@ class Value:
     dtype: torch.dtype
     exact: bool
     bound: float  # largest magnitude
+
+
+class Values(list[Value]):
+    """Those of a program so far. top: no larger magnitude is made; most: elements."""
+
+    def __init__(self, values: Iterable[Value], top: float, most: int) -> None:
+        super().__init__(values)
+        self.top, self.most = top, most
 
 
 @dataclass(frozen=True)
@@ -101,31 +121,38 @@ POINTWISE = {  # expression, and the bound of its result given the operand's
 
 
 @st.composite
-def dags(draw: st.DrawFn, most_steps: int = 9, differentiable: bool = False) -> Dag:
+def dags(
+    draw: st.DrawFn, most_steps: int = 9, differentiable: bool = False, shapes: Sequence[tuple[int, ...]] = ()
+) -> Dag:
+    """shapes: of the first input, in float32; small ones of any dtype where there are none."""
     rank = draw(st.sampled_from((2, 3, 3, 2, 4, 1, 0)))
     sizes = st.sampled_from((1, 2, 3, 4, 5, 7, 8, 12, 17))
     shape = tuple(draw(sizes) for _ in range(rank))
-    if not differentiable and shape and draw(st.integers(0, 19)) == 0:
-        shape = (*shape[:-1], 0)
+    if not differentiable and shape and draw(st.integers(0, 11)) == 0:
+        empty = draw(st.integers(0, rank - 1))
+        shape = (*shape[:empty], 0, *shape[empty + 1 :])
     while _numel(shape) > MOST:
         shape = shape[1:]
+    if shapes:
+        shape = draw(st.sampled_from(shapes))
     inputs: list[tuple[tuple[int, ...], str, str]] = []
-    floats = draw(st.sampled_from((("float32",), ("float32",), FLOATS)))
+    floats = draw(st.sampled_from((("float32",), ("float32",), FLOATS if not shapes else ("float32",))))
     for number in range(draw(st.integers(1, 3))):
         own = shape if number == 0 else draw(_broadcastable(shape))
         kinds = floats if differentiable or number == 0 else (*floats, *floats, "int64", "boolean")
-        form = draw(st.sampled_from(("plain", "plain", "transposed", "sliced", "expanded")))
+        form = draw(st.sampled_from(("plain", "plain", "transposed", "sliced", "expanded", "offset")))
         inputs.append((own, draw(st.sampled_from(kinds)), form))
     dag = Dag(tuple(inputs), (), ())
     real = dag.tensors()
-    values = [Value(tuple(x.shape), x.dtype, True, 6) for x in real]
+    made_of = [Value(tuple(x.shape), x.dtype, True, 6) for x in real]
+    values = Values(made_of, *((1e7, 1 << 18) if shapes else (1e4, MOST)))
     for _ in range(draw(st.sampled_from((*range(4, most_steps + 1), 1, 2, 3)))):
         step = draw(_step(values, floats))
         if step is None:
             continue
         dag = replace(dag, steps=(*dag.steps, step.text))
         result = eval(step.text, dict(NAMES), {f"v{i}": x for i, x in enumerate(real)})
-        if result.numel() > MOST:
+        if result.numel() > values.most:
             dag = replace(dag, steps=dag.steps[:-1])
             continue
         real.append(result)
@@ -153,7 +180,7 @@ def _broadcastable(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @st.composite
-def _step(draw: st.DrawFn, values: list[Value], floats: tuple[str, ...]) -> Step | None:
+def _step(draw: st.DrawFn, values: Values, floats: tuple[str, ...]) -> Step | None:
     # Late values are likelier: chains are longer than trees.
     number = (
         len(values) - 1 - min(draw(st.integers(0, len(values) - 1)), draw(st.integers(0, len(values) - 1)))
@@ -163,7 +190,7 @@ def _step(draw: st.DrawFn, values: list[Value], floats: tuple[str, ...]) -> Step
 
 
 @st.composite
-def _pointwise(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
+def _pointwise(draw: st.DrawFn, n: int, values: Values) -> Step | None:
     v = values[n]
     if not v.dtype.is_floating_point or draw(st.integers(0, 3)) == 0:
         if v.dtype is torch.bool:
@@ -175,7 +202,7 @@ def _pointwise(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
 
 
 @st.composite
-def _binary(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
+def _binary(draw: st.DrawFn, n: int, values: Values) -> Step | None:
     v = values[n]
     if v.dtype is torch.bool:
         return None
@@ -185,7 +212,7 @@ def _binary(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
     exact = v.exact and o.exact
     match draw(st.sampled_from("+-*mM1")):
         case "*":
-            return Step(f"v{n} * v{m}", exact, v.bound * o.bound) if v.bound * o.bound < 1e4 else None
+            return Step(f"v{n} * v{m}", exact, v.bound * o.bound) if v.bound * o.bound < values.top else None
         case "m":
             return Step(f"torch.minimum(v{n}, v{m})", exact, max(v.bound, o.bound))
         case "M":
@@ -201,7 +228,7 @@ def _fits(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 
 @st.composite
-def _reduction(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
+def _reduction(draw: st.DrawFn, n: int, values: Values) -> Step | None:
     v = values[n]
     rank = len(v.shape)
     dims = tuple(sorted(draw(st.sets(st.integers(0, rank - 1), min_size=1)))) if rank else ()
@@ -213,26 +240,38 @@ def _reduction(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
         return Step(f"torch.{name}(v{n}, {dim}, {keep})" if rank else f"torch.{name}(v{n})", True, 1)
     choice = draw(
         st.sampled_from(
-            ("sum", "sum", "sum", "mean", "amax", "amin", "softmax", "whole", "arg", "var", "centre", "scale")
+            (
+                "sum", "sum", "sum", "mean", "amax", "amin", "softmax", "whole", "arg", "var", "centre",
+                "scale", "logsumexp", "prod", "norm", "spread",
+            )
         )
-    )
-    if choice in ("mean", "softmax", "var", "centre", "scale") and not v.dtype.is_floating_point:
+    )  # fmt: skip
+    if choice not in ("amax", "amin", "arg", "prod", "whole") and not v.dtype.is_floating_point:
         choice = "sum"
     match choice:
-        case "sum" if v.bound * count < 1e4:
+        case "sum" if v.bound * count < values.top:
             return Step(f"torch.sum(v{n}, {dims}, {keep})", v.exact and count > 0, v.bound * max(count, 1))
-        case "whole" if v.bound * _numel(v.shape) < 1e4:
+        case "whole" if v.bound * _numel(v.shape) < values.top:
             return Step(f"torch.sum(v{n})", v.exact, v.bound * max(_numel(v.shape), 1))
         case "mean" if count:
             return Step(f"torch.mean(v{n}, {dims}, {keep})", False, v.bound)
         case "centre" if count:  # back over what it was reduced from
             return Step(f"v{n} - torch.mean(v{n}, {dims}, True)", False, 2 * v.bound)
-        case "scale" if count and v.bound * count < 1e4:
+        case "spread" if count and v.bound * _numel(v.shape) < values.top:  # of all, after sums of some
+            text = f"torch.sum(torch.abs(v{n} - torch.mean(v{n}, {dims}, True)))"
+            return Step(text, False, 2 * v.bound * _numel(v.shape))
+        case "scale" if count and v.bound * count < values.top:
             return Step(f"v{n} / (1 + torch.sum(torch.abs(v{n}), {dims}, True))", False, 1)
         case "var" if count > 1:
             return Step(f"torch.var(v{n}, {dims}, correction=0, keepdim={keep})", False, v.bound**2)
         case ("amax" | "amin") as name if count:
             return Step(f"torch.{name}(v{n}, {dims}, {keep})", v.exact, v.bound)
+        case "logsumexp" if count:
+            return Step(f"torch.logsumexp(v{n}, {dims}, {keep})", False, v.bound + 6)
+        case "norm" if count:
+            return Step(f"torch.rsqrt(1 + torch.mean(v{n} * v{n}, {dims}, {keep})) * 2", False, 2)
+        case "prod" if rank and 0 < max(v.bound, 1) ** v.shape[dim] < LARGEST:
+            return Step(f"torch.prod(v{n}, {dim}, {keep})", v.exact, max(v.bound, 1) ** v.shape[dim])
         case "softmax" if rank:
             return Step(f"torch.softmax(v{n}, {dim})", False, 1)
         case "arg" if rank and v.exact and v.shape[dim]:
@@ -243,7 +282,7 @@ def _reduction(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
 
 
 @st.composite
-def _view(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
+def _view(draw: st.DrawFn, n: int, values: Values) -> Step | None:
     v = values[n]
     rank = len(v.shape)
     match draw(
@@ -291,7 +330,7 @@ def _factored(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 
 @st.composite
-def _layout(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
+def _layout(draw: st.DrawFn, n: int, values: Values) -> Step | None:
     """What moves data: cat, stack, pad, flip, roll, tril, contiguous copies, writes into a slice."""
     v = values[n]
     rank = len(v.shape)
@@ -332,7 +371,7 @@ def _layout(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
 
 
 @st.composite
-def _cast(draw: st.DrawFn, n: int, values: list[Value], floats: tuple[str, ...]) -> Step | None:
+def _cast(draw: st.DrawFn, n: int, values: Values, floats: tuple[str, ...]) -> Step | None:
     v = values[n]
     to = draw(st.sampled_from((*floats, "int64", "int32", "boolean")))
     if to not in FLOATS and not v.exact:
@@ -341,7 +380,7 @@ def _cast(draw: st.DrawFn, n: int, values: list[Value], floats: tuple[str, ...])
 
 
 @st.composite
-def _choice(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
+def _choice(draw: st.DrawFn, n: int, values: Values) -> Step | None:
     """Comparisons, and choices by them."""
     v = values[n]
     masks = [i for i, o in enumerate(values) if o.dtype is torch.bool and _fits(v.shape, o.shape)]
@@ -364,7 +403,7 @@ def _choice(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
 
 
 @st.composite
-def _gather(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
+def _gather(draw: st.DrawFn, n: int, values: Values) -> Step | None:
     v = values[n]
     rank = len(v.shape)
     if not rank or 0 in v.shape:
@@ -390,6 +429,26 @@ def _gather(draw: st.DrawFn, n: int, values: list[Value]) -> Step | None:
     return None
 
 
+@st.composite
+def _call(draw: st.DrawFn, n: int, values: Values) -> Step | None:
+    """What no cluster holds: products, which are library calls, and running sums."""
+    v = values[n]
+    if not v.dtype.is_floating_point or len(v.shape) < 2 or 0 in v.shape:
+        return None
+    dim = draw(st.integers(0, len(v.shape) - 1))
+    bound = v.bound**2 * max(v.shape[-2:])
+    match draw(st.sampled_from(("product", "gram", "running"))):
+        case "product" if bound < values.top and _numel(v.shape[:-1]) * v.shape[-2] <= values.most:
+            return Step(f"v{n} @ v{n}.mT", False, bound)
+        case "gram" if bound < values.top and _numel(v.shape) // v.shape[-2] * v.shape[-1] <= values.most:
+            return Step(f"v{n}.mT @ v{n}", False, bound)
+        case "running" if v.bound * v.shape[dim] < values.top:
+            return Step(f"torch.cumsum(v{n}, {dim})", v.exact, v.bound * v.shape[dim])
+        case _:
+            return None
+
+
 KINDS = (
     _pointwise, _binary, _binary, _reduction, _reduction, _view, _view, _layout, _cast, _choice, _gather,
+    _call,
 )  # fmt: skip

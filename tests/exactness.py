@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_map
 
 from fusion_compiler.api import Compiler
 from fusion_compiler.capture import GraphInfo, Phase
-from fusion_compiler.codegen import templates
-from fusion_compiler.codegen.printer import Analysis, Cols, Schedule
+from fusion_compiler.codegen import templates, wide_rows
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DeviceSpec
-from fusion_compiler.loops import LoopNest
+from fusion_compiler.dims import hint
+from fusion_compiler.loops import COLS, LoopNest
 from fusion_compiler.options import Options
 from fusion_compiler.partition import partition
 from fusion_compiler.plan import FusionPlan
@@ -84,6 +85,10 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
             cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, 4)
             programs = None if s.programs is None else 3
             kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
+    if analysis.reductions and wide_rows.fits(analysis) and wide_rows.can_be_shared(analysis):
+        half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
+        kinds[Schedule(1, 4, Cols.LOOP, splits=3)] = None
+        kinds[Schedule(1, half, Cols.WHOLE, splits=2)] = None
     return tuple(kinds)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from fusion_compiler.passes.cluster import Part, Search
-from fusion_compiler.passes.lower import Illegal
+from fusion_compiler.passes.parts import Part
+from fusion_compiler.passes.search import Search
+from fusion_compiler.passes.space import Illegal
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -30,10 +31,8 @@ def best_us(search: Search) -> float:
     def joined(group: list[int]) -> Part | None:
         key = frozenset(group)
         if key not in known:
-            ops = {n for g in group for n in base[g].ops}
-            kept = frozenset[str]().union(*(base[g].kept for g in group))
             try:
-                known[key] = search.part(tuple(sorted(ops, key=search.reads.position.__getitem__)), kept)
+                known[key] = search.space.union(base[g] for g in group)
             except Illegal:
                 known[key] = None
         return known[key]

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fusion_compiler as fc
+from fusion_compiler import api
 from fusion_compiler.api import Compiler
+from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import (
     FusionWarning,
     KernelError,
@@ -23,6 +25,8 @@ from fusion_compiler.errors import (
     UnknownOptionError,
     UnsupportedDtypeError,
 )
+from fusion_compiler.plan import Cluster
+from fusion_compiler.stitch import subgraph
 
 
 class Model(nn.Module):
@@ -50,6 +54,18 @@ def break_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiler, "emit", broken)
 
 
+def count_fallbacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fills with the names of the clusters whose fx graphs are made from now on."""
+    made: list[str] = []
+
+    def counted(cluster: Cluster, dag: OpDag) -> Any:
+        made.append(cluster.name)
+        return subgraph(cluster, dag)
+
+    monkeypatch.setattr(api, "subgraph", counted)
+    return made
+
+
 def train(model: Any, steps: int = 3) -> tuple[list[float], dict[str, Tensor], Tensor]:
     """Losses, parameters and buffers after some steps, and the random state."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -67,11 +83,14 @@ def train(model: Any, steps: int = 3) -> tuple[list[float], dict[str, Tensor], T
 
 def test_training_goes_on_where_no_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
+    fallbacks = count_fallbacks(monkeypatch)
     good = train(fc.compile(copy.deepcopy(model), backend="interpret", strict=True))
+    assert not fallbacks, "nothing ran eager"
     torch._dynamo.reset()
     break_kernels(monkeypatch)
     with pytest.warns(FusionWarning, match=r"(?s)runs eager: kernel .* failed to run.*misprint.*what to do"):
         bad = train(fc.compile(copy.deepcopy(model), backend="interpret"))
+    assert len(fallbacks) == len(set(fallbacks)) > 1, "each is made once"
     torch.testing.assert_close(bad[0], good[0], rtol=1e-5, atol=1e-6)
     for name, value in good[1].items():
         torch.testing.assert_close(bad[1][name], value, rtol=1e-3, atol=1e-4, msg=name)

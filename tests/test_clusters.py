@@ -9,7 +9,8 @@ import torch
 
 import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
-from benchmarks.clusters import CASES, Case
+from benchmarks.case import Case
+from benchmarks.clusters import CASES
 from benchmarks.kernels import leaves, run, truth_of
 
 # Clusters forward and backward where it is not one each: what is left to win.

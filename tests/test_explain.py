@@ -3,16 +3,175 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import fusion_compiler as fc
+from fusion_compiler import explanation
 from fusion_compiler.errors import ArgumentMismatchError, NotCallableError, UnsupportedDeviceError
+from fusion_compiler.pre_autograd import UntraceableError
 from tests import models
+
+
+def plain(explained: fc.Explanation) -> list[dict[str, Any]]:
+    """The plans as data, without times and without the names of inputs, which are numbered differently."""
+    texts = [json.dumps({**plan, "notes": None}) for plan in explained.json()]
+    return [json.loads(re.sub(r"(primals_|arg)\d+(_1)?", "input", text)) for text in texts]
+
+
+@pytest.fixture
+def by_dynamo(monkeypatch: pytest.MonkeyPatch) -> Callable[..., fc.Explanation]:
+    """explain() as if torch.fx could trace nothing."""
+
+    def refuse(*args: Any) -> None:
+        raise UntraceableError("not asked to")
+
+    def explain(*args: Any, **kwargs: Any) -> fc.Explanation:
+        with monkeypatch.context() as patched:
+            patched.setattr(explanation, "trace_whole", refuse)
+            explained = fc.explain(*args, **kwargs)
+        assert (explained.captured_by, explained.not_whole) == ("TorchDynamo", "not asked to")
+        return explained
+
+    return explain
+
+
+class Block(nn.Module):
+    """A transformer layer: norms, attention, a gated MLP, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(32), nn.RMSNorm(32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.gate, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor, *, p: float = 0.1) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            t.view(batch, length, 4, 8).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.out(attended.transpose(1, 2).reshape(x.shape)), p)
+        y = self.second(x)
+        return x + F.dropout(self.down(F.silu(self.gate(y)) * self.up(y)), p)
+
+
+class Counting(nn.Module):
+    """Batch statistics in place, a counter, an auxiliary result, autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.calls = nn.BatchNorm1d(8), nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        self.calls += 1
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.gelu(self.linear(self.norm(x)))
+        with torch.no_grad():
+            scale = y.abs().amax(0)
+        return {"loss": (y.float() / (scale + 1)).sum(), "y": y, "calls": self.calls, "none": None}
+
+
+MLP = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.LayerNorm(16))
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        (MLP, (torch.randn(4, 16),)),
+        (Block(), (torch.randn(2, 5, 32),)),
+        (Block(), (torch.randn(2, 5, 32, requires_grad=True),)),
+        (Counting(), (torch.randn(4, 8),)),
+        (torch.softmax, (torch.randn(4, 8), -1)),
+    ],
+    ids=["mlp", "block", "block with input gradient", "counting", "function"],
+)
+def test_both_captures_give_the_same_plan(
+    model: Any, args: tuple[Any, ...], by_dynamo: Callable[..., fc.Explanation]
+) -> None:
+    """Ops, clusters, predicted times, refusals, source lines and what is saved for backward."""
+    whole = fc.explain(model, *args)
+    assert (whole.captured_by, whole.not_whole) == ("torch.fx", "")
+    assert str(whole).endswith("captured by torch.fx")
+    assert plain(whole) == plain(by_dynamo(model, *args))
+    assert len(whole.plans) == (2 if isinstance(model, nn.Module) else 1)
+
+
+def test_source_lines_and_modules_without_dynamo() -> None:
+    explained = fc.explain(Block(), torch.randn(2, 5, 32))
+    ops = [explained.plans[0].dag.op(n) for n in explained.plans[0].dag.order]
+    sources = {(s.module, s.code) for op in ops if (s := op.source) is not None}
+    assert (
+        "first",
+        "t.view(batch, length, 4, 8).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, dim=-1)",
+    ) in sources
+    assert any(code.startswith("return x + F.dropout(self.down(") and not module for module, code in sources)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+class Keeping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = torch.tanh(x)
+        return self.last * 2
+
+
+class Hidden:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+WEIGHT = torch.randn(8, requires_grad=True)
+LAYER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda x: torch.tanh(x) * WEIGHT, "no argument, parameter or buffer"),
+        (lambda x: torch.tanh(x)[: int(x.sum())] * 2, "DataDependentOutputException"),
+        (lambda x: torch.tanh(x) if x.sum() > 0 else x, "DataDependentOutputException"),
+        (lambda x: torch.tanh(x)[x > 0] * 2, "DynamicOutputShapeException"),
+        (lambda x: Double.apply(x).sum(), r"autograd.Function \(Double\)"),
+        (lambda x: checkpoint(torch.tanh, x, use_reentrant=False) * 2, "checkpointed region"),
+        (lambda x: checkpoint(torch.tanh, x, use_reentrant=True) * 2, "autograd.Function"),
+        (lambda x: torch.vmap(torch.tanh)(x) * 2, "function transform"),
+        (lambda x: Hidden(torch.tanh(x)), "a result is a Hidden"),
+        (Keeping(), "keeps a tensor in Keeping.last"),
+        (copy.deepcopy(LAYER).eval(), "holds a TransformerEncoderLayer"),
+    ],
+)
+def test_what_torch_fx_cannot_trace_whole_goes_through_dynamo(
+    model: Any, reason: str, by_dynamo: Callable[..., fc.Explanation]
+) -> None:
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    explained = fc.explain(model, x)
+    assert explained.captured_by == "TorchDynamo" and re.search(reason, explained.not_whole)
+    assert f"captured by TorchDynamo, not whole by torch.fx: {explained.not_whole}" in str(explained)
+    assert plain(explained) == plain(by_dynamo(model, x))
+
+
+def test_a_hook_on_the_module_is_no_part_of_it() -> None:
+    model = nn.Linear(8, 8)
+    model.register_forward_hook(lambda *given: given[-1] * 2)
+    assert "hooks" in fc.explain(model, torch.randn(4, 8)).not_whole
 
 
 def shapes(plans: Any) -> list[tuple[str, list[tuple[str, int]]]]:
@@ -23,6 +182,7 @@ def shapes(plans: Any) -> list[tuple[str, list[tuple[str, int]]]]:
 def test_the_plans_are_those_of_compile(name: str) -> None:
     model, batch = models.small(name, dropout=False)
     explained = fc.explain(model, **batch)
+    assert explained.captured_by == "torch.fx"
     fast = fc.compile(model, backend="eager", device="h200")
     fast(**batch).loss.backward()
     assert shapes(explained.plans) == shapes(fast.plan)

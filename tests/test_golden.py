@@ -52,6 +52,13 @@ def test_goldens_name_no_machine() -> None:
         assert root not in text and home + os.sep not in text and sys.prefix not in text, file
 
 
+def test_random_numbers_are_made_again_where_they_are_needed() -> None:
+    texts = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.kernels.txt")}
+    assert any("fm.words_block" in text for text in texts.values())
+    for name, text in texts.items():
+        assert not re.search(r"tl\.store\(.*, (uniform|word)\w*[,)]", text), name
+
+
 def test_kernels_survive_the_way_through_text() -> None:
     """What test_sass compiles is what the emitter made."""
     made = [kernel for program in programs_of("layer_norm") for kernel in program.kernels]

@@ -1,26 +1,23 @@
 """Choosing, compiling, tuning and launching, against a GPU that computes in the interpreter.
 
-`FakeGpu` takes raw addresses and a grid as the driver does, so what is launched is checked by what
-it computes; where `compiles` is set, every kernel is compiled for sm_90 first.
+See `tests.fake_gpu`: what is launched is checked by what it computes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import threading
 import timeit
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sympy
 import torch
-from triton.runtime.errors import OutOfResources
 
 from fusion_compiler import cuda, launch
 from fusion_compiler.binding import (
@@ -33,75 +30,14 @@ from fusion_compiler.binding import (
     direct_call,
     evaluate,
 )
-from fusion_compiler.builds import Build, compile_build
+from fusion_compiler.builds import Build
 from fusion_compiler.cache import Cache
 from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelError, MissingTritonError
-from fusion_compiler.interpreter import run_source
 from fusion_compiler.kernel import Program, Role
 from fusion_compiler.launch import Runner, compile_all, find_gpu, interpret, tuning_key
+from fusion_compiler.target import build_of
+from tests.fake_gpu import FakeGpu
 from tests.hand_made import argument, contiguous, elementwise, row_softmax, ticket_sum, two_kernel_sum
-
-
-@dataclass
-class FakeGpu:
-    """CPU memory, one stream; `us` gives the times of candidates in the order of their timing."""
-
-    index: int = -1  # what get_device() says of a CPU tensor
-    name: str = "fake"
-    target: tuple[str, int | str, int] = ("cuda", 90, 32)
-    us: tuple[float, ...] = ()
-    compiles: bool = False
-    capturing: bool = False
-    stream: int = 7
-    refused: tuple[str, ...] = ()
-    out_of_memory: bool = False
-    loaded: list[Build] = field(default_factory=list[Build])
-    launched: list[tuple[str, tuple[int, ...], int]] = field(default_factory=list[Any])
-    timed: int = 0
-    fill: float | None = None
-
-    def current_device(self) -> int:
-        return self.index
-
-    def current_stream(self, index: int, /) -> int:
-        assert index == self.index
-        return self.stream
-
-    def empty(self, shape: Any, stride: Any, dtype: torch.dtype, /) -> torch.Tensor:
-        made = torch.empty_strided(shape, stride, dtype=dtype)
-        return made.fill_(3)  # nobody may rely on fresh memory
-
-    def is_capturing(self) -> bool:
-        return self.capturing
-
-    def active(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def load(self, build: Build) -> Entry:
-        if self.compiles:
-            compile_build(build)
-        if build.name in self.refused or str(build.num_warps) in self.refused:
-            raise OutOfResources(300_000, 232_448, "shared memory")
-        self.loaded.append(build)
-        types = [kind for _, kind in build.signature]
-
-        def run(*given: Any) -> None:
-            grid, stream, (function, packed, *hooks), arguments = given[:3], given[3], given[4:9], given[9:]
-            assert (function, packed, hooks) == ("function", "packed", [None, None, None])
-            for position in build.divisible:
-                assert arguments[position] % 16 == 0, build.signature[position]
-            self.launched.append((build.name, grid, stream))
-            run_source(build.source, build.name, types, arguments, grid)
-
-        return Entry(run, "function", "packed")
-
-    def times(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        if self.out_of_memory:
-            raise torch.OutOfMemoryError("no memory")
-        self.timed += 1
-        for call in calls:
-            call()
-        return list(self.us[: len(calls)])
 
 
 def no_fallback(*_: object) -> tuple[torch.Tensor, ...]:
@@ -534,6 +470,18 @@ def test_a_launch_costs_the_host_little() -> None:
     ours = min(timeit.repeat(lambda: function(a, b), number=count, repeat=5)) / count * 1e6
     least = min(timeit.repeat(unavoidable, number=count, repeat=5)) / count * 1e6
     assert ours - least < 2.0
+
+
+def test_calls_of_other_devices_go_elsewhere_unless_there_are_none() -> None:
+    a, b = vectors(1000)
+    for alone, device, taken in ((False, -1, False), (False, 5, True), (True, 5, False)):
+        gpu = FakeGpu(alone=alone)
+        gpu.current_device = lambda: device  # type: ignore[method-assign]  # noqa: B023
+        function = bind(
+            add_bf16(), Variant(), [gpu.load(build_of(add_bf16().kernels[0], gpu.target))], gpu,
+            no_fallback, lambda *_: (), no_fallback,
+        )  # fmt: skip
+        assert (function(a, b) == ()) is taken and bool(gpu.launched) is not taken
 
 
 # -- on a device --------------------------------------------------------------------------------------

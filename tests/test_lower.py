@@ -32,9 +32,25 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda a, b: torch.slice_scatter(a, b, 1, -6, 6, 3),
         (x(4, 7), x(4, 2)),
     ),
+    "sum of one element": (lambda a: a.sum(1), (x(1, 1).expand(2, 1),)),
+    "sum that is the same for each element": (lambda a: a[None].sum(0), (x(1).expand(5),)),
     "reduction of a number": (lambda a: torch.softmax(a, 0) + a.amax(0), (torch.tensor(1.5),)),
     "sum of nothing": (lambda a: (a.sum(1) + 2, a.sum(0), a.sum()), (x(3, 0),)),
     "sum over rows for each row": (lambda a: a.sum(0).sum(0) + a, (x(2, 1).expand(2, 2),)),
+    "sums that are the same in every column": (lambda a: a.sum(0), (x(9, 1).expand(9, 30),)),
+    "sum of all for each column": (lambda a, w: (a.sin().sum() * w, a.amax(1)), (x(9, 30), x(30))),
+    "sum of all of rows too wide for registers": (
+        lambda a, w: ((b := a - a.mean(1, keepdim=True)), b.abs().sum() * w, (b > 3.8).any()),
+        (x(3, 17000), x(17000)),
+    ),
+    "elements beside a space without any": (
+        lambda a, b: ((c := a != b), c[1:0:2].all(1, True)),
+        (x(7), x(1, 7, 1)),
+    ),
+    "columns beside no rows": (
+        lambda a, w: ((v := w.sin()), (a * v).sum(1), (a * v).sum(0)),
+        (x(0, 7), x(7)),
+    ),
     "concatenated numbers": (lambda a: torch.cat([a, a + 1]), (x(1),)),
     "mask of one element": (lambda a: torch.tril(a), (x(1, 1),)),
     "broadcast from an empty tensor": (lambda a, b: torch.minimum(a, b), (x(2, 1), x(1, 0).expand(2, 0))),
@@ -66,3 +82,23 @@ def test_statistics_of_one_row_share_a_program() -> None:
     (cluster,) = compiled.plans[0].clusters
     reductions = [n for n in cluster.loops.nodes if isinstance(n, Reduce)]
     assert len({r.over for r in reductions}) == 1 and len(reductions) >= 2
+
+
+def test_views_between_a_value_and_its_copy_cut_no_axis() -> None:
+    """Keys as attention wants them: tiles as high as a head is wide and as long as the sequence."""
+
+    def keys(a: Tensor) -> Tensor:
+        return (a + 1).view(2, 32, 4, 16).permute(0, 2, 3, 1).contiguous()
+
+    compiled = Compiled(keys)
+    compiled(x(2, 32, 64))
+    (cluster,) = compiled.plans[0].clusters
+    assert [a.size for a in cluster.loops.axes] == [2, 64, 32]
+
+
+def test_what_is_broadcast_is_not_stored_for_every_element() -> None:
+    compiled = Compiled(lambda a, b: ((c := a.sin()), b * c))
+    compiled(x(8), x(4, 8))
+    nests = [nest for c in compiled.plans[0].clusters for nest in c.nests]
+    assert len(nests) == 2
+    assert all(len(s.index.terms) == len(nest.axes) for nest in nests for s in nest.stores)

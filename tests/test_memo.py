@@ -65,7 +65,7 @@ def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_further_equal_layer_costs_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Memo] = []
     monkeypatch.setattr(
-        "fusion_compiler.passes.cluster.Memo", lambda *a: made.append(memo.Memo(*a)) or made[-1]
+        "fusion_compiler.passes.parts.Memo", lambda *a: made.append(memo.Memo(*a)) or made[-1]
     )
     for layers in (4, 6):
         planned(dag_of([2.0] * layers))

@@ -1,29 +1,57 @@
 """Models from transformers, kernels in the interpreter: results and every gradient against float64.
 
-At least as close as eager is meant of the model as a whole: rounding differs along it, and one tensor
-may be luckier in eager. So the geometric mean of (our error / eager's) may not be above 1 by more than
-chance, and no tensor alone may be far off, which a missing or wrong term always is.
+At least as close as eager is meant of the model as a whole: rounding differs along it, and one tensor may be
+luckier in eager. So the geometric mean of (our error / eager's) over the tensors is tested, and each tensor
+alone for what a missing or wrong term does.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from benchmarks.accuracy import error_of
-from tests.models import NAMES, Batch, exact, small
+from benchmarks.accuracy import chance, ratios_to_eager
+from fusion_compiler.plan import FusionPlan
+from fusion_compiler.report import eager_ops
+from tests.golden_cases import FOLDER
+from tests.models import NAMES, VARIANTS, Batch, exact, small
 
-EACH = pytest.mark.parametrize("name", NAMES)
-# How far the mean over a small model's tensors, few and dependent on each other, is off by chance, and
-# a single one: that of a loss is a single number.
-CHANCE, FAR_OFF = 1.1, 3
+# Models in which a rounding error decides: of 16 bits, it sends a token to another expert or turns a ReLU
+# off, in eager as in ours. Draws of weights then lie apart (T5: 0.73 to 1.31 of eager's error, mean 0.97 of
+# 16 draws), so that the median of several is taken.
+DRAWS = {"mixtral": 3, "t5_relu": 5}
+# Standard deviation of a draw's mean, of which two are let pass. In 16 bits a smooth model is left none:
+# there eager rounds more often, and the means of 12 draws were 0.67 to 0.98, by model.
+SPREAD = {"smooth": 0.045, "mixtral": 0.06, "t5_relu": 0.19}
+SHIFTED = ("llama", "mistral", "mixtral", "gpt2")  # whose logits predict the next token
+WITHOUT_DROPOUT = ("llama", "mistral", "mixtral")
 STEP = 1e-3
+
+# What no tile program computes: scattered writes, a scan, a sort, a draw from PyTorch's own generator; and
+# what transformers does in place of a grouped product that a CPU lacks.
+NOT_A_TILE_PROGRAM = {
+    "aten.embedding_dense_backward.default",
+    "aten.index_put.default",
+    "aten.scatter.src",
+    "aten.cumsum.default",
+    "aten.histc.default",
+    "aten.sort.default",
+    "aten.topk.default",
+    "fusion_compiler.seed.default",
+    "transformers.grouped_mm_fallback.default",
+    "transformers.grouped_mm_fallback_backward.default",
+}
 
 
 @dataclass(frozen=True)
@@ -47,44 +75,75 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
 
 
-def ratios(ours: Run, eager: Run, truth: Run, dtype: torch.dtype) -> dict[str, float]:
-    """Our RMS error over eager's, for each tensor.
+def assert_loss_is_that_of_its_logits(name: str, run: Run, batch: Batch) -> None:
+    """To 2 roundings of float32, and half of its own dtype's last place.
 
-    What both round to the same is 1. An error counts from a unit in the last place of the tensor's
-    largest element on; of a gradient that is zero in truth (a key's bias moves all scores of a row
-    alike), of the largest gradient of all.
+    Not to float64's loss: the errors of all logits meet in it with their signs. For GPT-2 in bfloat16 ours
+    is off by 276 and eager's by 254 last places of float32 (RMS of 25 draws), either by far more in one draw.
     """
-    assert ours.tensors.keys() == eager.tensors.keys() == truth.tensors.keys()
-    eps = torch.finfo(dtype).eps
-    largest = max(t.abs().max().item() for n, t in truth.tensors.items() if n.startswith("d "))
-    found: dict[str, float] = {}
-    for name, true in truth.tensors.items():
-        assert ours.tensors[name].dtype == eager.tensors[name].dtype
-        our, their = error_of(ours.tensors[name], true), error_of(eager.tensors[name], true)
-        scale = their.scale if their.scale > eps * largest else largest
-        floor = eps * scale / math.sqrt(12)
-        found[name] = max(our.rms, floor) / max(their.rms, floor)
-    return found
+    logits, labels, loss = run.tensors["logits"].double(), batch["labels"], run.tensors["loss"]
+    if name in SHIFTED:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    true = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    place = 2.0 ** math.floor(math.log2(true.item()))
+    own = torch.finfo(loss.dtype).eps / 2 if loss.dtype is not torch.float32 else 0
+    assert abs(loss.double() - true) <= (own + 2 * torch.finfo(torch.float32).eps) * place
 
 
-@EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_results_and_every_gradient_are_as_close_as_eagers(name: str, dtype: torch.dtype) -> None:
+def assert_eager_ops_are_golden(
+    name: str, plans: Sequence[FusionPlan], request: pytest.FixtureRequest
+) -> None:
+    """Nothing falls back silently: what no cluster holds is golden, with the reasons.
+
+    Library calls and views are not listed. An op that appears here is a regression, or needs a reason that a
+    reviewer takes.
+    """
+    found = Counter(
+        f"{plan.name}: {left.target}: {left.reason}" for plan in plans for left in eager_ops(plan)
+    )
+    now = "".join(f"{line} x{number}\n" for line, number in sorted(found.items()))
+    file = FOLDER / f"{name}.eager.txt"
+    if request.config.getoption("--update-golden"):
+        file.write_text(now, encoding="utf-8")
+    assert now == file.read_text(encoding="utf-8")
+    assert {line.split(": ")[1] for line in now.splitlines()} <= NOT_A_TILE_PROGRAM
+    assert not any("undone" in note for plan in plans for note in plan.notes.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(n, d) for n in NAMES for d in (torch.float32, torch.bfloat16)]
+    + [(n, torch.bfloat16) for n in VARIANTS],
+    ids=str,
+)
+def test_results_and_every_gradient_are_as_close_as_eagers(
+    name: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
     model, batch = small(name, dropout=False)
     model, batch = model.to(dtype), cast(batch, dtype)
-    wide = exact(model)
-    truth = step(wide, wide, cast(batch, torch.float64))
-    plain = copy.deepcopy(model)
-    eager = step(plain, plain, batch)
-    ours = step(fc.compile(model, backend="interpret", strict=True), model, batch)
-    found = ratios(ours, eager, truth, dtype)
-    assert {n for n, p in model.named_parameters() if p.requires_grad} >= {
-        n.removeprefix("d ") for n in found if n.startswith("d ")
-    }
-    mean = math.exp(sum(map(math.log, found.values())) / len(found))
-    worst = max(found, key=lambda n: found[n])
-    assert mean <= CHANCE, {n: r for n, r in found.items() if r > CHANCE}
-    assert found[worst] <= FAR_OFF, (worst, found[worst])
+    fast = fc.compile(model, backend="interpret", strict=True)
+    draws = DRAWS.get(name, 1) if dtype is torch.bfloat16 else 1
+    means: list[float] = []
+    for draw in range(draws):
+        if draw:
+            drawn, batch = small(name, dropout=False)
+            model.load_state_dict(drawn.to(dtype).state_dict())
+            batch = cast(batch, dtype)
+        wide = exact(model)
+        truth = step(wide, wide, cast(batch, torch.float64))
+        plain = copy.deepcopy(model)
+        eager, ours = step(plain, plain, batch), step(fast, model, batch)
+        assert ours.tensors.keys() == eager.tensors.keys() == truth.tensors.keys()
+        assert_loss_is_that_of_its_logits(name, ours, batch)
+        assert all(t.dtype == eager.tensors[n].dtype for n, t in ours.tensors.items())
+        found = ratios_to_eager(ours.tensors, eager.tensors, truth.tensors)
+        assert draws > 1 or not {n: r for n, r in found.items() if r > chance(truth.tensors[n])}
+        means.append(statistics.fmean(map(math.log, found.values())))
+    smooth_16_bits = draws == 1 and dtype is torch.bfloat16
+    spread = SPREAD[name if draws > 1 else "smooth"] / math.sqrt(draws)
+    assert statistics.median(means) <= (0 if smooth_16_bits else 2 * spread), [math.exp(m) for m in means]
+    if name in WITHOUT_DROPOUT and dtype is torch.float32:
+        assert_eager_ops_are_golden(name, fast.plan, request)
 
 
 def loss_of(called: nn.Module, batch: Batch, seed: int) -> Tensor:
@@ -92,17 +151,20 @@ def loss_of(called: nn.Module, batch: Batch, seed: int) -> Tensor:
     return called(**batch).loss
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("llama", "mistral", "mixtral")])
-def test_dropout_draws_by_the_seed_and_its_gradient_is_that_of_its_loss(name: str) -> None:
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in WITHOUT_DROPOUT])
+def test_dropout_draws_by_the_seed_and_its_gradient_is_that_of_its_loss(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     """A difference quotient along the gradient tells whether backward has forward's masks.
 
     In float64, in which the loss and norms of some models still compute in float32: that bounds the step.
     """
     model, batch = small(name, batch=1, length=9)
     model, batch = model.double(), cast(batch, torch.float64)
-    fast = fc.compile(model, backend="interpret", strict=True)
+    fast: Any = fc.compile(model, backend="interpret", strict=True)
     loss = loss_of(fast, batch, seed=1)
     loss.backward()
+    assert_eager_ops_are_golden(name, fast.plan, request)
     with torch.no_grad():
         assert abs(loss - copy.deepcopy(model).eval()(**batch).loss) > 1e-4 * loss, "nothing was dropped"
     moves = [(p, p.grad.clone()) for p in model.parameters() if p.grad is not None]

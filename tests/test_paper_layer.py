@@ -2,9 +2,8 @@
 
 Ivanov et al. (MLSys 2021) fused BERT-large's encoder layer by hand. Each of their kernels is here by
 the ops that it must hold, and must be one cluster of the plan at the paper's sizes (batch 8, length
-512, fp16). Three things differ, all by what one pass can hold: Q, K and V are separate
-products here, so AIB and BAIB are one cluster each per projection; our norm's backward does in one
-pass what BSB and BLNRD did in two, with the bias gradient beside it; masks are not stored.
+512, fp16). Two things differ, both by what one pass can hold: our norm's backward does in one pass
+what BSB and BLNRD did in two, with the bias gradient beside it; masks are not stored.
 """
 
 from __future__ import annotations
@@ -36,9 +35,10 @@ class Must:
 
 SOFTMAX, PROBABILITIES = "torch.softmax(scores", BATCH * HEADS * LENGTH * LENGTH
 FORWARD = {
-    "AIB query": (Must("add", "self.query.bias"), Must("clone", "scores =")),
-    "AIB key": (Must("add", "self.key.bias"), Must("clone", "scores =")),
-    "AIB value": (Must("add", "self.value.bias"), Must("clone", "weights @ v")),
+    "AIB": (
+        Must("add", "self.query.bias"), Must("add", "self.key.bias"), Must("add", "self.value.bias"),
+        Must("clone", "scores =", ROWS * HIDDEN, 2), Must("clone", "weights @ v", ROWS * HIDDEN),
+    ),
     "SM": (
         Must("mul", "scores ="), Must("amax", SOFTMAX), Must("exp", SOFTMAX), Must("sum", SOFTMAX),
         Must("uniform", SOFTMAX), Must("ge", SOFTMAX), Must("mul", SOFTMAX, PROBABILITIES, 2),
@@ -75,9 +75,10 @@ BACKWARD = {
         Must("ge", SOFTMAX), Must("exp", SOFTMAX), Must("sum", SOFTMAX, BATCH * HEADS * LENGTH),
         Must("mul", "scores =", PROBABILITIES),
     ),
-    "BAIB query": (Must("sum", "self.query.bias", HIDDEN),),
-    "BAIB key": (Must("sum", "self.key.bias", HIDDEN),),
-    "BAIB value": (Must("sum", "self.value.bias", HIDDEN),),
+    "BAIB": (
+        Must("sum", "self.query.bias", HIDDEN), Must("sum", "self.key.bias", HIDDEN),
+        Must("sum", "self.value.bias", HIDDEN),
+    ),
     "BEI": (Must("add", "x @ self.weight", ROWS * HIDDEN, 3),),
 }  # fmt: skip
 

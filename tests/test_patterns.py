@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
 from fusion_compiler.dag import TensorMeta, build
 from fusion_compiler.errors import InvalidPatternError, RewriteNotEqualError
-from fusion_compiler.passes.match import find, traced_hints
+from fusion_compiler.passes import indexed, trace
+from fusion_compiler.passes.match import find
+from fusion_compiler.passes.trace import traced_gradient, traced_hint
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint
 from tests import models
 
@@ -100,9 +103,31 @@ def test_operands_of_commutative_operators_are_tried_both_ways() -> None:
 
 def test_matching_looks_only_where_the_operators_are() -> None:
     """Time is counted in comparisons: none for patterns whose operators do not occur."""
-    gm = torch.fx.experimental.proxy_tensor.make_fx(lambda x: torch.tanh(x) + x)(torch.randn(3))
-    hints = traced_hints(tuple(p for p in DEFAULT_PATTERNS if isinstance(p, ClusterHint)))
+    gm = make_fx(lambda x: torch.tanh(x) + x)(torch.randn(3))
+    hints = [
+        t(p) for p in DEFAULT_PATTERNS if isinstance(p, ClusterHint) for t in (traced_gradient, traced_hint)
+    ]
     assert find(hints, build(gm)) == ()
+
+
+@pytest.mark.parametrize("hint", DEFAULT_PATTERNS, ids=lambda hint: hint.name)
+def test_recording_a_pattern_gives_what_make_fx_traces(
+    hint: ClusterHint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ops(traced: trace.Traced) -> list[tuple[object, ...]]:
+        dag = traced.dag
+        kept = [op for op in map(dag.op, dag.order) if "alias" not in str(op.target)]
+        place = {op.name: i for i, op in enumerate(kept)}
+        read = [tuple(place[indexed.bare(dag, i)] for i in op.inputs) for op in kept]
+        return [(op.target, r, op.outputs, op.kwargs) for op, r in zip(kept, read, strict=True)]
+
+    def by_make_fx(run: Any, fakes: Any, table: Any) -> torch.fx.GraphModule:
+        return make_fx(run, table)(*fakes)
+
+    traces = (trace.traced_hint.__wrapped__, trace.traced_gradient.__wrapped__)
+    recorded = [ops(traced(hint)) for traced in traces]
+    monkeypatch.setattr(trace, "_recorded", by_make_fx)
+    assert recorded == [ops(traced(hint)) for traced in traces]
 
 
 def test_where_sees_shapes_dtypes_and_numbers() -> None:

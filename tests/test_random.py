@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusion_compiler.codegen.shorten import thresholds
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.interpreter import run_kernel
 from fusion_compiler.kernel import Argument, Kernel, Role
+from fusion_compiler.loops import COLS, Axis, Compute, Index, Load, LoopNest, Random, Ref, Store
 from fusion_compiler.partition import partition
 from fusion_compiler.random import merge_seeds, philox, seed, uniform
 
@@ -29,18 +32,20 @@ ONE_BY_ONE = """def kernel(seed_ptr, out_ptr):
     tl.store(out_ptr + tl.arange(0, 256), fm.uniform(tl.load(seed_ptr), i, {salt}))
 """
 BY_FOURS = """def kernel(seed_ptr, out_ptr):
-    c = tl.arange(0, 64)
-    lanes = fm.uniform4(tl.load(seed_ptr), c, {salt})
-    for k in tl.static_range(4):
-        tl.store(out_ptr + c * 4 + k, lanes[k])
+    numbers = fm.uniform_block(tl.load(seed_ptr), tl.arange(0, 64), {salt})
+    tl.store(out_ptr + tl.arange(0, 256), numbers)
 """
-TRITON_OWN = """def kernel(seed_ptr, out_ptr):
+IN_ROWS = """def kernel(seed_ptr, out_ptr):
+    row, quarter = tl.arange(0, 4)[:, None], tl.arange(0, 16)[None, :]
+    numbers = fm.uniform_block(tl.load(seed_ptr), row * 16 + quarter, {salt})
+    tl.store(out_ptr + row * 64 + tl.arange(0, 64)[None, :], numbers)
+"""
+TRITONS_WORDS = """def kernel(seed_ptr, out_ptr):
+    zero = tl.zeros([64], tl.uint32)
     c = tl.arange(0, 64)
-    a, b, c_, d = tl.rand4x(tl.load(seed_ptr), c)
-    tl.store(out_ptr + c * 4, a)
-    tl.store(out_ptr + c * 4 + 1, b)
-    tl.store(out_ptr + c * 4 + 2, c_)
-    tl.store(out_ptr + c * 4 + 3, d)
+    words = tl.philox(tl.load(seed_ptr), c.to(tl.uint32), zero, zero + {salt}, zero)
+    for k in tl.static_range(4):
+        tl.store(out_ptr + c * 4 + k, fm.fraction(words[k]))
 """
 
 
@@ -61,9 +66,8 @@ def test_kernel_and_eager_have_the_same_bits(key: int, salt: int) -> None:
     expected = uniform(words, [16, 16], salt).flatten()
     for index in ("int32", "int64"):
         assert torch.equal(interpret(ONE_BY_ONE.format(first=0, salt=salt, index=index), words), expected)
-    assert torch.equal(interpret(BY_FOURS.format(salt=salt), words), expected)
-    if salt == 0:
-        assert torch.equal(interpret(TRITON_OWN, words), expected)
+    for body in (BY_FOURS, IN_ROWS, TRITONS_WORDS):
+        assert torch.equal(interpret(body.format(salt=salt), words), expected)
 
 
 def test_elements_past_two_to_the_34() -> None:
@@ -72,9 +76,8 @@ def test_elements_past_two_to_the_34() -> None:
         "(tl.arange(0, 256) + {first}).to(tl.{index})", "tl.arange(0, 256).to(tl.int64) + {first}"
     )
     words = torch.stack(philox(key, torch.arange(64) + first // 4, 3), -1).flatten()
-    folded = torch.where(words > 2**31 - 1, 2**32 - 1 - words, words)
     got = interpret(body.format(first=first, salt=3), key)
-    torch.testing.assert_close(got.double(), folded.double() / 2**31, rtol=1e-6, atol=0)
+    assert torch.equal(got.double(), (words >> 8).double() / 2**24)
     assert not torch.equal(got, uniform(key, [256], 3))
 
 
@@ -102,9 +105,35 @@ def test_uniform_and_independent() -> None:
         assert abs(correlation) < 5 / n**0.5
 
 
-def test_largest_word_stays_below_one() -> None:
-    folded = torch.tensor(2**31 - 1)
-    assert folded.to(torch.float32) * 4.6566127342e-10 < 1
+@pytest.mark.parametrize(
+    "p", [2**-24, 0.1, 1 / 3, 0.5, 0.9, 1 - 2**-24, 5 * 2**-24, 1e-9, 0.0, 1.0, 2.0, -0.1]
+)
+@pytest.mark.parametrize("name", ["ge", "gt", "lt", "le"])
+def test_comparisons_of_words_decide_as_those_of_numbers_do(name: str, p: float) -> None:
+    """Also for the words on both sides of the threshold, which no sample would meet."""
+    aten = torch.ops.aten
+    index, compare = Index(0, ((0, 1),)), getattr(aten, name).Scalar
+    nodes = (
+        Load("seed", Index(0, ()), None, torch.int64),
+        Random(0, index, 0),
+        Compute(compare, (("self", Ref(1)), ("other", p)), torch.bool),
+    )
+    loops = LoopNest((Axis("col", 64, COLS),), nodes, (Store("out", index, 2),), ("seed", "uniform", "keep"))
+    short = thresholds(loops)
+    number, decision = short.nodes[1], short.nodes[2]
+    assert isinstance(number, Random) and isinstance(decision, Compute)
+    edge = int(p * 2**32)
+    words = torch.cat(
+        [torch.arange(edge - 600, edge + 600), torch.arange(300), 2**32 - 1 - torch.arange(300)]
+    )
+    words = words[(words >= 0) & (words < 2**32)]
+    exact = compare((words >> 8).float() * 2**-24, p)
+    if number.dtype is torch.uint32:
+        assert torch.equal(decision.target(words, dict(decision.operands)["other"]), exact)
+    else:
+        assert short == loops and not 2**-24 <= p < 1 - 2**-24
+    stored = replace(loops, stores=(*loops.stores, Store("numbers", index, 1)))
+    assert thresholds(stored) == stored, "the number itself is wanted"
 
 
 def test_seed_follows_manual_seed() -> None:

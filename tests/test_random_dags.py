@@ -8,11 +8,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+import fusion_compiler as fc
 from tests.dags import NAMES, WIDE, Dag, dags
 from tests.exactness import Compiled, not_as_close, rounding_noise, wide
 
@@ -82,6 +84,37 @@ def test_every_schedule(dag: Dag) -> None:
     for cramped, schedule in itertools.product((False, True), range(4)):
         compiled = Compiled(dag, schedule, cramped)
         check(dag, compiled(*inputs), inputs)
+
+
+LARGE = ((2, 17000), (3, 1, 20000), (17000, 2), (1, 33000), (70, 3, 90), (600, 40), (5, 3000))
+
+
+@given(dags(most_steps=6, shapes=LARGE))
+@profile(10)
+def test_sizes_of_other_schedules(dag: Dag) -> None:
+    """Rows that no tile holds, many short ones, partial sums of many programs."""
+    inputs = dag.tensors()
+    check(dag, Compiled(dag)(*inputs), inputs)
+
+
+@given(dags())
+@profile(10)
+def test_symbolic_sizes(dag: Dag) -> None:
+    """Compiled for any size, at the sizes drawn and, where the program has a meaning there, at others."""
+    torch._dynamo.reset()
+    fast = fc.compile(dag.function(), backend="interpret", strict=True, dynamic=True)
+    for more in (0, 1, 3):
+        larger = replace(dag, inputs=tuple((_grown(s, more), d, f) for s, d, f in dag.inputs))
+        inputs = larger.tensors()
+        try:
+            dag(*inputs)
+        except (RuntimeError, IndexError):
+            continue
+        check(dag, fast(*inputs), inputs)
+
+
+def _grown(shape: tuple[int, ...], more: int) -> tuple[int, ...]:
+    return tuple(s + more if s > 1 else s for s in shape)
 
 
 @given(dags())

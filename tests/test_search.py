@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_compiler.dag import build
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import device_spec
-from fusion_compiler.passes.cluster import Search
+from fusion_compiler.passes.parts import Parts
+from fusion_compiler.passes.search import Search
 
 from .exhaustive import best_us
 
@@ -51,7 +52,7 @@ CASES: tuple[Callable[..., tuple[torch.Tensor, ...]], ...] = (
 def search_of(function: Callable[..., tuple[torch.Tensor, ...]]) -> Search:
     x, y = torch.empty(ROWS, COLS), torch.empty(ROWS, COLS)
     gm = make_fx(function, decomposition_table=decomposition_table(), tracing_mode="fake")(x, y)
-    return Search(build(gm), device_spec("h200"), {}, rounded=False)
+    return Search(Parts(build(gm), device_spec("h200"), {}, rounded=False))
 
 
 @pytest.mark.parametrize("function", CASES, ids=lambda f: f.__name__)

@@ -215,6 +215,28 @@ def test_many_kernels_are_compiled_in_processes(triton_cache: Path) -> None:
     reasons = compile_builds(many, workers=2)
     assert set(reasons) == {wrong} and "no_such" in reasons[wrong]
     assert all(is_cached(build) for build in many if build != wrong)
+    served = builds._servers._server
+    assert served is not None
+    assert compile_builds([fresh_build(7), fresh_build(8)], workers=2) == {}
+    assert builds._servers._server is served, "a server that runs is asked again, also for few"
+    served._process.kill()
+    served._process.wait()
+    later = [fresh_build(60 + i) for i in range(12)]
+    assert compile_builds(later, workers=2) == {} and all(map(is_cached, later))
+    builds._servers.stop()
+
+
+def test_a_server_is_started_ahead_and_ends_with_its_input(triton_cache: Path) -> None:
+    if builds._cores() < 2:
+        pytest.skip("one core")
+    builds.prepare()
+    server = builds._servers._server
+    assert server is not None and builds._servers.is_ready(builds._cores())
+    assert server._process.stdin is not None
+    server._process.stdin.close()
+    assert server._process.wait(30) == 0
+    assert not builds._servers.is_ready(builds._cores())
+    builds._servers.stop()
 
 
 def test_few_kernels_are_compiled_here(triton_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,5 +63,3 @@ def _is_elementwise(node: fx.Node) -> bool:
         return False
     spec = spec_of(node.target)
     return spec is not None and spec.kind is Kind.ELEMENTWISE and node.target is not _aten.clone.default
-
-

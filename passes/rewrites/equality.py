@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_compiler.errors import InvalidPatternError, RewriteNotEqualError
-from fusion_compiler.passes.match import apart
+from fusion_compiler.passes.trace import apart
 from fusion_compiler.patterns import Rewrite
 
 TOLERANCE = 1e-8  # of the largest result; float64 keeps sixteen digits

@@ -19,11 +19,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.dag import OpDag, build
 from fusion_compiler.errors import PatternConflictError
-from fusion_compiler.passes.match import Match, bare, find, is_cast_or_alias, traced_whole
+from fusion_compiler.passes.indexed import bare, is_cast_or_alias
+from fusion_compiler.passes.match import Match, find
 from fusion_compiler.passes.rewrites import record
 from fusion_compiler.passes.rewrites.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
 from fusion_compiler.passes.rewrites.record import Notes, RewriteNote
 from fusion_compiler.passes.rewrites.user_operator import operator_of
+from fusion_compiler.passes.trace import traced_whole
 from fusion_compiler.patterns import Pattern, Rewrite, UserKernel
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fusion_compiler.errors import KernelError
-from fusion_compiler.passes.match import traced_whole
+from fusion_compiler.passes.trace import traced_whole
 from fusion_compiler.patterns import USER_NAMESPACE, UserKernel
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
-from benchmarks.clusters import CASES, Case
+from benchmarks.case import Case
+from benchmarks.clusters import CASES
 from benchmarks.kernels import leaves, run, truth_of
 from benchmarks.timing import device_time
 from tests.test_clusters import MORE

@@ -37,12 +37,11 @@ def test_results_and_every_gradient_are_as_close_as_eagers(workload: Workload) -
     del wide
     model, batch = workload.make(CUDA)
     ours = results_of(model, fc.compile(model), batch, workload.train, gradient)
-    # Rounding differs along the whole model, and the errors in one tensor are not independent: one
-    # tensor may be luckier in eager, all together may not. A term that is missing is far above 2.
     found = compare(ours, eager, exact)
     assert "missing" not in found, found
-    assert found["error_to_eager"] <= 1.05, found
-    assert found["worst_error_to_eager"] <= 2, found
+    # Eager rounds more often; where it does not, the mean of some dozen tensors is off by this much.
+    assert found["error_to_eager"] <= 1.02, found
+    assert not found["beyond_chance"], found
 
 
 def peak(

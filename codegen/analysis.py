@@ -1,0 +1,336 @@
+"""What a tile program is made of, as the templates and the printer ask, and how it can run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+import torch
+from torch.utils._sympy.functions import FloorDiv
+
+from fusion_compiler.dims import Dim, hint, product
+from fusion_compiler.loops import (
+    COLS,
+    ROWS,
+    Compute,
+    Constant,
+    Coordinate,
+    Load,
+    LoopNest,
+    Node,
+    Random,
+    Reduce,
+    Ref,
+    groups_of,
+    operands_of,
+    renumber,
+    renumber_index,
+    store_operands,
+)
+
+aten = torch.ops.aten
+
+
+class Cols(StrEnum):
+    WHOLE = "whole"
+    GRID = "grid"
+    LOOP = "loop"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a tile program runs.
+
+    block_rows, block_cols: tile extents, powers of two. cols: how the columns are covered.
+    programs: number of programs that share the rows in a loop; None is one block a program.
+    splits: programs that share a row, each with consecutive columns of it; they run at the same time and
+    exchange what they reduced, in 32 bits. With one row a block, and not in a loop over rows: that would wait
+    in every round.
+    """
+
+    block_rows: int
+    block_cols: int
+    cols: Cols
+    programs: int | None = None
+    num_warps: int = 4
+    num_stages: int = 1
+    splits: int = 1
+
+    def __str__(self) -> str:
+        split = f" of {self.splits} parts" if self.splits > 1 else ""
+        loop = f", {self.programs} programs" if self.programs else ""
+        stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
+        tile = f"{self.block_rows} x {self.block_cols} {self.cols}{split}"
+        return f"{tile}{loop}, {self.num_warps} warps{stages}"
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether a reduction along the row takes a pass of its own: the tile is not the whole row."""
+        return self.cols is Cols.LOOP or self.splits > 1
+
+
+class Analysis:
+    """What the printer and the templates ask of a tile program."""
+
+    def __init__(self, loops: LoopNest) -> None:
+        self.loops = loops
+        self.groups = groups_of(loops)
+        self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in (ROWS, COLS)}
+        self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}  # axes are sorted: rows, then cols
+
+    def size(self, group: str) -> Dim:
+        return product(a.size for a in self.axes[group])
+
+    @cached_property
+    def contiguous(self) -> dict[str, int]:
+        """How many full-size accesses are contiguous along the rows, and along the columns."""
+        votes = {ROWS: 0, COLS: 0}
+        indices = [n.index for n in self.loops.nodes if isinstance(n, Load)]
+        for index in [*indices, *(s.index for s in self.loops.stores)]:
+            groups = {self.loops.axes[k].group for k, _ in index.terms if k >= 0}
+            for key, coeff in index.terms:
+                if key >= 0 and coeff == 1 and groups == {ROWS, COLS}:
+                    votes[self.loops.axes[key].group] += 1
+        return votes
+
+    @property
+    def tall(self) -> bool:
+        """Whether most full-size accesses are contiguous along the rows: a tile needs several of them."""
+        return self.contiguous[ROWS] > self.contiguous[COLS]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some full-size accesses are contiguous along the rows and some along the columns."""
+        return self.contiguous[ROWS] > 0 and self.contiguous[COLS] > 0
+
+    @cached_property
+    def reductions(self) -> tuple[int, ...]:
+        return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce))
+
+    @cached_property
+    def across_rows(self) -> tuple[int, ...]:
+        """Reductions over the rows: complete only when every program is done."""
+        return tuple(i for i in self.reductions if ROWS in self.over(i))
+
+    def over(self, node: int) -> frozenset[str]:
+        reduce = self.loops.nodes[node]
+        assert isinstance(reduce, Reduce)
+        return reduce.over
+
+    @cached_property
+    def finish(self) -> frozenset[int]:
+        """Nodes that wait for a reduction over the rows."""
+        late = set(self.across_rows)
+        for i, node in enumerate(self.loops.nodes):
+            if any(o in late for o in operands_of(node)):
+                late.add(i)
+        return frozenset(late)
+
+    @cached_property
+    def ends_in_a_row(self) -> bool:
+        """Whether what follows the sums over rows is a row rather than one element."""
+        stored = (s.index for s in self.loops.stores if s.value in self.finish)
+        axes = (self.loops.axes[k] for index in stored for k, _ in index.terms if k >= 0)
+        return any(a.group == COLS for a in axes) or any(COLS in self.groups[i] for i in self.finish)
+
+    @cached_property
+    def online(self) -> dict[int, int]:
+        """sum(exp(x - max(x))): the sum's node -> the max's (Milakov and Gimelshein, 2018)."""
+        nodes = self.loops.nodes
+        pairs: dict[int, int] = {}
+        for number in self.reductions:
+            reduce = nodes[number]
+            assert isinstance(reduce, Reduce)
+            power = nodes[reduce.operand]
+            if (
+                reduce.combine != "sum"
+                or not isinstance(power, Compute)
+                or power.target is not aten.exp.default
+            ):
+                continue
+            centred = operand_of(power, "self")
+            minus = nodes[centred] if centred is not None else None
+            if (
+                not isinstance(minus, Compute)
+                or minus.target is not aten.sub.Tensor
+                or dict(minus.operands).get("alpha", 1) != 1
+            ):
+                continue
+            value, top = operand_of(minus, "self"), operand_of(minus, "other")
+            peak = nodes[top] if top is not None else None
+            if (
+                isinstance(peak, Reduce)
+                and peak.combine == "max"
+                and peak.operand == value
+                and peak.over == reduce.over == frozenset({COLS})
+            ):
+                assert top is not None
+                pairs[number] = top
+        return pairs
+
+    @cached_property
+    def moments(self) -> dict[int, tuple[int, int]]:
+        """sum((x - mean)^2): the sum's node -> (sum(x), mean), where that sum serves the mean alone."""
+        users = Counter(o for n in self.loops.nodes for o in operands_of(n))
+        users.update(o for s in self.loops.stores for o in store_operands(s))
+        found: dict[int, tuple[int, int]] = {}
+        for number in self.reductions:
+            pair = self._mean_of_squares(number)
+            if pair is not None and users[pair[0]] == 1 and pair not in found.values():
+                found[number] = pair
+        return found
+
+    def _mean_of_squares(self, number: int) -> tuple[int, int] | None:
+        """(sum(x), mean) where a reduction is sum((x - mean)^2)."""
+        nodes, width = self.loops.nodes, self.size(COLS)
+        reduce = nodes[number]
+        assert isinstance(reduce, Reduce)
+        square = nodes[reduce.operand]
+        if reduce.combine != "sum" or not isinstance(square, Compute) or not isinstance(width, int):
+            return None
+        given = dict(square.operands)
+        times_itself = square.target is aten.mul.Tensor and given["self"] == given["other"]
+        if not times_itself and (square.target is not aten.pow.Tensor_Scalar or given["exponent"] != 2):
+            return None
+        off = operand_of(square, "self")
+        minus = nodes[off] if off is not None else None
+        if not isinstance(minus, Compute) or minus.target is not aten.sub.Tensor:
+            return None
+        value, middle = operand_of(minus, "self"), operand_of(minus, "other")
+        mean = nodes[middle] if middle is not None else None
+        if not isinstance(mean, Compute) or dict(minus.operands).get("alpha", 1) != 1:
+            return None
+        total = operand_of(mean, "self")
+        if total is None or nodes[total] != replace(reduce, operand=value):
+            return None
+        assert middle is not None
+        share = self._number(dict(mean.operands).get("other"))
+        divided = mean.target is aten.div.Tensor and share == width
+        scaled = mean.target is aten.mul.Tensor and share == 1 / width
+        return (total, middle) if divided or scaled else None
+
+    def _number(self, operand: object) -> object:
+        """An operand's value where it is known."""
+        node = self.loops.nodes[operand.node] if isinstance(operand, Ref) else None
+        return node.value if isinstance(node, Constant) else operand
+
+    @cached_property
+    def level(self) -> tuple[int, ...]:
+        """How many passes over the columns a node needs behind it."""
+        levels: list[int] = []
+        for i, node in enumerate(self.loops.nodes):
+            depth = max((levels[o] for o in operands_of(node)), default=0)
+            if i in self.online:
+                depth = levels[self.online[i]]
+            elif i in self.moments:
+                depth = levels[self.moments[i][0]]
+            elif isinstance(node, Reduce) and COLS in node.over:
+                depth += 1
+            levels.append(depth)
+        return tuple(levels)
+
+    @cached_property
+    def nan_safe_max(self) -> frozenset[int]:
+        """Maxima whose NaN reaches every store through the online sum anyway."""
+        users = self._reach()
+        safe: set[int] = set()
+        for total, peak in self.online.items():
+            stores = {s.buffer for s in self.loops.stores if s.value in users[peak]}
+            if stores and all(s.value in users[total] for s in self.loops.stores if s.buffer in stores):
+                safe.add(peak)
+        return frozenset(safe)
+
+    def _reach(self) -> list[set[int]]:
+        reach: list[set[int]] = [{i} for i in range(len(self.loops.nodes))]
+        for i in range(len(self.loops.nodes) - 1, -1, -1):
+            for operand in operands_of(self.loops.nodes[i]):
+                reach[operand] |= reach[i]
+        return reach
+
+    def rough(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
+        """float32 values of which nothing but 16-bit results is made; dtypes: of the buffers.
+
+        What is rounded within the kernel (numerics="eager") is to have eager's bits: none of that.
+        """
+        nodes = self.loops.nodes
+        exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
+        exact |= {
+            i for i, n in enumerate(nodes) if isinstance(n, Compute) and dict(n.operands).get("rounding")
+        }
+        exact |= {
+            s.value for s in self.loops.stores if dtypes[s.buffer] not in (torch.float16, torch.bfloat16)
+        }
+        for i in range(len(nodes) - 1, -1, -1):
+            if i in exact:
+                exact.update(operands_of(nodes[i]))
+        return frozenset(range(len(nodes))) - exact
+
+    @cached_property
+    def furthest(self) -> int:
+        """The largest element offset of any access; -1 where a size is only known at run time."""
+        worst = 0
+        indices = [n.index for n in self.loops.nodes if isinstance(n, Load | Coordinate | Random)]
+        for index in [*indices, *(s.index for s in self.loops.stores)]:
+            reach = index.const
+            for key, coeff in index.terms:
+                if key < 0:
+                    continue
+                reach = reach + coeff * (self.loops.axes[key].size - 1)
+            if not isinstance(reach, int):
+                return -1
+            worst = max(worst, reach)
+        return max(worst, hint(self.size(ROWS)) * hint(self.size(COLS)))
+
+
+def ceil_div(a: Dim, b: int) -> Dim:
+    if isinstance(a, int):
+        return -(-a // b)
+    return a if b == 1 else FloorDiv(a + (b - 1), b)  # type: ignore[return-value]
+
+
+def part_cols(a: Analysis, s: Schedule) -> Dim:
+    """How many columns each of the programs that share a row takes, a multiple of the block."""
+    return product((ceil_div(a.size(COLS), s.splits * s.block_cols), s.block_cols))
+
+
+def along_rows_first(loops: LoopNest) -> LoopNest:
+    """Every reduction over both groups as one along the row and one over the rows, with what it reads.
+
+    Passes over the columns never hold a whole row, so that what is reduced has to be gone with each block.
+    """
+    numbers: dict[int, int] = {}
+    nodes: list[Node] = []
+    names: list[str] = []
+    for i, node in enumerate(loops.nodes):
+        node = renumber(node, numbers)
+        if isinstance(node, Reduce) and node.over == frozenset({ROWS, COLS}):
+            nodes.append(replace(node, over=frozenset({COLS})))
+            names.append(loops.names[i])
+            node = replace(node, operand=len(nodes) - 1, over=frozenset({ROWS}))
+        numbers[i] = len(nodes)
+        nodes.append(node)
+        names.append(loops.names[i])
+    stores = tuple(
+        replace(
+            s,
+            index=renumber_index(s.index, numbers),
+            value=numbers[s.value],
+            within=None if s.within is None else numbers[s.within],
+        )
+        for s in loops.stores
+    )
+    return replace(loops, nodes=tuple(nodes), stores=stores, names=tuple(names))
+
+
+def accumulator_dtype(reduce: Reduce) -> torch.dtype:
+    """The dtype in which a reduction is accumulated and handed on."""
+    return torch.int32 if reduce.combine in ("any", "all") else reduce.dtype
+
+
+def operand_of(node: Compute, name: str) -> int | None:
+    """The node that one operand of an expression is; None for a literal."""
+    value = dict(node.operands).get(name)
+    return value.node if isinstance(value, Ref) else None

@@ -1,0 +1,301 @@
+"""Passes over the columns of rows that no tile holds whole: in blocks, and by several programs.
+
+There is one pass for each level of reductions that feed each other. It reads every column once; each of its
+reductions keeps a state that goes on with each block, is folded to one value a row, and, where several
+programs share the row, merged with theirs:
+
+    Plain      sum(x), max(x), ...             an accumulator for each lane of the block
+    Softmax    max(x), sum(exp(x - max))       one running maximum a row (Milakov and Gimelshein, 2018)
+    Moments    sum(x), sum((x - mean)^2)       one running mean a row (Chan, Golub and LeVeque, 1983)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fusion_compiler.codegen.analysis import Analysis, Cols, part_cols
+from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
+from fusion_compiler.codegen.printer import Printer
+from fusion_compiler.dims import product, quotient
+from fusion_compiler.loops import COLS, ROWS, Reduce, Store, operands_of, store_operands
+
+ALONG = frozenset({COLS})
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Any reduction by itself."""
+
+    total: int
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.total,)
+
+    def start(self, p: Printer) -> tuple[str, ...]:
+        return (p.start_accumulator(self.total, p.a.groups[_reduce(p, self.total).operand] | ALONG),)
+
+    def step(self, p: Printer, names: Sequence[str]) -> None:
+        p.accumulate(self.total, names[0], ALONG)
+
+    def single(self, p: Printer, names: Sequence[str]) -> None:
+        p.line(f"{names[0]} = {p.tile(self.total, ALONG)}")
+
+    def fold(self, p: Printer, names: Sequence[str]) -> None:
+        p.line(f"{names[0]} = {p.fold_cols(_reduce(p, self.total), names[0])}")
+
+    def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
+        p.line(f"{names[0]} = {p.fold_cols(_reduce(p, self.total), parts[0])}")
+
+    def bind(self, p: Printer, names: Sequence[str]) -> None:
+        p.env[self.total] = names[0]
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """sum(exp(x - max(x))) with its maximum; the sum is repaired whenever the maximum moves."""
+
+    peak: int
+    total: int
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.peak, self.total)
+
+    def start(self, p: Printer) -> tuple[str, ...]:
+        return tuple(p.start_accumulator(n, frozenset({ROWS})) for n in self.numbers)
+
+    def step(self, p: Printer, names: Sequence[str]) -> None:
+        top, total = names
+        p.line(f"x = {p.tile(self.peak, ALONG)}")
+        p.line(f"new_max = tl.maximum({top}, {p.along('tl.max', 'x')})")
+        p.line('shift = tl.where(new_max == float("-inf"), 0.0, new_max)')
+        p.line(f"{total} = {total} * tl.exp({top} - shift) + {p.along('tl.sum', 'tl.exp(x - shift)')}")
+        p.line(f"{top} = new_max")
+
+    def single(self, p: Printer, names: Sequence[str]) -> None:
+        top, total = names
+        p.line(f"x = {p.tile(self.peak, ALONG)}")
+        p.line(f"{top} = {p.along('tl.max', 'x')}")
+        p.line(f'shift = tl.where({top} == float("-inf"), 0.0, {top})')
+        p.line(f"{total} = {p.along('tl.sum', 'tl.exp(x - shift)')}")
+
+    def fold(self, p: Printer, names: Sequence[str]) -> None:
+        """The state is one value a row already."""
+
+    def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
+        top, total = names
+        tops, totals = parts
+        p.line(f"{top} = {p.along('tl.max', tops)}")
+        p.line(f'shift = tl.where({top} == float("-inf"), 0.0, {top})')
+        p.line(f"{total} = {p.along('tl.sum', f'{totals} * tl.exp({tops} - shift)')}")
+
+    def bind(self, p: Printer, names: Sequence[str]) -> None:
+        top, total = names
+        p.line(f'{total} = tl.where({top} == float("-inf"), float("nan"), {total})')
+        p.env[self.peak], p.env[self.total] = names
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The sum of squares around the mean, and the mean itself, which is all that the sum is used for."""
+
+    total: int
+    mean: int
+    squares: int
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.total, self.squares)
+
+    def start(self, p: Printer) -> tuple[str, ...]:
+        names = (p.fresh("mean"), p.fresh("squares"))
+        dtype = TRITON_TYPES[_reduce(p, self.squares).dtype]
+        for name in names:
+            p.line(f"{name} = tl.full({p.shape(frozenset({ROWS}))}, 0.0, {dtype})")
+        return names
+
+    def step(self, p: Printer, names: Sequence[str]) -> None:
+        mean, squares = names
+        self.block(p, "block_mean", "block_squares")
+        state = f"{mean}, {squares}, {_seen(p)}"
+        p.line(f"{mean}, {squares} = fm.merge_moments({state}, block_mean, block_squares, {_count(p)})")
+
+    def single(self, p: Printer, names: Sequence[str]) -> None:
+        self.block(p, *names)
+
+    def block(self, p: Printer, mean: str, squares: str) -> None:
+        p.line(f"x = {p.tile(self.total, ALONG)}")
+        p.line(f"{mean} = {p.along('tl.sum', 'x')} / {_count(p)}")
+        mask = p.mask(ALONG, None)
+        p.line(f"off = {f'tl.where({mask}, x - {mean}, 0.0)' if mask else f'x - {mean}'}")
+        p.line(f"{squares} = {p.along('tl.sum', 'off * off')}")
+
+    def fold(self, p: Printer, names: Sequence[str]) -> None:
+        """The state is one value a row already."""
+
+    def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
+        mean, squares = names
+        means, others = parts
+        p.line(f"counts = {_part_counts(p)}")
+        p.line(f"{mean} = {p.along('tl.sum', f'counts * {means}')} / {dim_text(p.a.size(COLS))}")
+        p.line(f"off = {means} - {mean}")
+        p.line(f"{squares} = {p.along('tl.sum', f'{others} + counts * off * off')}")
+
+    def bind(self, p: Printer, names: Sequence[str]) -> None:
+        p.env[self.mean], p.env[self.squares] = names
+
+
+Running = Plain | Softmax | Moments
+
+
+def running(a: Analysis, reductions: Sequence[int]) -> list[Running]:
+    """The states of one pass over the columns, in the order of the reductions."""
+    together: Mapping[int, Running] = {
+        **{total: Softmax(peak, total) for total, peak in a.online.items()},
+        **{squares: Moments(total, mean, squares) for squares, (total, mean) in a.moments.items()},
+    }
+    inner = {n for state in together.values() for n in state.numbers} - set(together)
+    return [together.get(n, Plain(n)) for n in reductions if n not in inner]
+
+
+def _reduce(p: Printer, number: int) -> Reduce:
+    reduce = p.loops.nodes[number]
+    assert isinstance(reduce, Reduce)
+    return reduce
+
+
+def mailbox(number: int) -> str:
+    """The scratch through which the programs of a row exchange a reduction's values."""
+    return f"mail_{number}"
+
+
+def print_passes(p: Printer) -> None:
+    """One block of rows: for each level its pass, with the stores that can be made then; row values last."""
+    reductions = [i for i in p.a.reductions if i not in p.a.finish]
+    stores = list(p.stores_of("main"))
+    by_row = [s for s in stores if COLS not in p.index_groups(s.index)]
+    full = [s for s in stores if s not in by_row]
+    levels = [p.a.level[i] for i in reductions] + [p.a.level[s.value] + 1 for s in full]
+    for number in range(max(levels, default=0)):
+        mine = [i for i in reductions if p.a.level[i] == number + 1]
+        writes = [s for s in full if p.a.level[s.value] == number]
+        p.last_pass = number == max(levels) - 1
+        if mine or writes:
+            states = running(p.a, mine)
+            names = _read_columns(p, states, writes)
+            if p.s.splits > 1 and states:
+                _exchange(p, states, names)
+            for state, own in zip(states, names, strict=True):
+                state.bind(p, own)
+    for store in by_row:
+        p.print_nodes(p.need(store_operands(store)))
+        p.store(store)
+
+
+def _read_columns(p: Printer, states: Sequence[Running], stores: Sequence[Store]) -> list[tuple[str, ...]]:
+    """A loop over this program's columns, or the tile where it holds them all; the folded states' names.
+
+    Where the blocks do not divide the row, its end is a block of its own, and no mask is in the loop.
+    """
+    first = [state.numbers[0] for state in states]  # what else a state needs it makes itself
+    wanted = [o for i in first for o in operands_of(p.loops.nodes[i])]
+    wanted += [o for s in stores for o in store_operands(s)]
+    p.print_nodes(i for i in p.need(wanted) if COLS not in p.a.groups[i])
+    if p.s.cols is Cols.LOOP:
+        names = [state.start(p) for state in states]
+        loop, end = _blocks(p)
+        with p.scope(loop):
+            p.cols_at("start", inside=end is not None)
+            _one_block(p, states, names, wanted, stores)
+        if end is not None:
+            with p.scope(end[0]):
+                p.cols_at(end[1])
+                _one_block(p, states, names, wanted, stores)
+    else:
+        names = [tuple(p.fresh(p.base_of(n)) for n in state.numbers) for state in states]
+        p.print_nodes(p.need(wanted))
+        for state, own in zip(states, names, strict=True):
+            state.single(p, own)
+        for store in stores:
+            p.store(store)
+    for state, own in zip(states, names, strict=True):
+        state.fold(p, own)
+    return names
+
+
+def _one_block(
+    p: Printer,
+    states: Sequence[Running],
+    names: Sequence[Sequence[str]],
+    wanted: Sequence[int],
+    stores: Sequence[Store],
+) -> None:
+    """The body of the loop over columns."""
+    p.print_nodes(p.need(wanted))
+    for state, own in zip(states, names, strict=True):
+        state.step(p, own)
+    for store in stores:
+        p.store(store)
+
+
+def _blocks(p: Printer) -> tuple[str, tuple[str | None, str] | None]:
+    """The header of the loop over this program's columns; header and start of the block at the row's end."""
+    size, block, stages = p.a.size(COLS), p.s.block_cols, p.stages()
+    full = size
+    end: tuple[str | None, str] | None = None
+    if isinstance(size, int) and size > block and size % block:
+        full = size // block * block
+        end = (None, str(full))
+    if p.s.splits == 1:
+        return f"for start in tl.range(0, {dim_text(full)}, {block}{stages}):", end
+    part = part_cols(p.a, p.s)
+    last = f"first_col + {dim_text(part)}"
+    if end is not None:
+        end = (f"if {last} > {full}:", str(full))
+    if quotient(size, product((part, p.s.splits))) is None:
+        last = f"tl.minimum({last}, {dim_text(full)})"
+    return f"for start in tl.range(first_col, {last}, {block}{stages}):", end
+
+
+def _seen(p: Printer) -> str:
+    """How many columns of its part a program has been through before the block at hand."""
+    assert p.col_start is not None  # a pass begins somewhere
+    return p.col_start if p.s.splits == 1 else f"{p.col_start} - first_col"
+
+
+def _count(p: Printer) -> str:
+    """How many columns the block at hand has."""
+    if p.col_mask is None:
+        return str(p.s.block_cols)
+    assert p.col_start is not None  # a pass begins somewhere
+    end = f"{p.col_start} + {p.s.block_cols}"
+    return f"(tl.minimum({end}, {dim_text(p.a.size(COLS))}) - {p.col_start})"
+
+
+def _part_counts(p: Printer) -> str:
+    """How many columns each part of a row has, as float32."""
+    size, part = p.a.size(COLS), part_cols(p.a, p.s)
+    left = f"{dim_text(size)} - parts * {dim_text(part)}"
+    return f"tl.maximum(tl.minimum({left}, {dim_text(part)}), 0).to(tl.float32)"
+
+
+def _exchange(p: Printer, states: Sequence[Running], names: Sequence[Sequence[str]]) -> None:
+    """Every program of a row sends its values to the others, waits for theirs, and merges all."""
+    splits = p.s.splits
+    p.line(f"parts = tl.arange(0, {1 << (splits - 1).bit_length()})")
+    letters: list[tuple[int, str]] = []
+    for state, own in zip(states, names, strict=True):
+        for number, name in zip(state.numbers, own, strict=True):
+            value = f"{name}.to(tl.int32)" if _reduce(p, number).combine in ("any", "all") else name
+            mail = f"{p.pointers[mailbox(number)]} + row * {splits * splits}"
+            letters.append((number, f"{mail}, {value}, part, parts, {splits}"))
+    for _, letter in letters:
+        p.line(f"fm.send({letter})")
+    theirs: dict[int, str] = {}
+    for number, letter in letters:
+        theirs[number] = p.fresh(f"all_{p.base_of(number)}")
+        p.line(f"{theirs[number]} = fm.receive({letter}, {p.neutral(_reduce(p, number))})")
+    for state, own in zip(states, names, strict=True):
+        state.merge(p, own, [theirs[number] for number in state.numbers])

@@ -1,0 +1,68 @@
+"""Independent clusters that are relatives share a launch: a small kernel costs little more than one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import sympy
+
+from fusion_compiler.dims import hint, product
+from fusion_compiler.loops import COLS, LoopNest, Reduce
+from fusion_compiler.ops import Kind
+from fusion_compiler.passes.parts import Part
+from fusion_compiler.passes.search import Search
+
+MOST = 4  # clusters in one launch
+SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
+
+
+def launches(search: Search) -> list[list[Part]]:
+    """The parts of a finished search, those that share a launch together."""
+    groups: list[list[int]] = []
+    for number in sorted(search.parts):
+        home = next((g for g in groups if _fits(search, g, number)), None)
+        if home is None:
+            groups.append([number])
+        else:
+            home.append(number)
+            search.reach.join(home[0], number)
+    return [[search.parts[n] for n in g] for g in groups]
+
+
+def _fits(search: Search, group: Sequence[int], number: int) -> bool:
+    """Whether a part may run beside a group: small, scheduled alike, relatives, no path either way."""
+    if len(group) >= MOST or search.reach.path(group[0], number):
+        return False
+    part, members = search.parts[number], [search.parts[n] for n in group]
+    if any(p.cost.us > SMALL_US for p in (part, *members)):
+        return False
+    hints = search.space.hints
+    alike = style(part.loops, hints) == style(members[0].loops, hints)
+    return alike and any(_related(search, part, other) for other in members)
+
+
+def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset[str], int]:
+    """What decides how many warps a program has and what each of them keeps.
+
+    A launch has one number of warps, and the registers of its hungriest part for all. Programs that
+    reduce nothing, or only over rows, hold tiles of a size that codegen chooses; those that reduce
+    along rows hold whole rows, so these have to be as wide as each other, up to a factor of two.
+    """
+    over = frozenset[str]().union(*(n.over for n in loops.nodes if isinstance(n, Reduce)))
+    width = hint(product(a.size for a in loops.axes if a.group == COLS), hints) if COLS in over else 1
+    return over, max(0, width - 1).bit_length()
+
+
+def _related(search: Search, a: Part, b: Part) -> bool:
+    """They share a source or a reader, directly or behind the library calls that they read or feed."""
+    for around in (search.space.read_by, search.space.readers_of):
+        mine, theirs = around(a), around(b)
+        if mine & theirs or _behind(search, mine) & _behind(search, theirs):
+            return True
+    return False
+
+
+def _behind(search: Search, names: set[str]) -> set[str]:
+    """Sources of the library calls among some ops: the projections of one input are siblings."""
+    calls = [n for n in names if search.dag.op(n).kind is Kind.CONTRACTION]
+    return {s for n in calls for s in search.reads.sources[n]}

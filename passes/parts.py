@@ -1,0 +1,289 @@
+"""The ops of a graph as the search sees them: which of them kernels can hold, and what a set of them costs.
+
+Every fusible op starts as a part of its own. Ops that cost less to compute again than to read (constants,
+index arithmetic, widening casts) belong to every part that reads them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from fusion_compiler.dag import Op, OpDag
+from fusion_compiler.device import DeviceSpec
+from fusion_compiler.dims import Dim, hint, numel, product
+from fusion_compiler.loops import Load, LoopNest
+from fusion_compiler.ops import Kind, spec_of
+from fusion_compiler.passes import layout
+from fusion_compiler.passes.cost import BufferInfo, cost_of
+from fusion_compiler.passes.legality import first_refusal
+from fusion_compiler.passes.lower import lower
+from fusion_compiler.passes.memo import Memo
+from fusion_compiler.passes.simplify import simplify
+from fusion_compiler.passes.space import Illegal
+from fusion_compiler.patterns import USER_NAMESPACE
+from fusion_compiler.plan import Cost, Leftover
+
+FUSIBLE = frozenset({Kind.ELEMENTWISE, Kind.REDUCTION, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT})
+REASONS = {Kind.CONTRACTION: "library call"}
+SEEDS: dict[object, str] = {
+    torch.ops.fusion_compiler.seed.default: "draws the seed from PyTorch's generator, once a graph"
+}
+L2_SHARE = 0.25  # of L2 that a tensor may fill and still be there when the next kernel reads it
+
+
+@dataclass(frozen=True)
+class Part:
+    """A cluster while the search runs. ops in topological order, outputs among them.
+
+    kept: ops that others compute again but that this part alone has to store.
+    """
+
+    ops: tuple[str, ...]
+    kept: frozenset[str]
+    outputs: tuple[str, ...]
+    loops: LoopNest
+    cost: Cost
+    unfused_us: float
+
+
+class Reads:
+    """Who reads whom once views are looked through."""
+
+    def __init__(self, dag: OpDag) -> None:
+        self.dag = dag
+        self.position = {name: i for i, name in enumerate(dag.order)}
+        self.sources: dict[str, tuple[str, ...]] = {}
+        self.users: dict[str, list[str]] = {name: [] for name in dag.order}
+        for name in dag.order:
+            sources = tuple(dict.fromkeys(self.base(i) for i in dag.op(name).inputs))
+            self.sources[name] = sources
+            if not layout.is_view(dag.op(name)):
+                for source in sources:
+                    self.users[source].append(name)
+        self.returned = frozenset(self.base(o) for o in dag.outputs)
+
+    def base(self, name: str) -> str:
+        """The op whose result a chain of views shows."""
+        while layout.is_view(self.dag.op(name)):
+            name = self.dag.op(name).inputs[0]
+        return name
+
+
+class Parts:
+    """The ops of one graph on one device.
+
+    owned: ops that kernels compute. again: those of them that every reader computes for itself.
+    first: the part of each op that needs a result in memory, by its position in the graph.
+    leftovers: ops that stay ATen calls.
+    """
+
+    def __init__(
+        self, dag: OpDag, device: DeviceSpec, hints: Mapping[sympy.Symbol, int], rounded: bool
+    ) -> None:
+        self.dag, self.device, self.hints, self.rounded = dag, device, hints, rounded
+        self.reads = Reads(dag)
+        self.infos: dict[str, BufferInfo] = {}
+        self.leftovers: list[Leftover] = []
+        self.memo: dict[tuple[tuple[str, ...], frozenset[str]], Part | Illegal] = {}
+        self.priced = Memo(dag, self.price)
+        self.again = frozenset(n for n in dag.order if self.fusible(dag.op(n)) and self.cheap(dag.op(n)))
+        self.first: dict[int, Part] = {}
+        self.start()
+
+    def fusible(self, op: Op) -> bool:
+        return (
+            op.kind in FUSIBLE
+            and not layout.is_view(op)
+            and len(op.outputs) == 1
+            and spec_of(op.target) is not None
+        )
+
+    def cheap(self, op: Op) -> bool:
+        """Whether computing it again costs no more than reading it: one tensor at most, not wider; random
+        numbers, which take half the time in which memory delivers their four bytes."""
+        if op.kind is Kind.RANDOM:
+            return True
+        if op.kind is Kind.REDUCTION:
+            return False
+        spec = spec_of(op.target)
+        tensors = [m for i in op.inputs for m in self.dag.op(i).outputs]
+        if spec is None or spec.special > 0 or spec.flops > 2 or len(tensors) > 1:
+            return False
+        out = op.outputs[0]
+        return all(
+            m.dtype.itemsize <= out.dtype.itemsize and numel(m.shape) <= numel(out.shape) for m in tensors
+        )
+
+    def info(self, name: str) -> BufferInfo:
+        found = self.infos.get(name)
+        if found is None:
+            op = self.dag.op(name)
+            meta = op.outputs[0]
+            count = self.count(meta.shape)
+            made_here = op.target not in ("placeholder", "get_attr")
+            near = made_here and count * meta.dtype.itemsize < L2_SHARE * self.device.l2_bytes
+            found = self.infos[name] = BufferInfo(product(meta.shape), meta.dtype.itemsize, near)
+        return found
+
+    def count(self, shape: tuple[Dim, ...]) -> int:
+        return hint(product(shape), self.hints)
+
+    def part(self, ops: tuple[str, ...], kept: frozenset[str] = frozenset()) -> Part:
+        """Lower, check and price a set of ops. Raises Illegal."""
+        known = self.memo.get((ops, kept))
+        if known is None:
+            try:
+                known = self._part(ops, kept)
+            except Illegal as error:
+                known = error
+            self.memo[ops, kept] = known
+        if isinstance(known, Illegal):
+            raise known
+        return known
+
+    def _part(self, ops: tuple[str, ...], kept: frozenset[str]) -> Part:
+        inside = set(ops)
+        outputs = tuple(
+            n for n in ops if n in kept or (n not in self.again and self.escapes(n, inside, kept))
+        )
+        if not outputs:
+            raise Illegal("dead", "nothing reads it")
+        loops, cost = self.priced(ops, outputs)
+        return Part(ops, kept, outputs, loops, cost, cost.us)
+
+    def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
+        """The tile program of a set of ops, and what it takes. Raises Illegal."""
+        loops = simplify(lower(self.dag, ops, outputs, round_like_eager=self.rounded))
+        refusal = first_refusal(loops, self.device)
+        if refusal is not None:
+            raise Illegal(*refusal)
+        buffers = {n.buffer: self.info(n.buffer) for n in loops.nodes if isinstance(n, Load)}
+        buffers |= {s.buffer: self.info(s.buffer) for s in loops.stores}
+        return loops, cost_of(loops, self.device, buffers, self.hints)
+
+    def escapes(self, name: str, inside: set[str], kept: frozenset[str]) -> bool:
+        """Whether anything outside reads a value, or computes again what reads it."""
+        return name in self.reads.returned or any(
+            user not in inside or (user in self.again and self.elsewhere(user, inside, kept))
+            for user in self.reads.users[name]
+        )
+
+    def elsewhere(self, name: str, inside: set[str], kept: frozenset[str]) -> bool:
+        """Whether a part other than this one computes `name` (again)."""
+        if self.must_exist(name) and name not in kept:
+            return True
+        return any(
+            user in self.owned
+            and (user not in inside or (user in self.again and self.elsewhere(user, inside, kept)))
+            for user in self.reads.users[name]
+        )
+
+    def must_exist(self, name: str) -> bool:
+        """Whether something that cannot compute it again reads a value."""
+        return name in self.reads.returned or any(u not in self.owned for u in self.reads.users[name])
+
+    def closure(self, name: str) -> tuple[str, ...]:
+        """An op with all that is computed again for it, in topological order."""
+        found, stack = {name}, [name]
+        while stack:
+            for source in self.reads.sources[stack.pop()]:
+                if source in self.again and source not in found:
+                    found.add(source)
+                    stack.append(source)
+        return self.ordered(found)
+
+    def union(self, parts: Iterable[Part]) -> Part:
+        """All ops of some parts as one. Raises Illegal."""
+        parts = tuple(parts)
+        names = {name for part in parts for name in part.ops}
+        return self.part(self.ordered(names), frozenset[str]().union(*(p.kept for p in parts)))
+
+    def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
+        """In topological order."""
+        return tuple(sorted(names, key=self.reads.position.__getitem__))
+
+    def bytes(self, name: str) -> int:
+        info = self.info(name)
+        return hint(info.numel, self.hints) * info.itemsize
+
+    def read_by(self, part: Part) -> set[str]:
+        return {s for op in part.ops for s in self.reads.sources[op] if s not in part.ops}
+
+    def readers_of(self, part: Part) -> set[str]:
+        return {user for name in part.outputs for user in self.reads.users[name]}
+
+    def recompute(self, chain: frozenset[str]) -> Callable[[], None]:
+        """Let every reader of some ops compute them itself; returns what undoes that."""
+        before = self.again, self.memo
+
+        def undo() -> None:
+            self.again, self.memo = before
+
+        self.again, self.memo = self.again | chain, {}
+        return undo
+
+    # -- the parts that the search starts with ---------------------------------------------------------
+
+    def start(self) -> None:
+        """One part for every op that needs a result in memory."""
+        order = [n for n in self.dag.order if n not in self.dag.inputs and not layout.is_view(self.dag.op(n))]
+        self.owned = {n for n in order if self.fusible(self.dag.op(n))}
+        devices = {n: m.device for n in order for m in self.dag.op(n).outputs[:1]}
+        for name in list(order):
+            op = self.dag.op(name)
+            if name not in self.owned and op.target is not operator.getitem and op.outputs:
+                reason = "a kernel of the user's" if _is_users(op) else "no row in the operator table"
+                self.leave(op, REASONS.get(op.kind) or SEEDS.get(op.target, reason))
+        for name in order:
+            reason = self.foreign(self.dag.op(name), devices) if name in self.owned else None
+            if reason is not None:
+                self.give_up(name, reason)
+        while not self.build_parts(order):  # an op that is given up needs its operands to exist
+            self.memo.clear()
+
+    def build_parts(self, order: list[str]) -> bool:
+        """Lower every op that needs a result in memory; False if some could not be."""
+        self.first, complete = {}, True
+        for name in order:
+            if name not in self.owned or (name in self.again and not self.must_exist(name)):
+                continue
+            kept = frozenset({name}) & self.again
+            try:
+                self.first[self.reads.position[name]] = self.part(self.closure(name), kept)
+            except Illegal as error:
+                complete = complete and error.rule == "dead"
+                others = set(self.closure(name)) - {name}
+                if others and error.rule != "dead":
+                    self.again -= others  # what it would compute again, it reads from memory instead
+                    continue
+                self.give_up(name, "" if error.rule == "dead" else f"{error.rule}: {error.reason}")
+        return complete
+
+    def give_up(self, name: str, reason: str) -> None:
+        """An op stays an ATen call, or goes with no reason if nothing reads it."""
+        self.owned.discard(name)
+        self.again -= {name}
+        if reason:
+            self.leave(self.dag.op(name), reason)
+
+    def foreign(self, op: Op, devices: Mapping[str, str]) -> str | None:
+        """A tensor on another device than the graph's."""
+        tensors = [m.device for i in op.inputs for m in self.dag.op(i).outputs]
+        if any(d != op.outputs[0].device for d in tensors):
+            return "reads a tensor on another device"
+        main = max(set(devices.values()), key=list(devices.values()).count)
+        return (
+            None if op.outputs[0].device == main else f"runs on {op.outputs[0].device}, the graph on {main}"
+        )
+
+    def leave(self, op: Op, reason: str) -> None:
+        self.leftovers.append(Leftover(op.name, str(op.target), str(op.kind), reason, op.source))
+
+
+def _is_users(op: Op) -> bool:
+    return getattr(op.target, "namespace", "") == USER_NAMESPACE

@@ -1,0 +1,341 @@
+"""Ops whose value at a point is no expression of their operands at that point: what cuts, joins, turns and
+looks up, and what has no operands at all.
+
+Each handler answers which node holds an op's value at some coordinates, given the op; `within` as in
+`Lowering.value`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusion_compiler.dag import Op, Ref
+from fusion_compiler.dims import Dim, simple, strides_of
+from fusion_compiler.loops import Compute, Coordinate, Index, Random
+from fusion_compiler.loops import Ref as Value
+from fusion_compiler.passes import layout
+from fusion_compiler.passes.index import ZERO, combine, flatten, shifted
+from fusion_compiler.passes.space import Coords, Illegal, compute_dtype
+
+if TYPE_CHECKING:
+    from fusion_compiler.passes.lower import Lowering
+
+aten = torch.ops.aten
+Handler = Callable[["Lowering", Op, Coords, "int | None"], int]
+
+
+def _cat(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
+    tensors = [t for t in tensors if self.dag.op(t).outputs[0].shape != (0,)]
+    dim = layout.wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
+    dtype = compute_dtype(op.outputs[0].dtype)
+    result: int | None = None
+    end: Dim = 0
+    parts: list[tuple[int, int | None]] = []
+    for tensor in tensors:
+        start, end = end, simple(end + self.dag.op(tensor).outputs[0].shape[dim])
+        inside, partial = self.in_range(coords[dim], start, end, within)
+        if inside is None and partial:
+            continue
+        moved = (*coords[:dim], shifted(coords[dim], simple(-start)), *coords[dim + 1 :])
+        parts.append((self.value(tensor, moved, inside), inside if partial else None))
+    for value, inside in reversed(parts):
+        result = (
+            value if result is None or inside is None else self.choose(inside, value, result, dtype, op.name)
+        )
+    if result is None:
+        return self.constant(0, dtype, op.name)
+    return result
+
+
+def _stack(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
+    dim = layout.wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
+    dtype = compute_dtype(op.outputs[0].dtype)
+    inner = (*coords[:dim], *coords[dim + 1 :])
+    result: int | None = None
+    for number, tensor in reversed(list(enumerate(tensors))):
+        inside, partial = self.in_range(coords[dim], number, number + 1, within)
+        if inside is None and partial:
+            continue
+        value = self.value(tensor, inner, inside)
+        result = (
+            value
+            if result is None or not partial or inside is None
+            else self.choose(inside, value, result, dtype, op.name)
+        )
+    assert result is not None
+    return result
+
+
+def _pad(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    source = op.inputs[0]
+    shape = self.dag.op(source).outputs[0].shape
+    pads = op.args[1]
+    assert isinstance(pads, tuple)
+    dtype = compute_dtype(op.outputs[0].dtype)
+    fill = layout.argument(op, 2, "value", 0)
+    inner = list(coords)
+    inside, cut = within, False
+    for i in range(len(pads) // 2):
+        dim = len(shape) - 1 - i
+        inner[dim] = shifted(coords[dim], simple(-pads[2 * i]))  # type: ignore[operator]
+        now, partial = self.in_range(inner[dim], 0, shape[dim], inside)
+        if now is None and partial:
+            return self.constant(fill, dtype, op.name)  # type: ignore[arg-type]
+        inside, cut = now, cut or partial
+    value = self.value(source, tuple(inner), inside)
+    if not cut or inside is None:
+        return value
+    return self.choose(inside, value, self.constant(fill, dtype, "fill"), dtype, op.name)  # type: ignore[arg-type]
+
+
+def _scatter_slice(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    base, source = op.inputs[0], op.inputs[1]
+    shape = op.outputs[0].shape
+    dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
+    step = layout.argument(op, 5, "step", 1)
+    start = layout.argument(op, 3, "start") or 0
+    if isinstance(start, int) and start < 0:
+        start = max(start + shape[dim], 0)  # type: ignore[type-var]
+    length = self.dag.op(source).outputs[0].shape[dim]
+    if isinstance(step, int) and step != 1:
+        return _overlay_with_steps(self, op, coords, within, dim, start, length, step)  # type: ignore[arg-type]
+    return _overlay(self, op, coords, within, base, source, dim, start, length, keep=True)  # type: ignore[arg-type]
+
+
+def _scatter_select(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    base, source = op.inputs[0], op.inputs[1]
+    shape = op.outputs[0].shape
+    dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
+    index = layout.argument(op, 3, "index", 0)
+    if isinstance(index, int) and index < 0:
+        index = index + shape[dim]
+    return _overlay(self, op, coords, within, base, source, dim, index, 1, keep=False)  # type: ignore[arg-type]
+
+
+def _overlay(
+    self: Lowering,
+    op: Op,
+    coords: Coords,
+    within: int | None,
+    base: str,
+    source: str,
+    dim: int,
+    start: Dim,
+    length: Dim,
+    keep: bool,
+) -> int:
+    """`source` on the slice [start, start + length) of `dim`, `base` elsewhere."""
+    inside, partial = self.in_range(coords[dim], start, simple(start + length), within)
+    if inside is None and partial:
+        return self.value(base, coords, within)
+    moved = (shifted(coords[dim], simple(-start)),) if keep else ()
+    value = self.value(source, (*coords[:dim], *moved, *coords[dim + 1 :]), inside)
+    if not partial or inside is None:
+        return value
+    rest = self.value(base, coords, within)
+    return self.choose(inside, value, rest, compute_dtype(op.outputs[0].dtype), op.name)
+
+
+def _overlay_with_steps(
+    self: Lowering,
+    op: Op,
+    coords: Coords,
+    within: int | None,
+    dim: int,
+    start: Dim,
+    length: Dim,
+    step: int,
+) -> int:
+    """Element i of the written tensor at start + i * step of `dim`, the other operand elsewhere."""
+    base, source = op.inputs[0], op.inputs[1]
+    rest = self.value(base, coords, within)
+    moved = shifted(coords[dim], simple(-start))
+    inside, partial = self.in_range(moved, 0, simple((length - 1) * step + 1), within)
+    if inside is None and partial:
+        return rest
+    here = (
+        ("self", Value(self.emit(Coordinate(moved, torch.int64), f"{op.name}_position"))),
+        ("other", step),
+    )
+    over = self.emit(Compute(aten.remainder.Scalar, here, torch.int64), f"{op.name}_over")
+    hit = self.emit(
+        Compute(aten.eq.Scalar, (("self", Value(over)), ("other", 0)), torch.bool), f"{op.name}_hit"
+    )
+    hit = hit if inside is None else self.both(inside, hit)
+    number = self.emit(Compute(aten.floor_divide.default, here, torch.int64), f"{op.name}_number")
+    position = _indirect(self, op, number, length, signed=False)
+    value = self.value(source, (*coords[:dim], position, *coords[dim + 1 :]), hit)
+    return self.choose(hit, value, rest, compute_dtype(op.outputs[0].dtype), op.name)
+
+
+def _flip(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    shape = op.outputs[0].shape
+    dims = [layout.wrap(d, len(shape)) for d in op.args[1]]  # type: ignore[union-attr]
+    turned = tuple(
+        shifted(combine([(c, -1)]), simple(shape[d] - 1)) if d in dims else c for d, c in enumerate(coords)
+    )
+    return self.value(op.inputs[0], turned, within)
+
+
+def _full(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    fill: object = {
+        "zeros": 0,
+        "zeros_like": 0,
+        "new_zeros": 0,
+        "ones": 1,
+        "ones_like": 1,
+        "new_ones": 1,
+        "empty": 0,
+        "empty_permuted": 0,
+        "empty_strided": 0,
+        "new_empty_strided": 0,
+        "_efficientzerotensor": 0,
+    }.get(op.target._opname)  # type: ignore[union-attr]
+    if fill is None:
+        fill = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}[op.target._opname]  # type: ignore[union-attr]
+        fill = op.args[fill]  # type: ignore[call-overload]
+    if isinstance(fill, Ref):
+        return self.value(fill.name, (), within)
+    if not isinstance(fill, bool | int | float):
+        raise Illegal("operand", f"{op.name} is filled with a size that is only known at run time")
+    return self.constant(fill, compute_dtype(op.outputs[0].dtype), op.name)
+
+
+def _iota(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    dtype = compute_dtype(op.outputs[0].dtype)
+    if op.target._opname == "iota":  # type: ignore[union-attr]
+        start, step = dict(op.kwargs)["start"], dict(op.kwargs)["step"]
+    else:
+        bounds = [a for a in op.args if not isinstance(a, torch.dtype)]
+        start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
+    if not isinstance(start, int) or not isinstance(step, int):
+        raise Illegal("operand", f"{op.name} counts in fractions")
+    return self.emit(Coordinate(shifted(combine([(coords[0], step)]), start), dtype), op.name)
+
+
+def _indirect(self: Lowering, op: Op, node: int, length: Dim, signed: bool) -> Index:
+    """An index that is data; `signed`: negative ones count from the end."""
+    if signed:
+        dtype = self.nodes[node].dtype
+        zero = self.constant(0, dtype, "zero")
+        negative = self.emit(
+            Compute(aten.lt.Tensor, (("self", Value(node)), ("other", Value(zero))), torch.bool),
+            f"{op.name}_negative",
+        )
+        if not isinstance(length, int):
+            raise Illegal("operand", f"{op.name} wraps around a size that is only known at run time")
+        wrapped = Compute(aten.add.Tensor, (("self", Value(node)), ("other", length), ("alpha", 1)), dtype)
+        node = self.choose(
+            negative, self.emit(wrapped, f"{op.name}_wrapped"), node, dtype, f"{op.name}_index"
+        )
+    self.extents.indirect[~node] = length
+    return Index(0, ((~node, 1),))
+
+
+def _embedding(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    weight, indices = op.inputs[0], op.inputs[1]
+    node = self.value(indices, coords[:-1], within)
+    row = _indirect(self, op, node, self.dag.op(weight).outputs[0].shape[0], signed=False)
+    return self.value(weight, (row, coords[-1]), within)
+
+
+def _gather(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    source, indices = op.inputs[0], op.args[2]
+    assert isinstance(indices, Ref)
+    shape = self.dag.op(source).outputs[0].shape
+    if not shape:
+        return self.value(source, (), within)
+    dim = layout.wrap(op.args[1], len(shape))  # type: ignore[arg-type]
+    node = self.value(indices.name, coords, within)
+    row = _indirect(self, op, node, shape[dim], signed=False)
+    return self.value(source, (*coords[:dim], row, *coords[dim + 1 :]), within)
+
+
+def _index_select(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    source, indices = op.inputs[0], op.args[2]
+    assert isinstance(indices, Ref)
+    shape = self.dag.op(source).outputs[0].shape
+    if not shape:
+        return self.value(source, (), within)
+    dim = layout.wrap(op.args[1], len(shape))  # type: ignore[arg-type]
+    place = (coords[dim],) if self.dag.op(indices.name).outputs[0].shape else ()
+    node = self.value(indices.name, place, within)
+    row = _indirect(self, op, node, shape[dim], signed=False)
+    return self.value(source, (*coords[:dim], row, *coords[dim + 1 :]), within)
+
+
+def _index(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    """index.Tensor with integer indices; where they are not side by side their dimensions come first."""
+    source = op.inputs[0]
+    shape = self.dag.op(source).outputs[0].shape
+    indices = op.args[1]
+    assert isinstance(indices, tuple)
+    used = [i for i, a in enumerate(indices) if a is not None]
+    metas = [self.dag.op(indices[i].name).outputs[0] for i in used]  # type: ignore[union-attr]
+    if any(m.dtype in (torch.bool, torch.uint8) for m in metas):
+        raise Illegal("operand", f"{op.name} selects by a mask: its result has no size before it runs")
+    rank = max(len(m.shape) for m in metas)
+    start = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    common = coords[start : start + rank]
+    whole = iter((*coords[:start], *coords[start + rank :]))
+    inner: list[Index] = []
+    for i, size in enumerate(shape):
+        if i not in used:
+            inner.append(next(whole))
+            continue
+        meta = metas[used.index(i)]
+        node = self.value(indices[i].name, common[rank - len(meta.shape) :], within)  # type: ignore[union-attr]
+        inner.append(_indirect(self, op, node, size, signed=True))
+    return self.value(source, tuple(inner), within)
+
+
+def _uniform(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    seed, _, salt = op.args
+    assert isinstance(seed, Ref) and isinstance(salt, int)
+    node = self.value(seed.name, (ZERO,), None)
+    return self.emit(Random(node, flatten(coords, strides_of(op.outputs[0].shape)), salt), op.name)
+
+
+def _same(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    """clone and its kin: the operand in another memory format."""
+    return self.value(op.inputs[0], coords, within)
+
+
+def _special() -> dict[object, Handler]:
+    table: dict[object, Handler] = {
+        aten.cat.default: _cat,
+        aten.stack.default: _stack,
+        aten.constant_pad_nd.default: _pad,
+        aten.slice_scatter.default: _scatter_slice,
+        aten.select_scatter.default: _scatter_select,
+        aten.flip.default: _flip,
+        aten.embedding.default: _embedding,
+        aten.gather.default: _gather,
+        aten.index_select.default: _index_select,
+        aten.index.Tensor: _index,
+        aten._unsafe_index.Tensor: _index,
+        aten.clone.default: _same,
+        torch.ops.prims.iota.default: _iota,
+        aten.arange.default: _iota,
+        aten.arange.start: _iota,
+        aten.arange.start_step: _iota,
+    }
+    for overload in (
+        aten.full.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
+        aten.scalar_tensor.default, aten.zeros.default, aten.ones.default, aten.fill.Scalar, aten.fill.Tensor,
+        aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.empty.memory_format,
+        aten.empty_permuted.default, aten.empty_strided.default, aten._efficientzerotensor.default,
+        aten.new_empty_strided.default,
+    ):  # fmt: skip
+        table[overload] = _full
+    if hasattr(torch.ops, "fusion_compiler"):
+        table[torch.ops.fusion_compiler.uniform.default] = _uniform
+    return table
+
+
+SPECIAL: dict[object, Handler] = _special()

@@ -1,0 +1,169 @@
+"""Recorded graphs on the device: values, gradients, random numbers, sizes, and what is not recorded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusion_compiler as fc
+from benchmarks.accuracy import not_worse
+from fusion_compiler.cuda_graphs import RECORDED
+from fusion_compiler.errors import FusionWarning
+
+CUDA = torch.device("cuda")
+# PyTorch's recordings begin with an empty one of their own, and expect its warning to be recorded.
+pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+
+
+class Block(nn.Module):
+    """A gated feed-forward with a norm and dropout; `steps` counts its calls."""
+
+    steps: Tensor
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256)
+        self.dropout = dropout
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        inner = F.gelu(self.up(self.norm(x)))
+        return x + F.dropout(self.down(inner), self.dropout, self.training)
+
+
+def decisions(fast: Any) -> list[str]:
+    return [plan.notes["CUDA graph"] for plan in fast.plan]
+
+
+def test_inference_replays_with_new_values_and_new_sizes() -> None:
+    model = Block().to(CUDA).eval()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, cudagraphs=True, dynamic=False, strict=True)
+    with torch.no_grad():
+        for rows in (64, 7, 64, 7, 64, 7, 64, 7, 64):
+            x = torch.randn(rows, 256, device=CUDA)
+            assert not (problem := not_worse(fast(x), model.forward(x), exact(x.double()))), problem
+    assert decisions(fast) == [RECORDED] * 2
+    assert int(model.steps) == 18  # once by each of the two in each round
+
+
+def test_a_replay_launches_once() -> None:
+    model = Block().to(CUDA).eval()
+    fast = fc.compile(model, cudagraphs=True, strict=True)
+    x = torch.randn(64, 256, device=CUDA)
+    with torch.no_grad():
+        for _ in range(5):
+            fast(x)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, acc_events=True) as traced:
+            fast(x)
+    names = [event.name for event in traced.events() or ()]
+    assert not [name for name in names if name.startswith("aten::addmm")]
+
+
+def test_training_gives_eagers_gradients() -> None:
+    model = Block().to(CUDA)
+    exact = copy.deepcopy(model).double()
+    plain = copy.deepcopy(model)
+    fast = fc.compile(model, cudagraphs=True, strict=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, plain, exact)]
+    for step in range(8):
+        x = torch.randn(32, 256, device=CUDA)
+        for called, optimizer in zip((fast, plain, exact), optimizers, strict=True):
+            optimizer.zero_grad()
+            called(x.to(next(called.parameters()).dtype)).square().mean().backward()
+            optimizer.step()
+        for (name, ours), eager, truth in zip(
+            model.named_parameters(), plain.parameters(), exact.parameters(), strict=True
+        ):
+            assert ours.grad is not None and eager.grad is not None and truth.grad is not None
+            problem = not_worse(ours.grad, eager.grad, truth.grad)
+            assert not problem, (step, name, problem)
+    assert decisions(fast) == [RECORDED] * 2
+    assert int(model.steps) == 8
+
+
+def test_dropout_differs_from_replay_to_replay_and_agrees_with_backward() -> None:
+    fast = fc.compile(lambda x: F.dropout(x * 2, 0.5), cudagraphs=True, strict=True)
+    masks: list[Tensor] = []
+    for _ in range(6):
+        x = torch.ones(1 << 16, device=CUDA, requires_grad=True)
+        y = fast(x)
+        masks.append(y.detach().clone() != 0)
+        y.sum().backward()
+        assert x.grad is not None and torch.equal(x.grad != 0, masks[-1])
+    for i, a in enumerate(masks):
+        for b in masks[:i]:
+            assert abs((a == b).double().mean().item() - 0.5) < 0.02
+
+
+def test_a_seed_repeats_a_replay() -> None:
+    fast = fc.compile(lambda x: F.dropout(x, 0.5), cudagraphs=True, strict=True)
+    x = torch.ones(1 << 12, device=CUDA)
+    for _ in range(4):
+        fast(x)
+    torch.manual_seed(3)
+    first = fast(x).clone()
+    second = fast(x).clone()
+    torch.manual_seed(3)
+    assert torch.equal(fast(x), first) and not torch.equal(first, second)
+
+
+def test_several_forwards_before_a_backward_and_forwards_without() -> None:
+    model = Block().to(CUDA)
+    plain = copy.deepcopy(model)
+    fast = fc.compile(model, cudagraphs=True, strict=True)
+    for _ in range(5):
+        batches = [torch.randn(16, 256, device=CUDA) for _ in range(2)]
+        for called, owner in ((fast, model), (plain, plain)):
+            owner.zero_grad()
+            with torch.no_grad():
+                called(batches[0])
+            torch.compiler.cudagraph_mark_step_begin()
+            for batch in batches:
+                called(batch).square().mean().backward()
+        for ours, eager in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, eager.grad)
+
+
+def test_a_cache_that_is_marked_is_written_in_replays() -> None:
+    def put(cache: Tensor, new: Tensor, where: Tensor) -> Tensor:
+        cache.index_copy_(0, where, torch.tanh(new))
+        return cache.sum(0)
+
+    fast = fc.compile(put, cudagraphs=True, strict=True)
+    mine = torch.randn(32, 64, device=CUDA)
+    theirs = mine.clone()
+    torch._dynamo.mark_static_address(mine)
+    with torch.no_grad():
+        for position in range(8):
+            new, where = torch.randn(1, 64, device=CUDA), torch.tensor([position], device=CUDA)
+            torch.testing.assert_close(fast(mine, new, where), put(theirs, new, where))
+            torch.testing.assert_close(mine, theirs)
+    assert decisions(fast) == [RECORDED]
+
+
+def test_what_is_not_recorded_says_why_and_is_right() -> None:
+    def put(cache: Tensor, new: Tensor) -> Tensor:
+        cache.add_(new)
+        return cache.sin()
+
+    fast = fc.compile(put, cudagraphs=True)
+    with pytest.warns(FusionWarning, match="address may change"), torch.no_grad():
+        for _ in range(3):
+            mine, new = torch.randn(2, 64, device=CUDA)
+            theirs = mine.clone()
+            torch.testing.assert_close(fast(mine, new), put(theirs, new))
+            torch.testing.assert_close(mine, theirs)
+    dynamic = fc.compile(lambda x: x.sin() + 1, cudagraphs=True, dynamic=True)
+    with pytest.warns(FusionWarning, match="sizes differ"):
+        for rows in (4, 5, 9):
+            x = torch.randn(rows, 8, device=CUDA)
+            torch.testing.assert_close(dynamic(x), x.sin() + 1)

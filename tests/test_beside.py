@@ -1,0 +1,85 @@
+"""Tile programs that share a launch: partial sums, tickets and finishing kernels of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion_compiler.canonical import canonical
+from fusion_compiler.codegen.analysis import Cols, Schedule
+from fusion_compiler.codegen.assemble import build
+from fusion_compiler.plan import Cluster
+from tests.exactness import Compiled, not_as_close, rounding_noise, wide
+
+ROWS, COLS = 18, 17
+INPUTS = (torch.randn(ROWS, 4), *(torch.randn(4, COLS) for _ in range(3)))
+
+
+def row_sums(s: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The bias gradients of three projections, one of them transposed."""
+    a, b, c = s @ u, s @ v, (w.t() @ s.t()).t()
+    return a.sin().sum(0), b.cos().sum(0), b.cos(), c.contiguous(), c.sum(0)
+
+
+def losses(s: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """One element each: the last program of each part adds its partial sums."""
+    return tuple((s @ m).logsumexp(1).sum() for m in (u, v, w))
+
+
+def unlike_sums(s: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Rows of other widths, other reductions, and a part that stores its rows as well."""
+    return (s @ u).sin().sum(0), (c := (s @ v).cos()), c.amax(0), (s @ w[:, :3]).prod(0)
+
+
+def maps(s: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Nothing is reduced; one part is transposed."""
+    return (s @ u).sin(), (s @ v).cos().t().contiguous(), (s @ w).tanh()
+
+
+FUNCTIONS = (row_sums, losses, unlike_sums, maps)
+
+
+def sharing(compiled: Compiled) -> Cluster:
+    """The cluster that has a tile program for each product."""
+    (found,) = (c for c in compiled.plans[0].clusters if len(c.nests) == 3)
+    return found
+
+
+def assert_exact(fn: Callable[..., Any], results: tuple[Tensor, ...]) -> None:
+    for our, their, exact in zip(results, fn(*INPUTS), fn(*wide(INPUTS)), strict=True):
+        noise = rounding_noise((*INPUTS, their), (*wide(INPUTS), exact))
+        problem = not_as_close(our, their, exact, noise)
+        assert problem is None, problem
+
+
+@pytest.mark.parametrize("schedule", [None, 0, 1], ids=["chosen", "cramped", "cramped 1"])
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_parts_of_a_launch_are_exact(fn: Callable[..., Any], schedule: int | None) -> None:
+    compiled = Compiled(fn, schedule or 0, cramped=schedule is not None)
+    assert_exact(fn, compiled(*INPUTS))
+    assert_exact(fn, compiled(*INPUTS))  # which finds the tickets as the first call left them
+    sharing(compiled)
+
+
+@pytest.mark.parametrize("fn", [row_sums, losses], ids=lambda fn: fn.__name__)
+def test_unlike_schedules_have_launches_of_their_own(fn: Callable[..., Any]) -> None:
+    """One number of warps a launch, and what few registers do well alone is not held up by many."""
+    compiled = Compiled(fn)
+    compiled(*INPUTS)
+    key = canonical(sharing(compiled), compiled.plans[0].dag)
+    buffers = {b.name: b for b in key.buffers}
+    small = Schedule(2, 32, Cols.WHOLE, programs=3)
+    more_warps = replace(small, num_warps=8)
+    more_registers = replace(small, block_rows=1024)
+    finishing = fn is row_sums
+    for third, launches in ((small, 1), (more_warps, 2), (more_registers, 2)):
+        program = build(key.nests, (small, small, third), "sums", "", buffers)
+        assert len(program.kernels) == launches + finishing, third
+        assert len({b.name for b in program.scratch}) == (3 if finishing else 6)
+        compiled.compiler.runners[key, "interpret"].candidates = (program,)
+        assert_exact(fn, compiled(*INPUTS))

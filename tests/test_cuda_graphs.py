@@ -1,0 +1,173 @@
+"""Which graphs are recorded as CUDA graphs, why others are not, and what the recordings are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._inductor import cudagraph_trees
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import fusion_compiler as fc
+from fusion_compiler import cuda_graphs
+from fusion_compiler.binding import ZeroedScratch, unkept_scratch
+from fusion_compiler.capture import GraphInfo, Phase
+from fusion_compiler.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings, refusal
+from fusion_compiler.errors import FusionWarning
+from tests.fake_gpu import FakeGpu, use
+from tests.hand_made import contiguous
+
+
+def traced(function: Callable[..., Any], *devices: str) -> fx.GraphModule:
+    """`function` of one 4 x 4 FakeTensor on each device."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        inputs = [torch.empty(4, 4, device=device) for device in devices]
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def with_item(graph: fx.GraphModule) -> fx.GraphModule:
+    """The first result becomes a number that the host has to know."""
+    node = next(node for node in graph.graph.nodes if node.op == "call_function")
+    node.meta["val"] = ShapeEnv().create_unbacked_symint()
+    return graph
+
+
+def writes(x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(y)
+    return y + 1
+
+
+@pytest.mark.parametrize(
+    ("graph", "static", "reason"),
+    [
+        (lambda: traced(lambda x, y: (x @ y).relu(), "cuda", "cuda"), (), None),
+        (lambda: traced(writes, "cuda", "cuda"), (0,), None),
+        (lambda: traced(writes, "cuda", "cuda"), (1,), "writes into x_1"),
+        (lambda: traced(lambda x, y: x + y.sum(), "cuda", "cpu"), (), "on cpu"),
+        (lambda: traced(lambda x: x.cpu(), "cuda"), (), "on cpu"),
+        (lambda: traced(lambda x, y: (x + 1, y + 1), "cuda:0", "cuda:1"), (), "cuda:0 and cuda:1"),
+        (lambda: make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.randn(4, 4)), (), "sizes differ"),
+        (lambda: with_item(traced(lambda x: x.sum() + 1, "cuda")), (), "sum_1 (aten.sum.default) waits"),
+        (lambda: traced(lambda: None), (), "no device"),
+    ],
+)
+def test_what_is_recorded(
+    graph: Callable[[], fx.GraphModule], static: Sequence[int], reason: str | None
+) -> None:
+    found = refusal(graph(), static)
+    assert (found is None) if reason is None else (found is not None and reason in found)
+
+
+def info_of(phase: Phase, graph: int = 0) -> GraphInfo:
+    return GraphInfo(f"graph{graph}.{phase}", phase, (), 1)
+
+
+def test_a_backward_follows_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: list[str | None] = []
+    backward_runs: list[int] = []
+
+    class Manager:
+        def set_to_running_backward(self) -> None:
+            backward_runs.append(1)
+
+    monkeypatch.setattr(cuda_graphs, "refusal", lambda gm, static: reasons.pop(0))
+    monkeypatch.setattr(cuda_graphs, "recorded", lambda run, *_: lambda arguments: ["replayed"])
+    monkeypatch.setattr(cudagraph_trees, "get_manager", lambda index, create_if_none_exists: Manager())
+    graph = traced(lambda x: x + 1, "cuda:0")
+    recordings = Recordings()
+
+    def plain(arguments: list[Any]) -> list[str]:
+        return ["plain"]
+
+    def decide(phase: Phase, number: int, reason: str | None) -> tuple[Any, str]:
+        reasons.append(reason)
+        return recordings.wrap(plain, graph, [], info_of(phase, number))
+
+    run, note = decide(Phase.BACKWARD, 0, None)
+    assert (run, note) == (plain, FORWARD_IS_NOT)
+    assert decide(Phase.FORWARD, 0, "on cpu") == (plain, "on cpu")
+    assert decide(Phase.BACKWARD, 0, None) == (plain, FORWARD_IS_NOT)
+    run, note = decide(Phase.FORWARD, 1, None)
+    assert note == RECORDED and [run([]) for _ in range(3)] == [["plain"], ["replayed"], ["replayed"]]
+    run, note = decide(Phase.BACKWARD, 1, None)
+    assert note == RECORDED and [run([]) for _ in range(3)] == [["plain"], ["replayed"], ["replayed"]]
+    assert len(backward_runs) == 1
+    run, note = decide(Phase.BACKWARD, 1, "sizes differ")
+    assert note == "sizes differ" and [run([]) for _ in range(2)] == [["plain"]] * 2
+    assert len(backward_runs) == 3
+
+
+class Net(nn.Module):
+    """A parameter, a buffer that is written into, dropout."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("steps", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return torch.tanh(self.linear(x)) + self.steps
+
+
+def test_recordings_are_told_of_parameters_buffers_and_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+
+    def impl(model: Any, inputs: list[Any], static: Sequence[int], **options: Any) -> Any:
+        entry: dict[str, Any] = {"count": len(inputs), "static": tuple(static), "calls": 0, **options}
+        told.append(entry)
+
+        def run(arguments: list[Any]) -> Any:
+            entry["calls"] += 1
+            return model(arguments)
+
+        return run
+
+    monkeypatch.setattr(cudagraph_trees, "cudagraphify_impl", impl)
+    monkeypatch.setattr(cuda_graphs, "refusal", lambda gm, static: None)
+    monkeypatch.setattr(cuda_graphs, "_device_index", lambda gm: 0)
+    monkeypatch.setattr(cudagraph_trees, "get_manager", lambda *_, **__: None)
+    use(FakeGpu(), monkeypatch)
+    model, exact = Net(), Net().double()
+    exact.load_state_dict(model.state_dict())
+    fast = fc.compile(model, cudagraphs=True, tune=False, strict=True)
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        got, want = fast(x), exact(x.double())
+        torch.testing.assert_close(got, want, check_dtype=False)
+        got.square().sum().backward()
+        want.square().sum().backward()
+    torch.testing.assert_close(model.steps, exact.steps, check_dtype=False)
+    torch.testing.assert_close(model.linear.weight.grad, exact.linear.weight.grad, check_dtype=False)
+    forward, backward = told
+    assert (forward["is_backward"], forward["is_inference"], backward["is_backward"]) == (False, False, True)
+    assert [e["calls"] for e in told] == [2, 2]
+    assert len(forward["static"]) == 3 and set(forward["mutated_input_idxs"]) <= set(forward["static"])
+    assert len(forward["mutated_input_idxs"]) == 1 and forward["device_index"] == 0
+    assert len(forward["placeholders"]) == forward["count"]
+    assert [plan.notes["CUDA graph"] for plan in fast.plan] == [RECORDED] * 2
+
+
+def test_on_a_cpu_it_says_why_not() -> None:
+    fast = fc.compile(lambda x: F.gelu(x), cudagraphs=True, backend="interpret")
+    x = torch.randn(5)
+    with pytest.warns(FusionWarning, match="graph0.inference is not recorded as a CUDA graph"):
+        torch.testing.assert_close(fast(x), F.gelu(x))
+    assert "interpret" in fast.plan[0].notes["CUDA graph"]
+
+
+def test_no_memory_is_kept_from_a_recording() -> None:
+    scratch = ZeroedScratch(FakeGpu(), (contiguous("t", (1,), torch.int32, zeroed=True),))
+    with unkept_scratch():
+        first = scratch(1, (4,))[0]
+        assert scratch(1, (4,))[0] is not first and first.tolist() == [0] * 4
+    kept = scratch(1, (4,))[0]
+    assert kept is not first and scratch(1, (4,))[0] is kept

@@ -1,0 +1,81 @@
+"""Equal calls of a joint graph become one, as PyTorch's own pass has it, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._functorch import compile_utils
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fusion_compiler as fc
+from fusion_compiler import partition, random
+from tests import models
+
+aten = torch.ops.aten
+
+
+def traced(function: Callable[..., Any]) -> fx.GraphModule:
+    with FakeTensorMode():
+        return make_fx(function)(torch.empty(4, 6), torch.empty(4, 6))
+
+
+def calls(graph: fx.Graph) -> list[tuple[object, ...]]:
+    return [(n.name, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_joint_graphs_are_those_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen = partition.merge_equal, []
+
+    def compared(graph: fx.Graph) -> None:
+        theirs = compile_utils.fx_graph_cse(graph)
+        before = len(graph.nodes)
+        own(graph)
+        assert calls(graph) == calls(theirs)
+        seen.append(before - len(graph.nodes))
+
+    monkeypatch.setattr(partition, "merge_equal", compared)
+    model, batch = models.small(name, dropout=False)
+    fc.compile(model, backend="eager")(**batch).loss.backward()
+    assert sum(seen) > 10
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda x, y: torch.tanh(x * 2) + torch.tanh(x * 2), 3),
+        (lambda x, y: (x + y) * (x + y) - (y + x), 4),  # commuted operands are other arguments
+        (lambda x, y: x * 1 + x * 1.0 + x * True, 5),
+        (lambda x, y: torch.full((2,), 0.0) / torch.full((2,), -0.0), 3),
+        (lambda x, y: (torch.tanh(x), torch.tanh(x)), 2),  # the caller may write into one of the two
+        (lambda x, y: (torch.tanh(x).view(-1), torch.tanh(x) + 1), 4),
+        (lambda x, y: torch.rand(3) + torch.rand(3), 3),
+        (lambda x, y: torch.empty(3).fill_(1) + torch.empty(3).fill_(2), 5),
+        (lambda x, y: torch.tanh(x) + y.add_(1) + torch.tanh(x), 5),
+        (lambda x, y: torch.max(x, 0)[0] + torch.max(x, 0)[0], 3),
+        (lambda x, y: random.seed(x.device) + random.seed(x.device), 3),
+    ],
+)
+def test_what_is_merged_and_what_is_not(function: Callable[[Tensor, Tensor], Any], left: int) -> None:
+    gm = traced(function)
+    partition.merge_equal(gm.graph)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    assert len([n for n in gm.graph.nodes if n.op == "call_function"]) == left, gm.graph
+
+
+def test_inductor_stays_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes half a second to import."""
+
+    def refuse(graph: fx.Graph) -> None:
+        raise AssertionError("PyTorch's own pass ran")
+
+    monkeypatch.setattr(torch._functorch.partitioners, "fx_graph_cse", refuse)
+    x = torch.randn(4, 6, requires_grad=True)
+    fc.compile(lambda x: torch.softmax(x, -1).sum(), backend="eager")(x).backward()
+    assert x.grad is not None and float(x.grad.abs().max()) < 1e-6

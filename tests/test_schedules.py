@@ -1,0 +1,162 @@
+"""The search over schedules: its grid is legal, its table says what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import schedules
+from benchmarks.__main__ import parse
+from benchmarks.case import Case
+from benchmarks.schedules import Found, GpuClock, InterpreterClock, Search, clusters_of, summarize
+from benchmarks.sizes import ALL_CASES
+from fusion_compiler.builds import Build
+from fusion_compiler.codegen.analysis import Cols, Schedule
+from fusion_compiler.codegen.grid import neighbours
+from fusion_compiler.launch import Runner
+from tests.fake_gpu import FakeGpu
+
+NAMES = (
+    "bias + GELU(tanh)", "LayerNorm", "softmax", "cross-entropy", "GroupNorm + SiLU",
+    "256 x 1024 x 256 over both ends", "64K x 4096 over everything", "silu(NCHW) * NHWC",
+)  # fmt: skip
+QUICK = parse(["schedules", "--quick", "--device", "cpu"])
+
+
+def case_of(name: str) -> Case:
+    return next(c for c in ALL_CASES if c.name == name)
+
+
+def found_of(name: str) -> list[Found]:
+    """The clusters of a case in float64, for a device so small that its programs have to loop."""
+    found = clusters_of(dataclasses.replace(case_of(name), dtype=torch.float64), QUICK)
+    return [dataclasses.replace(f, device=dataclasses.replace(f.device, sms=1)) for f in found]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_schedule_of_the_grid_gives_the_clusters_results(name: str) -> None:
+    for found in found_of(name):
+        reference = found.reference(*found.arguments)
+        for schedule in random.sample(found.grid, min(3, len(found.grid))):
+            program = found.program(schedule)
+            assert not isinstance(program, str), f"{schedule}: {program}"
+            runner = Runner((program,), found.reference, name=found.name, strict=True, backend="interpret")
+            torch.testing.assert_close(runner(*found.arguments), reference)
+
+
+def test_the_grid_has_loops_stages_and_what_the_templates_choose() -> None:
+    forward, backward = found_of("LayerNorm")
+    assert set(forward.candidates) <= set(forward.grid)
+    assert {s.cols for s in forward.grid} == {Cols.WHOLE, Cols.LOOP}
+    assert {s.programs is None for s in forward.grid} == {True, False}
+    assert {s.cols for s in backward.grid} == {Cols.WHOLE}  # sums over the rows: no part of a row alone
+    assert all(s.programs for s in backward.grid if s.block_rows < 16)
+
+
+def test_neighbours_are_one_step_away() -> None:
+    blocks = tuple(
+        Schedule(1, block, Cols.GRID, num_warps=w) for block in (256, 512, 2048) for w in (2, 4, 8)
+    )
+    near = neighbours(Schedule(1, 512, Cols.GRID, num_warps=4), blocks)
+    assert {(s.block_cols, s.num_warps) for s in near} == {(256, 4), (2048, 4), (512, 2), (512, 8), (256, 2)}
+
+
+class Rigged(InterpreterClock):
+    """Fastest at two warps and 512 columns, the slower the further from there."""
+
+    def times(self, found: Found, programs: object) -> list[float | str]:
+        steps = {str(s): abs(s.num_warps - 2) + abs(s.block_cols - 512) / 100 for s in found.grid}
+        return [1 + steps[p.schedule] for p in programs]  # type: ignore[attr-defined]
+
+
+def test_the_search_climbs_to_the_best_of_the_grid() -> None:
+    (found,) = clusters_of(dataclasses.replace(case_of("SwiGLU"), differentiate=()), QUICK)
+    search = Search(found, Rigged(), limit=3)
+    search.run(60)
+    result = search.result(1e12)
+    assert search.times[min(search.times, key=search.times.__getitem__)] == min(
+        Rigged().times(found, [found.program(s) for s in found.grid])
+    )
+    assert result["best"]["us"] <= result["tuned"]["us"] <= result["first"]["us"]
+
+
+class Timed(FakeGpu):
+    """Launches in the interpreter; the later a call, the slower."""
+
+    def times(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        for call in calls:
+            call()
+        return [float(i + 1) for i in range(len(calls))]
+
+
+def test_on_a_gpu_what_cannot_be_launched_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Build] = []
+    monkeypatch.setattr(schedules, "compile_builds", lambda builds, workers: compiled.extend(builds))
+    (found,) = clusters_of(dataclasses.replace(case_of("SwiGLU"), differentiate=()), QUICK)
+    gpu = Timed(refused=("8",))  # warps
+    search = Search(found, GpuClock(gpu), limit=4)
+    search.prepare()
+    first = search.first_round()
+    assert len(compiled) == len(first)
+    search.measure(first)
+    assert {s.num_warps == 8 for s in search.failed} == {True}
+    assert set(search.times) == {s for s in first if s.num_warps != 8}
+    result = search.result(1e12)
+    assert result["best"]["us"] == 1.0 and result["error"] < 0.01
+    assert all("HardwareExceededError" in why for why in result["failed"].values())
+
+
+def test_a_run_fills_the_table_and_a_resumed_one_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BENCH_COMMIT", "one")
+    path = str(tmp_path / "schedules.json")
+    options = parse(
+        [
+            "schedules",
+            "--quick",
+            "--device",
+            "cpu",
+            "--limit",
+            "1",
+            "--budget",
+            "0",
+            "--json",
+            path,
+            "--resume",
+        ]
+    )
+    cases = [case_of("chunked SwiGLU"), case_of("64K x 4096 over everything")]
+    rows = schedules.main(options, cases).rows
+    assert [(r["case"], r["done"]) for r in rows] == [(c.name, True) for c in cases]
+    assert len(rows[0]["clusters"]) == 2
+    for cluster in (c for r in rows for c in r["clusters"]):
+        assert cluster["best"]["us"] == min(us for _, us in cluster["all"])
+        assert not cluster["failed"]
+    assert "first choice" in capsys.readouterr().out
+    assert schedules.main(options, cases).rows == rows
+
+
+def test_the_summary_counts_choices_within_five_percent() -> None:
+    def cluster(first: float, tuned: float, best: float) -> dict[str, object]:
+        return {
+            "predicted_us": 1.1 * tuned,
+            **{
+                n: {"schedule": n, "us": us}
+                for n, us in zip(("first", "tuned", "best"), (first, tuned, best), strict=True)
+            },
+        }
+
+    clusters = [cluster(10, 10, 10), cluster(22, 20.5, 20), cluster(60, 50, 40), {"failed": {"x": "no"}}]
+    summary = summarize([{"clusters": clusters}])
+    assert summary["clusters"] == 3
+    assert summary["first choice within 5% of the best"] == pytest.approx(1 / 3)
+    assert summary["best of the tuned within 5% of the best"] == pytest.approx(2 / 3)
+    assert summary["first choice / best, worst"] == pytest.approx(1.5)
+    assert summary["prediction against the tuned: mean error"] == pytest.approx(0.1)
+    assert summary["prediction against the tuned: rank correlation"] == 1
