@@ -253,7 +253,8 @@ def _blocks(p: Printer) -> tuple[str, tuple[str | None, str] | None]:
     part = part_cols(p.a, p.s)
     last = f"first_col + {dim_text(part)}"
     if end is not None:
-        end = (f"if {last} > {full}:", str(full))
+        assert isinstance(full, int) and isinstance(part, int)  # only rows of known size have an end
+        end = (f"if part == {full // part}:", str(full))
     if quotient(size, product((part, p.s.splits))) is None:
         last = f"tl.minimum({last}, {dim_text(full)})"
     return f"for start in tl.range(first_col, {last}, {block}{stages}):", end

@@ -218,12 +218,13 @@ def interpreting() -> Generator[None]:
 
 
 def _patch_calls(scope: Any) -> None:
-    def call(self: JITFunction[Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self.fn is fm.delivered.fn and _Group.current is not None:
             _Group.current.wait()
         return _rewritten(self.fn)(*args, **kwargs)
 
-    scope.set_attr(JITFunction, "__call__", call)
+    for kind in (JITFunction, base.InterpretedFunction):  # the latter where TRITON_INTERPRET is set
+        scope.set_attr(kind, "__call__", call)
     scope.set_attr(base.ReduceOps, "apply_impl", _reduce)
 
 
