@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fusion_compiler.passes import layout
 from fusion_compiler.passes.match import Match
@@ -144,7 +143,7 @@ class Search:
         kept, *others = sorted(numbers)
         for gone in others:
             self.join(kept, gone)
-        self.parts[kept] = replace(union, unfused_us=sum(p.unfused_us for p in parts))
+        self.parts[kept] = union
         return True
 
     def join(self, kept: int, gone: int) -> None:

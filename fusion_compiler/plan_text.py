@@ -30,10 +30,14 @@ TOP = 5  # rejections that the plan itself shows
 
 @dataclass(frozen=True)
 class Totals:
-    """One plan in numbers. Bytes and microseconds are those of the fused ops: one kernel each, and fused."""
+    """One plan in numbers. Bytes and microseconds are those of the fused ops: as eager's calls, and fused.
+
+    fused_calls: the ATen calls of eager that the kernels replace.
+    """
 
     ops: int
     fused_ops: int
+    fused_calls: int
     kernels: int
     distinct_kernels: int
     library_calls: int
@@ -55,16 +59,18 @@ def totals(plan: FusionPlan) -> Totals:
     fused = [plan.dag.op(name) for cluster in plan.clusters for name in cluster.ops]
     library = library_calls(plan)
     inputs = set(plan.dag.inputs)
+    calls = [call for cluster in plan.clusters for call in cluster.eager]
     return Totals(
         ops=sum(name not in inputs for name in plan.dag.graph.nodes),
         fused_ops=len(fused),
+        fused_calls=len(calls),
         kernels=len(plan.clusters),
         distinct_kernels=len({signature(plan.dag, cluster) for cluster in plan.clusters}),
         library_calls=sum(library.values()),
         eager_ops=len(eager_ops(plan)),
-        bytes_before=sum(op.bytes for op in fused if not is_view(op.target)),
+        bytes_before=sum(c.cost.bytes_read + c.cost.bytes_written for c in calls),
         bytes_after=sum(c.cost.bytes_read + c.cost.bytes_written for c in plan.clusters),
-        us_before=sum(cluster.unfused_us for cluster in plan.clusters),
+        us_before=sum(call.cost.us for call in calls),
         us_after=sum(cluster.cost.us for cluster in plan.clusters),
     )
 
@@ -141,8 +147,8 @@ def format_plan(plan: FusionPlan, level: int = 1) -> str:
         f"plan {plan.name} for {plan.device}",
         f"  {count(t.ops, 'op')}: {t.fused_ops} in {count(t.kernels, 'kernel')}{repeated}, "
         f"{count(t.library_calls, 'library call')}, {t.eager_ops} eager",
-        f"  fused ops: {human_bytes(t.bytes_before)} -> {human_bytes(t.bytes_after)} moved, "
-        f"{t.us_before:.1f} -> {t.us_after:.1f} us predicted{gain}",
+        f"  {count(t.fused_calls, 'call')} of eager fused: {human_bytes(t.bytes_before)} -> "
+        f"{human_bytes(t.bytes_after)} moved, {t.us_before:.1f} -> {t.us_after:.1f} us predicted{gain}",
     ]
     ring = cycle_of(plan)
     if ring:
@@ -165,7 +171,7 @@ def _clusters(plan: FusionPlan, clusters: Sequence[Cluster]) -> list[str]:
         groups.setdefault(signature(plan.dag, cluster), []).append(cluster)
     if not groups:
         return []
-    head = ("kernel", "runs", "ops", "iteration space", "moves", "us", "before", "bound")
+    head = ("kernel", "runs", "ops", "iteration space", "moves", "us", "eager", "bound")
     rows: list[tuple[str, ...]] = [head]
     below = [""]
     for same in groups.values():
@@ -178,7 +184,7 @@ def _clusters(plan: FusionPlan, clusters: Sequence[Cluster]) -> list[str]:
             shortened(iteration_space(first), 20),
             human_bytes(cost.bytes_read + cost.bytes_written),
             f"{cost.us:.1f}",
-            f"{first.unfused_us:.1f}",
+            f"{first.eager_us:.1f}",
             cost.bound,
         ))  # fmt: skip
         names = [name for cluster in same for name in cluster.ops]
@@ -307,7 +313,7 @@ def plan_json(plan: FusionPlan) -> dict[str, object]:
     cycle: `cycle_of`, empty for a plan that can run.
     clusters: in execution order, each {name, pattern or null, repeats (number of clusters that are the same
         work, itself included), ops: [{name, target, kind, source}], inputs, outputs, axes: [{name, size,
-        group, estimate}], cost: {us, bytes_read, bytes_written, flops, bound}, unfused_us}; size is text
+        group, estimate}], cost: {us, bytes_read, bytes_written, flops, bound}, eager_us}; size is text
         where it is symbolic, estimate the number that was planned for.
     library_calls: {short name: count}. eager: [{op, target, kind, reason, source}].
     rejections: [{a, b, rule, reason, saving_us}], in the order in which they were made.
@@ -371,7 +377,7 @@ def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, objec
             "flops": cost.flops,
             "bound": cost.bound,
         },
-        "unfused_us": cluster.unfused_us,
+        "eager_us": cluster.eager_us,
     }
 
 

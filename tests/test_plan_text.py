@@ -12,7 +12,7 @@ import sympy
 
 from fusion_compiler.loops import Axis
 from fusion_compiler.plan import FusionPlan, Leftover, Rejected
-from fusion_compiler.report import (
+from fusion_compiler.plan_text import (
     WIDTH,
     cycle_of,
     execution_order,
@@ -30,10 +30,10 @@ from tests.plans import layered_plan
 GOLDEN = """\
 plan graph0.forward for h200
   18 ops: 12 in 3 kernels (1 distinct), 3 library calls, 3 eager
-  fused ops: 1.4 GB -> 402.7 MB moved, {before} -> {after} us predicted ({gain}x)
+  9 calls of eager fused: 1.4 GB -> 402.7 MB moved, {before} -> {after} us predicted ({gain}x)
 
-  kernel          runs  ops  iteration space      moves    us  before  bound
-  add_tanh_mul_0    x3    4  8192 rows x 4096  134.2 MB  {us}   {single}  memory
+  kernel          runs  ops  iteration space      moves    us  eager  bound
+  add_tanh_mul_0    x3    4  8192 rows x 4096  134.2 MB  {us}  {single}  memory
       add, tanh, mul  @ model.layers.*.mlp
 
 library calls: 3 mm
@@ -52,11 +52,11 @@ def golden(plan: FusionPlan) -> str:
     """The predictions are the cost model's business; everything else is fixed."""
     first = plan.clusters[0]
     return GOLDEN.format(
-        before=f"{3 * first.unfused_us:.1f}",
+        before=f"{3 * first.eager_us:.1f}",
         after=f"{3 * first.cost.us:.1f}",
-        gain=f"{first.unfused_us / first.cost.us:.1f}",
+        gain=f"{first.eager_us / first.cost.us:.1f}",
         us=f"{first.cost.us:.1f}",
-        single=f"{first.unfused_us:.1f}",
+        single=f"{first.eager_us:.1f}",
     )
 
 
@@ -110,7 +110,7 @@ def test_nothing_to_say():
     empty = replace(plan, clusters=(), leftovers=(), rejections=(), notes={})
     assert str(empty).splitlines()[1:3] == [
         "  18 ops: 0 in 0 kernels, 3 library calls, 0 eager",
-        "  fused ops: 0 B -> 0 B moved, 0.0 -> 0.0 us predicted",
+        "  0 calls of eager fused: 0 B -> 0 B moved, 0.0 -> 0.0 us predicted",
     ]
 
 
