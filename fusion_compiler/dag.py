@@ -199,7 +199,7 @@ def _call_of(node: fx.Node) -> EagerCall | None:
     backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
     origins: list[Any] = [] if backward else list(node.meta.get("from_node") or ())
     key = f"{node.meta.get('seq_nr')} {origins[0].name if origins else ''}"
-    alone = original is node.target  # nothing was taken apart: two of them may follow each other
+    alone = str(original) == str(node.target)  # not taken apart; its overload is a copy
     return EagerCall(original._opname, f"{key} {node.name}" if alone else key, backward)
 
 
