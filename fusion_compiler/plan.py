@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
 
 from fusion_compiler import plan_text
 from fusion_compiler.dag import OpDag, Source
+from fusion_compiler.device import DeviceSpec
 from fusion_compiler.loops import LoopNest
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """Why two things did not become one cluster: the rule that spoke first and its numbers."""
+    """Why two things did not become one cluster: the rule that spoke first and its numbers.
+
+    saving_us: what merging would have saved (negative: cost). at_most: no kernel of both exists, so that
+    the saving is a bound and no prediction. tensors: what one stores and the other reads, or both read.
+    """
 
     a: str
     b: str
     rule: str
     reason: str
-    saving_us: float = 0.0  # what merging would have saved (negative: cost)
+    saving_us: float = 0.0
+    at_most: bool = False
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,19 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What a graph's plan was decided for, so that it can be decided again.
+
+    hints: the sizes that symbols had. matches: where patterns were found (`passes.match.Match`).
+    """
+
+    device: DeviceSpec
+    hints: Mapping[sympy.Symbol, int]
+    numerics: str = "float32"
+    matches: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class FusionPlan:
     """All decisions for one graph. `dag` is the graph that they were made for.
 
@@ -110,6 +134,7 @@ class FusionPlan:
     device: str
     calls: tuple[Call, ...] = ()
     notes: dict[str, str] = field(default_factory=dict[str, str])
+    setting: Setting | None = None
 
     def __str__(self) -> str:
         """What to show a colleague: totals, clusters, library calls, eager ops, largest rejections."""

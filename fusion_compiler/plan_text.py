@@ -383,8 +383,12 @@ def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, objec
 
 def print_plan(plan: FusionPlan, level: int = 1, file: TextIO | None = None) -> None:
     """Print the plan; at a terminal with colours where rich is installed, the same text either way."""
+    show(format_plan(plan, level), file)
+
+
+def show(text: str, file: TextIO | None = None) -> None:
+    """Print text; with colours at a terminal where rich is installed."""
     out: TextIO = sys.stdout if file is None else file
-    text = format_plan(plan, level)
     if out.isatty():
         try:
             from rich.console import Console

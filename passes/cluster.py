@@ -17,7 +17,7 @@ from fusion_compiler.passes.match import Match
 from fusion_compiler.passes.movement import eager_calls
 from fusion_compiler.passes.parts import Part, Parts
 from fusion_compiler.passes.search import Search
-from fusion_compiler.plan import Call, Cluster, Cost, FusionPlan, Rejected
+from fusion_compiler.plan import Call, Cluster, Cost, FusionPlan, Rejected, Setting
 from fusion_compiler.schema import short_name
 
 
@@ -51,12 +51,13 @@ def plan(
     hints: sizes that symbols had. backward: whether autograd made the graph.
     matches: where patterns were found.
     """
-    space = Parts(dag, device, hints, rounded=numerics == "eager")
-    search = Search(space, matches)
-    search.run()
+    setting = Setting(device, hints, numerics, tuple(matches))
+    search, groups = solve(dag, setting)
+    space = search.space
     taken = set(dag.order)
     clusters: list[Cluster] = []
-    for parts in launches(search):
+    for numbers in groups:
+        parts = [search.parts[n] for n in numbers]
         ops = space.ordered({n for p in parts for n in p.ops})
         held = search.held(ops)
         unique = base = cluster_name(dag, ops, held)
@@ -72,7 +73,24 @@ def plan(
     clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
     final = {n: c.name for c in clusters for n in c.ops}
     rejections = _current(search, final)
-    return FusionPlan(name, dag, tuple(clusters), tuple(space.leftovers), rejections, device.name, calls)
+    return FusionPlan(
+        name,
+        dag,
+        tuple(clusters),
+        tuple(space.leftovers),
+        rejections,
+        device.name,
+        calls,
+        setting=setting,
+    )
+
+
+def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
+    """The finished search, and the numbers of the parts of each cluster of the plan, in its order."""
+    space = Parts(dag, setting.device, setting.hints, rounded=setting.numerics == "eager")
+    search = Search(space, setting.matches)
+    search.run()
+    return search, launches(search)
 
 
 def _cluster(name: str, ops: tuple[str, ...], parts: list[Part], device: DeviceSpec) -> Cluster:

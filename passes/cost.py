@@ -221,9 +221,14 @@ def _is_causal(op: Op) -> bool:
 
 
 def eager_cost(
-    *, bytes_read: int, bytes_written: int, flops: int, reduces: bool, device: DeviceSpec
+    *, bytes_read: int, bytes_near: int, bytes_written: int, flops: int, reduces: bool, device: DeviceSpec
 ) -> Cost:
-    """One element-wise kernel of ATen, or one of its reductions and normalizations, by roofline."""
-    moved, share = bytes_read + bytes_written, EAGER_NORM_SHARE if reduces else EAGER_SHARE
-    us, bound = _roofline(device, flops / device.fp32_per_s, moved, share)
+    """One kernel of ATen, element-wise, or a reduction or normalization. bytes_near: read from L2."""
+    share = EAGER_NORM_SHARE if reduces else EAGER_SHARE
+    memory = (bytes_read + bytes_written) / (device.copy_bandwidth * share) + bytes_near / device.l2_bandwidth
+    arithmetic = flops / device.fp32_per_s
+    body = 1e6 * max(memory, arithmetic) + device.dram_latency_us
+    us = device.launch_us - device.floor_us + max(device.floor_us, body)
+    bound = "arithmetic" if arithmetic > memory else "memory"
+    bound = "launch" if body <= 2 * device.floor_us else bound
     return Cost(us, bytes_read, bytes_written, flops, bound)

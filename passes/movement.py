@@ -111,6 +111,7 @@ def _call(tensors: Tensors, names: list[str], returned: set[str]) -> Call | None
     else:
         cost = eager_cost(
             bytes_read=sum(n * tensors.itemsize(i) for i, n in read.items() if not tensors.near(i)),
+            bytes_near=sum(n * tensors.itemsize(i) for i, n in read.items() if tensors.near(i)),
             bytes_written=sum(map(tensors.bytes, stored)),
             flops=sum(op.flops for op in runs),
             reduces=any(op.kind in (Kind.NORMALIZATION, Kind.REDUCTION) for op in runs),

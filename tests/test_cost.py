@@ -550,12 +550,18 @@ def test_contractions_of_measured_models():
 def test_eager_cost():
     elements = 16384 * 4096
 
-    def us(reduces: bool) -> float:
+    def us(reduces: bool, near: int = 0) -> float:
         cost = eager_cost(
-            bytes_read=4 * elements, bytes_written=2 * elements, flops=elements, reduces=reduces, device=H200
+            bytes_read=4 * elements,
+            bytes_near=near,
+            bytes_written=2 * elements,
+            flops=elements,
+            reduces=reduces,
+            device=H200,
         )
         return cost.us
 
     assert 6 * elements / H200.copy_bandwidth * 1e6 < us(reduces=False) < us(reduces=True)
-    small = eager_cost(bytes_read=32, bytes_written=16, flops=8, reduces=False, device=H200)
+    assert us(reduces=False, near=10**7) == pytest.approx(us(reduces=False) + 1e13 / H200.l2_bandwidth)
+    small = eager_cost(bytes_read=32, bytes_near=0, bytes_written=16, flops=8, reduces=False, device=H200)
     assert small == Cost(H200.launch_us, 32, 16, 8, "launch")

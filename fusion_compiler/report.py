@@ -1,0 +1,180 @@
+"""What `explain` found, for people and for programs: text, JSON, DOT, GraphML and a page.
+
+A report holds the plans of a model's graphs and answers questions about them; nothing in it was measured
+unless `profile` put it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TextIO
+
+import networkx as nx
+
+from fusion_compiler import plan_text
+from fusion_compiler.errors import MissingPackageError
+from fusion_compiler.passes.answer import Answer, answers, ops_called, saving, unknown
+from fusion_compiler.passes.why import Why
+from fusion_compiler.plan import FusionPlan, Rejected
+from fusion_compiler.report_json import Row, class_rows, report_json, totals_of
+
+MOST_MISSED = 10
+Kernels = Mapping[tuple[str, str], tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A fusion that was not made, and the graph that it is missing in."""
+
+    graph: str
+    refused: Rejected
+
+    def __str__(self) -> str:
+        r = self.refused
+        return f"{r.a} + {r.b}: {r.rule}: {r.reason}. {saving(r)}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The plans of a model's graphs, forward and backward, and the questions that they answer.
+
+    model: its name. device: the DeviceSpec planned for. incomplete: why later graphs are missing, "" where
+    none are: what follows depends on data. not_whole: why torch.fx cannot trace the model whole, so that
+    TorchDynamo captured it; "" where it can. measured: of each graph's units what `profile` measured.
+    """
+
+    model: str
+    device: str
+    plans: tuple[FusionPlan, ...]
+    incomplete: str = ""
+    not_whole: str = ""
+    emit: Callable[[tuple[FusionPlan, ...]], Kernels] = field(default=lambda plans: {}, repr=False)
+    measured: Mapping[str, Any] | None = None
+
+    @property
+    def captured_by(self) -> str:
+        """ "torch.fx" or "TorchDynamo"."""
+        return "TorchDynamo" if self.not_whole else "torch.fx"
+
+    @cached_property
+    def questions(self) -> Mapping[str, Why]:
+        """What each graph answers, by its name."""
+        return {plan.name: Why(plan) for plan in self.plans}
+
+    @cached_property
+    def edges(self) -> Mapping[str, tuple[Rejected, ...]]:
+        """Of each graph, why neighbours are not one kernel."""
+        return {name: why.edges() for name, why in self.questions.items()}
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """(graph, cluster) -> (kernel, Triton source); clusters that are the same work share a kernel."""
+        return self.emit(self.plans)
+
+    @property
+    def missed(self) -> tuple[Missed, ...]:
+        """The ten fusions whose absence costs most, or may; library calls beside each other do not count."""
+        found = [Missed(name, r) for name, edges in self.edges.items() for r in edges if r.saving_us > 0]
+        return tuple(sorted(found, key=lambda m: -m.refused.saving_us)[:MOST_MISSED])
+
+    def why(self, a: str, b: str) -> list[Answer]:
+        """Why two ops are one kernel or are not, in every graph that has both; print one for its text.
+
+        a, b: an op or a cluster by name, a place ("model.py:12"), a module's path, or a piece of source
+        ("F.gelu("). Raises UnknownOpError for a name that no graph has.
+        """
+        found = [answer for why in self.questions.values() for answer in answers(why, a, b)]
+        if not found:
+            for name in (a, b):
+                if not any(ops_called(plan, name) for plan in self.plans):
+                    raise unknown(name, self.plans)
+            return [
+                Answer(
+                    "", f"{a} and {b} are in different graphs: one of the forward, one of the backward pass"
+                )
+            ]
+        return found
+
+    def __str__(self) -> str:
+        return "\n\n".join(self._sections())
+
+    def show(self, file: TextIO | None = None) -> None:
+        """Print the report; with colours at a terminal where rich is installed."""
+        plan_text.show(str(self), file)
+
+    def json(self) -> dict[str, Any]:
+        """The report as plain data for json.dumps; docs/report-schema.md documents it."""
+        return report_json(self)
+
+    def graph(self) -> nx.MultiDiGraph[str]:
+        """Units of all graphs with their predictions, edges with their refusals; every attribute is plain."""
+        found: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+        for graph in self.json()["graphs"]:
+            for unit in graph["units"]:
+                plain = {k: v for k, v in unit.items() if isinstance(v, str | int | float)}
+                name = f"{graph['name']}/{unit['name']}"
+                found.add_node(name, **{k: v for k, v in plain.items() if k != "name"}, label=unit["name"])
+            for edge in graph["edges"]:
+                a, b = (f"{graph['name']}/{edge[end]}" for end in ("a", "b"))
+                plain = {k: v for k, v in edge.items() if isinstance(v, str | int | float)}
+                found.add_edge(a, b, **{k: v for k, v in plain.items() if k not in ("a", "b")})
+        return found
+
+    def dot(self) -> str:
+        """The graph in Graphviz' language. Raises MissingPackageError where pydot is not installed."""
+        try:
+            return str(nx.nx_pydot.to_pydot(self.graph()).to_string())
+        except ImportError as error:
+            raise MissingPackageError(package="pydot", what="DOT output") from error
+
+    def graphml(self, path: str | Path) -> None:
+        """Write the graph as GraphML, which yEd, Gephi and networkx read."""
+        nx.write_graphml(self.graph(), str(path))
+
+    def _sections(self) -> list[str]:
+        reason = f", not whole by torch.fx: {self.not_whole}" if self.not_whole else ""
+        head = f"{self.model} on {self.device}, captured by {self.captured_by}{reason}"
+        sections = [f"{head}\n{self._summary()}"]
+        sections += [str(replace(plan, rejections=())) for plan in self.plans]
+        missed = self.missed
+        if missed:
+            lines = ["missed fusions, by what they would save at most"]
+            for one in missed:
+                lead = f"  {one.refused.saving_us:>8.1f} us  {one.graph}  "
+                lines += plan_text.wrapped(lead, str(one))
+            sections.append("\n".join(lines))
+        return [*sections, f"incomplete: {self.incomplete}"] if self.incomplete else sections
+
+    def _summary(self) -> str:
+        """Totals, and a row for each class of operators."""
+        t = totals_of(self)
+        lines = [
+            f"  {t['launches_before']} calls of eager -> {t['launches_after']}: {t['kernels']} kernels, "
+            f"{plan_text.count(t['library_calls'], 'library call')}, {t['eager_ops']} eager",
+            f"  {plan_text.human_bytes(t['bytes_before'])} -> "
+            f"{plan_text.human_bytes(t['bytes_after'])} moved, "
+            f"{plan_text.count(t['intermediates'], 'intermediate')} never stored, "
+            f"{t['us_before']:.1f} -> {t['us_after']:.1f} us predicted",
+            "",
+        ]
+        head = ("class", "calls", "Gflop", "flop", "Mwords", "us eager", "share", "us fused", "moved less")
+        rows = [head, *(_class_row(row) for row in class_rows(self))]
+        return "\n".join([*lines, *(f"  {line}" for line in plan_text.aligned(rows, left=(0,)))])
+
+
+def _class_row(row: Row) -> tuple[str, ...]:
+    less = 1 - row["bytes_after"] / row["bytes_before"] if row["bytes_before"] else 0.0
+    return (
+        row["class"],
+        str(row["calls"]),
+        f"{row['gflop']:.2f}",
+        f"{row['flop_share']:.2%}",
+        f"{row['input_mwords'] + row['output_mwords']:.1f}",
+        f"{row['us_before']:.1f}",
+        f"{row['share']:.1%}",
+        f"{row['us_after']:.1f}",
+        f"{less:.0%}",
+    )
