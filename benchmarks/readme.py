@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import fusion_compiler as fc
-from benchmarks import models, performance
+from benchmarks import models, pages, performance
 from benchmarks.bars import family_of
 from benchmarks.case import FIRST_TABLE, PHASES
 from benchmarks.performance import MARK as FIGURES
@@ -111,3 +111,4 @@ def main(options: argparse.Namespace) -> None:
     readme = rewritten(file.read_text(), FIGURES, text_of(results))
     file.write_text(rewritten(readme, PLAN, plan_text()))
     performance.write(results, ROOT / "docs")
+    pages.write(ROOT / "docs")

@@ -161,7 +161,7 @@ class Report:
             "",
         ]
         head = ("class", "calls", "Gflop", "flop", "Mwords", "us eager", "share", "us fused", "moved less")
-        rows = [head, *(_class_row(row) for row in class_rows(self))]
+        rows = [head, *(_class_row(row) for row in class_rows(self) if row["us_before"] or row["us_after"])]
         return "\n".join([*lines, *(f"  {line}" for line in plan_text.aligned(rows, left=(0,)))])
 
 

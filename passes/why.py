@@ -70,10 +70,6 @@ class Why:
             assert cluster.outputs == tuple(o for n in numbers for o in self.search.parts[n].outputs)
             yield cluster, numbers
 
-    def position(self, name: str) -> int:
-        """Of a unit in the order in which they run."""
-        return list(self.units).index(name)
-
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
         """Units, with an edge to each reader of what they store; its `tensors` are op names."""
