@@ -374,7 +374,7 @@ class Lowering:
                     return frozenset({candidate})
         raise Illegal(
             "rows",
-            f"{op.name} reduces {count} elements of {sizes[ROWS]} rows x {sizes[COLS]}: no whole rows or columns",
+            f"{op.name} reduces {count} elements of {sizes[ROWS]} rows x {sizes[COLS]}: no whole axis",
         )
 
     def combine(self, op: Op, source: str, coords: Coords, over: frozenset[str], position: Index) -> int:
