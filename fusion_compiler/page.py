@@ -63,5 +63,4 @@ def _hash(text: str) -> str:
 
 def _data(report: Mapping[str, Any]) -> str:
     """JSON that can stand in a script element: nothing in it ends the element or opens a comment."""
-    text = json.dumps(report, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return json.dumps(report, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
