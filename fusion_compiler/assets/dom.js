@@ -77,11 +77,6 @@ function showSaving(edge) {
   return edge.at_most ? `${text} at most` : text;
 }
 
-/** A device is its name, or all that its DeviceSpec says. */
-function deviceName(device) {
-  return typeof device === "string" ? device : device.name;
-}
-
 /** "aten.add.Tensor" -> "add"; "aten._to_copy.default" -> "_to_copy". */
 function shortTarget(target) {
   const parts = target.split(".");

@@ -10,7 +10,7 @@ function graphView(element, on) {
   const scene = s("g", { class: "scene" });
   element.append(arrowHead(), scene);
   const svg = libraries.select(element);
-  const view = { element, scene, svg, index: null, open: new Set(), cache: new Map(), places: new Map() };
+  const view = { element, scene, svg, index: null, open: new Set(), cache: new Map(), places: new Map(), lines: [], overlay: s("g") };
   view.zoom = libraries.zoom().scaleExtent([0.02, 3]).on("zoom", ({ transform }) => {
     scene.setAttribute("transform", transform.toString());
     element.classList.toggle("far", transform.k < 0.42);
@@ -72,12 +72,13 @@ function drawInside(view, frame, x, y) {
 }
 
 function drawLine(view, { link, into }, d) {
-  const missed = Math.max(...link.edges.map(missedBy));
-  const arrow = missed > 0 ? "url(#arrow-missed)" : "url(#arrow)";
+  const found = link.edges.map(missedBy);
+  const missed = found.includes("missed") ? "missed" : found.includes("bound") ? "missed bound" : "";
+  const arrow = missed ? "url(#arrow-missed)" : "url(#arrow)";
   const lands = into !== OUT && !(into.children && view.open.has(into));
   const title = link.edges.slice(0, 4).map((e) => `${e.a} → ${e.b}${e.records[0] ? `: ${e.records[0].rule}` : ""}`);
   if (link.edges.length > 4) title.push(`and ${link.edges.length - 4} more`);
-  const element = s("g", { class: missed > 0 ? "line missed" : "line" },
+  const element = s("g", { class: `line ${missed}` },
     s("title", {}, title.join("\n")),
     s("path", { class: "hit", d }),
     s("path", { class: "ink", d, "marker-end": lands ? arrow : null }));

@@ -5,8 +5,8 @@ const MANY_READERS = 8; // a seed, a mask: its edges would cover the drawing, so
 const MANY_CHILDREN = 40; // more boxes than this in one frame are put into runs, in execution order
 const RUN = 24;
 
-/** One graph of the report: {graph, ops, units, unitsOfOp, edges, edgesOf, root, leaves}. */
-function indexGraph(graph) {
+/** One graph of the report: {graph, ops, units, unitsOfOp, callOf, edges, edgesOf, root, leaves}. */
+function indexGraph(graph, missed) {
   const ops = new Map(graph.ops.map((op) => [op.name, op]));
   const units = new Map(graph.units.map((unit, position) => [unit.name, { ...unit, position }]));
   const unitsOfOp = new Map();
@@ -17,8 +17,13 @@ function indexGraph(graph) {
     const own = op.unit === null ? undefined : units.get(op.unit);
     if (own) unitsOfOp.set(op.name, [own, ...(unitsOfOp.get(op.name) ?? []).filter((u) => u !== own)]);
   }
-  const index = { graph, ops, units, unitsOfOp };
+  const callOf = new Map(graph.calls.flatMap((call) => call.ops.map((name) => [name, call])));
+  const index = { graph, ops, units, unitsOfOp, callOf };
   index.edges = edgesOfGraph(index);
+  for (const record of missed) {
+    const edge = edgeOf(index, record);
+    if (edge) edge.ranked = true;
+  }
   index.edgesOf = new Map([...units.keys()].map((name) => [name, []]));
   for (const edge of index.edges)
     for (const name of new Set([edge.a, edge.b])) index.edgesOf.get(name).push(edge);
@@ -82,9 +87,16 @@ function edgesOfGraph(index) {
   return edges;
 }
 
-/** What fusing a pair would have saved, where that is a prediction and not a bound; else 0. */
+/** "missed" where fusing a pair is predicted to save time, "bound" where one of the ten missed may, else "". */
 function missedBy(edge) {
-  return Math.max(0, ...edge.records.filter((r) => !r.at_most).map((r) => r.saving_us));
+  if (edge.records.some((record) => !record.at_most && record.saving_us > 0)) return "missed";
+  return edge.ranked ? "bound" : "";
+}
+
+/** The edge that a record of the report speaks of, in either direction; undefined where it is none. */
+function edgeOf(index, record) {
+  const [a, b] = [record.a, record.b].map((name) => (index.units.has(name) ? name : index.unitsOfOp.get(name)?.[0].name));
+  return index.edges.find((edge) => (edge.a === a && edge.b === b) || (edge.a === b && edge.b === a));
 }
 
 // -- the tree of modules ------------------------------------------------------------------------

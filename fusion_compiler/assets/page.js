@@ -3,7 +3,7 @@
 const BOXES_AT_FIRST = 44;
 
 function start(report) {
-  const indexes = report.graphs.map(indexGraph);
+  const indexes = report.graphs.map((graph) => indexGraph(graph, report.missed.filter((edge) => edge.graph === graph.name)));
   const page = { report, indexes, current: 0, index: indexes[0], opened: indexes.map(() => null), tab: "overview", selected: null };
   page.svg = document.getElementById("graph");
   page.graph = graphView(page.svg, {
@@ -24,7 +24,7 @@ function start(report) {
 function header(page) {
   const { report } = page;
   document.getElementById("model").textContent = report.model;
-  document.getElementById("about").textContent = `planned for ${deviceName(report.device)}`;
+  document.getElementById("about").textContent = `planned for ${report.device}`;
   const choice = document.getElementById("graphs");
   choice.append(...page.indexes.map((index, i) => h("option", { value: i }, index.graph.name)));
   choice.addEventListener("change", () => {
@@ -49,7 +49,8 @@ function header(page) {
 
 function showGraph(page, number) {
   const index = page.indexes[number];
-  if (!index) return; // a report of no graph: the model has nothing to plan
+  document.querySelector(".tools").hidden = !index;
+  if (!index) return; // a report of no graph: there is nothing to draw
   page.opened[number] ??= openingLevels(index.root, BOXES_AT_FIRST);
   page.current = number;
   page.index = index;
@@ -114,11 +115,6 @@ function ways(page) {
       if (found) edge(found, true);
     },
   };
-}
-
-function edgeOf(index, record) {
-  const names = [record.a, record.b].map((name) => (index.units.has(name) ? name : index.unitsOfOp.get(name)?.[0].name));
-  return index.edges.find((edge) => names.includes(edge.a) && names.includes(edge.b));
 }
 
 function looseOp(page, name, to) {
@@ -189,7 +185,9 @@ function legend(page) {
   });
   const sorts = [["cluster", "one kernel"], ["library", "library call"], ["eager", "eager call"]]
     .map(([kind, text]) => h("span", { class: "sort" }, h("i", { class: kind }), text));
-  document.getElementById("legend").append(...buttons, ...sorts, h("span", { class: "sort" }, h("i", { class: "missed" }), "a fusion would save time"));
+  document.getElementById("legend").append(...buttons, ...sorts, 
+    h("span", { class: "sort" }, h("i", { class: "missed" }), "one kernel would save time"),
+    h("span", { class: "sort" }, h("i", { class: "missed bound" }), "may: one of the ten missed"));
 }
 
 function controls(page) {

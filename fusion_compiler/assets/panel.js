@@ -17,6 +17,7 @@ function unitPanel(page, unit, opName) {
     unit.why ? h("p", { class: "why" }, unit.why) : null,
     facts(unit),
     opsSection(page, unit, opName),
+    callsSection(page, unit),
     unit.kernel === null ? null : kernelSection(page, unit, report.kernels[unit.kernel]),
     tensorsSection(page, unit),
     edgesSection(page, unit),
@@ -32,7 +33,7 @@ function modulePath(page, node) {
 
 function facts(unit) {
   const moved = unit.bytes_read + unit.bytes_written;
-  const rows = [["predicted", unit.sort === "cluster" ? `${showUs(unit.us)}, one kernel each: ${showUs(unit.unfused_us)}` : showUs(unit.us)]];
+  const rows = [["predicted", unit.sort === "cluster" ? `${showUs(unit.us)}, in eager ${showUs(unit.eager_us)}` : showUs(unit.us)]];
   if (unit.measured) {
     const { us, bandwidth, error } = unit.measured;
     rows.push(["measured", `${showUs(us)} at ${showBytes(bandwidth)}/s; the prediction is ${showPercent(Math.abs(error))} ${error < 0 ? "below" : "above"}`]);
@@ -68,12 +69,21 @@ function sourceLine(source) {
 
 function opRow(page, name, chosen) {
   const op = page.index.ops.get(name);
-  if (!op) return h("tr", { "data-op": name }, h("td", { colspan: 4 }, name));
+  if (!op) return h("tr", { "data-op": name }, h("td", { colspan: 3 }, name));
   return h("tr", { "data-op": name, class: name === chosen ? "found" : null },
     h("td", {}, dot(op.class), name),
     h("td", { title: `${op.target} (${op.kind})` }, shortTarget(op.target)),
-    h("td", { class: "shape" }, op.shapes.join(", ")),
-    h("td", { class: "number", title: "alone, as eager runs it" }, op.us > 0 ? showUs(op.us) : "–"));
+    h("td", { class: "shape" }, op.shapes.join(", ")));
+}
+
+/** The calls that eager makes for what a cluster does. */
+function callsSection(page, unit) {
+  const calls = page.index.graph.calls.filter((call) => call.unit === unit.name);
+  if (unit.sort !== "cluster" || calls.length === 0) return null;
+  const rows = calls.map((call) => ({
+    cells: [[dot(call.class), call.name], call.target, showBytes(call.bytes), showUs(call.us)] }));
+  const head = [["call", "name"], ["of", ""], ["moves", "number"], ["predicted", "number"]];
+  return section(`Instead of ${showCount(calls.length, "call")} of eager`, table(head, rows));
 }
 
 function kernelSection(page, unit, source) {
@@ -151,14 +161,14 @@ function modulePanel(page, node) {
   const units = [...node.units].sort((x, y) => y.us - x.us);
   const classes = [...node.usByClass].sort((x, y) => y[1] - x[1]);
   const whole = sum(page.index.root.units, (u) => u.us) || 1;
-  const before = sum(node.units, (u) => u.unfused_us);
+  const before = sum(node.units, (u) => u.eager_us);
   const rows = units.slice(0, 200).map((u) => ({
     cells: [[dot(u.class), link(u.name, () => page.go.unit(u.name))], u.sort, showUs(u.us), showPercent(u.us / (node.us || 1))],
   }));
   return [
     h("h2", {}, node.label),
     modulePath(page, node),
-    h("p", {}, `${showUs(node.us)} predicted, ${showPercent(node.us / whole)} of the graph; one kernel for each op: ${showUs(before)}.`),
+    h("p", {}, `${showUs(node.us)} predicted, ${showPercent(node.us / whole)} of the graph; in eager ${showUs(before)}.`),
     h("p", {}, classes.map(([name, us]) => h("span", { class: "share" }, dot(name), `${name} ${showUs(us)} `))),
     table([["unit", "name"], ["sort", ""], ["us", "number"], ["share", "number"]], rows),
     units.length > 200 ? h("p", { class: "note" }, `and ${units.length - 200} more`) : null,

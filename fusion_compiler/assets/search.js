@@ -11,7 +11,9 @@ function searchEntries(indexes) {
       add(unit.sort === "cluster" ? "cluster" : "call", unit.name, [unit.class, unit.module, unit.pattern].filter(Boolean).join(" · "), unit.name);
     const lines = new Map();
     for (const op of index.ops.values()) {
-      add("op", op.name, `${op.target}${op.source?.module ? ` · ${op.source.module}` : ""}`, op.name);
+      const call = index.callOf.get(op.name);
+      const of = call && call.name !== op.name ? `piece of ${call.target} (${call.name})` : call?.target;
+      add("op", op.name, [op.target, of, op.source?.module].filter(Boolean).join(" · "), op.name);
       if (op.source) push(lines, `${showPlace(op.source)} ${op.source.code.trim()}`, op);
     }
     for (const [text, ops] of lines)

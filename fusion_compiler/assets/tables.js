@@ -3,6 +3,7 @@
 function overview(page) {
   const { report } = page;
   const t = report.totals;
+  if (report.graphs.length === 0) return [h("p", {}, "No graph was captured: there is nothing to plan."), notesSection(report)];
   return [
     h("div", { class: "tiles" },
       tile(`${t.launches_before.toLocaleString("en")} → ${t.launches_after.toLocaleString("en")}`, "launches"),
@@ -61,11 +62,15 @@ function measuredSection(page) {
   const rows = worst.map(({ unit, i }) => ({ cells: [
     [dot(unit.class), link(unit.name, () => page.go.unit(unit.name, undefined, i))],
     showUs(unit.us), showUs(unit.measured.us), showPercent(unit.measured.error)] }));
-  const text = `${showUs(measured.step_us)} a step on ${deviceName(measured.device)} (${showCount(measured.repetitions, "repetition")}), `
-    + `${showUs(measured.outside_us)} of it outside the units.`;
+  const where = measured.clock === "host" ? ", on the host's clock" : "";
+  const text = `${showUs(measured.step_us)} a step on ${measured.device}${where} (${showCount(measured.repetitions, "repetition")}), `
+    + `${showUs(measured.outside_us)} of it in kernels of no unit.`;
+  const others = measured.unmatched.map((other) => ({ cells: [other.kernel, other.calls.toLocaleString("en"), showUs(other.us)] }));
   return section("Measured", h("p", {}, text),
     rows.length > 0 ? [h("p", { class: "note" }, "Furthest from the prediction:"),
-      table([["unit", "name"], ["predicted", "number"], ["measured", "number"], ["error", "number"]], rows)] : null);
+      table([["unit", "name"], ["predicted", "number"], ["measured", "number"], ["error", "number"]], rows)] : null,
+    others.length > 0 ? [h("p", { class: "note" }, "Kernels of no unit:"),
+      table([["kernel", "name"], ["calls", "number"], ["measured", "number"]], others, { class: "others" })] : null);
 }
 
 function notesSection(report) {
@@ -124,16 +129,16 @@ function moveStop(from, to) {
 
 function movementTables(page) {
   const rows = page.report.movement.classes.map((row) => ({ cells: [
-    [dot(row.class), row.class], row.ops.toLocaleString("en"), significant(row.gflop),
+    [dot(row.class), row.class], arrow(row.calls, row.units), significant(row.gflop),
     [`${significant(row.input_mwords)} in`, h("br"), `${significant(row.output_mwords)} out`],
     arrow(showBytes(row.bytes_before), showBytes(row.bytes_after)), arrow(showUs(row.us_before), showUs(row.us_after)),
-    showPercent(row.flop_share), showPercent(row.us_share), showPercent(row.mue)] }));
-  const head = [["class", "name"], ["ops", "number"], ["Gflop", "number"], ["Mwords", "number"],
+    showPercent(row.flop_share), showPercent(row.share), arrow(showPercent(row.mue_before), showPercent(row.mue_after))] }));
+  const head = [["class", "name"], ["calls", "number"], ["Gflop", "number"], ["Mwords", "number"],
     ["moved", "number"], ["time", "number"], ["of flop", "number"], ["of time", "number"], ["MUE", "number"]];
   return [
     section("By class, all graphs", h("div", { class: "wide" }, table(head, rows, { class: "movement" })),
-      h("p", { class: "note" }, "Before and after fusion. A word is one element of a tensor; MUE is the share of the device's copy bandwidth times the share of the moved bytes that have to move.")),
-    section(`Operators of ${page.index.graph.name}`, operatorsTable(page)),
+      h("p", { class: "note" }, "Eager's calls → the plan's units. A word is one element of a tensor. MUE, memory usage efficiency: the time that the device's copy bandwidth takes for the bytes that have to move, over the time predicted.")),
+    page.index ? section(`Calls of eager in ${page.index.graph.name}`, callsTable(page)) : null,
   ];
 }
 
@@ -142,26 +147,27 @@ function arrow(before, after) {
 }
 
 const COLUMNS = [
-  ["op", "name", (op) => op.name], ["Gflop", "number", (op) => op.gflop], ["Mwords in", "number", (op) => op.input_mwords],
-  ["out", "number", (op) => op.output_mwords], ["moved", "number", (op) => op.bytes], ["flop/B", "number", (op) => op.intensity],
-  ["time", "number", (op) => op.us], ["share", "number", (op) => op.share], ["MUE", "number", (op) => op.mue],
+  ["call", "name", (call) => call.name], ["of", "name", (call) => call.target], ["Gflop", "number", (call) => call.gflop],
+  ["Mwords", "number", (call) => call.input_mwords + call.output_mwords], ["moved", "number", (call) => call.bytes],
+  ["flop/B", "number", (call) => call.intensity], ["time", "number", (call) => call.us],
+  ["share", "number", (call) => call.share], ["MUE", "number", (call) => call.mue],
 ];
-const OPERATORS_SHOWN = 100;
+const CALLS_SHOWN = 100;
 
 /** Sorted by the column whose head is pressed, at first by time. */
-function operatorsTable(page) {
+function callsTable(page) {
   const place = h("div", { class: "wide" });
   const fill = (column, all) => {
     const key = COLUMNS[column][2];
     const down = COLUMNS[column][1] === "number" ? -1 : 1;
-    const ops = [...page.index.graph.ops].filter((op) => op.us > 0 || column === 0);
-    ops.sort((x, y) => down * (key(x) < key(y) ? -1 : key(x) > key(y) ? 1 : 0));
-    const rows = (all ? ops : ops.slice(0, OPERATORS_SHOWN)).map((op) => ({ cells: [
-      [dot(op.class), link(op.name, () => page.go.op(op.name))], significant(op.gflop), significant(op.input_mwords),
-      significant(op.output_mwords), showBytes(op.bytes), significant(op.intensity), showUs(op.us), showPercent(op.share), showPercent(op.mue)] }));
+    const calls = [...page.index.graph.calls].sort((x, y) => down * (key(x) < key(y) ? -1 : key(x) > key(y) ? 1 : 0));
+    const rows = (all ? calls : calls.slice(0, CALLS_SHOWN)).map((call) => ({ cells: [
+      [dot(call.class), link(call.name, () => page.go.op(call.name))], call.target, significant(call.gflop),
+      [`${significant(call.input_mwords)} in`, h("br"), `${significant(call.output_mwords)} out`],
+      showBytes(call.bytes), significant(call.intensity), showUs(call.us), showPercent(call.share), showPercent(call.mue)] }));
     const head = COLUMNS.map(([name, kind], i) => [link(name, () => fill(i, all), { "aria-pressed": String(i === column) }), kind]);
-    const rest = ops.length - rows.length;
-    place.replaceChildren(table(head, rows, { class: "operators" }), ...(rest > 0 ? [button(`Show ${rest} more`, () => fill(column, true))] : []));
+    const rest = calls.length - rows.length;
+    place.replaceChildren(table(head, rows, { class: "calls" }), ...(rest > 0 ? [button(`Show ${rest} more`, () => fill(column, true))] : []));
   };
   fill(6, false);
   return place;
