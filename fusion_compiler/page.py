@@ -20,6 +20,7 @@ SCRIPTS = (
     "model.js",
     "layout.js",
     "graph.js",
+    "moving.js",
     "panel.js",
     "tables.js",
     "search.js",

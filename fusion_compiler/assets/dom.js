@@ -34,7 +34,12 @@ function link(label, onclick, attributes) {
 function table(head, rows, attributes) {
   const cells = head.map(([text, kind]) => h("th", { scope: "col", class: kind }, text));
   const body = rows.map(({ cells: values, ...rest }) =>
-    h("tr", rest, values.map((value, i) => h("td", { class: head[i][1] }, value))));
+    h(
+      "tr",
+      rest,
+      values.map((value, i) => h("td", { class: head[i][1] }, value)),
+    ),
+  );
   return h("table", attributes, h("thead", {}, h("tr", {}, cells)), h("tbody", {}, body));
 }
 
@@ -64,10 +69,29 @@ function significant(value) {
   return value.toLocaleString("en", { minimumFractionDigits: after, maximumFractionDigits: after });
 }
 
-const showUs = (us) => scaled(us, [["s", 1e6], ["ms", 1e3], ["us", 1]]);
-const showBytes = (bytes) => scaled(bytes, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["KB", 1e3], ["B", 1]]);
-const showFlop = (flop) => scaled(flop, [["Tflop", 1e12], ["Gflop", 1e9], ["Mflop", 1e6], ["flop", 1]]);
+const showUs = (us) =>
+  scaled(us, [
+    ["s", 1e6],
+    ["ms", 1e3],
+    ["us", 1],
+  ]);
+const showBytes = (bytes) =>
+  scaled(bytes, [
+    ["TB", 1e12],
+    ["GB", 1e9],
+    ["MB", 1e6],
+    ["KB", 1e3],
+    ["B", 1],
+  ]);
+const showFlop = (flop) =>
+  scaled(flop, [
+    ["Tflop", 1e12],
+    ["Gflop", 1e9],
+    ["Mflop", 1e6],
+    ["flop", 1],
+  ]);
 const showPercent = (share) => `${significant(100 * share)}%`;
+const wholePercent = (share) => `${Math.round(100 * share)}%`;
 const showCount = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
 /** "would save 1.2 us", "would cost 3 us"; "at most" where no kernel of both exists. */

@@ -1,6 +1,4 @@
-// Draws the layout as SVG: boxes, lines, what is selected; pans, zooms, and moves by keyboard.
-
-const FRAME_MARGIN = 28;
+// Draws the layout as SVG: boxes, lines, and what is selected.
 
 /**
  * on: {unit(unit), module(node), edges(edges)}, called when something is clicked.
@@ -10,11 +8,24 @@ function graphView(element, on) {
   const scene = s("g", { class: "scene" });
   element.append(arrowHead(), scene);
   const svg = libraries.select(element);
-  const view = { element, scene, svg, index: null, open: new Set(), cache: new Map(), places: new Map(), lines: [], overlay: s("g") };
-  view.zoom = libraries.zoom().scaleExtent([0.02, 3]).on("zoom", ({ transform }) => {
-    scene.setAttribute("transform", transform.toString());
-    element.classList.toggle("far", transform.k < 0.42);
-  });
+  const view = {
+    element,
+    scene,
+    svg,
+    index: null,
+    open: new Set(),
+    cache: new Map(),
+    places: new Map(),
+    lines: [],
+    overlay: s("g"),
+  };
+  view.zoom = libraries
+    .zoom()
+    .scaleExtent([0.02, 3])
+    .on("zoom", ({ transform }) => {
+      scene.setAttribute("transform", transform.toString());
+      element.classList.toggle("far", transform.k < 0.42);
+    });
   svg.call(view.zoom).on("dblclick.zoom", null);
   element.addEventListener("click", (event) => clicked(view, on, event));
   element.addEventListener("keydown", (event) => keyPressed(view, on, event));
@@ -35,8 +46,20 @@ function graphView(element, on) {
 
 function arrowHead() {
   const marker = (id) =>
-    s("marker", { id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerUnits: "userSpaceOnUse", markerWidth: 9, markerHeight: 9, orient: "auto" },
-      s("path", { d: "M0,0.8L8,4L0,7.2z" }));
+    s(
+      "marker",
+      {
+        id,
+        viewBox: "0 0 8 8",
+        refX: 7,
+        refY: 4,
+        markerUnits: "userSpaceOnUse",
+        markerWidth: 9,
+        markerHeight: 9,
+        orient: "auto",
+      },
+      s("path", { d: "M0,0.8L8,4L0,7.2z" }),
+    );
   return s("defs", {}, ["arrow", "arrow-missed", "arrow-lit"].map(marker));
 }
 
@@ -63,7 +86,10 @@ function drawInside(view, frame, x, y) {
       view.frames.append(drawFrame(child.box, cx, cy));
       view.frames.append(drawTitle(child.box, cx, cy));
       drawInside(view, child.box, cx, cy);
-    } else view.boxes.append(child.box.node.unit ? drawUnit(view, child.box, cx, cy) : drawModule(child.box, cx, cy));
+    } else
+      view.boxes.append(
+        child.box.node.unit ? drawUnit(view, child.box, cx, cy) : drawModule(child.box, cx, cy),
+      );
   }
   for (const line of frame.lines) {
     const d = pathOf(line.points.map((p) => ({ x: p.x + x, y: p.y + y })));
@@ -76,20 +102,28 @@ function drawLine(view, { link, into }, d) {
   const missed = found.includes("missed") ? "missed" : found.includes("bound") ? "missed bound" : "";
   const arrow = missed ? "url(#arrow-missed)" : "url(#arrow)";
   const lands = into !== OUT && !(into.children && view.open.has(into));
-  const title = link.edges.slice(0, 4).map((e) => `${e.a} → ${e.b}${e.records[0] ? `: ${e.records[0].rule}` : ""}`);
+  const title = link.edges
+    .slice(0, 4)
+    .map((e) => `${e.a} → ${e.b}${e.records[0] ? `: ${e.records[0].rule}` : ""}`);
   if (link.edges.length > 4) title.push(`and ${link.edges.length - 4} more`);
-  const element = s("g", { class: `line ${missed}` },
+  const element = s(
+    "g",
+    { class: `line ${missed}` },
     s("title", {}, title.join("\n")),
     s("path", { class: "hit", d }),
-    s("path", { class: "ink", d, "marker-end": lands ? arrow : null }));
+    s("path", { class: "ink", d, "marker-end": lands ? arrow : null }),
+  );
   element.report = link.edges;
   view.lines.push({ element, arrow, edges: new Set(link.edges) });
   return element;
 }
 
 function boxGroup(node, x, y, attributes, ...children) {
-  return s("g", { "data-id": node.id, tabindex: -1, role: "button", transform: `translate(${x},${y})`, ...attributes },
-    ...children);
+  return s(
+    "g",
+    { "data-id": node.id, tabindex: -1, role: "button", transform: `translate(${x},${y})`, ...attributes },
+    ...children,
+  );
 }
 
 function drawFrame(box, x, y) {
@@ -99,11 +133,16 @@ function drawFrame(box, x, y) {
 function drawTitle(box, x, y) {
   const node = box.node;
   const label = `${node.label}, open, ${showUs(node.us)}`;
-  return boxGroup(node, x, y, { class: "box title", "aria-label": label, "aria-expanded": "true" },
+  return boxGroup(
+    node,
+    x,
+    y,
+    { class: "box title", "aria-label": label, "aria-expanded": "true" },
     s("title", {}, `${node.path || node.label}: click to close`),
     s("rect", { class: "back", width: box.w, height: SIZE.title, rx: 8 }),
     s("text", { class: "name", x: 10, y: 17 }, `▾ ${node.label}`),
-    s("text", { class: "time", x: box.w - 10, y: 17 }, showUs(node.us)));
+    s("text", { class: "time", x: box.w - 10, y: 17 }, showUs(node.us)),
+  );
 }
 
 function drawModule(box, x, y) {
@@ -114,13 +153,22 @@ function drawModule(box, x, y) {
   const about = counts.filter(Boolean).join(", ");
   const time = showUs(node.us);
   const label = `module ${node.path || node.label}, closed, ${about}, ${time}`;
-  return boxGroup(node, x, y, { class: "box module", "aria-label": label, "aria-expanded": "false" },
+  return boxGroup(
+    node,
+    x,
+    y,
+    { class: "box module", "aria-label": label, "aria-expanded": "false" },
     s("title", {}, `${node.run ? node.label : node.path || node.label}: click to open`),
     s("rect", { class: "back", width: box.w, height: box.h, rx: 8 }),
-    s("text", { class: "name", x: 10, y: 19 }, `▸ ${fitText(node.label, "title", box.w - 46 - textWidth(time, "small"))}`),
+    s(
+      "text",
+      { class: "name", x: 10, y: 19 },
+      `▸ ${fitText(node.label, "title", box.w - 46 - textWidth(time, "small"))}`,
+    ),
     s("text", { class: "time", x: box.w - 10, y: 19 }, time),
     s("text", { class: "about", x: 12, y: 36 }, about),
-    shareBar(node, 12, 44, box.w - 24));
+    shareBar(node, 12, 44, box.w - 24),
+  );
 }
 
 function shareBar(node, x, y, width) {
@@ -130,7 +178,9 @@ function shareBar(node, x, y, width) {
     const us = sum([...node.usByClass], ([key, value]) => (colour(key) === name ? value : 0));
     const w = (width * us) / total;
     at += w;
-    return w > 0 ? s("rect", { class: "share", "data-class": name, x: at - w, y, width: w, height: 5 }) : null;
+    return w > 0
+      ? s("rect", { class: "share", "data-class": name, x: at - w, y, width: w, height: 5 })
+      : null;
   });
   return s("g", {}, parts);
 }
@@ -142,15 +192,29 @@ function drawUnit(view, box, x, y) {
   const where = [sort, unit.readers > MANY_READERS ? `read by ${unit.readers}` : "", insideOf(box.node)];
   const about = where.filter(Boolean).join(" · ");
   const label = `${unit.sort} ${unit.name}, ${unit.class}, ${time}`;
-  const attributes = { class: `box unit ${unit.sort}`, "data-unit": unit.name, "data-class": colour(unit.class), "aria-label": label };
-  return boxGroup(box.node, x, y, attributes,
+  const attributes = {
+    class: `box unit ${unit.sort}`,
+    "data-unit": unit.name,
+    "data-class": colour(unit.class),
+    "aria-label": label,
+  };
+  return boxGroup(
+    box.node,
+    x,
+    y,
+    attributes,
     s("title", {}, `${unit.name}: ${[sort, unit.module].filter(Boolean).join(" · ")}`),
     s("rect", { class: "back", width: box.w, height: box.h, rx: unit.sort === "cluster" ? 6 : 0 }),
     s("rect", { class: "strip", width: 5, height: box.h, rx: unit.sort === "cluster" ? 2 : 0 }),
-    s("text", { class: "name", x: 12, y: 18 }, fitText(unit.name, "title", box.w - 30 - textWidth(time, "small"))),
+    s(
+      "text",
+      { class: "name", x: 12, y: 18 },
+      fitText(unit.name, "title", box.w - 30 - textWidth(time, "small")),
+    ),
     s("text", { class: "time", x: box.w - 9, y: 18 }, time),
     s("text", { class: "about", x: 12, y: 35 }, fitText(about, "small", box.w - 20)),
-    drawChips(view, box));
+    drawChips(view, box),
+  );
 }
 
 /** A unit's module as seen from the frame around it: "query" in model.layers.0.attention. */
@@ -164,10 +228,15 @@ function drawChips(view, box) {
   if (box.chips.length === 0) return null;
   const last = box.chips[box.chips.length - 1];
   const ops = box.chips.map((chip) =>
-    s("g", { class: "chip", "data-op": chip.name, "data-class": colour(view.index.ops.get(chip.name)?.class) },
+    s(
+      "g",
+      { class: "chip", "data-op": chip.name, "data-class": colour(view.index.ops.get(chip.name)?.class) },
       s("rect", { x: chip.x, y: chip.y, width: chip.w, height: CHIP.height, rx: 3 }),
-      s("text", { x: chip.x + 5, y: chip.y + 12.5 }, chip.label)));
-  if (box.more > 0) ops.push(s("text", { class: "about", x: last.x + last.w + 6, y: last.y + 12.5 }, `+${box.more} more`));
+      s("text", { x: chip.x + 5, y: chip.y + 12.5 }, chip.label),
+    ),
+  );
+  if (box.more > 0)
+    ops.push(s("text", { class: "about", x: last.x + last.w + 6, y: last.y + 12.5 }, `+${box.more} more`));
   return s("g", { class: "chips" }, ops);
 }
 
@@ -176,7 +245,8 @@ function drawChips(view, box) {
 /** marked: null or {units: [name], edges: [edge], op: name or undefined, node}. */
 function mark(view, marked) {
   view.marked = marked;
-  for (const element of view.scene.querySelectorAll(".marked, .found")) element.classList.remove("marked", "found");
+  for (const element of view.scene.querySelectorAll(".marked, .found"))
+    element.classList.remove("marked", "found");
   view.overlay.replaceChildren();
   const edges = new Set(marked?.edges ?? []);
   for (const line of view.lines) {
@@ -202,9 +272,18 @@ function drawAcross(view, edge) {
   const [p, q] = [view.places.get(a), view.places.get(b)];
   const below = q.y > p.y + p.h;
   const d = below
-    ? pathOf([{ x: p.x + p.w / 2, y: p.y + p.h }, { x: q.x + q.w / 2, y: q.y }])
+    ? pathOf([
+        { x: p.x + p.w / 2, y: p.y + p.h },
+        { x: q.x + q.w / 2, y: q.y },
+      ])
     : `M${p.x + p.w},${p.y + p.h / 2} C${p.x + p.w + 60},${p.y + p.h / 2} ${q.x + q.w + 60},${q.y + q.h / 2} ${q.x + q.w},${q.y + q.h / 2}`;
-  view.overlay.append(s("path", { class: edge.flow ? "across" : "across apart", d, "marker-end": edge.flow ? "url(#arrow-lit)" : null }));
+  view.overlay.append(
+    s("path", {
+      class: edge.flow ? "across" : "across apart",
+      d,
+      "marker-end": edge.flow ? "url(#arrow-lit)" : null,
+    }),
+  );
 }
 
 function markedNode(view) {
@@ -213,131 +292,4 @@ function markedNode(view) {
 
 function boxElement(view, node) {
   return view.scene.querySelector(`.box[data-id="${node.id}"]`);
-}
-
-// -- moving about -------------------------------------------------------------------------------------
-
-function clicked(view, on, event) {
-  const line = event.target.closest?.(".line");
-  if (line) return on.edges(line.report);
-  const box = event.target.closest?.(".box");
-  if (!box) return undefined;
-  focusBox(view, view.nodes.get(box.dataset.id), false);
-  const op = event.target.closest?.(".chip")?.dataset.op;
-  return act(view, on, view.nodes.get(box.dataset.id), op);
-}
-
-function act(view, on, node, op) {
-  if (node.unit) return on.unit(node.unit, op);
-  toggle(view, node);
-  return on.module(node);
-}
-
-/** Opens or closes a module; its corner stays where it is on the screen. */
-function toggle(view, node) {
-  const before = view.places.get(node);
-  if (view.open.has(node)) view.open.delete(node);
-  else view.open.add(node);
-  for (let at = node; at; at = at.parent) view.cache.delete(at);
-  draw(view);
-  const after = view.places.get(node);
-  if (before && after) view.zoom.translateBy(view.svg, before.x - after.x, before.y - after.y);
-}
-
-/** Opens all closed modules that show, or closes the innermost open ones. */
-function changeLevel(view, step) {
-  const showing = [...view.places.keys()].filter((node) => !node.unit && node.parent);
-  if (step > 0) for (const node of showing) view.open.add(node);
-  else {
-    const deepest = Math.max(0, ...showing.filter((n) => view.open.has(n)).map((n) => n.depth));
-    for (const node of showing) if (node.depth === deepest) view.open.delete(node);
-  }
-  view.cache.clear();
-  draw(view);
-  home(view);
-}
-
-function extentOf(places) {
-  const left = Math.min(...places.map((p) => p.x));
-  const top = Math.min(...places.map((p) => p.y));
-  const right = Math.max(...places.map((p) => p.x + p.w));
-  const bottom = Math.max(...places.map((p) => p.y + p.h));
-  return { x: left, y: top, w: right - left, h: bottom - top };
-}
-
-function lookAt(view, extent, least, most, slowly) {
-  const { width, height } = view.element.getBoundingClientRect();
-  const wanted = Math.min((width - 2 * FRAME_MARGIN) / extent.w, (height - 2 * FRAME_MARGIN) / extent.h);
-  const k = Math.min(Math.max(wanted, least), most);
-  // What does not fit is shown from its top.
-  const y = extent.h * k <= height ? (height - extent.h * k) / 2 : FRAME_MARGIN;
-  const x = extent.w * k <= width ? (width - extent.w * k) / 2 : FRAME_MARGIN;
-  const transform = libraries.zoomIdentity.translate(x - extent.x * k, y - extent.y * k).scale(k);
-  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  view.zoom.transform(slowly && !still ? view.svg.transition().duration(250) : view.svg, transform);
-}
-
-/** All that shows, but not so small that names cannot be read. */
-function home(view) {
-  if (view.places.size > 0) lookAt(view, extentOf([...view.places.values()]), 0.8, 1);
-}
-
-function fit(view, places) {
-  if (places.length > 0) lookAt(view, extentOf(places), 0.02, 1.2, true);
-}
-
-/** Opens what hides the nodes and looks at them. */
-function bringTo(view, nodes) {
-  const hidden = nodes.flatMap((node) => pathTo(node).slice(0, -1)).filter((node) => !view.open.has(node));
-  if (hidden.length > 0) {
-    for (const node of hidden) view.open.add(node);
-    view.cache.clear();
-    draw(view);
-  }
-  const extent = extentOf(nodes.map((node) => view.places.get(node)));
-  lookAt(view, extent, nodes.length > 1 ? 0.2 : 0.75, 1, true);
-}
-
-function focusBox(view, node, intoView) {
-  const element = node && boxElement(view, node);
-  if (!element) return;
-  for (const other of view.scene.querySelectorAll('.box[tabindex="0"]')) other.setAttribute("tabindex", "-1");
-  element.setAttribute("tabindex", "0");
-  element.focus({ preventScroll: true });
-  const place = view.places.get(node);
-  const { k, x, y } = libraries.zoomTransform(view.element);
-  const { width, height } = view.element.getBoundingClientRect();
-  const [left, top] = [place.x * k + x, place.y * k + y];
-  const outside = left < 0 || top < 0 || left + place.w * k > width || top + 30 > height;
-  if (intoView && outside) view.zoom.translateTo(view.svg, place.x + place.w / 2, place.y + place.h / 2);
-}
-
-const ARROWS = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] };
-
-function keyPressed(view, on, event) {
-  const node = view.nodes?.get(event.target.closest?.(".box")?.dataset.id);
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key in ARROWS && node) focusBox(view, nearest(view, node, ARROWS[event.key]), true);
-  else if ((event.key === "Enter" || event.key === " ") && node) act(view, on, node);
-  else if (event.key === "+" || event.key === "=") view.zoom.scaleBy(view.svg, 1.25);
-  else if (event.key === "-") view.zoom.scaleBy(view.svg, 0.8);
-  else if (event.key === "0") fit(view, [...view.places.values()]);
-  else return;
-  event.preventDefault();
-}
-
-/** The next box in a direction; what lies aside counts as further away. */
-function nearest(view, node, [dx, dy]) {
-  const middle = ({ x, y, w, h }, other) => ({ x: x + w / 2, y: y + (other.children ? 0 : h / 2) });
-  const from = middle(view.places.get(node), node);
-  let best = null;
-  let least = Infinity;
-  for (const [other, place] of view.places) {
-    if (other === node || !other.parent) continue;
-    const to = middle(place, other);
-    const along = (to.x - from.x) * dx + (to.y - from.y) * dy;
-    const aside = Math.abs((to.x - from.x) * dy) + Math.abs((to.y - from.y) * dx);
-    if (along > 1 && along + 2 * aside < least) [best, least] = [other, along + 2 * aside];
-  }
-  return best ?? node;
 }

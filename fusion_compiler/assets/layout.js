@@ -4,7 +4,11 @@
 
 const SIZE = { title: 26, pad: 14, callWidth: 176, unitWidth: 246, moduleWidth: 206, moduleHeight: 58 };
 const CHIP = { height: 17, gap: 4, rows: 5, inset: 12, top: 46 };
-const FONTS = { title: "600 12.5px system-ui, sans-serif", small: "11px system-ui, sans-serif", chip: "10.5px ui-monospace, monospace" };
+const FONTS = {
+  title: "600 12.5px system-ui, sans-serif",
+  small: "11px system-ui, sans-serif",
+  chip: "10.5px ui-monospace, monospace",
+};
 
 const pencil = document.createElement("canvas").getContext("2d");
 const widths = new Map();
@@ -118,12 +122,20 @@ function placed(frame, boxes, links, graph) {
     const at = graph.node(String(box.node.id));
     return { box, x: at.x - box.w / 2 + shift, y: at.y - box.h / 2 + top };
   });
-  const result = { node: frame, w, h: bottom + (root || graph.hasNode(OUT) ? 0 : SIZE.pad), children, lines: [] };
+  const result = {
+    node: frame,
+    w,
+    h: bottom + (root || graph.hasNode(OUT) ? 0 : SIZE.pad),
+    children,
+    lines: [],
+  };
   const byNode = new Map(children.map((child) => [child.box.node, child]));
   const ranks = rankHeights(boxes, graph);
   for (const link of links) {
     const bends = graph.edge(keyOf(link.from), keyOf(link.to)).points.slice(1, -1);
-    const inner = bends.flatMap((p) => straightThrough(p, ranks)).map((p) => ({ x: p.x + shift, y: p.y + top }));
+    const inner = bends
+      .flatMap((p) => straightThrough(p, ranks))
+      .map((p) => ({ x: p.x + shift, y: p.y + top }));
     result.lines.push({ link, points: ended(link, inner, byNode, result), into: link.to });
   }
   return result;
@@ -147,7 +159,10 @@ function rankHeights(boxes, graph) {
 function straightThrough(point, ranks) {
   const half = ranks.get(Math.round(point.y)) ?? 0;
   if (half === 0) return [point];
-  return [{ x: point.x, y: point.y - half }, { x: point.x, y: point.y + half }];
+  return [
+    { x: point.x, y: point.y - half },
+    { x: point.x, y: point.y + half },
+  ];
 }
 
 /** The line's points with both ends: borders of boxes, or the frame's own points of entry. */
@@ -161,12 +176,8 @@ function ended(link, inner, byNode, frame) {
   };
   const down = !from || !to || from.y < to.y;
   const bends = down ? inner : [];
-  const start = from
-    ? { x: towards(bends[0], from), y: from.y + from.box.h }
-    : { x: frame.w / 2, y: 0 };
-  const end = to
-    ? { x: towards(bends[bends.length - 1], to), y: to.y }
-    : { x: frame.w / 2, y: frame.h };
+  const start = from ? { x: towards(bends[0], from), y: from.y + from.box.h } : { x: frame.w / 2, y: 0 };
+  const end = to ? { x: towards(bends[bends.length - 1], to), y: to.y } : { x: frame.w / 2, y: frame.h };
   return [start, ...bends, end];
 }
 

@@ -10,8 +10,7 @@ function indexGraph(graph, missed) {
   const ops = new Map(graph.ops.map((op) => [op.name, op]));
   const units = new Map(graph.units.map((unit, position) => [unit.name, { ...unit, position }]));
   const unitsOfOp = new Map();
-  for (const unit of units.values())
-    for (const name of unit.ops) push(unitsOfOp, name, unit);
+  for (const unit of units.values()) for (const name of unit.ops) push(unitsOfOp, name, unit);
   for (const op of graph.ops) {
     // The unit that an op itself names comes first: others compute it again.
     const own = op.unit === null ? undefined : units.get(op.unit);
@@ -83,7 +82,8 @@ function edgesOfGraph(index) {
     (turned ? pair(b, a) : pair(a, b)).records.push(record);
   }
   const edges = [...pairs.values()].flatMap((inner) => [...inner.values()]);
-  for (const edge of edges) edge.saving = Math.max(...edge.records.map((r) => r.saving_us), -Infinity);
+  for (const edge of edges)
+    edge.saving = Math.max(-Number.MAX_VALUE, ...edge.records.map((r) => r.saving_us));
   return edges;
 }
 
@@ -95,7 +95,9 @@ function missedBy(edge) {
 
 /** The edge that a record of the report speaks of, in either direction; undefined where it is none. */
 function edgeOf(index, record) {
-  const [a, b] = [record.a, record.b].map((name) => (index.units.has(name) ? name : index.unitsOfOp.get(name)?.[0].name));
+  const [a, b] = [record.a, record.b].map((name) =>
+    index.units.has(name) ? name : index.unitsOfOp.get(name)?.[0].name,
+  );
   return index.edges.find((edge) => (edge.a === a && edge.b === b) || (edge.a === b && edge.b === a));
 }
 
@@ -161,7 +163,11 @@ function finish(node, parent, depth, ids) {
   node.byName = undefined;
   node.units = node.children.flatMap((child) => finish(child, node, depth + 1, ids));
   node.us = sum(node.units, (u) => u.us);
-  node.usByClass = sumBy(node.units, (u) => u.class, (u) => u.us);
+  node.usByClass = sumBy(
+    node.units,
+    (u) => u.class,
+    (u) => u.us,
+  );
   node.links = new Map(); // "from,to" of children, IN or OUT -> {from, to, edges}
   return node.units;
 }

@@ -3,8 +3,21 @@
 const BOXES_AT_FIRST = 44;
 
 function start(report) {
-  const indexes = report.graphs.map((graph) => indexGraph(graph, report.missed.filter((edge) => edge.graph === graph.name)));
-  const page = { report, indexes, current: 0, index: indexes[0], opened: indexes.map(() => null), tab: "overview", selected: null };
+  const indexes = report.graphs.map((graph) =>
+    indexGraph(
+      graph,
+      report.missed.filter((edge) => edge.graph === graph.name),
+    ),
+  );
+  const page = {
+    report,
+    indexes,
+    current: 0,
+    index: indexes[0],
+    opened: indexes.map(() => null),
+    tab: "overview",
+    selected: null,
+  };
   page.svg = document.getElementById("graph");
   page.graph = graphView(page.svg, {
     unit: (unit, op) => select(page, unitSelection(page, unit, op)),
@@ -32,12 +45,18 @@ function header(page) {
     select(page, null);
   });
   const search = document.getElementById("search");
-  searchBox(search, document.getElementById("results"), page.indexes, () => page.current, (entry) => {
-    if (entry.kind === "module") page.go.module(entry.target, entry.graph);
-    else if (entry.kind === "op" || entry.kind === "line") page.go.op(entry.target, entry.graph);
-    else page.go.unit(entry.target, undefined, entry.graph);
-    page.graph.focusMarked();
-  });
+  searchBox(
+    search,
+    document.getElementById("results"),
+    page.indexes,
+    () => page.current,
+    (entry) => {
+      if (entry.kind === "module") page.go.module(entry.target, entry.graph);
+      else if (entry.kind === "op" || entry.kind === "line") page.go.op(entry.target, entry.graph);
+      else page.go.unit(entry.target, undefined, entry.graph);
+      page.graph.focusMarked();
+    },
+  );
   document.addEventListener("keydown", (event) => {
     const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
     if (event.key === "/" && !typing) search.focus();
@@ -120,7 +139,10 @@ function ways(page) {
 function looseOp(page, name, to) {
   const readers = readersOf(page.index, name);
   const names = readers.map((unit) => unit.name);
-  const selection = { mark: { units: names, edges: [] }, panel: () => looseOpPanel(page, page.index.ops.get(name), readers) };
+  const selection = {
+    mark: { units: names, edges: [] },
+    panel: () => looseOpPanel(page, page.index.ops.get(name), readers),
+  };
   if (names.length > 0) to(selection, [page.index.leaves.get(names[0])]);
   else select(page, selection);
 }
@@ -137,7 +159,8 @@ function readersOf(index, name) {
 
 const TABS = {
   overview: (page) => overview(page),
-  selection: (page) => page.selected?.panel() ?? [h("p", { class: "note" }, "Click a box or a line of the drawing, or search.")],
+  selection: (page) =>
+    page.selected?.panel() ?? [h("p", { class: "note" }, "Click a box or a line of the drawing, or search.")],
   missed: (page) => missedTable(page),
   movement: (page) => movementTables(page),
 };
@@ -173,40 +196,63 @@ function showTab(page, name) {
 
 /** Pressing a class shows it alone. */
 function legend(page) {
-  const present = new Set(page.indexes.flatMap((index) => index.graph.units.map((unit) => colour(unit.class))));
-  for (const index of page.indexes) for (const op of index.graph.ops) if (op.unit !== null) present.add(colour(op.class));
+  const present = new Set(
+    page.indexes.flatMap((index) => index.graph.units.map((unit) => colour(unit.class))),
+  );
+  for (const index of page.indexes)
+    for (const op of index.graph.ops) if (op.unit !== null) present.add(colour(op.class));
   const buttons = CLASSES.filter((name) => present.has(name)).map((name) => {
-    const one = button([dot(name), name], () => {
-      const only = page.svg.dataset.only === name ? "" : name;
-      page.svg.dataset.only = only;
-      for (const other of buttons) other.setAttribute("aria-pressed", String(other === one && only !== ""));
-    }, { "aria-pressed": "false", title: `show ${name} alone` });
+    const one = button(
+      [dot(name), name],
+      () => {
+        const only = page.svg.dataset.only === name ? "" : name;
+        page.svg.dataset.only = only;
+        for (const other of buttons) other.setAttribute("aria-pressed", String(other === one && only !== ""));
+      },
+      { "aria-pressed": "false", title: `show ${name} alone` },
+    );
     return one;
   });
-  const sorts = [["cluster", "one kernel"], ["library", "library call"], ["eager", "eager call"]]
-    .map(([kind, text]) => h("span", { class: "sort" }, h("i", { class: kind }), text));
-  document.getElementById("legend").append(...buttons, ...sorts, 
-    h("span", { class: "sort" }, h("i", { class: "missed" }), "one kernel would save time"),
-    h("span", { class: "sort" }, h("i", { class: "missed bound" }), "may: one of the ten missed"));
+  const sorts = [
+    ["cluster", "one kernel"],
+    ["library", "library call"],
+    ["eager", "eager call"],
+  ].map(([kind, text]) => h("span", { class: "sort" }, h("i", { class: kind }), text));
+  document
+    .getElementById("legend")
+    .append(
+      ...buttons,
+      ...sorts,
+      h("span", { class: "sort" }, h("i", { class: "missed" }), "one kernel would save time"),
+      h("span", { class: "sort" }, h("i", { class: "missed bound" }), "may: one of the ten missed"),
+    );
 }
 
 function controls(page) {
   const actions = {
-    in: () => page.graph.by(1.3), out: () => page.graph.by(1 / 1.3), fit: () => page.graph.fit(),
-    open: () => page.graph.level(1), close: () => page.graph.level(-1),
+    in: () => page.graph.by(1.3),
+    out: () => page.graph.by(1 / 1.3),
+    fit: () => page.graph.fit(),
+    open: () => page.graph.level(1),
+    close: () => page.graph.level(-1),
   };
-  for (const control of document.querySelectorAll("[data-do]")) control.addEventListener("click", actions[control.dataset.do]);
+  for (const control of document.querySelectorAll("[data-do]"))
+    control.addEventListener("click", actions[control.dataset.do]);
 }
 
 /** The bar between drawing and panel: dragged, or moved by arrow keys. */
 function resizable(bar, body) {
-  const set = (width) => body.style.setProperty("--panel", `${Math.min(Math.max(width, 280), innerWidth - 300)}px`);
+  const set = (width) =>
+    body.style.setProperty("--panel", `${Math.min(Math.max(width, 280), innerWidth - 300)}px`);
   const width = () => document.getElementById("side").getBoundingClientRect().width;
   bar.addEventListener("pointerdown", (event) => {
     bar.setPointerCapture(event.pointerId);
     event.preventDefault();
   });
-  bar.addEventListener("pointermove", (event) => bar.hasPointerCapture(event.pointerId) && set(innerWidth - event.clientX));
+  bar.addEventListener(
+    "pointermove",
+    (event) => bar.hasPointerCapture(event.pointerId) && set(innerWidth - event.clientX),
+  );
   bar.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: 40, ArrowRight: -40 }[event.key];
     if (step) set(width() + step);

@@ -6,9 +6,15 @@ const RESULTS = 40;
 function searchEntries(indexes) {
   const entries = [];
   indexes.forEach((index, graph) => {
-    const add = (kind, text, about, target) => entries.push({ kind, text, about, graph, target, lower: `${text}\n${about}`.toLowerCase() });
+    const add = (kind, text, about, target) =>
+      entries.push({ kind, text, about, graph, target, lower: `${text}\n${about}`.toLowerCase() });
     for (const unit of index.units.values())
-      add(unit.sort === "cluster" ? "cluster" : "call", unit.name, [unit.class, unit.module, unit.pattern].filter(Boolean).join(" · "), unit.name);
+      add(
+        unit.sort === "cluster" ? "cluster" : "call",
+        unit.name,
+        [unit.class, unit.module, unit.pattern].filter(Boolean).join(" · "),
+        unit.name,
+      );
     const lines = new Map();
     for (const op of index.ops.values()) {
       const call = index.callOf.get(op.name);
@@ -38,9 +44,15 @@ function found(entries, text, current) {
     if (!words.every((word) => entry.lower.includes(word))) continue;
     const name = entry.text.toLowerCase();
     const rank = name === query ? 0 : name.startsWith(query) ? 1 : name.includes(query) ? 2 : 3;
-    matches.push({ entry, score: rank * 100 + (entry.graph === current ? 0 : 50) + order.indexOf(entry.kind) });
+    matches.push({
+      entry,
+      score: rank * 100 + (entry.graph === current ? 0 : 50) + order.indexOf(entry.kind),
+    });
   }
-  return matches.sort((x, y) => x.score - y.score).slice(0, RESULTS).map((match) => match.entry);
+  return matches
+    .sort((x, y) => x.score - y.score)
+    .slice(0, RESULTS)
+    .map((match) => match.entry);
 }
 
 /** Wires the input and its list (a combobox in ARIA's terms). choose(entry) is called with what is picked. */
@@ -66,10 +78,28 @@ function searchBox(input, list, indexes, current, choose) {
   const open = () => {
     shown = found(entries, input.value, current());
     const several = indexes.length > 1;
-    list.replaceChildren(...shown.map((entry, i) => h("li", { id: `result-${i}`, role: "option", onmousedown: (e) => e.preventDefault(), onclick: () => pick(entry) },
-      h("span", { class: `kind ${entry.kind}` }, entry.kind), h("span", { class: "text" }, entry.text),
-      h("span", { class: "about" }, several ? `${indexes[entry.graph].graph.name} · ${entry.about}` : entry.about))));
-    if (shown.length === 0 && input.value.trim()) list.append(h("li", { class: "none" }, "nothing by that name"));
+    list.replaceChildren(
+      ...shown.map((entry, i) =>
+        h(
+          "li",
+          {
+            id: `result-${i}`,
+            role: "option",
+            onmousedown: (e) => e.preventDefault(),
+            onclick: () => pick(entry),
+          },
+          h("span", { class: `kind ${entry.kind}` }, entry.kind),
+          h("span", { class: "text" }, entry.text),
+          h(
+            "span",
+            { class: "about" },
+            several ? `${indexes[entry.graph].graph.name} · ${entry.about}` : entry.about,
+          ),
+        ),
+      ),
+    );
+    if (shown.length === 0 && input.value.trim())
+      list.append(h("li", { class: "none" }, "nothing by that name"));
     list.hidden = input.value.trim() === "";
     input.setAttribute("aria-expanded", String(!list.hidden));
     if (shown.length > 0) point(0);
