@@ -157,6 +157,13 @@ class CacheError(FusionError, OSError):
     next_step = "set FUSION_CACHE_DIR to a writable directory"
 
 
+class ReportSchemaError(FusionError, ValueError):
+    """A report that another version made. Fields: got, known."""
+
+    template = "the report is of schema {got}, and the page shows schema {known}"
+    next_step = "make the report again with fc.explain(...), or open it with the version that made it"
+
+
 class KernelError(FusionError, RuntimeError):
     """Fields: kernel, action ("compile", "launch"), detail."""
 

@@ -16,6 +16,7 @@ import networkx as nx
 
 from fusion_compiler import plan_text
 from fusion_compiler.errors import MissingPackageError
+from fusion_compiler.page import page
 from fusion_compiler.passes.answer import Answer, answers, ops_called, saving, unknown
 from fusion_compiler.passes.why import Why
 from fusion_compiler.plan import FusionPlan, Rejected
@@ -133,6 +134,10 @@ class Report:
     def graphml(self, path: str | Path) -> None:
         """Write the graph as GraphML, which yEd, Gephi and networkx read."""
         nx.write_graphml(self.graph(), str(path))
+
+    def html(self, path: str | Path) -> None:
+        """Write the page of this report: one file that opens offline."""
+        Path(path).write_text(page(self.json()), encoding="utf-8")
 
     def _sections(self) -> list[str]:
         reason = f", not whole by torch.fx: {self.not_whole}" if self.not_whole else ""

@@ -161,6 +161,8 @@ def check_wheel(wheel: Path) -> None:
     held = {n.removesuffix("/__init__.py").removesuffix(".py") for n in names if n.endswith(".py")}
     assert held == expected
     assert "fusion_compiler/py.typed" in names
+    assets = {f.relative_to(ROOT).as_posix() for f in (PACKAGE / "assets").rglob("*") if f.is_file()}
+    assert {n for n in names if n.startswith("fusion_compiler/assets/")} == assets
     assert "[torch_dynamo_backends]" in entry_points
 
 

@@ -1,0 +1,67 @@
+"""The report as one HTML page that needs nothing else: no network, no other file. See assets/README.md."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import re
+from base64 import b64encode
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from fusion_compiler.errors import ReportSchemaError
+
+SCHEMA = 2  # of docs/report-schema.md
+SCRIPTS = (
+    "libraries/libraries.min.js",
+    "dom.js",
+    "model.js",
+    "layout.js",
+    "graph.js",
+    "moving.js",
+    "panel.js",
+    "tables.js",
+    "search.js",
+    "page.js",
+)
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The page of a report, as text to be written in UTF-8.
+
+    report: what `fc.explain(...).json()` gives, by docs/report-schema.md. Its texts stay text: data is
+        escaped, and the page's Content-Security-Policy runs no script but the page's own.
+
+    Raises ReportSchemaError where the report is of another schema, ValueError where a number in it is
+    not finite (JSON has none).
+    """
+    if report.get("schema") != SCHEMA:
+        raise ReportSchemaError(got=report.get("schema"), known=SCHEMA)
+    style = _asset("page.css")
+    script = '"use strict";\n' + "\n".join(_asset(name) for name in SCRIPTS)
+    parts = {
+        "title": html.escape(f"{report['model']}: fusion report"),
+        "style": style,
+        "style hash": _hash(style),
+        "script": script,
+        "script hash": _hash(script),
+        "licences": _asset("libraries/LICENSES.txt"),
+        "report": _data(report),
+    }
+    # One pass over the template alone: a report that holds "{{script}}" is not filled in.
+    return re.sub(r"\{\{([a-z ]+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+
+
+def _asset(name: str) -> str:
+    return (files("fusion_compiler") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _data(report: Mapping[str, Any]) -> str:
+    """JSON that can stand in a script element: nothing in it ends the element or opens a comment."""
+    return json.dumps(report, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
