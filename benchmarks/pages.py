@@ -6,6 +6,7 @@ docs/reading-a-plan.md: a plan, its missed fusions and answers, as `explain` pri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -112,14 +113,14 @@ def _operator(target: str, kind: str, calls: list[Call], us: float) -> list[str]
 
 
 def quoted(text: str) -> str:
-    return "\n".join(["```", *text.splitlines(), "```"])
+    """As a block of a page, without the times of planning, which are another's matter."""
+    untimed = re.sub(r"seconds: .*\n+", "", text)
+    return f"```\n{untimed}\n```"
 
 
 def plan_of(batch: int, length: int) -> str:
     """What `print(report)` shows, times of planning aside."""
-    lines = str(report(batch, length)).splitlines()
-    kept = [line for line in lines if not line.startswith("seconds: ")]
-    return quoted("\n".join(kept))
+    return quoted(str(report(batch, length)))
 
 
 def answers(batch: int, length: int) -> str:
