@@ -1,10 +1,5 @@
 """Turn a tile program and a schedule into a Program: main kernel, partial sums, finishing.
 
-Reductions over rows that several programs share leave one partial result a program in scratch
-memory. What follows them (the sum of the partials, and every op that waits for it) is a tile
-program of its own over those partials. Where it is one element wide the last program to arrive
-runs it (a ticket counter tells); where it is a row, a second kernel does.
-
 Tile programs that do not depend on each other share a launch: each takes its part of the grid.
 """
 
@@ -12,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -20,7 +15,8 @@ import torch
 
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, along_rows_first, ceil_div, part_cols
 from fusion_compiler.codegen.expression import dim_text
-from fusion_compiler.codegen.printer import Printer, axes_strides
+from fusion_compiler.codegen.finishing import Finishing, finishing_of
+from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.codegen.running import mailbox, print_passes
 from fusion_compiler.codegen.shorten import shortened
@@ -29,16 +25,10 @@ from fusion_compiler.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.loops import (
     COLS,
     ROWS,
-    Axis,
-    Index,
     Load,
     LoopNest,
-    Node,
     Random,
-    Reduce,
-    Store,
     operands_of,
-    renumber,
 )
 
 HEADER = """import triton
@@ -97,7 +87,7 @@ def build(
         for loops, schedule in zip(nests, schedules, strict=True)
     ]
     numbers, tickets = itertools.count(), itertools.count()
-    finishings = [_finishing(a, s, numbers, tickets) for a, s in zip(analyses, schedules, strict=True)]
+    finishings = [finishing_of(a, s, numbers, tickets) for a, s in zip(analyses, schedules, strict=True)]
     mails = [mailboxes(a, s, i) for i, (a, s) in enumerate(zip(analyses, schedules, strict=True))]
     scratch = (
         *(b for f in finishings if f is not None for b in f.scratch),
@@ -164,52 +154,6 @@ def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
     return parts[0].kernel(name, doc, functions, "\n".join(lines), (end,), warps, stages)
 
 
-@dataclass(frozen=True)
-class _Finishing:
-    """What follows the sums over rows of a tile program, once the programs that share them are done.
-
-    partials: one partial result a program. loops, schedule: what adds them up, and all that waits for
-    it. counter: of the programs that are done, where the last of them runs that; else a second kernel.
-    """
-
-    partials: tuple[Buffer, ...]
-    loops: LoopNest
-    schedule: Schedule
-    programs: int
-    counter: Buffer | None
-
-    @property
-    def scratch(self) -> tuple[Buffer, ...]:
-        return self.partials if self.counter is None else (*self.partials, self.counter)
-
-
-def _finishing(
-    analysis: Analysis, schedule: Schedule, numbers: Iterator[int], tickets: Iterator[int]
-) -> _Finishing | None:
-    """None where nothing is summed over rows, or one program does it all.
-
-    numbers, tickets: what the names of a cluster's partial results and counters are made of.
-    """
-    programs = row_programs(analysis, schedule)
-    if not analysis.across_rows or programs == 1:
-        return None
-    assert isinstance(programs, int), "programs that share a reduction are counted at compile time"
-    partials = tuple(_partial(analysis, next(numbers), number, programs) for number in analysis.across_rows)
-    late = finishing(analysis, programs, tuple(b.name for b in partials))
-    counter: Buffer | None = None
-    if not analysis.ends_in_a_row:
-        ticket = next(tickets)
-        counter = Buffer(f"ticket_{ticket}" if ticket else "ticket", (1,), (1,), torch.int32, zeroed=True)
-    return _Finishing(partials, late, _finish_schedule(late, programs), programs, counter)
-
-
-def row_programs(analysis: Analysis, schedule: Schedule) -> Dim:
-    """How many programs share the rows."""
-    if schedule.programs is not None:
-        return schedule.programs
-    return ceil_div(analysis.size(ROWS), schedule.block_rows)
-
-
 def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str, Buffer]:
     """Scratch of programs that share rows: what each sends to each, for every reduction of every row.
 
@@ -227,72 +171,6 @@ def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str
     }
 
 
-def _partial(analysis: Analysis, position: int, number: int, programs: int) -> Buffer:
-    node = analysis.loops.nodes[number]
-    assert isinstance(node, Reduce)
-    width = analysis.size(COLS) if COLS in analysis.groups[number] else 1
-    dtype = torch.int32 if node.combine in ("any", "all") else node.dtype
-    return Buffer(f"partial_{position}", (programs, width), strides_of((programs, width)), dtype)
-
-
-def finishing(analysis: Analysis, programs: int, partials: tuple[str, ...]) -> LoopNest:
-    """The tile program that sums the partial results and computes what waits for them."""
-    loops = analysis.loops
-    cols = analysis.axes[COLS] if analysis.ends_in_a_row else ()
-    group = ROWS if cols else COLS  # one element wide: the partials are the row
-    axes = (Axis("row" if cols else "col", programs, group), *cols)
-    shift = 1 - len(analysis.axes[ROWS])
-    roots = [s.value for s in loops.stores if s.value in analysis.finish]
-    needed: set[int] = set()
-    stack = list(roots)
-    while stack:
-        number = stack.pop()
-        if number not in needed:
-            needed.add(number)
-            stack.extend(() if number in analysis.across_rows else operands_of(loops.nodes[number]))
-    numbers: dict[int, int] = {}
-    nodes: list[Node] = []
-    names: list[str] = []
-    moved = {i: i + shift for i in range(len(analysis.axes[ROWS]), len(loops.axes))}
-    for number in sorted(needed):
-        node = loops.nodes[number]
-        if number in analysis.across_rows:
-            assert isinstance(node, Reduce)
-            wide = COLS in analysis.groups[number]
-            width = analysis.size(COLS) if wide else 1
-            terms = ((0, width), *(axes_strides(cols, 1) if wide else ()))
-            dtype = torch.int32 if node.combine in ("any", "all") else node.dtype
-            nodes.append(
-                Load(partials[analysis.across_rows.index(number)], Index(0, tuple(terms)), None, dtype)
-            )
-            names.append("partial")
-            node = Reduce(node.combine, len(nodes) - 1, frozenset({group}), node.dtype)
-        else:
-            node = renumber(node, numbers, moved)
-        numbers[number] = len(nodes)
-        nodes.append(node)
-        names.append(loops.names[number])
-    stores = tuple(
-        Store(
-            s.buffer, Index(s.index.const, tuple((moved[k], c) for k, c in s.index.terms)), numbers[s.value]
-        )
-        for s in loops.stores
-        if s.value in analysis.finish
-    )
-    return LoopNest(axes, tuple(nodes), stores, tuple(names))
-
-
-def _finish_schedule(late: LoopNest, programs: int) -> Schedule:
-    rows = [a for a in late.axes if a.group == ROWS]
-    if not rows:
-        return Schedule(1, _power(programs), Cols.WHOLE, num_warps=4)
-    return Schedule(min(_power(programs), 64), 32, Cols.GRID, programs=1, num_warps=4)
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 class _Assembly:
     """One tile program under a schedule, with the parameters of the kernels that it may be part of."""
 
@@ -302,7 +180,7 @@ class _Assembly:
         schedule: Schedule,
         signature: Signature,
         scratch: tuple[Buffer, ...],
-        finishing: _Finishing | None = None,
+        finishing: Finishing | None = None,
         mail: Mapping[str, Buffer] | None = None,
     ) -> None:
         self.a, self.s, self.finishing, self.mail = analysis, schedule, finishing, mail or {}
