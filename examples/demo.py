@@ -80,7 +80,7 @@ def kernel_of_largest_cluster(forward: FusionPlan, dump: Path) -> str:
 
     A cluster that is the same work as an earlier one has no file of its own.
     """
-    clusters = sorted(forward.clusters, key=lambda cluster: cluster.cost.us - cluster.unfused_us)
+    clusters = sorted(forward.clusters, key=lambda cluster: cluster.cost.us - cluster.eager_us)
     files = (dump / forward.name / "kernels" / f"{cluster.name}.py" for cluster in clusters)
     return next(file for file in files if file.exists()).read_text()
 

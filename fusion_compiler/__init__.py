@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_compiler.api import compile
     from fusion_compiler.errors import FusionError, FusionWarning
-    from fusion_compiler.explanation import Explanation, explain
+    from fusion_compiler.explanation import explain
     from fusion_compiler.options import Options
     from fusion_compiler.patterns import DEFAULT_PATTERNS, cluster_hint, rewrite, user_kernel
+    from fusion_compiler.report import Report
 
 _HOMES = {
     "compile": "api",
@@ -22,18 +23,18 @@ _HOMES = {
     "FusionWarning": "errors",
     "Options": "options",
     "DEFAULT_PATTERNS": "patterns",
-    "Explanation": "explanation",
     "cluster_hint": "patterns",
     "explain": "explanation",
+    "Report": "report",
     "rewrite": "patterns",
     "user_kernel": "patterns",
 }
 __all__ = [
     "DEFAULT_PATTERNS",
-    "Explanation",
     "FusionError",
     "FusionWarning",
     "Options",
+    "Report",
     "cluster_hint",
     "compile",
     "explain",

@@ -115,7 +115,13 @@ class Compiler:
         matches = find(self.hints(dag, info.phase), dag)
         clock.lap("match")
         plan = plan_clusters(
-            info.name, dag, device, size_hints(inputs), numerics=self.options.numerics, matches=matches
+            info.name,
+            dag,
+            device,
+            size_hints(inputs),
+            numerics=self.options.numerics,
+            backward=info.phase is Phase.BACKWARD,
+            matches=matches,
         )
         clock.lap("plan")
         self.report_dtypes(plan)

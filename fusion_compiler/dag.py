@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 import sympy
@@ -45,6 +46,18 @@ class Ref:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class EagerCall:
+    """The ATen call of the uncompiled model that an op is a piece of.
+
+    target: its operator's name. key: tells two calls of one operator apart. backward: made by autograd.
+    """
+
+    target: str
+    key: str
+    backward: bool
+
+
 @dataclass(frozen=True)
 class Op:
     """One operator. `inputs` are the names of the ops that it reads, in argument order.
@@ -63,6 +76,7 @@ class Op:
     flops: int
     bytes: int
     source: Source | None
+    call: EagerCall | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +191,18 @@ def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMet
     return 0
 
 
+def _call_of(node: fx.Node) -> EagerCall | None:
+    """From what tracing notes of a decomposition: the operator, autograd's number, the node of the model."""
+    original = node.meta.get("original_aten")
+    if original is None:
+        return None
+    backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+    origins: list[Any] = [] if backward else list(node.meta.get("from_node") or ())
+    key = f"{node.meta.get('seq_nr')} {origins[0].name if origins else ''}"
+    alone = str(original) == str(node.target)  # not taken apart; its overload is a copy
+    return EagerCall(original._opname, f"{key} {node.name}" if alone else key, backward)
+
+
 def _bytes(meta: TensorMeta) -> int:
     return numel(meta.shape) * meta.dtype.itemsize
 
@@ -207,6 +233,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             flops=0 if is_input else _work(node, metas, flat),
             bytes=0 if is_input else sum(map(_bytes, metas)) + sum(map(_bytes, flat)),
             source=None if is_input else source_of(node),
+            call=None if is_input else _call_of(node),
         )
         graph.add_node(node.name, op=op)
         graph.add_edges_from((name, node.name) for name in op.inputs)

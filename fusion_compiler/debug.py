@@ -20,7 +20,7 @@ from torch import fx
 
 from fusion_compiler.errors import WarnOnce
 from fusion_compiler.plan import FusionPlan
-from fusion_compiler.report import format_plan, print_plan
+from fusion_compiler.plan_text import format_plan, print_plan
 
 PLAN, REJECTIONS, KERNELS, GRAPHS = 1, 2, 3, 4
 

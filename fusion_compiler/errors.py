@@ -115,6 +115,20 @@ class PatternConflictError(FusionError, ValueError):
     next_step = "remove one of them, or order them in one tuple: the first wins"
 
 
+class UnknownOpError(FusionError, LookupError):
+    """A name that is in no plan. Fields: name, suggestion (from `closest`)."""
+
+    template = "no op, cluster, module or source line is called {name!r}{suggestion}"
+    next_step = "give an op or a cluster as the report prints it, a module, or a place such as model.py:12"
+
+
+class MissingPackageError(FusionError, ImportError):
+    """Fields: package, what (needs it)."""
+
+    template = "{what} needs the package {package}, which is not installed"
+    next_step = "pip install {package}"
+
+
 class UnsupportedDeviceError(FusionError, ValueError):
     """Fields: device, known."""
 

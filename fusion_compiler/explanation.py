@@ -15,7 +15,6 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from fusion_compiler.api import Compiler, compile
+from fusion_compiler.canonical import Canonical, canonical
 from fusion_compiler.device import device_spec
 from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
 from fusion_compiler.module import plan_of
@@ -38,34 +38,8 @@ from fusion_compiler.options import Options
 from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
 from fusion_compiler.plan import FusionPlan
 from fusion_compiler.pre_autograd import UntraceableError
+from fusion_compiler.report import Kernels, Report
 from fusion_compiler.whole import trace_whole
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The plans of a model's graphs, forward and backward. str() joins them.
-
-    incomplete: why later graphs are missing, "" where none are: what follows depends on data.
-    not_whole: why torch.fx cannot trace the model whole, so that TorchDynamo captured it; "" where it can.
-    """
-
-    plans: tuple[FusionPlan, ...]
-    incomplete: str = ""
-    not_whole: str = ""
-
-    @property
-    def captured_by(self) -> str:
-        """ "torch.fx" or "TorchDynamo"."""
-        return "TorchDynamo" if self.not_whole else "torch.fx"
-
-    def __str__(self) -> str:
-        reason = f", not whole by torch.fx: {self.not_whole}" if self.not_whole else ""
-        texts = [*map(str, self.plans), f"captured by {self.captured_by}{reason}"]
-        return "\n\n".join([*texts, f"incomplete: {self.incomplete}"] if self.incomplete else texts)
-
-    def json(self) -> list[dict[str, object]]:
-        """The plans as plain data."""
-        return [plan.json() for plan in self.plans]
 
 
 def explain(
@@ -74,7 +48,7 @@ def explain(
     device: str = "h200",
     patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
     **kwargs: Any,
-) -> Explanation:
+) -> Report:
     """Plan `model(*args, **kwargs)`, and its backward pass where it has one, without running anything.
 
     args, kwargs: as the model takes them; tensors on any device, FakeTensors too, of which only shapes,
@@ -96,7 +70,8 @@ def explain(
         options = {"backend": "eager", "device": device}
         try:
             compiler = Compiler(Options.of(**options), patterns)
-            return Explanation(_plans_of_whole(plain, given, named, compiler, mode))
+            plans = _plans_of_whole(plain, given, named, compiler, mode)
+            return Report(_name(model), device, plans, emit=_emit)
         except UntraceableError as error:
             reason = str(error)
         fast = compile(plain, patterns=patterns, **options)
@@ -107,7 +82,24 @@ def explain(
             incomplete = f"what follows depends on data ({error.func})"
         except (TorchRuntimeError, TypeError, RuntimeError, IndexError) as error:
             raise ArgumentMismatchError(model=_name(model), detail=_reason(error)) from error
-    return Explanation(tuple(plan_of(fast)), incomplete, reason)
+    return Report(_name(model), device, tuple(plan_of(fast)), incomplete, reason, _emit)
+
+
+def _emit(plans: tuple[FusionPlan, ...]) -> Kernels:
+    """The Triton source of every cluster, by graph and cluster; the same work is emitted once."""
+    compiler = Compiler(Options())
+    known: dict[Canonical, tuple[str, str]] = {}
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    for plan in plans:
+        for cluster in plan.clusters:
+            key = canonical(cluster, plan.dag)
+            if key not in known:
+                kernels = compiler.emit(key, cluster, plan.dag, device_spec(plan.device))[0].kernels
+                taken = {name for name, _ in known.values()}
+                name = f"{plan.name}.{cluster.name}" if cluster.name in taken else cluster.name
+                known[key] = name, "\n\n".join(kernel.source for kernel in kernels)
+            found[plan.name, cluster.name] = known[key]
+    return found
 
 
 def _plans_of_whole(

@@ -1,390 +1,180 @@
-"""A fusion plan for people (`format_plan`) and for programs (`plan_json`). Both are deterministic."""
+"""What `explain` found, for people and for programs: text, JSON, DOT, GraphML and a page.
+
+A report holds the plans of a model's graphs and answers questions about them; nothing in it was measured
+unless `profile` put it there.
+"""
 
 from __future__ import annotations
 
-import re
-import sys
-import textwrap
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
 import networkx as nx
 
-from fusion_compiler.dims import hint
-from fusion_compiler.loops import COLS, ROWS
-from fusion_compiler.ops import Kind
-from fusion_compiler.schema import is_view, short_name
+from fusion_compiler import plan_text
+from fusion_compiler.errors import MissingPackageError
+from fusion_compiler.passes.answer import Answer, answers, ops_called, saving, unknown
+from fusion_compiler.passes.why import Why
+from fusion_compiler.plan import FusionPlan, Rejected
+from fusion_compiler.report_json import Row, class_rows, report_json, totals_of
 
-if TYPE_CHECKING:  # plan.py prints itself with this module
-    from fusion_compiler.dag import OpDag, Source
-    from fusion_compiler.plan import Cluster, FusionPlan, Leftover, Rejected
-
-SCHEMA = 1
-WIDTH = 110
-TOP = 5  # rejections that the plan itself shows
+MOST_MISSED = 10
+Kernels = Mapping[tuple[str, str], tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Totals:
-    """One plan in numbers. Bytes and microseconds are those of the fused ops: one kernel each, and fused."""
+class Missed:
+    """A fusion that was not made, and the graph that it is missing in."""
 
-    ops: int
-    fused_ops: int
-    kernels: int
-    distinct_kernels: int
-    library_calls: int
-    eager_ops: int
-    bytes_before: int
-    bytes_after: int
-    us_before: float
-    us_after: float
+    graph: str
+    refused: Rejected
+
+    def __str__(self) -> str:
+        r = self.refused
+        return f"{r.a} + {r.b}: {r.rule}: {r.reason}. {saving(r)}"
 
 
-def signature(dag: OpDag, cluster: Cluster) -> tuple[object, ...]:
-    """Equal for clusters that are the same work in another layer: targets, sizes and prediction."""
-    targets = tuple(str(dag.op(name).target) for name in cluster.ops)
-    axes = tuple((str(axis.size), axis.group) for axis in cluster.loops.axes)
-    return targets, axes, cluster.cost, len(cluster.loops.nodes), cluster.pattern
+@dataclass(frozen=True)
+class Report:
+    """The plans of a model's graphs, forward and backward, and the questions that they answer.
 
-
-def totals(plan: FusionPlan) -> Totals:
-    fused = [plan.dag.op(name) for cluster in plan.clusters for name in cluster.ops]
-    library = library_calls(plan)
-    inputs = set(plan.dag.inputs)
-    return Totals(
-        ops=sum(name not in inputs for name in plan.dag.graph.nodes),
-        fused_ops=len(fused),
-        kernels=len(plan.clusters),
-        distinct_kernels=len({signature(plan.dag, cluster) for cluster in plan.clusters}),
-        library_calls=sum(library.values()),
-        eager_ops=len(eager_ops(plan)),
-        bytes_before=sum(op.bytes for op in fused if not is_view(op.target)),
-        bytes_after=sum(c.cost.bytes_read + c.cost.bytes_written for c in plan.clusters),
-        us_before=sum(cluster.unfused_us for cluster in plan.clusters),
-        us_after=sum(cluster.cost.us for cluster in plan.clusters),
-    )
-
-
-def eager_ops(plan: FusionPlan) -> list[Leftover]:
-    """Ops that stay ATen calls though they are no contractions; views and tuple elements launch nothing."""
-    return [
-        left
-        for left in plan.leftovers
-        if left.kind != Kind.CONTRACTION and not is_view(plan.dag.op(left.op).target)
-    ]
-
-
-def _units(plan: FusionPlan) -> nx.DiGraph[str]:
-    """What runs as one: clusters, and the ops that no cluster stores; edges from the read to the reader."""
-    made_by = {name: cluster.name for cluster in plan.clusters for name in cluster.outputs}
-    units: nx.DiGraph[str] = nx.DiGraph()
-    for name in plan.dag.graph.nodes:
-        if name not in made_by:
-            units.add_edges_from((made_by.get(i, i), name) for i in plan.dag.op(name).inputs)
-    for cluster in plan.clusters:
-        units.add_node(cluster.name)
-        units.add_edges_from((made_by.get(i, i), cluster.name) for i in cluster.inputs)
-    return units
-
-
-def cycle_of(plan: FusionPlan) -> tuple[str, ...]:
-    """Clusters and ops that wait for each other in a ring; empty for every plan that can run."""
-    try:
-        return tuple(edge[0] for edge in nx.find_cycle(_units(plan)))
-    except nx.NetworkXNoCycle:
-        return ()
-
-
-def execution_order(plan: FusionPlan) -> list[Cluster]:
-    """The clusters in an order in which they can run: by their last op, inputs first. Raises
-    networkx.NetworkXUnfeasible where `cycle_of` is not empty."""
-    position = {name: i for i, name in enumerate(plan.dag.graph.nodes)}
-    last = {cluster.name: max(position[name] for name in cluster.ops) for cluster in plan.clusters}
-    clusters = {cluster.name: cluster for cluster in plan.clusters}
-
-    def key(unit: str) -> int:
-        return last.get(unit, position.get(unit, 0))
-
-    order = nx.lexicographical_topological_sort(_units(plan), key=key)
-    return [clusters[unit] for unit in order if unit in clusters]
-
-
-def library_calls(plan: FusionPlan) -> Counter[str]:
-    """How often each contraction is called, by short name."""
-    fused = {name for cluster in plan.clusters for name in cluster.ops}
-    ops = [plan.dag.op(name) for name in plan.dag.graph.nodes if name not in fused]
-    return Counter(short_name(op.target) for op in ops if op.kind is Kind.CONTRACTION)
-
-
-def iteration_space(cluster: Cluster) -> str:
-    """ "16384 rows x 4096", or the number of elements where all axes are of one group."""
-    rows, cols = (prod(a.size for a in cluster.loops.axes if a.group == group) for group in (ROWS, COLS))
-    groups = {axis.group for axis in cluster.loops.axes}
-    return f"{rows} rows x {cols}" if len(groups) == 2 else f"{rows * cols} elements"
-
-
-def format_plan(plan: FusionPlan, level: int = 1) -> str:
-    """The plan as text, at most 110 columns wide.
-
-    level 1: totals, one entry per distinct cluster in execution order (clusters that repeat in other layers
-    are folded, with how often they run), library calls, what stayed eager and why, and the rejections that
-    would have saved most. level 2 and above: every rejection.
+    model: its name. device: the DeviceSpec planned for. incomplete: why later graphs are missing, "" where
+    none are: what follows depends on data. not_whole: why torch.fx cannot trace the model whole, so that
+    TorchDynamo captured it; "" where it can. measured: of each graph's units what `profile` measured.
     """
-    t = totals(plan)
-    gain = f" ({t.us_before / t.us_after:.1f}x)" if t.us_after else ""
-    repeated = f" ({t.distinct_kernels} distinct)" if t.distinct_kernels < t.kernels else ""
-    lines = [
-        f"plan {plan.name} for {plan.device}",
-        f"  {count(t.ops, 'op')}: {t.fused_ops} in {count(t.kernels, 'kernel')}{repeated}, "
-        f"{count(t.library_calls, 'library call')}, {t.eager_ops} eager",
-        f"  fused ops: {human_bytes(t.bytes_before)} -> {human_bytes(t.bytes_after)} moved, "
-        f"{t.us_before:.1f} -> {t.us_after:.1f} us predicted{gain}",
-    ]
-    ring = cycle_of(plan)
-    if ring:
-        lines += wrapped("  CANNOT RUN: ", " -> ".join((*ring, ring[0])))
-    lines += _clusters(plan, plan.clusters if ring else execution_order(plan))
-    library = [f"{number} {name}" for name, number in sorted(library_calls(plan).items())]
-    if library:
-        lines += ["", *wrapped("library calls: ", ", ".join(library))]
-    lines += _eager(eager_ops(plan))
-    lines += _rejections(plan.rejections, everything=level >= 2)
-    if plan.notes:
-        lines += ["", *(line for key, text in plan.notes.items() for line in wrapped(f"{key}: ", text))]
-    return "\n".join(lines)
 
+    model: str
+    device: str
+    plans: tuple[FusionPlan, ...]
+    incomplete: str = ""
+    not_whole: str = ""
+    emit: Callable[[tuple[FusionPlan, ...]], Kernels] = field(default=lambda plans: {}, repr=False)
+    measured: Mapping[str, Any] | None = None
 
-def _clusters(plan: FusionPlan, clusters: Sequence[Cluster]) -> list[str]:
-    """A table row and a line of ops for each distinct cluster."""
-    groups: dict[tuple[object, ...], list[Cluster]] = {}
-    for cluster in clusters:
-        groups.setdefault(signature(plan.dag, cluster), []).append(cluster)
-    if not groups:
-        return []
-    head = ("kernel", "runs", "ops", "iteration space", "moves", "us", "before", "bound")
-    rows: list[tuple[str, ...]] = [head]
-    below = [""]
-    for same in groups.values():
-        first = same[0]
-        cost = first.cost
-        rows.append((
-            shortened(first.name, 30),
-            f"x{len(same)}" if len(same) > 1 else "",
-            str(len(first.ops)),
-            shortened(iteration_space(first), 20),
-            human_bytes(cost.bytes_read + cost.bytes_written),
-            f"{cost.us:.1f}",
-            f"{first.unfused_us:.1f}",
-            cost.bound,
-        ))  # fmt: skip
-        names = [name for cluster in same for name in cluster.ops]
-        below.append(_below(plan.dag, first, modules_of(plan.dag, names)))
-    table = aligned(rows, left=(0, 3, 7))
-    both = [line for pair in zip(table, below, strict=True) for line in pair if line]
-    return ["", *(f"  {line}" for line in both)]
+    @property
+    def captured_by(self) -> str:
+        """ "torch.fx" or "TorchDynamo"."""
+        return "TorchDynamo" if self.not_whole else "torch.fx"
 
+    @cached_property
+    def questions(self) -> Mapping[str, Why]:
+        """What each graph answers, by its name."""
+        return {plan.name: Why(plan) for plan in self.plans}
 
-def _below(dag: OpDag, cluster: Cluster, where: Sequence[str]) -> str:
-    """The ops in short form, repeats counted, then the modules that they come from."""
-    ops = [dag.op(name) for name in cluster.ops]
-    counts = Counter(short_name(op.target) for op in ops if not is_view(op.target))
-    pattern = f"[{shortened(cluster.pattern, 30)}] " if cluster.pattern else ""
-    modules = f"  @ {fitting(where, 50)}" if where else ""
-    names = [name if number == 1 else f"{name} x{number}" for name, number in counts.items()]
-    return f"    {pattern}{fitting(names, WIDTH - 6 - len(pattern) - len(modules))}{modules}"
+    @cached_property
+    def edges(self) -> Mapping[str, tuple[Rejected, ...]]:
+        """Of each graph, why neighbours are not one kernel."""
+        return {name: why.edges() for name, why in self.questions.items()}
 
+    @cached_property
+    def kernels(self) -> Kernels:
+        """(graph, cluster) -> (kernel, Triton source); clusters that are the same work share a kernel."""
+        return self.emit(self.plans)
 
-def modules_of(dag: OpDag, names: Iterable[str]) -> list[str]:
-    """The user's modules behind some ops, layer numbers that differ as *: "layers.*.mlp"."""
-    found = {op.source.module: None for op in map(dag.op, names) if op.source and op.source.module}
-    by_form: dict[str, list[str]] = {}
-    for module in found:
-        by_form.setdefault(re.sub(r"\b\d+\b", "*", module), []).append(module)
-    return [form if len(modules) > 1 else modules[0] for form, modules in by_form.items()]
+    @property
+    def missed(self) -> tuple[Missed, ...]:
+        """The ten fusions whose absence costs most, or may; library calls beside each other do not count."""
+        found = [Missed(name, r) for name, edges in self.edges.items() for r in edges if r.saving_us > 0]
+        return tuple(sorted(found, key=lambda m: -m.refused.saving_us)[:MOST_MISSED])
 
+    def why(self, a: str, b: str) -> list[Answer]:
+        """Why two ops are one kernel or are not, in every graph that has both; print one for its text.
 
-def _eager(leftovers: Sequence[Leftover]) -> list[str]:
-    groups: dict[tuple[str, str], list[Leftover]] = {}
-    for left in leftovers:
-        groups.setdefault((left.target, left.reason), []).append(left)
-    lines = ["", "stayed eager"] if groups else []
-    for (target, reason), same in groups.items():
-        times = f" x{len(same)}" if len(same) > 1 else ""
-        lines += wrapped(f"  {target}{times}: ", reason)
-        if same[0].source:
-            lines.append(f"      at {shortened(place(same[0].source), WIDTH - 9)}")
-    return lines
+        a, b: an op or a cluster by name, a place ("model.py:12"), a module's path, or a piece of source
+        ("F.gelu("). Raises UnknownOpError for a name that no graph has.
+        """
+        found = [answer for why in self.questions.values() for answer in answers(why, a, b)]
+        if not found:
+            for name in (a, b):
+                if not any(ops_called(plan, name) for plan in self.plans):
+                    raise unknown(name, self.plans)
+            return [
+                Answer(
+                    "", f"{a} and {b} are in different graphs: one of the forward, one of the backward pass"
+                )
+            ]
+        return found
 
+    def __str__(self) -> str:
+        return "\n\n".join(self._sections())
 
-def _rejections(rejections: Sequence[Rejected], everything: bool) -> list[str]:
-    """Largest possible saving first; those that differ only in layer numbers once, with their sum."""
-    groups: dict[tuple[str, str, str, str], list[Rejected]] = {}
-    for rejected in rejections:
-        a, b = (re.sub(r"_\d+$", "", name) for name in (rejected.a, rejected.b))
-        groups.setdefault((a, b, rejected.rule, rejected.reason), []).append(rejected)
-    savings = {key: sum(r.saving_us for r in same) for key, same in groups.items()}
-    ranked = sorted(groups, key=lambda key: (-savings[key], key))
-    shown = ranked if everything else [key for key in ranked if savings[key] > 0][:TOP]
-    if not shown:
-        return []
-    part = "" if len(shown) == len(ranked) else f" ({len(shown)} of {len(ranked)}; FUSION_DEBUG=2 shows all)"
-    lines = ["", f"not fused, by what it would have saved{part}"]
-    for key in shown:
-        same = groups[key]
-        first, times = same[0], f" x{len(same)}" if len(same) > 1 else ""
-        lead = f"  {savings[key]:>8.1f} us  {first.a} + {first.b}{times}: "
-        lines += wrapped(lead, f"{first.rule}: {first.reason}")
-    return lines
+    def show(self, file: TextIO | None = None) -> None:
+        """Print the report; with colours at a terminal where rich is installed."""
+        plan_text.show(str(self), file)
 
+    def json(self) -> dict[str, Any]:
+        """The report as plain data for json.dumps; docs/report-schema.md documents it."""
+        return report_json(self)
 
-def place(source: Source) -> str:
-    """ "model.py:12: y = f(x)  (in layers.0.mlp)": the file without its folders."""
-    text = f"{Path(source.file).name}:{source.line}: {source.code.strip()}"
-    return f"{text}  (in {source.module})" if source.module else text
+    def graph(self) -> nx.MultiDiGraph[str]:
+        """Units of all graphs with their predictions, edges with their refusals; every attribute is plain."""
+        found: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+        for graph in self.json()["graphs"]:
+            for unit in graph["units"]:
+                plain = {k: v for k, v in unit.items() if isinstance(v, str | int | float)}
+                name = f"{graph['name']}/{unit['name']}"
+                found.add_node(name, **{k: v for k, v in plain.items() if k != "name"}, label=unit["name"])
+            for edge in graph["edges"]:
+                a, b = (f"{graph['name']}/{edge[end]}" for end in ("a", "b"))
+                plain = {k: v for k, v in edge.items() if isinstance(v, str | int | float)}
+                found.add_edge(a, b, **{k: v for k, v in plain.items() if k not in ("a", "b")})
+        return found
 
-
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Columns of equal width; those in `left` start at the left, the others end at the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def wrapped(lead: str, text: str) -> list[str]:
-    """`lead` and text over as many lines as it takes, the later ones indented."""
-    indent = len(lead) - len(lead.lstrip()) + 4
-    return textwrap.wrap(lead + text, WIDTH, subsequent_indent=" " * indent, drop_whitespace=True)
-
-
-def shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def fitting(items: Sequence[str], width: int) -> str:
-    """As many items as fit, separated by commas; then how many more there are."""
-    text = ""
-    for shown, item in enumerate(items):
-        longer = f"{text}, {item}" if text else item
-        rest = len(items) - shown - 1
-        if len(longer) + (len(f", +{rest}") if rest else 0) > width:
-            return f"{text}, +{rest + 1}" if text else shortened(item, width)
-        text = longer
-    return text
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def human_bytes(number: int) -> str:
-    """Decimal units, four digits: "100.7 MB"."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
-    return f"{number} B"
-
-
-def _source_json(source: Source | None) -> dict[str, object] | None:
-    if source is None:
-        return None
-    return {"module": source.module, "file": source.file, "line": source.line, "code": source.code.strip()}
-
-
-def plan_json(plan: FusionPlan) -> dict[str, object]:
-    """The plan as plain data for json.dumps.
-
-    schema: 1, raised when a key changes its meaning or goes. graph, device: strings.
-    totals: the fields of `Totals`; bytes and microseconds (us_*) cover the fused ops only.
-    cycle: `cycle_of`, empty for a plan that can run.
-    clusters: in execution order, each {name, pattern or null, repeats (number of clusters that are the same
-        work, itself included), ops: [{name, target, kind, source}], inputs, outputs, axes: [{name, size,
-        group, estimate}], cost: {us, bytes_read, bytes_written, flops, bound}, unfused_us}; size is text
-        where it is symbolic, estimate the number that was planned for.
-    library_calls: {short name: count}. eager: [{op, target, kind, reason, source}].
-    rejections: [{a, b, rule, reason, saving_us}], in the order in which they were made.
-    notes: {key: text}. A source is null or {module, file, line, code}.
-    """
-    ring = cycle_of(plan)
-    clusters = plan.clusters if ring else execution_order(plan)
-    repeats = Counter(signature(plan.dag, cluster) for cluster in plan.clusters)
-    return {
-        "schema": SCHEMA,
-        "graph": plan.name,
-        "device": plan.device,
-        "totals": dict(vars(totals(plan))),
-        "cycle": list(ring),
-        "clusters": [_cluster_json(plan.dag, c, repeats[signature(plan.dag, c)]) for c in clusters],
-        "library_calls": dict(sorted(library_calls(plan).items())),
-        "eager": [
-            {
-                "op": left.op,
-                "target": left.target,
-                "kind": str(left.kind),
-                "reason": left.reason,
-                "source": _source_json(left.source),
-            }
-            for left in eager_ops(plan)
-        ],
-        "rejections": [
-            {"a": r.a, "b": r.b, "rule": r.rule, "reason": r.reason, "saving_us": r.saving_us}
-            for r in plan.rejections
-        ],
-        "notes": dict(plan.notes),
-    }
-
-
-def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, object]:
-    ops = [dag.op(name) for name in cluster.ops]
-    cost = cluster.cost
-    return {
-        "name": cluster.name,
-        "pattern": cluster.pattern,
-        "repeats": repeats,
-        "ops": [
-            {"name": o.name, "target": str(o.target), "kind": str(o.kind), "source": _source_json(o.source)}
-            for o in ops
-        ],
-        "inputs": list(cluster.inputs),
-        "outputs": list(cluster.outputs),
-        "axes": [
-            {
-                "name": axis.name,
-                "size": axis.size if isinstance(axis.size, int) else str(axis.size),
-                "group": axis.group,
-                "estimate": hint(axis.size),
-            }
-            for axis in cluster.loops.axes
-        ],
-        "cost": {
-            "us": cost.us,
-            "bytes_read": cost.bytes_read,
-            "bytes_written": cost.bytes_written,
-            "flops": cost.flops,
-            "bound": cost.bound,
-        },
-        "unfused_us": cluster.unfused_us,
-    }
-
-
-def print_plan(plan: FusionPlan, level: int = 1, file: TextIO | None = None) -> None:
-    """Print the plan; at a terminal with colours where rich is installed, the same text either way."""
-    out: TextIO = sys.stdout if file is None else file
-    text = format_plan(plan, level)
-    if out.isatty():
+    def dot(self) -> str:
+        """The graph in Graphviz' language. Raises MissingPackageError where pydot is not installed."""
         try:
-            from rich.console import Console
-        except ImportError:
-            pass
-        else:
-            Console(file=out, markup=False, soft_wrap=True).print(text)
-            return
-    print(text, file=out)
+            return str(nx.nx_pydot.to_pydot(self.graph()).to_string())
+        except ImportError as error:
+            raise MissingPackageError(package="pydot", what="DOT output") from error
+
+    def graphml(self, path: str | Path) -> None:
+        """Write the graph as GraphML, which yEd, Gephi and networkx read."""
+        nx.write_graphml(self.graph(), str(path))
+
+    def _sections(self) -> list[str]:
+        reason = f", not whole by torch.fx: {self.not_whole}" if self.not_whole else ""
+        head = f"{self.model} on {self.device}, captured by {self.captured_by}{reason}"
+        sections = [f"{head}\n{self._summary()}"]
+        sections += [str(replace(plan, rejections=())) for plan in self.plans]
+        missed = self.missed
+        if missed:
+            lines = ["missed fusions, by what they would save at most"]
+            for one in missed:
+                lead = f"  {one.refused.saving_us:>8.1f} us  {one.graph}  "
+                lines += plan_text.wrapped(lead, str(one))
+            sections.append("\n".join(lines))
+        return [*sections, f"incomplete: {self.incomplete}"] if self.incomplete else sections
+
+    def _summary(self) -> str:
+        """Totals, and a row for each class of operators."""
+        t = totals_of(self)
+        lines = [
+            f"  {t['launches_before']} calls of eager -> {t['launches_after']}: {t['kernels']} kernels, "
+            f"{plan_text.count(t['library_calls'], 'library call')}, {t['eager_ops']} eager",
+            f"  {plan_text.human_bytes(t['bytes_before'])} -> "
+            f"{plan_text.human_bytes(t['bytes_after'])} moved, "
+            f"{plan_text.count(t['intermediates'], 'intermediate')} never stored, "
+            f"{t['us_before']:.1f} -> {t['us_after']:.1f} us predicted",
+            "",
+        ]
+        head = ("class", "calls", "Gflop", "flop", "Mwords", "us eager", "share", "us fused", "moved less")
+        rows = [head, *(_class_row(row) for row in class_rows(self))]
+        return "\n".join([*lines, *(f"  {line}" for line in plan_text.aligned(rows, left=(0,)))])
+
+
+def _class_row(row: Row) -> tuple[str, ...]:
+    less = 1 - row["bytes_after"] / row["bytes_before"] if row["bytes_before"] else 0.0
+    return (
+        row["class"],
+        str(row["calls"]),
+        f"{row['gflop']:.2f}",
+        f"{row['flop_share']:.2%}",
+        f"{row['input_mwords'] + row['output_mwords']:.1f}",
+        f"{row['us_before']:.1f}",
+        f"{row['share']:.1%}",
+        f"{row['us_after']:.1f}",
+        f"{less:.0%}",
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion_compiler.errors import KernelError, WarnOnce
-from fusion_compiler.report import aligned
+from fusion_compiler.plan_text import aligned
 
 # The two sides round at different places: a sum of n terms in another order, 16-bit results between ops.
 ROUNDINGS = 64

@@ -16,8 +16,8 @@ MOST = 4  # clusters in one launch
 SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
 
 
-def launches(search: Search) -> list[list[Part]]:
-    """The parts of a finished search, those that share a launch together."""
+def launches(search: Search) -> list[list[int]]:
+    """The numbers of a finished search's parts, those that share a launch together."""
     groups: list[list[int]] = []
     for number in sorted(search.parts):
         home = next((g for g in groups if _fits(search, g, number)), None)
@@ -26,7 +26,7 @@ def launches(search: Search) -> list[list[Part]]:
         else:
             home.append(number)
             search.reach.join(home[0], number)
-    return [[search.parts[n] for n in g] for g in groups]
+    return groups
 
 
 def _fits(search: Search, group: Sequence[int], number: int) -> bool:

@@ -14,9 +14,10 @@ from fusion_compiler.device import DeviceSpec
 from fusion_compiler.loops import Load
 from fusion_compiler.passes.beside import launches
 from fusion_compiler.passes.match import Match
+from fusion_compiler.passes.movement import eager_calls
 from fusion_compiler.passes.parts import Part, Parts
 from fusion_compiler.passes.search import Search
-from fusion_compiler.plan import Cluster, Cost, FusionPlan, Rejected
+from fusion_compiler.plan import Call, Cluster, Cost, FusionPlan, Rejected, Setting
 from fusion_compiler.schema import short_name
 
 
@@ -42,18 +43,21 @@ def plan(
     hints: Mapping[sympy.Symbol, int],
     *,
     numerics: str = "float32",
+    backward: bool = False,
     matches: Sequence[Match] = (),
 ) -> FusionPlan:
     """Decide what is fused in one graph. Pure: the plan is all that comes out.
 
-    hints: sizes that symbols had. matches: where patterns were found.
+    hints: sizes that symbols had. backward: whether autograd made the graph.
+    matches: where patterns were found.
     """
-    space = Parts(dag, device, hints, rounded=numerics == "eager")
-    search = Search(space, matches)
-    search.run()
+    setting = Setting(device, hints, numerics, tuple(matches))
+    search, groups = solve(dag, setting)
+    space = search.space
     taken = set(dag.order)
     clusters: list[Cluster] = []
-    for parts in launches(search):
+    for numbers in groups:
+        parts = [search.parts[n] for n in numbers]
         ops = space.ordered({n for p in parts for n in p.ops})
         held = search.held(ops)
         unique = base = cluster_name(dag, ops, held)
@@ -64,9 +68,29 @@ def plan(
         taken.add(unique)
         pattern = ", ".join(dict.fromkeys(m.name for m in held)) or None
         clusters.append(replace(_cluster(unique, ops, parts, device), pattern=pattern))
+    calls = eager_calls(dag, backward, device, hints)
+    eager = _by_cluster(calls, clusters)
+    clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
     final = {n: c.name for c in clusters for n in c.ops}
     rejections = _current(search, final)
-    return FusionPlan(name, dag, tuple(clusters), tuple(space.leftovers), rejections, device.name)
+    return FusionPlan(
+        name,
+        dag,
+        tuple(clusters),
+        tuple(space.leftovers),
+        rejections,
+        device.name,
+        calls,
+        setting=setting,
+    )
+
+
+def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
+    """The finished search, and the numbers of the parts of each cluster of the plan, in its order."""
+    space = Parts(dag, setting.device, setting.hints, rounded=setting.numerics == "eager")
+    search = Search(space, setting.matches)
+    search.run()
+    return search, launches(search)
 
 
 def _cluster(name: str, ops: tuple[str, ...], parts: list[Part], device: DeviceSpec) -> Cluster:
@@ -83,8 +107,20 @@ def _cluster(name: str, ops: tuple[str, ...], parts: list[Part], device: DeviceS
         )
         cost = Cost(us, *total, cost.bound)
     outputs = tuple(n for p in parts for n in p.outputs)
-    unfused = sum(p.unfused_us for p in parts)
-    return Cluster(name, ops, inputs, outputs, nests[0], cost, unfused, beside=nests[1:])
+    return Cluster(name, ops, inputs, outputs, nests[0], cost, (), beside=nests[1:])
+
+
+def _by_cluster(calls: Sequence[Call], clusters: Sequence[Cluster]) -> dict[str, list[Call]]:
+    """Each call of eager at the cluster that stores its result, or else at the first that computes it."""
+    computes = {name: c.name for c in reversed(clusters) for name in c.ops}
+    stores = {name: c.name for c in clusters for name in c.outputs}
+    found: dict[str, list[Call]] = {}
+    for call in calls:
+        homes = (where[n] for where in (stores, computes) for n in reversed(call.ops) if n in where)
+        home = next(homes, None)
+        if home is not None:
+            found.setdefault(home, []).append(call)
+    return found
 
 
 def _current(search: Search, final: Mapping[str, str]) -> tuple[Rejected, ...]:

@@ -25,10 +25,8 @@ from fusion_compiler.dag import Op
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import LoopNest
-from fusion_compiler.ops import Kind
 from fusion_compiler.passes.work import BufferInfo, Work
 from fusion_compiler.plan import Cost
-from fusion_compiler.schema import is_view
 
 BLOCK = 1024  # elements that one program of a flat kernel holds
 COLUMN_BLOCK = 64  # columns of which one program can sum all rows
@@ -222,15 +220,15 @@ def _is_causal(op: Op) -> bool:
     return given.get("is_causal") is True
 
 
-def eager_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Cost:
-    """One op as the ATen call that eager would make: nothing for a view or an input, else its own kernel."""
-    if op.kind is Kind.CONTRACTION:
-        return contraction_cost(op, device, hints)
-    if not isinstance(op.target, OpOverload) or is_view(op.target):
-        return Cost(0.0, 0, 0, 0, "launch")
-    read, written = _traffic(op, hints)
-    slow = op.kind in (Kind.NORMALIZATION, Kind.REDUCTION)
-    us, bound = _roofline(
-        device, op.flops / device.fp32_per_s, op.bytes, EAGER_NORM_SHARE if slow else EAGER_SHARE
-    )
-    return Cost(us, read, written, op.flops, bound)
+def eager_cost(
+    *, bytes_read: int, bytes_near: int, bytes_written: int, flops: int, reduces: bool, device: DeviceSpec
+) -> Cost:
+    """One kernel of ATen, element-wise, or a reduction or normalization. bytes_near: read from L2."""
+    share = EAGER_NORM_SHARE if reduces else EAGER_SHARE
+    memory = (bytes_read + bytes_written) / (device.copy_bandwidth * share) + bytes_near / device.l2_bandwidth
+    arithmetic = flops / device.fp32_per_s
+    body = 1e6 * max(memory, arithmetic) + device.dram_latency_us
+    us = device.launch_us - device.floor_us + max(device.floor_us, body)
+    bound = "arithmetic" if arithmetic > memory else "memory"
+    bound = "launch" if body <= 2 * device.floor_us else bound
+    return Cost(us, bytes_read, bytes_written, flops, bound)

@@ -382,6 +382,9 @@ class Lowering:
         assert spec is not None and spec.combine is not None
         value = self.value(source, coords, None)
         dtype = compute_dtype(op.outputs[0].dtype)
+        small = self.counts_in_32_bits(over)
+        if spec.combine == "sum" and dtype is torch.int64 and self.nodes[value].dtype is torch.bool and small:
+            return self.widened(Reduce("sum", value, over, torch.int32), op.name)
         if spec.combine not in ("argmax", "argmin"):
             node = self.emit(Reduce(spec.combine, value, over, dtype), op.name)
             return self.rounded_like(op, node)
@@ -399,11 +402,24 @@ class Lowering:
                 Compute(aten.logical_or.default, (("self", Value(hit)), ("other", Value(nan))), torch.bool),
                 f"{op.name}_hit",
             )
-        here = self.emit(Coordinate(position, torch.int64), f"{op.name}_position")
-        never = self.emit(Constant(2**62, torch.int64), "never")
+        integer = torch.int32 if small else torch.int64
+        here = self.emit(Coordinate(position, integer), f"{op.name}_position")
+        never = self.emit(Constant(torch.iinfo(integer).max, integer), "never")
         first = (("condition", Value(hit)), ("self", Value(here)), ("other", Value(never)))
-        candidates = self.emit(Compute(aten.where.self, first, torch.int64), f"{op.name}_candidate")
-        return self.emit(Reduce("min", candidates, over, torch.int64), op.name)
+        candidates = self.emit(Compute(aten.where.self, first, integer), f"{op.name}_candidate")
+        return self.widened(Reduce("min", candidates, over, integer), op.name)
+
+    def counts_in_32_bits(self, over: frozenset[str]) -> bool:
+        """Whether the elements of some axis groups can be counted in int32, which programs can exchange."""
+        count = product(self.space.axes[i] for g in over for i in self.group_axes[g])
+        return isinstance(count, int) and count < 2**31
+
+    def widened(self, reduce: Reduce, name: str) -> int:
+        """A reduction to an integer, as int64."""
+        node = self.emit(reduce, name)
+        if reduce.dtype is torch.int64:
+            return node
+        return self.emit(Compute(aten._to_copy.default, (("self", Value(node)),), torch.int64), name)
 
     # -- predicates -----------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from fusion_compiler.passes.cost import BufferInfo, cost_of
 from fusion_compiler.passes.legality import first_refusal
 from fusion_compiler.passes.lower import lower
 from fusion_compiler.passes.memo import Memo
+from fusion_compiler.passes.movement import L2_SHARE
 from fusion_compiler.passes.simplify import simplify
 from fusion_compiler.passes.space import Illegal
 from fusion_compiler.patterns import USER_NAMESPACE
@@ -33,7 +34,6 @@ REASONS = {Kind.CONTRACTION: "library call"}
 SEEDS: dict[object, str] = {
     torch.ops.fusion_compiler.seed.default: "draws the seed from PyTorch's generator, once a graph"
 }
-L2_SHARE = 0.25  # of L2 that a tensor may fill and still be there when the next kernel reads it
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class Part:
     outputs: tuple[str, ...]
     loops: LoopNest
     cost: Cost
-    unfused_us: float
 
 
 class Reads:
@@ -154,7 +153,7 @@ class Parts:
         if not outputs:
             raise Illegal("dead", "nothing reads it")
         loops, cost = self.priced(ops, outputs)
-        return Part(ops, kept, outputs, loops, cost, cost.us)
+        return Part(ops, kept, outputs, loops, cost)
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """The tile program of a set of ops, and what it takes. Raises Illegal."""

@@ -9,7 +9,6 @@ what an activation's backward makes.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusion_compiler.ops import Kind, spec_of
@@ -77,8 +76,7 @@ def _cost(search: Search, readers: list[Part]) -> float:
 def _with_closure(search: Search, part: Part) -> Part:
     """A part that also computes what it reads of the chain."""
     ops = {n for op in part.ops for n in search.space.closure(op)} | set(part.ops)
-    whole = search.space.part(search.space.ordered(ops), part.kept)
-    return replace(whole, unfused_us=part.unfused_us)
+    return search.space.part(search.space.ordered(ops), part.kept)
 
 
 def _chain(search: Search, name: str, owner: Part) -> frozenset[str] | None:

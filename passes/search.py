@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fusion_compiler.passes import layout
 from fusion_compiler.passes.match import Match
@@ -133,7 +132,7 @@ class Search:
             union = self.space.union(parts)
         except Illegal as error:
             if error.rule != "dead":
-                self.rejections[pair] = Rejected(*pair, error.rule, error.reason, self.bound(parts))
+                self.rejections[pair] = Rejected(*pair, error.rule, error.reason, self.bound(parts), True)
             return False
         gain = sum(p.cost.us for p in parts) - union.cost.us
         if gain <= 0:
@@ -144,7 +143,7 @@ class Search:
         kept, *others = sorted(numbers)
         for gone in others:
             self.join(kept, gone)
-        self.parts[kept] = replace(union, unfused_us=sum(p.unfused_us for p in parts))
+        self.parts[kept] = union
         return True
 
     def join(self, kept: int, gone: int) -> None:
@@ -156,13 +155,28 @@ class Search:
         self.version[kept] += 1
 
     def bound(self, parts: Sequence[Part]) -> float:
-        """What a merge could save at most: the tensors between them, and all launches but one."""
-        touched = Counter(name for p in parts for name in {*p.outputs, *self.space.read_by(p)})
-        moved = sum(
-            (n - 1) * self.space.bytes(name) for name, n in touched.items() if self.dag.op(name).outputs
-        )
+        """What a merge could save at most: to a kernel that moves what is left, as fast as a copy."""
+        moved = sum(p.cost.bytes_read + p.cost.bytes_written for p in parts) - self.shared_bytes(parts)
         device = self.space.device
-        return moved / device.copy_bandwidth * 1e6 + (len(parts) - 1) * device.launch_us
+        best = max(device.launch_us, moved / device.copy_bandwidth * 1e6)
+        return sum(p.cost.us for p in parts) - best
+
+    def shared_bytes(self, parts: Sequence[Part]) -> int:
+        """Device memory traffic of the tensors that several parts touch, all but what one kernel needs."""
+        inside = {name for p in parts for name in p.ops}
+        stored = {name for p in parts for name in p.outputs}
+        readers = Counter(name for p in parts for name in self.space.read_by(p))
+        saved = 0
+        for name, times in readers.items():
+            if not self.dag.op(name).outputs:
+                continue
+            reads = 0 if self.space.info(name).in_l2 else self.space.bytes(name)
+            if name not in stored:
+                saved += (times - 1) * reads
+            else:
+                needed = self.space.must_exist(name) or not set(self.reads.users[name]) <= inside
+                saved += times * reads + (0 if needed else self.space.bytes(name))
+        return saved
 
     def label(self, number: int) -> str:
         return self.parts[number].outputs[-1]

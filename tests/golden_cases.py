@@ -25,7 +25,7 @@ from fusion_compiler.device import device_spec
 from fusion_compiler.kernel import Argument, Kernel, Program, Role
 from fusion_compiler.options import Options
 from fusion_compiler.plan import FusionPlan
-from fusion_compiler.report import execution_order
+from fusion_compiler.plan_text import execution_order
 
 FOLDER = Path(__file__).parent / "golden"
 DEVICE = "h200"

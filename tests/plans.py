@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import networkx as nx
@@ -12,7 +13,8 @@ from fusion_compiler.dag import Op, OpDag, Source, TensorMeta
 from fusion_compiler.device import device_spec
 from fusion_compiler.loops import COLS, ROWS
 from fusion_compiler.ops import Kind
-from fusion_compiler.passes.cost import cost_of, eager_cost
+from fusion_compiler.passes.cost import cost_of
+from fusion_compiler.passes.movement import eager_calls
 from fusion_compiler.plan import Cluster, FusionPlan, Leftover, Rejected
 from tests.nests import TARGETS, Nest
 
@@ -56,9 +58,8 @@ def layered_plan(layers: int = 3) -> FusionPlan:
         n = nest()
         members = tuple(o.name for o in ops[1:5])
         cost = cost_of(n.nest(), H200, n.buffers)
-        unfused = sum(eager_cost(o, H200).us for o in ops[1:5])
         inputs, outputs = (f"mm_{i}",), (f"mul_{i}",)
-        clusters.append(Cluster(f"add_tanh_mul_{i}", members, inputs, outputs, n.nest(), cost, unfused))
+        clusters.append(Cluster(f"add_tanh_mul_{i}", members, inputs, outputs, n.nest(), cost, ()))
         leftovers.append(Leftover(f"mm_{i}", "aten.mm.default", Kind.CONTRACTION, "a library call", None))
         reason = "no row in the operator table"
         leftovers.append(Leftover(f"topk_{i}", "aten.topk.default", Kind.OPAQUE, reason, ops[5].source))
@@ -71,4 +72,6 @@ def layered_plan(layers: int = 3) -> FusionPlan:
     )
     dag = OpDag(graph, ("x",), (last,), fx.GraphModule({}, fx.Graph()))
     notes = {"masks": "one attention mask proved causal"}
-    return FusionPlan("graph0.forward", dag, tuple(clusters), tuple(leftovers), rejections, "h200", notes)
+    calls = eager_calls(dag, False, H200, {})
+    fused = [replace(c, eager=tuple(call for call in calls if call.name in c.ops)) for c in clusters]
+    return FusionPlan("graph0.forward", dag, tuple(fused), tuple(leftovers), rejections, "h200", calls, notes)

@@ -548,13 +548,20 @@ def test_contractions_of_measured_models():
 
 
 def test_eager_cost():
-    shape = (16384, 4096)
-    view = lone(aten.view.default, Kind.LAYOUT, [shape, shape], 0, torch.bfloat16)
-    assert eager_cost(view, H200).us == 0
-    joined = lone(aten.cat.default, Kind.LAYOUT, [shape, shape], 0, torch.bfloat16)
-    assert eager_cost(joined, H200).us > 2 * 2 * prod(shape) / H200.copy_bandwidth * 1e6
-    add = lone(aten.add.Tensor, Kind.ELEMENTWISE, [shape, shape, shape], prod(shape), torch.bfloat16)
-    total = lone(aten.sum.dim_IntList, Kind.REDUCTION, [shape, shape, shape], prod(shape), torch.bfloat16)
-    assert add.bytes / H200.copy_bandwidth * 1e6 < eager_cost(add, H200).us < eager_cost(total, H200).us
-    small = lone(aten.add.Tensor, Kind.ELEMENTWISE, [(8,)] * 3, 8, torch.bfloat16)
-    assert eager_cost(small, H200) == Cost(H200.launch_us, 32, 16, 8, "launch")
+    elements = 16384 * 4096
+
+    def us(reduces: bool, near: int = 0) -> float:
+        cost = eager_cost(
+            bytes_read=4 * elements,
+            bytes_near=near,
+            bytes_written=2 * elements,
+            flops=elements,
+            reduces=reduces,
+            device=H200,
+        )
+        return cost.us
+
+    assert 6 * elements / H200.copy_bandwidth * 1e6 < us(reduces=False) < us(reduces=True)
+    assert us(reduces=False, near=10**7) == pytest.approx(us(reduces=False) + 1e13 / H200.l2_bandwidth)
+    small = eager_cost(bytes_read=32, bytes_near=0, bytes_written=16, flops=8, reduces=False, device=H200)
+    assert small == Cost(H200.launch_us, 32, 16, 8, "launch")

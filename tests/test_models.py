@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from benchmarks.accuracy import chance, ratios_to_eager
 from fusion_compiler.plan import FusionPlan
-from fusion_compiler.report import eager_ops
+from fusion_compiler.plan_text import eager_ops
 from tests.golden_cases import FOLDER
 from tests.models import NAMES, VARIANTS, Batch, exact, small
 

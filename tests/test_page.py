@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import fusion_compiler as fc
 from fusion_compiler.errors import ReportSchemaError
 from fusion_compiler.page import page
 from tests.reports import HOSTILE, OPS_OF_A_LAYER, report_of
@@ -133,7 +137,9 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
     def open_page(report: dict[str, Any], **options: Any) -> Page:
         file = tmp_path / "report.html"
         file.write_text(page(report), encoding="utf-8")
-        context = browser.new_context(**{"viewport": {"width": 1400, "height": 900}, **options})
+        context = browser.new_context(
+            viewport={"width": 1400, "height": 900}, reduced_motion="reduce", **options
+        )
         context.set_default_timeout(5_000)
         contexts.append(context)
         tab = context.new_page()
@@ -246,7 +252,6 @@ def test_a_search_finds_an_op_and_opens_what_hides_it(opened: Open) -> None:
     chip = box.locator(".chip.found")
     assert chip.get_attribute("data-op") == "gelu_17_erf_2"
     assert tab.locator("#panel tr.found").get_attribute("data-op") == "gelu_17_erf_2"
-    tab.wait_for_timeout(400)  # the view moves there
     place, drawing = box.bounding_box(), tab.locator("#graph").bounding_box()
     assert drawing["x"] <= place["x"] and place["x"] + place["width"] <= drawing["x"] + drawing["width"]
     assert drawing["y"] <= place["y"] and place["y"] + place["height"] <= drawing["y"] + drawing["height"]
@@ -362,7 +367,6 @@ def test_boxes_lie_apart_and_inside_their_frames(opened: Open) -> None:
     for _ in range(4):
         tab.click("[data-do=open]")
     tab.click("[data-do=fit]")
-    tab.wait_for_timeout(400)
     places = "all => all.map(e => e.getBoundingClientRect()).map(r => [r.left, r.top, r.right, r.bottom])"
     boxes = tab.locator(".unit .back, .module .back").evaluate_all(places)
     frames = tab.locator(".frame").evaluate_all(places)
@@ -476,3 +480,56 @@ def test_the_made_up_report_is_what_it_says() -> None:
     assert len(report["graphs"][0]["ops"]) == 3 * OPS_OF_A_LAYER + 1
     names = {op["name"] for op in report["graphs"][0]["ops"]}
     assert {i for u in report["graphs"][0]["units"] for i in u["inputs"]} <= names | {"x"}
+
+
+# -- a real report --------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """[batch, 64] -> [batch, 64]; three modules, and a sum of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[str, Any]:
+    """What fc.explain reports of two blocks, forward and backward."""
+    model = nn.Sequential(Block(), Block())
+    return fc.explain(model, torch.empty(512, 64, requires_grad=True)).json()
+
+
+def keys_of(value: Any) -> Any:
+    """The shape of plain data: keys, and below them those of the row of each list that says most."""
+    if isinstance(value, dict):
+        return {key: keys_of(inner) for key, inner in value.items() if key not in ("kernels", "notes")}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [keys_of(max(value, key=lambda row: sum(v is not None for v in row.values())))]
+    return None
+
+
+def test_the_made_up_report_has_the_keys_of_a_real_one(real: dict[str, Any]) -> None:
+    assert keys_of(report_of(60)) == keys_of(real)
+
+
+def test_a_real_report_is_drawn_with_all_its_units(opened: Open, real: dict[str, Any]) -> None:
+    tab = opened(real)
+    for number, graph in enumerate(real["graphs"]):
+        tab.select_option("#graphs", str(number))
+        for _ in range(3):
+            tab.click("[data-do=open]")
+        drawn = tab.locator(".unit").evaluate_all("all => all.map(box => box.dataset.unit)")
+        assert sorted(drawn) == sorted(unit["name"] for unit in graph["units"])
+        cluster = next(unit for unit in graph["units"] if unit["sort"] == "cluster")
+        find(tab, cluster["name"])
+        assert tab.locator("pre.kernel").text_content() == real["kernels"][cluster["kernel"]]
+        assert cluster["why"] in panel(tab)
+        pairs = {(edge["a"], edge["b"]) for edge in graph["edges"]}
+        lines = tab.evaluate(
+            "[...document.querySelectorAll('.line')].flatMap(l => l.report).map(e => [e.a, e.b])"
+        )
+        assert pairs & {tuple(line) for line in lines}
