@@ -8,23 +8,20 @@ means, and the command and commit that made them; a benchmark without a result f
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import fusion_compiler as fc
-from benchmarks import models, performance
+from benchmarks import models, pages, performance
 from benchmarks.bars import family_of
 from benchmarks.case import FIRST_TABLE, PHASES
 from benchmarks.performance import MARK as FIGURES
 from benchmarks.performance import markdown, origin, rewritten
 from benchmarks.record import ROOT, figure
-from examples.encoder_layer import EncoderLayer
+from fusion_compiler.report import missed_text
 
 PLAN = "plan: written by python -m benchmarks readme"
+MISSED = 3  # fusions that the README shows
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -94,15 +91,11 @@ def text_of(results: Path) -> str:
 
 
 def plan_text() -> str:
-    """The forward plan of BERT-large's encoder layer for an H200, on meta tensors: no device is needed."""
-    layer = EncoderLayer().half().to("meta")
-    fast = fc.compile(layer, backend="eager", device="h200")
-    fast(torch.empty(8, 512, 1024, dtype=torch.half, device="meta", requires_grad=True)).backward(
-        torch.empty(8, 512, 1024, dtype=torch.half, device="meta")
-    )
-    plan, _ = fast.plan
-    lines = str(dataclasses.replace(plan, notes={})).splitlines()  # how long it took is another's matter
-    return "\n".join(["```", *(line[:110] for line in lines), "```"])
+    """What explain says of the forward pass of BERT-large's encoder layer, and the first missed fusions."""
+    report = pages.report(*pages.SIZES[0])
+    head, _, _ = str(report).partition("\n\nplan graph0.backward")
+    text = f"{head}\n\n{missed_text(report.missed[:MISSED])}"
+    return pages.quoted(text)
 
 
 def main(options: argparse.Namespace) -> None:
@@ -111,3 +104,4 @@ def main(options: argparse.Namespace) -> None:
     readme = rewritten(file.read_text(), FIGURES, text_of(results))
     file.write_text(rewritten(readme, PLAN, plan_text()))
     performance.write(results, ROOT / "docs")
+    pages.write(ROOT / "docs")

@@ -6,7 +6,7 @@ unless `profile` put it there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ import networkx as nx
 
 from fusion_compiler import plan_text
 from fusion_compiler.errors import MissingPackageError
+from fusion_compiler.page import page
 from fusion_compiler.passes.answer import Answer, answers, ops_called, saving, unknown
 from fusion_compiler.passes.why import Why
 from fusion_compiler.plan import FusionPlan, Rejected
@@ -134,18 +135,17 @@ class Report:
         """Write the graph as GraphML, which yEd, Gephi and networkx read."""
         nx.write_graphml(self.graph(), str(path))
 
+    def html(self, path: str | Path) -> None:
+        """Write the page of this report: one file that opens offline."""
+        Path(path).write_text(page(self.json()), encoding="utf-8")
+
     def _sections(self) -> list[str]:
         reason = f", not whole by torch.fx: {self.not_whole}" if self.not_whole else ""
         head = f"{self.model} on {self.device}, captured by {self.captured_by}{reason}"
         sections = [f"{head}\n{self._summary()}"]
         sections += [str(replace(plan, rejections=())) for plan in self.plans]
-        missed = self.missed
-        if missed:
-            lines = ["missed fusions, by what they would save at most"]
-            for one in missed:
-                lead = f"  {one.refused.saving_us:>8.1f} us  {one.graph}  "
-                lines += plan_text.wrapped(lead, str(one))
-            sections.append("\n".join(lines))
+        if self.missed:
+            sections.append(missed_text(self.missed))
         return [*sections, f"incomplete: {self.incomplete}"] if self.incomplete else sections
 
     def _summary(self) -> str:
@@ -160,13 +160,21 @@ class Report:
             f"{t['us_before']:.1f} -> {t['us_after']:.1f} us predicted",
             "",
         ]
-        head = ("class", "calls", "Gflop", "flop", "Mwords", "us eager", "share", "us fused", "moved less")
-        rows = [head, *(_class_row(row) for row in class_rows(self))]
+        head = ("class", "calls", "Gflop", "flop", "Mwords", "us eager", "share", "us fused")
+        rows = [head, *(_class_row(row) for row in class_rows(self) if row["us_before"] or row["us_after"])]
         return "\n".join([*lines, *(f"  {line}" for line in plan_text.aligned(rows, left=(0,)))])
 
 
+def missed_text(missed: Sequence[Missed]) -> str:
+    """Fusions that were not made, one entry each."""
+    lines = ["missed fusions, by what they would save at most"]
+    for one in missed:
+        lead = f"  {one.refused.saving_us:>8.1f} us  {one.graph}  "
+        lines += plan_text.wrapped(lead, str(one))
+    return "\n".join(lines)
+
+
 def _class_row(row: Row) -> tuple[str, ...]:
-    less = 1 - row["bytes_after"] / row["bytes_before"] if row["bytes_before"] else 0.0
     return (
         row["class"],
         str(row["calls"]),
@@ -176,5 +184,4 @@ def _class_row(row: Row) -> tuple[str, ...]:
         f"{row['us_before']:.1f}",
         f"{row['share']:.1%}",
         f"{row['us_after']:.1f}",
-        f"{less:.0%}",
     )

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import networkx as nx
+
 from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import UnknownOpError, closest
 from fusion_compiler.passes.why import Why
@@ -96,7 +98,7 @@ def _together(cluster: Cluster, a: str, b: str) -> str:
 
 
 def _apart(why: Why, a: str, b: str) -> Answer:
-    if why.position(a) > why.position(b):
+    if nx.has_path(why.graph, b, a):
         a, b = b, a
     refused = why.refusal(a, b)
     lead = f"{a} and {b} are apart: {refused.rule}: {refused.reason}"

@@ -109,7 +109,7 @@ class Lowering:
             meta = self.dag.op(name).outputs[0]
             if coords is None or not is_bijection(coords, meta.shape, self.extents):
                 raise Illegal(
-                    "space", f"{name} {list(meta.shape)} does not fill the space {list(self.space.axes)}"
+                    "space", f"{name} is {list(meta.shape)}, and the others' space is {list(self.space.axes)}"
                 )
             node = self.value(name, coords, None)
             stores.append(Store(name, flatten(coords, meta.stride), node))
@@ -373,7 +373,8 @@ class Lowering:
                 if count == sizes[candidate]:
                     return frozenset({candidate})
         raise Illegal(
-            "rows", f"{op.name} reduces {count} elements, which is not a whole axis group of {sizes}"
+            "rows",
+            f"{op.name} reduces {count} elements of {sizes[ROWS]} rows x {sizes[COLS]}: no whole axis",
         )
 
     def combine(self, op: Op, source: str, coords: Coords, over: frozenset[str], position: Index) -> int:

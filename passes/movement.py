@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from fusion_compiler.dag import Op, OpDag
+from fusion_compiler.dag import EagerCall, Op, OpDag
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint, product
 from fusion_compiler.ops import Kind
@@ -32,6 +32,8 @@ CLASSES = {
     Kind.OPAQUE: "opaque",
     Kind.LAYOUT: "layout",
 }
+# Calls that store a mask of one byte an element beside their result; the graph makes it again instead.
+MASKS = frozenset({"native_dropout"})
 # Calls that read one element of a tensor for each index; the graph computes them as sums over one-hot rows.
 PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
 
@@ -105,19 +107,24 @@ def _call(tensors: Tensors, names: list[str], returned: set[str]) -> Call | None
     if not stored:
         return None
     read = _words_read(tensors, names)
+    words_written, bytes_written = sum(map(tensors.words, stored)), sum(map(tensors.bytes, stored))
+    call = runs[0].call
+    if call is not None and call.target in MASKS:
+        words_written, bytes_written = 2 * words_written, bytes_written + words_written
+    masks = {i for i in read if _is_mask(dag.op(i), call)}
+    sizes = {i: n * (1 if i in masks else tensors.itemsize(i)) for i, n in read.items()}
     products = [op for op in runs if op.kind is Kind.CONTRACTION]
     if products:
         cost = contraction_cost(products[0], tensors.device, tensors.hints)
     else:
         cost = eager_cost(
-            bytes_read=sum(n * tensors.itemsize(i) for i, n in read.items() if not tensors.near(i)),
-            bytes_near=sum(n * tensors.itemsize(i) for i, n in read.items() if tensors.near(i)),
-            bytes_written=sum(map(tensors.bytes, stored)),
+            bytes_read=sum(size for i, size in sizes.items() if not tensors.near(i)),
+            bytes_near=sum(size for i, size in sizes.items() if tensors.near(i)),
+            bytes_written=bytes_written,
             flops=sum(op.flops for op in runs),
             reduces=any(op.kind in (Kind.NORMALIZATION, Kind.REDUCTION) for op in runs),
             device=tensors.device,
         )
-    call = runs[0].call
     return Call(
         name=stored[-1],
         target=short_name(runs[-1].target) if call is None else call.target,
@@ -126,11 +133,16 @@ def _call(tensors: Tensors, names: list[str], returned: set[str]) -> Call | None
         inputs=tuple(read),
         outputs=tuple(stored),
         words_read=sum(read.values()),
-        words_written=sum(map(tensors.words, stored)),
+        words_written=words_written,
         flops=sum(op.flops for op in runs if op.kind is not Kind.RANDOM),
         cost=cost,
         source=next((op.source for op in runs if op.source is not None), None),
     )
+
+
+def _is_mask(op: Op, reader: EagerCall | None) -> bool:
+    """Whether what a call reads is, in eager, a mask that forward stored."""
+    return reader is not None and op.call is not None and reader.backward and op.call.target in MASKS
 
 
 def _words_read(tensors: Tensors, names: list[str]) -> dict[str, int]:

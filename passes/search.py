@@ -52,19 +52,23 @@ class Search:
         for match in self.matches:
             if isinstance(match.pattern, ClusterHint) and match.pattern.fuse:
                 self.try_hint(match)
-        for number in self.parts:
-            for other, saved in self.neighbours(number).items():
-                if number < other:
-                    self.push(number, other, saved)
         self.merge_all()
         while recompute(self):
             self.merge_all()
 
     def merge_all(self) -> None:
-        while self.heap:
-            _, a, b, va, vb = heapq.heappop(self.heap)
-            if self.version.get(a) == va and self.version.get(b) == vb:
-                self.try_merge(a, b)
+        """Until no pair gains: a merge elsewhere can take what stood between two away."""
+        before = -1
+        while len(self.parts) != before:
+            before = len(self.parts)
+            for number in self.parts:
+                for other, saved in self.neighbours(number).items():
+                    if number < other:
+                        self.push(number, other, saved)
+            while self.heap:
+                _, a, b, va, vb = heapq.heappop(self.heap)
+                if self.version.get(a) == va and self.version.get(b) == vb:
+                    self.try_merge(a, b)
 
     def push(self, a: int, b: int, saved: int) -> None:
         heapq.heappush(self.heap, (-float(saved), a, b, self.version[a], self.version[b]))

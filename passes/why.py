@@ -70,10 +70,6 @@ class Why:
             assert cluster.outputs == tuple(o for n in numbers for o in self.search.parts[n].outputs)
             yield cluster, numbers
 
-    def position(self, name: str) -> int:
-        """Of a unit in the order in which they run."""
-        return list(self.units).index(name)
-
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
         """Units, with an edge to each reader of what they store; its `tensors` are op names."""
@@ -121,13 +117,21 @@ class Why:
             if not self.graph.has_edge(a, b) and not self.graph.has_edge(b, a) and not self.between(a, b)
         ]
 
+    @cached_property
+    def after(self) -> dict[str, set[str]]:
+        """Of each unit, those that need it, directly or not."""
+        found: dict[str, set[str]] = {}
+        for name in reversed(list(nx.topological_sort(self.graph))):
+            readers = list(self.graph.successors(name))
+            found[name] = set(readers).union(*(found[r] for r in readers))
+        return found
+
     def between(self, a: str, b: str) -> list[str]:
         """A shortest way from one unit to the other through a third one; empty where there is none."""
         for first, last in ((a, b), (b, a)):
-            ways = self.graph.copy()
-            if ways.has_edge(first, last):
-                ways.remove_edge(first, last)
-            if nx.has_path(ways, first, last):
+            middle = {m for m in self.after[first] if last in self.after[m]}
+            if middle:
+                ways = nx.restricted_view(self.graph.subgraph({first, last, *middle}), [], [(first, last)])
                 return list(nx.shortest_path(ways, first, last))
         return []
 
@@ -185,9 +189,6 @@ class Why:
             return "contraction", "both are library calls"
         if call is b:
             return "contraction", f"{name} is a library call, which reads its operands from memory"
-        kinds = {self.dag.op(n).kind for n in b.ops}
-        if kinds & {Kind.REDUCTION, Kind.NORMALIZATION}:
-            return "contraction", f"{name} is a library call, whose epilogues reduce at most a bias gradient"
         return "contraction", f"{name} is a library call: {_epilogue(name, [self.dag.op(n) for n in b.ops])}"
 
     def shared(self, a: Unit, b: Unit) -> tuple[str, ...]:
@@ -233,6 +234,8 @@ def _epilogue(name: str, ops: Sequence[Op]) -> str:
         return "attention kernels take a mask and a scale, and nothing after the second product"
     if "convolution" in name:
         return "ATen's convolution takes a bias, and nothing after that"
+    if {op.kind for op in ops} & {Kind.REDUCTION, Kind.NORMALIZATION}:
+        return "the epilogues of cuBLAS reduce nothing but a bias gradient"
     others = [short_name(op.target) for op in ops if not is_view(op.target)]
     if set(others) <= EPILOGUES:
         return "cuBLAS could add a matrix or a bias and apply ReLU or GELU, which this compiler leaves alone"
