@@ -106,6 +106,12 @@ def test_a_click_on_a_cluster_shows_its_kernel_and_figures(opened: Open) -> None
     rows = tab.locator("#panel .ops tr")
     assert rows.count() == len(own["ops"])
     assert "mul" in rows.first.inner_text() and "f16[8, 512, 1024]" in rows.first.inner_text()
+    tab.click("#tab-overview")
+    assert "900 us a step on h200 (20 repetitions), 12.0 us of it in kernels of no unit." in panel(tab)
+    assert tab.locator(".others td").all_inner_texts() == ["fill", "3", "12.0 us"]
+    assert tab.locator(".group .bar.measured").count() == len(
+        {u["class"] for u in report["graphs"][0]["units"]}
+    )
 
 
 def test_rejections_come_the_largest_saving_first(opened: Open) -> None:
@@ -161,7 +167,7 @@ FINDABLE = (
     ("dropout_add_norm_1", "cluster", "dropout_add_norm_1"),
     ("value_0", "call", "value_0"),
     ("mlp.act gelu_1", "cluster", "gelu_1"),
-    ("model.layers.1.attention", "module", "attention"),
+    ("model.layers.1.attention", "module", "model.layers.1.attention"),
     ("gelu.py:16", "line", "gelu_0"),
     ("view_of_up_1", "op", "view_of_up_1"),
 )
@@ -229,12 +235,23 @@ def test_modules_open_and_close(opened: Open) -> None:
     before = boxes.count()
     tab.click(".title .name >> text=attention >> nth=0")
     assert boxes.count() == before - 6  # its title stays as the closed box
-    assert tab.locator("#panel h2").inner_text() == "attention"
+    assert tab.locator("#panel h2").inner_text() == "model.layers.0.attention"
     tab.click(".module .name >> text=attention")
     assert boxes.count() == before
     tab.select_option("#graphs", label="graph0.backward")
     tab.click("[data-do=close]")
     assert boxes.count() < before
+
+
+def test_the_legend_shows_a_class_alone(opened: Open) -> None:
+    tab = opened(report_of(60))
+    faint = "all => all.filter(e => getComputedStyle(e).opacity < 1).map(e => e.dataset.class)"
+    for _ in range(2):  # pressed, and pressed again
+        assert tab.locator(".unit").evaluate_all(faint) == []
+        tab.click("#legend >> text=contraction")
+        shown = set(tab.locator(".unit").evaluate_all(faint))
+        assert shown == {"normalization", "element-wise", "random", "opaque"}
+        tab.click("#legend >> text=contraction")
 
 
 def test_everything_is_reached_by_keyboard(opened: Open) -> None:
@@ -254,6 +271,10 @@ def test_everything_is_reached_by_keyboard(opened: Open) -> None:
     tab.focus("#tab-overview")
     tab.keyboard.press("ArrowLeft")
     assert tab.evaluate("document.activeElement.id") == "tab-movement"
+    width = "document.getElementById('side').getBoundingClientRect().width"
+    narrow = tab.evaluate(width)
+    tab.press("#divider", "ArrowLeft")
+    assert tab.evaluate(width) == narrow + 40
     before = tab.locator(".box").count()
     tab.focus(".title >> nth=1")
     tab.keyboard.press("Enter")
