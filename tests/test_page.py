@@ -2,126 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-from base64 import b64encode
 from collections.abc import Callable, Iterator
-from hashlib import sha256
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from fusion_compiler.errors import ReportSchemaError
+import fusion_compiler as fc
 from fusion_compiler.page import page
-from tests.reports import HOSTILE, OPS_OF_A_LAYER, report_of
+from tests.browser import CONTRAST, THROUGH_BOXES, UPWARDS, chromium
+from tests.reports import HOSTILE, report_of
 
-ASSETS = Path(__file__).parent.parent / "fusion_compiler" / "assets"
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 Page = Any  # playwright.sync_api.Page, where Playwright is installed
 Open = Callable[..., Page]
 
 
-# -- the text of the page -----------------------------------------------------------------------------
-
-
-class Scripts(HTMLParser):
-    """The text of every script and style element, in order, and all attributes that name a place."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.tags: list[str] = []
-        self.places: list[str] = []
-        self.policy = ""
-        self.inside = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.places += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
-        if dict(attrs).get("http-equiv") == "Content-Security-Policy":
-            self.policy = dict(attrs)["content"] or ""
-        self.inside = tag in ("script", "style")
-
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.texts.append(data)
-            self.inside = False
-
-
-def test_data_survives_the_way_into_the_page() -> None:
-    report = report_of(60, hostile=True)
-    read = Scripts(page(report))
-    assert read.tags.count("script") == 2, "no text of the model ends the data or opens a script"
-    assert json.loads(read.texts[1]) == report
-    assert "img" not in read.tags
-
-
-def test_only_the_pages_own_script_and_style_may_run() -> None:
-    read = Scripts(page(report_of(60)))
-    style, _, script = read.texts
-    for text, kind in ((style, "style"), (script, "script")):
-        assert f"{kind}-src 'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" in read.policy
-    assert "default-src 'none'" in read.policy
-    assert read.places == ["data:,"], "an empty icon, so that none is asked for"
-
-
-def test_the_page_is_small_and_carries_its_licences() -> None:
-    text = page(report_of(1))
-    assert len(text.encode()) < 1_000_000
-    licences = (ASSETS / "libraries" / "LICENSES.txt").read_text(encoding="utf-8")
-    pinned = re.findall(r"(@?[\w./-]+)@(\d[\d.]+)", (ASSETS / "README.md").read_text(encoding="utf-8"))
-    tools = {"esbuild", "prettier"}
-    named = re.findall(r"^== (\S+) (\S+)$", licences, re.MULTILINE)
-    assert named and sorted(named) == sorted(pair for pair in pinned if pair[0] not in tools)
-    assert licences in text
-
-
-def test_what_is_no_report_of_this_schema_is_refused() -> None:
-    with pytest.raises(ReportSchemaError, match="schema 1, and the page shows schema 2"):
-        page({**report_of(1), "schema": 1})
-    report = report_of(1)
-    report["totals"]["us_after"] = float("nan")
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        page(report)
-
-
-# -- in a browser -------------------------------------------------------------------------------------
-
-
-def cannot_open(reason: str) -> None:
-    """A machine of one's own may lack a browser; continuous integration may not."""
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        cannot_open("needs Playwright: pip install -e '.[dev]'")
-        raise
-    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if found is None:
-        cannot_open(f"needs one of {', '.join(CHROMIUM)} on the PATH: apt-get install chromium")
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=found, args=[*FLAGS])
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture
@@ -133,7 +36,9 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
     def open_page(report: dict[str, Any], **options: Any) -> Page:
         file = tmp_path / "report.html"
         file.write_text(page(report), encoding="utf-8")
-        context = browser.new_context(**{"viewport": {"width": 1400, "height": 900}, **options})
+        context = browser.new_context(
+            viewport={"width": 1400, "height": 900}, reduced_motion="reduce", **options
+        )
         context.set_default_timeout(5_000)
         contexts.append(context)
         tab = context.new_page()
@@ -201,6 +106,12 @@ def test_a_click_on_a_cluster_shows_its_kernel_and_figures(opened: Open) -> None
     rows = tab.locator("#panel .ops tr")
     assert rows.count() == len(own["ops"])
     assert "mul" in rows.first.inner_text() and "f16[8, 512, 1024]" in rows.first.inner_text()
+    tab.click("#tab-overview")
+    assert "900 us a step on h200 (20 repetitions), 12.0 us of it in kernels of no unit." in panel(tab)
+    assert tab.locator(".others td").all_inner_texts() == ["fill", "3", "12.0 us"]
+    assert tab.locator(".group .bar.measured").count() == len(
+        {u["class"] for u in report["graphs"][0]["units"]}
+    )
 
 
 def test_rejections_come_the_largest_saving_first(opened: Open) -> None:
@@ -246,7 +157,6 @@ def test_a_search_finds_an_op_and_opens_what_hides_it(opened: Open) -> None:
     chip = box.locator(".chip.found")
     assert chip.get_attribute("data-op") == "gelu_17_erf_2"
     assert tab.locator("#panel tr.found").get_attribute("data-op") == "gelu_17_erf_2"
-    tab.wait_for_timeout(400)  # the view moves there
     place, drawing = box.bounding_box(), tab.locator("#graph").bounding_box()
     assert drawing["x"] <= place["x"] and place["x"] + place["width"] <= drawing["x"] + drawing["width"]
     assert drawing["y"] <= place["y"] and place["y"] + place["height"] <= drawing["y"] + drawing["height"]
@@ -257,7 +167,7 @@ FINDABLE = (
     ("dropout_add_norm_1", "cluster", "dropout_add_norm_1"),
     ("value_0", "call", "value_0"),
     ("mlp.act gelu_1", "cluster", "gelu_1"),
-    ("model.layers.1.attention", "module", "attention"),
+    ("model.layers.1.attention", "module", "model.layers.1.attention"),
     ("gelu.py:16", "line", "gelu_0"),
     ("view_of_up_1", "op", "view_of_up_1"),
 )
@@ -325,12 +235,23 @@ def test_modules_open_and_close(opened: Open) -> None:
     before = boxes.count()
     tab.click(".title .name >> text=attention >> nth=0")
     assert boxes.count() == before - 6  # its title stays as the closed box
-    assert tab.locator("#panel h2").inner_text() == "attention"
+    assert tab.locator("#panel h2").inner_text() == "model.layers.0.attention"
     tab.click(".module .name >> text=attention")
     assert boxes.count() == before
     tab.select_option("#graphs", label="graph0.backward")
     tab.click("[data-do=close]")
     assert boxes.count() < before
+
+
+def test_the_legend_shows_a_class_alone(opened: Open) -> None:
+    tab = opened(report_of(60))
+    faint = "all => all.filter(e => getComputedStyle(e).opacity < 1).map(e => e.dataset.class)"
+    for _ in range(2):  # pressed, and pressed again
+        assert tab.locator(".unit").evaluate_all(faint) == []
+        tab.click("#legend >> text=contraction")
+        shown = set(tab.locator(".unit").evaluate_all(faint))
+        assert shown == {"normalization", "element-wise", "random", "opaque"}
+        tab.click("#legend >> text=contraction")
 
 
 def test_everything_is_reached_by_keyboard(opened: Open) -> None:
@@ -350,6 +271,10 @@ def test_everything_is_reached_by_keyboard(opened: Open) -> None:
     tab.focus("#tab-overview")
     tab.keyboard.press("ArrowLeft")
     assert tab.evaluate("document.activeElement.id") == "tab-movement"
+    width = "document.getElementById('side').getBoundingClientRect().width"
+    narrow = tab.evaluate(width)
+    tab.press("#divider", "ArrowLeft")
+    assert tab.evaluate(width) == narrow + 40
     before = tab.locator(".box").count()
     tab.focus(".title >> nth=1")
     tab.keyboard.press("Enter")
@@ -362,7 +287,6 @@ def test_boxes_lie_apart_and_inside_their_frames(opened: Open) -> None:
     for _ in range(4):
         tab.click("[data-do=open]")
     tab.click("[data-do=fit]")
-    tab.wait_for_timeout(400)
     places = "all => all.map(e => e.getBoundingClientRect()).map(r => [r.left, r.top, r.right, r.bottom])"
     boxes = tab.locator(".unit .back, .module .back").evaluate_all(places)
     frames = tab.locator(".frame").evaluate_all(places)
@@ -376,6 +300,21 @@ def test_boxes_lie_apart_and_inside_their_frames(opened: Open) -> None:
             inside = frame[0] <= left and right <= frame[2] and frame[1] <= top and bottom <= frame[3]
             around = left <= frame[0] and frame[2] <= right and top <= frame[1] and frame[3] <= bottom
             assert apart or inside or around
+    assert tab.evaluate(THROUGH_BOXES) == []
+
+
+def test_modules_that_wait_for_each_other_are_drawn(opened: Open) -> None:
+    """layers -> a -> layers, a -> b -> a: a line of each goes back up, and round the boxes."""
+    report = report_of(30)
+    for name, module in (("norm_0", "a"), ("up_0", "a"), ("query_0", "b"), ("rotate_0", "a"), ("key_0", "b")):
+        unit(report, name)["module"] = module
+    tab = opened(report)
+    assert tab.evaluate(THROUGH_BOXES) == []
+    tab.click("[data-do=fit]")
+    for module in ("a", "b"):
+        tab.click(f".title .name >> text=▾ {module}")
+    found = tab.locator(".line .ink").evaluate_all(UPWARDS)
+    assert sorted(found) == ["norm_0 → value_0", "query_0 → rotate_0"]
 
 
 def test_hostile_texts_stay_texts(opened: Open) -> None:
@@ -417,34 +356,6 @@ def test_a_function_of_many_ops_and_no_modules_opens_too(opened: Open) -> None:
     assert tab.locator(".unit[data-unit=gelu_17].marked").count() == 1
 
 
-CONTRAST = """() => {
-    const pencil = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-    const luminance = (colour, below) => {
-        for (pencil.fillStyle of [below, colour]) pencil.fillRect(0, 0, 1, 1);
-        const linear = value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
-        const [r, g, b] = [...pencil.getImageData(0, 0, 1, 1).data].map(value => linear(value / 255));
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const body = getComputedStyle(document.body).backgroundColor;
-    const behind = element => {
-        for (let at = element; at; at = at.parentElement) {
-            const back = at.querySelector(":scope > rect");
-            const colour = back ? getComputedStyle(back).fill : getComputedStyle(at).backgroundColor;
-            if (colour !== "rgba(0, 0, 0, 0)") return colour;
-        }
-        return body;
-    };
-    const own = element => [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
-    const texts = [...document.querySelectorAll(".box text, #panel *, header *, #legend *")].filter(own);
-    return texts.map(element => {
-        const style = getComputedStyle(element);
-        const ink = element.tagName === "text" ? style.fill : style.color;
-        const [a, b] = [luminance(ink, body), luminance(behind(element), body)].sort((x, y) => y - x);
-        return [(a + 0.05) / (b + 0.05), element.textContent.slice(0, 30), element.getAttribute("class")];
-    });
-}"""
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_can_be_read(opened: Open, scheme: str) -> None:
     """WCAG 2's contrast of 4.5 between each text and what is behind it."""
@@ -471,8 +382,51 @@ def test_a_report_of_no_graph_says_so(opened: Open) -> None:
     find(tab, "anything")
 
 
-def test_the_made_up_report_is_what_it_says() -> None:
-    report = report_of(2 * OPS_OF_A_LAYER + 1)
-    assert len(report["graphs"][0]["ops"]) == 3 * OPS_OF_A_LAYER + 1
-    names = {op["name"] for op in report["graphs"][0]["ops"]}
-    assert {i for u in report["graphs"][0]["units"] for i in u["inputs"]} <= names | {"x"}
+class Block(nn.Module):
+    """[batch, 64] -> [batch, 64]; three modules, and a sum of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[str, Any]:
+    """What fc.explain reports of two blocks, forward and backward."""
+    model = nn.Sequential(Block(), Block())
+    return fc.explain(model, torch.empty(512, 64, requires_grad=True)).json()
+
+
+def keys_of(value: Any) -> Any:
+    """The shape of plain data: keys, and below them those of the row of each list that says most."""
+    if isinstance(value, dict):
+        return {key: keys_of(inner) for key, inner in value.items() if key not in ("kernels", "notes")}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [keys_of(max(value, key=lambda row: sum(v is not None for v in row.values())))]
+    return None
+
+
+def test_the_made_up_report_has_the_keys_of_a_real_one(real: dict[str, Any]) -> None:
+    assert keys_of(report_of(60)) == keys_of(real)
+
+
+def test_a_real_report_is_drawn_with_all_its_units(opened: Open, real: dict[str, Any]) -> None:
+    tab = opened(real)
+    for number, graph in enumerate(real["graphs"]):
+        tab.select_option("#graphs", str(number))
+        for _ in range(3):
+            tab.click("[data-do=open]")
+        drawn = tab.locator(".unit").evaluate_all("all => all.map(box => box.dataset.unit)")
+        assert sorted(drawn) == sorted(unit["name"] for unit in graph["units"])
+        cluster = next(unit for unit in graph["units"] if unit["sort"] == "cluster")
+        find(tab, cluster["name"])
+        assert tab.locator("pre.kernel").text_content() == real["kernels"][cluster["kernel"]]
+        assert cluster["why"] in panel(tab)
+        pairs = {(edge["a"], edge["b"]) for edge in graph["edges"]}
+        lines = tab.evaluate(
+            "[...document.querySelectorAll('.line')].flatMap(l => l.report).map(e => [e.a, e.b])"
+        )
+        assert pairs & {tuple(line) for line in lines}

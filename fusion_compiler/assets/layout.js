@@ -118,9 +118,11 @@ function placed(frame, boxes, links, graph) {
   const w = Math.max(finite(extent.width) + 2 * left, titleWidth);
   const shift = left + (w - 2 * left - finite(extent.width)) / 2;
   const bottom = top + finite(extent.height);
+  const ranks = rankHeights(boxes, graph);
   const children = boxes.map((box) => {
     const at = graph.node(String(box.node.id));
-    return { box, x: at.x - box.w / 2 + shift, y: at.y - box.h / 2 + top };
+    const spare = ranks.get(Math.round(at.y)) - box.h / 2; // to the highest box of the rank
+    return { box, x: at.x - box.w / 2 + shift, y: at.y - box.h / 2 + top, spare };
   });
   const result = {
     node: frame,
@@ -130,7 +132,6 @@ function placed(frame, boxes, links, graph) {
     lines: [],
   };
   const byNode = new Map(children.map((child) => [child.box.node, child]));
-  const ranks = rankHeights(boxes, graph);
   for (const link of links) {
     const bends = graph.edge(keyOf(link.from), keyOf(link.to)).points.slice(1, -1);
     const inner = bends
@@ -166,20 +167,39 @@ function straightThrough(point, ranks) {
 }
 
 /** The line's points with both ends: borders of boxes, or the frame's own points of entry. */
-function ended(link, inner, byNode, frame) {
+function ended(link, bends, byNode, frame) {
   const from = byNode.get(link.from);
   const to = byNode.get(link.to);
-  const towards = (bend, box) => {
-    const middle = box.x + box.box.w / 2;
-    if (!bend || box.box.children) return middle;
-    return Math.min(Math.max(bend.x, box.x + 16), box.x + box.box.w - 16);
-  };
-  const down = !from || !to || from.y < to.y;
-  const bends = down ? inner : [];
+  if (from && to && from.y >= to.y) return upwards(from, to, bends);
   const start = from ? { x: towards(bends[0], from), y: from.y + from.box.h } : { x: frame.w / 2, y: 0 };
   const end = to ? { x: towards(bends[bends.length - 1], to), y: to.y } : { x: frame.w / 2, y: frame.h };
-  return [start, ...bends, end];
+  const straight = [from && { x: start.x, y: start.y + from.spare }, to && { x: end.x, y: end.y - to.spare }];
+  return [start, straight[0], ...bends, straight[1], end].filter(Boolean);
 }
+
+/** Where a line meets a box: below or above its next bend; of a frame, the middle. */
+function towards(bend, { x, box }) {
+  if (!bend || box.children) return x + box.w / 2;
+  return Math.min(Math.max(bend.x, x + 16), x + box.w - 16);
+}
+
+/** From the lower box's bottom round it and up to the higher one's top: modules that wait for each other. */
+function upwards(from, to, bends) {
+  const middle = ({ x, box }) => x + box.w / 2;
+  const beside = (bend, { x, box }) => (bend && bend.x < x + box.w / 2 ? x - 11 : x + box.w + 11);
+  const [first, last] = [beside(bends[0], from), beside(bends[bends.length - 1], to)];
+  return [
+    { x: middle(from), y: from.y + from.box.h },
+    { x: first, y: from.y + from.box.h },
+    { x: first, y: from.y },
+    ...bends.sort((p, q) => q.y - p.y),
+    { x: last, y: to.y + to.box.h },
+    { x: last, y: to.y },
+    { x: middle(to), y: to.y },
+  ];
+}
+
+const TURN = 24; // how far a line swings out that turns round: three quarters of it
 
 /** An SVG path through the points; every bend is entered and left vertically. */
 function pathOf(points) {
@@ -187,9 +207,10 @@ function pathOf(points) {
   let text = `M${n(points[0].x)},${n(points[0].y)}`;
   for (let i = 1; i < points.length; i += 1) {
     const [p, q] = [points[i - 1], points[i]];
-    const middle = (p.y + q.y) / 2;
-    const back = q.y < p.y ? 60 : 0; // against the order of execution: out below, in above
-    text += ` C${n(p.x)},${n(back ? p.y + back : middle)} ${n(q.x)},${n(back ? q.y - back : middle)} ${n(q.x)},${n(q.y)}`;
+    if (p.x === q.x && p.y === q.y) continue;
+    const turn = i === 1 ? TURN : -TURN;
+    const middle = p.y === q.y ? p.y + turn : (p.y + q.y) / 2;
+    text += ` C${n(p.x)},${n(middle)} ${n(q.x)},${n(middle)} ${n(q.x)},${n(q.y)}`;
   }
   return text;
 }

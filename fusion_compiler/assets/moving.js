@@ -50,21 +50,29 @@ function extentOf(places) {
   return { x: left, y: top, w: right - left, h: bottom - top };
 }
 
-function lookAt(view, extent, least, most, slowly) {
+/** Shows an extent, scaled between `least` and `most`; what does not fit from its top, around `anchor`. */
+function lookAt(view, extent, least, most, slowly, anchor = 0) {
   const { width, height } = view.element.getBoundingClientRect();
-  const wanted = Math.min((width - 2 * FRAME_MARGIN) / extent.w, (height - 2 * FRAME_MARGIN) / extent.h);
-  const k = Math.min(Math.max(wanted, least), most);
-  // What does not fit is shown from its top.
-  const y = extent.h * k <= height ? (height - extent.h * k) / 2 : FRAME_MARGIN;
-  const x = extent.w * k <= width ? (width - extent.w * k) / 2 : FRAME_MARGIN;
+  const room = { w: width - 2 * FRAME_MARGIN, h: height - 2 * FRAME_MARGIN };
+  const k = Math.min(Math.max(Math.min(room.w / extent.w, room.h / extent.h), least), most);
+  const [w, h] = [extent.w * k, extent.h * k];
+  const y = h <= height ? (height - h) / 2 : FRAME_MARGIN;
+  const leftmost = width - FRAME_MARGIN - w;
+  const around = Math.min(Math.max(width / 2 - (anchor - extent.x) * k, leftmost), FRAME_MARGIN);
+  const x = w <= width ? (width - w) / 2 : around;
   const transform = libraries.zoomIdentity.translate(x - extent.x * k, y - extent.y * k).scale(k);
   const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
   view.zoom.transform(slowly && !still ? view.svg.transition().duration(250) : view.svg, transform);
 }
 
-/** All that shows, but not so small that names cannot be read. */
+/** All that shows, but not so small that names cannot be read: then from the topmost box. */
 function home(view) {
-  if (view.places.size > 0) lookAt(view, extentOf([...view.places.values()]), 0.8, 1);
+  const boxes = [...view.places].filter(([node]) => node.parent && !(view.open.has(node) && node.children));
+  if (boxes.length === 0) return;
+  const extent = extentOf([...view.places.values()]);
+  const wide = (view.element.getBoundingClientRect().width - 2 * FRAME_MARGIN) / extent.w;
+  const [, first] = boxes.reduce((one, other) => (other[1].y < one[1].y ? other : one));
+  lookAt(view, extent, Math.min(Math.max(wide, 0.6), 0.8), 1, false, first.x + first.w / 2);
 }
 
 function fit(view, places) {

@@ -264,7 +264,7 @@ function modulePanel(page, node) {
     ],
   }));
   return [
-    h("h2", {}, node.label),
+    h("h2", {}, node.run ? node.label : node.path),
     modulePath(page, node),
     h(
       "p",
