@@ -6,6 +6,7 @@ unless `profile` put it there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,14 +29,20 @@ Kernels = Mapping[tuple[str, str], tuple[str, str]]
 
 @dataclass(frozen=True)
 class Missed:
-    """A fusion that was not made, and the graph that it is missing in."""
+    """A fusion that was not made, and the graph that it is missing in.
+
+    times: how many pairs are refused alike, in other layers; `refused` is the first of them.
+    total_us: what all of these would save.
+    """
 
     graph: str
     refused: Rejected
+    times: int
+    total_us: float
 
     def __str__(self) -> str:
-        r = self.refused
-        return f"{r.a} + {r.b}: {r.rule}: {r.reason}. {saving(r)}"
+        r, times = self.refused, f" x{self.times}" if self.times > 1 else ""
+        return f"{r.a} + {r.b}{times}: {r.rule}: {r.reason}. {saving(r)}"
 
 
 @dataclass(frozen=True)
@@ -77,9 +84,17 @@ class Report:
 
     @property
     def missed(self) -> tuple[Missed, ...]:
-        """The ten fusions whose absence costs most, or may; library calls beside each other do not count."""
-        found = [Missed(name, r) for name, edges in self.edges.items() for r in edges if r.saving_us > 0]
-        return tuple(sorted(found, key=lambda m: -m.refused.saving_us)[:MOST_MISSED])
+        """The ten fusions whose absence costs most, or may; what repeats in other layers is one of them."""
+        alike: dict[tuple[str, ...], list[Rejected]] = {}
+        for name, edges in self.edges.items():
+            for r in edges:
+                key = (name, *(re.sub(r"_\d+\b", "", text) for text in (r.a, r.b, r.rule, r.reason)))
+                alike.setdefault(key, []).append(r)
+        found = [
+            Missed(key[0], same[0], len(same), sum(r.saving_us for r in same)) for key, same in alike.items()
+        ]
+        ranked = sorted((m for m in found if m.total_us > 0), key=lambda m: -m.total_us)
+        return tuple(ranked[:MOST_MISSED])
 
     def why(self, a: str, b: str) -> list[Answer]:
         """Why two ops are one kernel or are not, in every graph that has both; print one for its text.
@@ -169,7 +184,7 @@ def missed_text(missed: Sequence[Missed]) -> str:
     """Fusions that were not made, one entry each."""
     lines = ["missed fusions, by what they would save at most"]
     for one in missed:
-        lead = f"  {one.refused.saving_us:>8.1f} us  {one.graph}  "
+        lead = f"  {one.total_us:>8.1f} us  {one.graph}  "
         lines += plan_text.wrapped(lead, str(one))
     return "\n".join(lines)
 

@@ -39,7 +39,15 @@ def report_json(report: Report) -> Row:
         "graphs": [
             _graph(report, plan, measured.get("units", {}).get(plan.name, {})) for plan in report.plans
         ],
-        "missed": [{"graph": m.graph, **_edge(report.questions[m.graph], m.refused)} for m in report.missed],
+        "missed": [
+            {
+                "graph": m.graph,
+                "times": m.times,
+                "total_us": m.total_us,
+                **_edge(report.questions[m.graph], m.refused),
+            }
+            for m in report.missed
+        ],
         "kernels": kernels,
         "measured": measured.get("measured"),
     }

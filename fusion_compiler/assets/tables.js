@@ -222,13 +222,13 @@ function missedTable(page) {
         " + ",
         h("b", {}, edge.b),
         h("br"),
-        h("span", { class: "in" }, edge.graph),
+        h("span", { class: "in" }, edge.times > 1 ? `${edge.graph}, and ${edge.times - 1} alike in other layers` : edge.graph),
         h("p", {}, h("b", {}, edge.rule), ": ", edge.reason),
       ),
       h(
         "td",
         { class: "number saving" },
-        showUs(edge.saving_us),
+        showUs(edge.total_us),
         edge.at_most ? [h("br"), h("span", { class: "in" }, "at most")] : null,
       ),
     );
