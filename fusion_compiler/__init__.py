@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fusion_compiler.explanation import Explanation, explain
     from fusion_compiler.options import Options
     from fusion_compiler.patterns import DEFAULT_PATTERNS, cluster_hint, rewrite, user_kernel
+    from fusion_compiler.profiling import Profile, profile
 
 _HOMES = {
     "compile": "api",
@@ -25,6 +26,8 @@ _HOMES = {
     "Explanation": "explanation",
     "cluster_hint": "patterns",
     "explain": "explanation",
+    "Profile": "profiling",
+    "profile": "profiling",
     "rewrite": "patterns",
     "user_kernel": "patterns",
 }
@@ -34,9 +37,11 @@ __all__ = [
     "FusionError",
     "FusionWarning",
     "Options",
+    "Profile",
     "cluster_hint",
     "compile",
     "explain",
+    "profile",
     "rewrite",
     "user_kernel",
 ]

@@ -41,6 +41,7 @@ from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rew
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.sources import source_of
 from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
+from fusion_compiler.units import ranges_of
 from fusion_compiler.verify import Verifier
 
 
@@ -124,7 +125,8 @@ class Compiler:
         clock.lap("emit")
         called = self.verified(plan, runners) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
-        stitched = stitch(plan, called, owned=info.owned, view=view)
+        ranges = functools.partial(ranges_of, plan)
+        stitched = stitch(plan, called, owned=info.owned, view=view, ranges=ranges)
         clock.lap("stitch")
         self.debug.stage(info.name, "stitch", stitched)
         if backend == "triton":
