@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fusion_compiler.report import WIDTH, aligned, count, human_bytes, place, shortened, wrapped
 
 if TYPE_CHECKING:  # profiling.py prints itself with this module
+    from fusion_compiler.dag import Source
     from fusion_compiler.profiling import Measured, Profile
 
 ROWS = 24  # of the table; what takes less is summed up
@@ -76,14 +77,18 @@ def _table(profile: Profile) -> list[str]:
                 f"{human_bytes(int(statistics.fmean(speeds)))}/s" if speeds else "",
             ]
         rows.append(tuple(row))
-        source = first.unit.source
-        where = f"    {first.unit.graph}" + (f" at {place(source)}" if source else "")
-        below.append(shortened(where, WIDTH - 2))
+        below.append(shortened(f"    {first.unit.graph}{_where(first.unit.source)}", WIDTH - 2))
     table = aligned(rows, left=(0,))
     lines = [f"  {line}" for pair in zip(table, below, strict=True) for line in pair if line]
     if rest := ranked[ROWS:]:
         lines.append(f"  and {count(len(rest), 'smaller one')}: {sum(map(_total, rest)):.1f} us")
     return lines
+
+
+def _where(source: Source | None) -> str:
+    if source is None:
+        return ""
+    return f" at {place(source)}" if source.line else f" in {source.module}"
 
 
 def _total(same: list[Measured]) -> float:
