@@ -204,7 +204,7 @@ def _folder_check(name: str, folder: Path, entries: int, size: int, damaged: int
         reason = error.strerror or error
         return Check(name, WARN, f"{text}; cannot be written ({reason}): every process starts anew", todo)
     if damaged:
-        todo = "fusion-compiler cache clear, unless they are replaced by themselves when next needed"
+        todo = "each is made again when it is next needed; fusion-compiler cache clear removes all"
         return Check(name, WARN, f"{text}, {damaged} of them damaged", todo)
     return Check(name, OK, text)
 

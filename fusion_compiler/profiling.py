@@ -125,9 +125,10 @@ def profile(compiled: Callable[..., Any], *args: Any, repetitions: int = 10, **k
     plans = plan_of(compiled)
     check_not_recorded(plans)
     with _Step(compiled, args, kwargs) as step:
-        for _ in range(WARM):
-            step()
+        step()
         check_not_recorded(plans)
+        for _ in range(WARM - 1):
+            step()
         on_device = any(_is_on_gpu(plan) for plan in plans)
         wait = torch.cuda.synchronize if on_device else _nothing
         walls = [_wall_us(step, wait) for _ in range(repetitions)]

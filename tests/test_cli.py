@@ -344,6 +344,9 @@ def test_every_command_of_the_page_parses_and_its_model_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert run("explain", "model.py:example")[0] == DONE
+    for target in {words[1] for words in shown if words[0] == "explain"} - {"model.py:example"}:
+        code, out, _ = run("explain", str(ROOT / target))
+        assert code == DONE and "iteration space" in out
 
 
 def _commands() -> dict[str, str]:

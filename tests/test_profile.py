@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
@@ -137,6 +139,35 @@ def test_a_launch_that_the_trace_lacks_is_found_by_the_range_on_the_stream() -> 
     line = device_timeline(trace.events, ["g/a", "g/b"])
     assert {r.range: r.us for r in line.runs} == {"g/a": 10.0, "g/b": 10.0}
     assert [o.kernel for o in line.outside] == ["other"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(1, 9)), max_size=12),
+)
+def test_every_microsecond_is_somebodys_and_the_nearest_ranges(
+    ranges: list[tuple[int, int]], kernels: list[tuple[int, int]]
+) -> None:
+    """Ranges one after the other, launches anywhere: each goes to the range around it, or outside."""
+    trace, around, now = Trace(), dict[str, tuple[int, int]](), 0
+    trace.range(STEP, -1, 1000)
+    for number, (gap, length) in enumerate(ranges):
+        begin = now + gap + 1
+        now = begin + length
+        around[f"g/{number}"] = (begin, now)
+        trace.range(f"g/{number}", begin, now)
+    expected = dict.fromkeys(around, 0.0)
+    left = 0.0
+    for launched, us in kernels:
+        trace.kernel("same", launched, 2000 - launched, us)
+        owner = next((n for n, (begin, end) in around.items() if begin <= launched <= end), None)
+        if owner is None:
+            left += us
+        else:
+            expected[owner] += us
+    line = device_timeline(trace.events, around)
+    assert {r.range: r.us for r in line.runs} == expected
+    assert sum(o.us for o in line.outside) == left
 
 
 def test_a_unit_that_runs_twice_in_a_step_counts_each_call() -> None:
@@ -289,6 +320,17 @@ def test_without_a_gpu_times_are_the_hosts_and_the_text_says_so(layers: tuple[nn
     assert result.json()["measured"]["clock"] == "host"
     assert weight.grad is kept and x.grad is None, "gradients are as they were"
     assert torch.equal(kept, torch.full_like(weight, 7.0))
+
+
+def test_a_model_with_a_break_is_profiled_in_all_its_graphs() -> None:
+    def broken(x: Tensor) -> Tensor:
+        y = torch.softmax(x, -1)
+        torch._dynamo.graph_break()
+        return torch.log_softmax(y, -1)
+
+    with torch.no_grad():
+        result = fc.profile(fc.compile(broken, backend="eager"), torch.randn(3, 4), repetitions=1)
+    assert {m.unit.graph for m in result.units} == {"graph0.inference", "graph1.inference"}
 
 
 def test_interpreted_kernels_are_profiled_and_a_function_may_be_asked() -> None:

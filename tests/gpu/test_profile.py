@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from benchmarks.timing import device_time
 from fusion_compiler.errors import ReplayedGraphError
 from fusion_compiler.module import plan_of
 from fusion_compiler.profiling import Profile
+from fusion_compiler.straight_line import Ranged
 
 CUDA = torch.device("cuda")
 
@@ -73,6 +75,25 @@ def test_slices_of_the_trace_carry_names(profiled: tuple[nn.Module, Tensor, Prof
     kernels = [e for e in events if e.get("cat") == "kernel" and "cluster" in e.get("args", {})]
     assert {e["args"]["cluster"] for e in kernels} == {m.unit.name for m in result.units if m.us}
     assert any(e["args"]["source"].startswith("norms.1:") for e in kernels)
+
+
+def test_ranges_are_there_for_nvtx(
+    profiled: tuple[nn.Module, Tensor, Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, _ = profiled
+    called: list[Ranged] = []
+    original = Ranged.__call__
+
+    def counted(self: Ranged, *args: Any) -> Any:
+        called.append(self)
+        return original(self, *args)
+
+    monkeypatch.setattr(Ranged, "__call__", counted)
+    with torch.autograd.profiler.emit_nvtx():
+        model(x).backward()
+    assert len(called) == 2, "forward and backward"
+    model(x).backward()
+    assert len(called) == 2
 
 
 def test_recorded_graphs_are_refused() -> None:
