@@ -60,7 +60,8 @@ class StraightLine(CodeGen):
         if self.ranges is not None:
             # A flag of torch's, read in 12 ns; to ask the profiler itself takes 80.
             flag = f"{printer.name(profiler)}._is_profiler_enabled"
-            other = printer.name(Ranged(head, lines, dict(printer.bound), self.ranges))
+            opened = printer.name(profiler.record_function)
+            other = printer.name(Ranged(head, lines, dict(printer.bound), opened, self.ranges))
             body.insert(0, f"if {flag}: return {other}({root_module}, args_list)")
         self.bound = printer.bound
         return PythonCode(f"\n\n{_function(head, body)}", dict(printer.bound), None)
@@ -73,7 +74,8 @@ def _function(head: str, body: Sequence[str]) -> str:
 class Ranged:
     """The version of a straight line whose units run in ranges of their names; written when first called.
 
-    lines: (node name, "" for none; statement). bound: what the statements' global names stand for.
+    lines: (node name, "" for none; statement). bound: what global names stand for. opened: the name among
+    them of what opens a range.
     """
 
     __name__ = "ranged"
@@ -83,9 +85,10 @@ class Ranged:
         head: str,
         lines: Sequence[tuple[str, str]],
         bound: dict[str, Any],
+        opened: str,
         ranges: Callable[[], Mapping[str, str]],
     ) -> None:
-        self._head, self._lines, self._bound, self._ranges = head, lines, bound, ranges
+        self._head, self._lines, self._bound, self._opened, self._ranges = head, lines, bound, opened, ranges
 
     def __call__(self, module: Any, arguments: list[Any]) -> Any:
         return self._function(module, arguments)
@@ -94,7 +97,7 @@ class Ranged:
     def text(self) -> str:
         ranges = self._ranges()
         body = [
-            f"with record_function({ranges[name]!r}): {text}" if name in ranges else text
+            f"with {self._opened}({ranges[name]!r}): {text}" if name in ranges else text
             for name, text in self._lines
         ]
         return _function(self._head, body)
@@ -103,7 +106,7 @@ class Ranged:
     def _function(self) -> Callable[[Any, list[Any]], Any]:
         file = f"<fusion_compiler ranges {id(self):x}>"
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
-        module: dict[str, Any] = {**self._bound, "record_function": profiler.record_function}
+        module = {**self._bound}
         exec(compile(self.text, file, "exec"), module)
         return module["forward"]
 

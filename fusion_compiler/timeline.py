@@ -2,8 +2,8 @@
 
 Names of kernels do not tell: identical clusters share one kernel, and library calls have names of cuBLAS.
 What tells is the launch: it carries the kernel's correlation and lies, on its thread, inside the range of its
-unit. Where a trace lacks the launch (some profilers leave out those made through the driver) the range that
-the profiler itself drew on the kernel's stream takes its place.
+unit. Where a trace lacks the launch (some profilers leave out those made through the driver) or knows its
+thread by another number, the range that the profiler itself drew on the kernel's stream takes its place.
 """
 
 from __future__ import annotations
@@ -77,9 +77,11 @@ def device_timeline(events: Sequence[Event], ranges: Collection[str]) -> Timelin
         launch = launches.get(_correlation(event)) if _correlation(event) is not None else None
         if launch is not None and "GraphLaunch" in str(launch["name"]):
             raise ReplayedGraphError(launch=launch["name"])
-        source, groups = (event, others) if launch is None else (launch, launched)
-        when[i] = float(source["ts"])
-        groups.setdefault(_thread(source), []).append((when[i], i))
+        when[i] = float((launch or event)["ts"])
+        if launch is not None and _thread(launch) in spans:
+            launched.setdefault(_thread(launch), []).append((when[i], i))
+        else:
+            others.setdefault(_thread(event), []).append((float(event["ts"]), i))
     owners: dict[int, str] = {}
     for thread, points in launched.items():
         owners |= _inside(spans.get(thread, []), points)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 import fusion_compiler as fc
-from fusion_compiler import straight_line
 from fusion_compiler.errors import (
     InvalidOptionError,
     NotCompiledError,
@@ -26,8 +26,11 @@ from fusion_compiler.errors import (
 from fusion_compiler.module import plan_of
 from fusion_compiler.profiling import Profile, profile_of
 from fusion_compiler.report import WIDTH
+from fusion_compiler.stitch import stitch
+from fusion_compiler.straight_line import Ranged
 from fusion_compiler.timeline import STEP, device_timeline, host_timeline, named
 from fusion_compiler.units import ranges_of, units_of
+from tests.test_stitch import planned, runner_of
 
 HOST, AUTOGRAD, STREAM = 1, 2, 7  # threads and a stream
 
@@ -168,6 +171,18 @@ def test_every_microsecond_is_somebodys_and_the_nearest_ranges(
     line = device_timeline(trace.events, around)
     assert {r.range: r.us for r in line.runs} == expected
     assert sum(o.us for o in line.outside) == left
+
+
+def test_a_launch_on_a_thread_that_has_no_ranges_is_found_by_the_range_on_the_stream() -> None:
+    trace = Trace()
+    trace.range(STEP, 0, 100)
+    trace.range("g/a", 10, 20, AUTOGRAD)
+    trace.drawn("g/a", 30, 50)
+    trace.kernel("k", 12, 30, 20.0, thread=12345)  # the same thread, as CUPTI numbers it
+    trace.kernel("later", 60, 70, 2.0, thread=12345)
+    line = device_timeline(trace.events, ["g/a"])
+    assert [(r.range, r.us) for r in line.runs] == [("g/a", 20.0)]
+    assert [o.kernel for o in line.outside] == ["later"]
 
 
 def test_a_unit_that_runs_twice_in_a_step_counts_each_call() -> None:
@@ -397,13 +412,13 @@ def test_ranges_are_there_while_a_profiler_is_active_and_only_then(
 ) -> None:
     fast, x = layers
     asked: list[int] = []
-    original = straight_line.Ranged.__call__
+    original = Ranged.__call__
 
-    def counted(self: straight_line.Ranged, *args: Any) -> Any:
+    def counted(self: Ranged, *args: Any) -> Any:
         asked.append(id(self))
         return original(self, *args)
 
-    monkeypatch.setattr(straight_line.Ranged, "__call__", counted)
+    monkeypatch.setattr(Ranged, "__call__", counted)
     plain = fast(x)
     assert asked == []
     names = shown(lambda: fast(x))
@@ -435,3 +450,22 @@ def test_names_of_ranges_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_profile_compares_by_its_numbers() -> None:
     one = Profile("m", "d", "h200", True, 1, 2.0, 3.0, 4.0, (), (), events=({"ph": "X"},))
     assert one == Profile("m", "d", "h200", True, 1, 2.0, 3.0, 4.0, (), ()) and "events" not in repr(one)
+
+
+def test_the_version_with_ranges_is_the_same_straight_line() -> None:
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    plan = planned(lambda x, w: (F.gelu(x @ w) + 1,), x, w)
+    texts = {name: f"g/{name}" for name in units_of(plan)}
+    runners = {c.name: runner_of(c, plan) for c in plan.clusters}
+    plain = stitch(plan, runners).code.strip().splitlines()
+    module = stitch(plan, runners, ranges=lambda: texts)
+    (ranged,) = (v for v in type(module).forward.__globals__.values() if isinstance(v, Ranged))
+    lines = ranged.text.strip().splitlines()
+    assert len(lines) == len(plain) and len(module.code.strip().splitlines()) == len(plain) + 1
+    opened = [re.match(r"    with record_function\('g/(\w+)'\): (.*)", line) for line in lines]
+    assert [m[1] for m in opened if m] == list(units_of(plan)) and len(texts) == 2
+    without = [f"    {m[2]}" if m else line for m, line in zip(opened, lines, strict=True)]
+    assert without == plain
+    arguments = [x, w]
+    torch.testing.assert_close(ranged(module, arguments), [F.gelu(x @ w) + 1], check_stride=True)
+    assert arguments == []
