@@ -168,7 +168,7 @@ def explain(chosen: argparse.Namespace) -> int:
     if chosen.json:
         _write(chosen.json, _data(report.json()))
     if chosen.why:
-        print(report.why(*chosen.why))
+        print(*report.why(*chosen.why), sep="\n\n")  # one answer for each graph that has both
     elif "-" not in (chosen.json, chosen.dot):
         print(report)
     return DONE

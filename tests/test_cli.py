@@ -117,8 +117,8 @@ class Report:
     def graphml(self, path: str) -> None:
         self.asked.append(("graphml", path))
 
-    def why(self, a: str, b: str) -> str:
-        return f"{a} and {b}: contraction"
+    def why(self, a: str, b: str) -> list[str]:
+        return [f"{a} and {b}: contraction", "and in the backward"]
 
 
 def test_every_format_is_written(
@@ -140,7 +140,7 @@ def test_every_format_is_written(
     assert given == [(torch.Size([4, 8]), {"device": "h200", "scale": 2.0})]
     assert run("explain", f"{model}:named", "--dot", "-") == (DONE, "digraph {}\n", "")
     asked = run("explain", f"{model}:named", "--why", "mm", "add_4")
-    assert asked == (DONE, "mm and add_4: contraction\n", "")
+    assert asked == (DONE, "mm and add_4: contraction\n\nand in the backward\n", "")
 
 
 # -- mistakes ----------------------------------------------------------------------------------------
