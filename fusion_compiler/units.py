@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ class Unit:
     """One launch or call of a graph.
 
     sort: "cluster", "library" (a contraction) or "eager". ops: in order; the last makes its result.
-    source: the user's line behind it. modules: the user's modules behind it, layer numbers as *.
+    source: the user's line behind most of it. modules: the user's modules behind it, layer numbers as *.
     same: equal for units of one graph that are the same work in another layer.
     """
 
@@ -71,6 +72,11 @@ def ranges_of(plan: FusionPlan) -> Mapping[str, str]:
 
 
 def _source(dag: OpDag, ops: Sequence[str]) -> Source | None:
-    """The last line of the user's among those of `ops`: where the result is made."""
+    """The line of the user's that most of the ops come from, of several the last: a norm's, where its cluster
+    begins with a residual and ends with a bias gradient."""
     known = [source for name in ops if (source := dag.op(name).source) is not None]
-    return next((source for source in reversed(known) if source.line), known[-1] if known else None)
+    counts = Counter(source for source in known if source.line)
+    if not counts:
+        return known[-1] if known else None
+    most = max(counts.values())
+    return next(source for source in reversed(known) if counts[source] == most)

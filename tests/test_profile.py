@@ -290,6 +290,17 @@ def test_numbers_of_a_profile(layers: tuple[nn.Module, Tensor]) -> None:
             )
 
 
+def test_a_unit_is_placed_where_most_of_it_comes_from(layers: tuple[nn.Module, Tensor]) -> None:
+    fast, x = layers
+    fast(x).sum().backward()
+    units = {unit.name: unit for plan in plan_of(fast) for unit in units_of(plan).values()}
+    norms = {name: unit for name, unit in units.items() if "layer_norm" in name}
+    assert {unit.graph for unit in norms.values()} == {"graph0.forward", "graph0.backward"}
+    for name, unit in norms.items():
+        assert unit.source is not None and unit.source.module.startswith("norm."), name
+        assert unit.range == f"{unit.graph}/{name} [{unit.source.module}:{unit.source.line}]"
+
+
 def test_text_folds_layers_and_puts_the_largest_first(layers: tuple[nn.Module, Tensor]) -> None:
     fast, x = layers
     with torch.no_grad():
