@@ -85,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     command: Callable[[argparse.Namespace], int] = chosen.command
     try:
-        return command(chosen)
+        code = command(chosen)
+        sys.stdout.flush()
+        return code
     except (TargetError, UnsupportedDeviceError) as error:
         return _complain(error, USAGE)
     except BrokenPipeError:  # the reader (head, less) has enough

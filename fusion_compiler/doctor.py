@@ -81,7 +81,10 @@ def check_triton() -> Check:
         return Check("triton", FAIL, f"cannot be imported: {error}", install)
     if _numbers(triton.__version__) < TRITON:
         return Check("triton", FAIL, triton.__version__, install)
-    wanted = wanted_triton(importlib.metadata.requires("torch") or [])
+    try:
+        wanted = wanted_triton(importlib.metadata.requires("torch") or [])
+    except importlib.metadata.PackageNotFoundError:  # built from source, without pip
+        wanted = ""
     if wanted and not triton.__version__.startswith(wanted):
         todo = f"pip install triton=={wanted} where torch.compile's own backend is used too"
         return Check("triton", WARN, f"{triton.__version__}, where this torch asks for {wanted}", todo)

@@ -305,6 +305,16 @@ def test_a_cache_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert kernel_entries(tmp_path / "nowhere") == kernel_entries(None) == []
 
 
+def test_a_reader_that_has_enough_is_no_failure(kept: tuple[Cache, Path]) -> None:
+    command = [sys.executable, "-m", "fusion_compiler", "cache", "list"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (DONE, "")
+
+
 # -- help, and the page ------------------------------------------------------------------------------
 
 

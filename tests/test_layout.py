@@ -162,6 +162,7 @@ def check_wheel(wheel: Path) -> None:
     assert held == expected
     assert "fusion_compiler/py.typed" in names
     assert "[torch_dynamo_backends]" in entry_points
+    assert "fusion-compiler = fusion_compiler.cli:main" in entry_points
 
 
 def test_wheel_holds_the_package_and_no_short_names(tmp_path: Path) -> None:
