@@ -30,6 +30,7 @@ from fusion_compiler.stitch import stitch
 from fusion_compiler.straight_line import Ranged
 from fusion_compiler.timeline import STEP, device_timeline, host_timeline, named
 from fusion_compiler.units import ranges_of, units_of
+from tests.fake_gpu import FakeGpu, use
 from tests.test_stitch import planned, runner_of
 
 HOST, AUTOGRAD, STREAM = 1, 2, 7  # threads and a stream
@@ -440,6 +441,23 @@ def test_ranges_are_there_while_a_profiler_is_active_and_only_then(
         torch.testing.assert_close(fast(x), plain, rtol=0, atol=0)
     fast(x)
     assert len(asked) == 2
+
+
+def test_launched_kernels_run_in_ranges_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    use(gpu, monkeypatch)
+    fast = fc.compile(lambda x: torch.softmax(x * 2, -1) @ x, tune=False, strict=True)
+    x = torch.randn(5, 5)
+    results: list[Tensor] = []
+    with torch.no_grad():
+        fast(x)
+        names = shown(lambda: results.append(fast(x)))
+    torch.testing.assert_close(results[0], torch.softmax(x * 2, -1) @ x)
+    assert [name.partition(" ")[0] for name in names] == [
+        "graph0.inference/mul_softmax",
+        "graph0.inference/mm",
+    ]
+    assert [kernel for kernel, _, _ in gpu.launched] == ["mul_softmax"] * 2
 
 
 def test_names_of_ranges_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
