@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import shutil
 import sys
@@ -117,11 +118,36 @@ class Spinner:
         self._live.stop()
 
 
-def line_on(stream: TextIO) -> Line:
+class Logged:
+    """A line above which loggers write as well: their handlers hold the stream that sys.stderr was."""
+
+    def __init__(self, stream: TextIO, line: Line) -> None:
+        self.line, self._stream, self._stand_in = line, stream, sys.stderr
+        self._handlers = _handlers_on(stream)
+        for handler in self._handlers:
+            handler.setStream(self._stand_in)
+
+    def show(self, text: str) -> None:
+        self.line.show(text)
+
+    def erase(self) -> None:
+        for handler in self._handlers:
+            if handler.stream is self._stand_in:
+                handler.setStream(self._stream)
+        self.line.erase()
+
+
+def _handlers_on(stream: TextIO) -> list[logging.StreamHandler[Any]]:
+    known = [logging.root, *logging.Logger.manager.loggerDict.values()]
+    handlers = [h for logger in known if isinstance(logger, logging.Logger) for h in logger.handlers]
+    return [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream is stream]
+
+
+def line_on(stream: TextIO) -> Logged:
     """rich's where it is installed."""
     with contextlib.suppress(ImportError):
-        return Spinner(stream)
-    return Plain(stream)
+        return Logged(stream, Spinner(stream))
+    return Logged(stream, Plain(stream))
 
 
 class Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 import threading
@@ -19,7 +20,7 @@ from fusion_compiler import api, builds, progress
 from fusion_compiler.builds import compile_builds
 from fusion_compiler.errors import InvalidOptionError
 from fusion_compiler.launch import compile_all
-from fusion_compiler.progress import ERASE, Line, Plain, Progress, Spinner
+from fusion_compiler.progress import ERASE, Line, Logged, Plain, Progress, Spinner
 from tests.test_target import fresh_build
 
 
@@ -203,11 +204,32 @@ def test_a_stderr_that_was_replaced_meanwhile_stays(monkeypatch: pytest.MonkeyPa
 
 def test_without_rich_it_is_a_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = a_terminal(monkeypatch)
-    assert isinstance(progress.line_on(terminal), Spinner)
+    first = progress.line_on(terminal)
+    assert isinstance(first.line, Spinner)
+    first.erase()
     monkeypatch.setitem(sys.modules, "rich.console", None)
     line = progress.line_on(terminal)
-    assert isinstance(line, Plain)
+    assert isinstance(line.line, Plain)
     line.erase()
+
+
+@EACH_LINE
+def test_loggers_write_above_the_line(line: Callable[[Any], Line], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
+    logger = logging.getLogger("tests.progress")
+    handler = logging.StreamHandler(terminal)
+    logger.addHandler(handler)
+    try:
+        shown = Logged(terminal, line(terminal))
+        shown.show("kernels 1/2")
+        logger.warning("a tokenizer is slow")
+        shown.show("kernels 2/2")
+        rows = terminal.screen()
+        assert rows[0] == "a tokenizer is slow" and rows[1].endswith("kernels 2/2") and len(rows) == 2
+        shown.erase()
+        assert terminal.screen() == ["a tokenizer is slow"] and handler.stream is terminal
+    finally:
+        logger.removeHandler(handler)
 
 
 # -- a compilation -------------------------------------------------------------------------------------
