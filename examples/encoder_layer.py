@@ -68,6 +68,11 @@ class EncoderLayer(nn.Module):
         return self.norm2(x + outer)
 
 
+def example() -> tuple[nn.Module, tuple[Tensor]]:
+    """The paper's sizes, for `fusion-compiler explain examples/encoder_layer.py:example`."""
+    return EncoderLayer().half(), (torch.randn(8, 512, 1024, dtype=torch.float16),)
+
+
 def main(hidden: int = 64, heads: int = 4, intermediate: int = 256, batch: int = 2, length: int = 32) -> None:
     """Compiles the layer, trains one step and prints what was fused."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

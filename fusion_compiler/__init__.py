@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fusion_compiler.explanation import explain
     from fusion_compiler.options import Options
     from fusion_compiler.patterns import DEFAULT_PATTERNS, cluster_hint, rewrite, user_kernel
+    from fusion_compiler.profiling import Profile, profile
     from fusion_compiler.report import Report
 
 _HOMES = {
@@ -25,6 +26,8 @@ _HOMES = {
     "DEFAULT_PATTERNS": "patterns",
     "cluster_hint": "patterns",
     "explain": "explanation",
+    "Profile": "profiling",
+    "profile": "profiling",
     "Report": "report",
     "rewrite": "patterns",
     "user_kernel": "patterns",
@@ -34,10 +37,12 @@ __all__ = [
     "FusionError",
     "FusionWarning",
     "Options",
+    "Profile",
     "Report",
     "cluster_hint",
     "compile",
     "explain",
+    "profile",
     "rewrite",
     "user_kernel",
 ]

@@ -39,8 +39,11 @@ from fusion_compiler.passes.rewrites.user import check_reachable, replace_patter
 from fusion_compiler.passes.trace import Traced, traced_gradient, traced_hint, traced_whole
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, checked
 from fusion_compiler.plan import Cluster, FusionPlan
+from fusion_compiler.plan_text import count
+from fusion_compiler.progress import Progress
 from fusion_compiler.sources import source_of
 from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
+from fusion_compiler.units import ranges_of
 from fusion_compiler.verify import Verifier
 
 
@@ -99,17 +102,23 @@ class Compiler:
         self.runners: dict[tuple[Canonical, str], Runner] = {}
         self.computed: set[str] = set()  # operators of the forward graphs
         self.recordings = Recordings()
+        self.progress = Progress(options.progress)
 
     def backend(self) -> Callable[..., Any]:
         own = replace_patterns(self.patterns)
         rewrites = DEFAULT_REWRITES if own is None else (own, *DEFAULT_REWRITES)
-        return make_backend(self.graph, rewrites=rewrites, decompositions=decomposition_table)
+        # Around both: a backward may be compiled when it is first called.
+        graph = self.progress.during(self.graph)
+        return self.progress.during(
+            make_backend(graph, rewrites=rewrites, decompositions=decomposition_table)
+        )
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         """One graph through the stages: dag, match, cluster, emit, stitch."""
         clock = Clock()
         self.debug.stage(info.name, "capture", gm)
         dag = build(gm, source_of)
+        self.progress.say(f"captured {info.name} ({len(dag.order) - len(dag.inputs)} ops)")
         kind = device_type(dag)
         device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
         matches = find(self.hints(dag, info.phase), dag)
@@ -125,16 +134,18 @@ class Compiler:
         )
         clock.lap("plan")
         self.report_dtypes(plan)
+        self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
         backend = self.backend_for(kind)
         runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
         clock.lap("emit")
         called = self.verified(plan, runners) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
-        stitched = stitch(plan, called, owned=info.owned, view=view)
+        ranges = functools.partial(ranges_of, plan)
+        stitched = stitch(plan, called, owned=info.owned, view=view, ranges=ranges)
         clock.lap("stitch")
         self.debug.stage(info.name, "stitch", stitched)
         if backend == "triton":
-            compile_all(dict.fromkeys(runners.values()), torch.device(kind))
+            compile_all(dict.fromkeys(runners.values()), torch.device(kind), self.progress.kernels)
             clock.lap("kernels")
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it

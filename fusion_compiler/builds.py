@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -193,12 +193,16 @@ def forget(build: Build) -> None:
     shutil.rmtree(cache_entry(build), ignore_errors=True)
 
 
-def compile_builds(builds: Iterable[Build], workers: int | None = None) -> dict[Build, str]:
+def compile_builds(
+    builds: Iterable[Build],
+    workers: int | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> dict[Build, str]:
     """Brings every build into Triton's cache on disk, several at a time.
 
     Equal builds and those that the cache has cost nothing. workers: processes; by default one a
-    core, at most 16. Returns the reason for each build that did not compile; a build without a
-    reason is ready for `compile_build`.
+    core, at most 16. report: told how many are done, and of how many, each time that one is. Returns the
+    reason for each build that did not compile; a build without a reason is ready for `compile_build`.
     """
     missing = [build for build in dict.fromkeys(builds) if not is_cached(build)]
     workers = workers or _cores()
@@ -209,7 +213,13 @@ def compile_builds(builds: Iterable[Build], workers: int | None = None) -> dict[
         served = _compile_served(missing, workers)
     else:
         served = ((build, _attempt(build)) for build in missing)
-    return {build: reason for build, reason in served if reason is not None}
+    reasons: dict[Build, str] = {}
+    for done, (build, reason) in enumerate(served, 1):
+        if reason is not None:
+            reasons[build] = reason
+        if report is not None:
+            report(done, len(missing))
+    return reasons
 
 
 def _cores() -> int:

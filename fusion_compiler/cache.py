@@ -55,7 +55,7 @@ class Cache:
         if key in self._memory:
             return self._memory[key]
         file = self._file(key)
-        record = _read(file)
+        record = read_record(file)
         if record is None or record["key"] != key:
             return None
         with contextlib.suppress(OSError):  # used now: the last to be evicted
@@ -75,7 +75,7 @@ class Cache:
 
     def list(self) -> dict[str, Any]:
         """Every record: key -> value."""
-        records = (_read(file) for file in self._files())
+        records = (read_record(file) for file in self._files())
         return {r["key"]: r["value"] for r in records if r is not None} | self._memory
 
     def size(self) -> int:
@@ -157,8 +157,8 @@ def _seal(key: str, value: Any) -> str:
     return json.dumps({"key": key, "value": value, "sha256": _checksum(key, text)}, sort_keys=True)
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    """The record in `file`, or None when there is none that is whole."""
+def read_record(file: Path) -> dict[str, Any] | None:
+    """The record in `file` ({key, value, sha256}), or None when there is none that is whole."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         text = json.dumps(record["value"], sort_keys=True)

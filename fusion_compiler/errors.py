@@ -178,6 +178,44 @@ class HardwareExceededError(KernelError):
     next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
 
 
+class NotCompiledError(FusionError, TypeError):
+    """Something that compile() did not return. Fields: got (a type's name)."""
+
+    template = "profile() takes what compile() returned, not {got}"
+    next_step = "fast = fusion_compiler.compile(model), then profile(fast, *args)"
+
+
+class NothingToProfileError(FusionError, RuntimeError):
+    """A step in which no compiled graph ran. Fields: model."""
+
+    template = "no compiled graph of {model} ran in the step that was profiled"
+    next_step = "compile with fullgraph=True to see why nothing of it is captured"
+
+
+class ReplayedGraphError(FusionError, RuntimeError):
+    """Kernels that a CUDA graph launches together. Fields: launch (what started it)."""
+
+    template = "the step runs as a CUDA graph ({launch}): its kernels cannot be told apart"
+    next_step = "profile what compile() returns without cudagraphs=True, outside of a CUDA graph of your own"
+
+
+class TargetError(FusionError, ValueError):
+    """A FILE:callable that names nothing that can be explained. Fields: target, detail."""
+
+    template = "{target} cannot be used: {detail}"
+    next_step = (
+        "give FILE.py:function or package.module:function, a function without arguments that returns "
+        "(model, args) or (model, args, kwargs)"
+    )
+
+
+class UserCodeError(FusionError, RuntimeError):
+    """The user's own code failed. Fields: what, detail."""
+
+    template = "{what} failed: {detail}"
+    next_step = "correct the line above; FUSION_DEBUG=1 shows the whole traceback"
+
+
 class FusionWarning(UserWarning):
     """Something runs eager that could have been fused: names the place, the reason and what to do."""
 

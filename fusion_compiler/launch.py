@@ -318,13 +318,16 @@ def tuning_key(candidates: Iterable[Program], device: str) -> str:
 
 
 def compile_all(
-    runners: Iterable[Runner], device: torch.device | None = None, workers: int | None = None
+    runners: Iterable[Runner],
+    device: torch.device | None = None,
+    report: Callable[[int, int], None] | None = None,
 ) -> dict[str, str]:
     """Compiles the kernels of many clusters in parallel, ahead of their first calls.
 
     Equal kernels are compiled once, and where an earlier process has tuned a cluster, its winner
-    alone. device: by default the current CUDA device. Returns kernel name ->
-    reason for those that did not compile; the runners that need them report it when called.
+    alone. device: by default the current CUDA device. report: told how many kernels are done, and of how
+    many. Returns kernel name -> reason for those that did not compile; the runners that need them report
+    it when called.
     """
     builds: list[Build] = []
     for runner in runners:
@@ -342,7 +345,7 @@ def compile_all(
     if not builds:
         return {}
     make_cache_writable()
-    failed = compile_builds(builds, workers)
+    failed = compile_builds(builds, report=report)
     return {build.name: reason for build, reason in failed.items()}
 
 

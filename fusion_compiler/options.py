@@ -26,6 +26,7 @@ class Options:
     tune: time up to four schedules per distinct cluster on the device; off takes the model's first.
     cudagraphs: record each graph of static sizes as a CUDA graph at its second call and replay it later;
         its results are overwritten by the next step's (see cuda_graphs.py).
+    progress: show on a terminal what a compilation that takes longer than a second is doing.
 
     Raises InvalidOptionError or UnsupportedDeviceError for a value out of range.
     """
@@ -39,13 +40,14 @@ class Options:
     device: str | None = None
     tune: bool = True
     cudagraphs: bool = False
+    progress: bool = True
 
     def __post_init__(self) -> None:
         for option, allowed in (("backend", BACKENDS), ("numerics", NUMERICS)):
             value = getattr(self, option)
             if value not in allowed:
                 raise InvalidOptionError(option=option, value=value, expected="one of " + ", ".join(allowed))
-        for option in ("verify", "strict", "fullgraph", "tune", "cudagraphs"):
+        for option in ("verify", "strict", "fullgraph", "tune", "cudagraphs", "progress"):
             value = getattr(self, option)
             if not isinstance(value, bool):
                 raise InvalidOptionError(option=option, value=value, expected="True or False")

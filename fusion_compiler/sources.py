@@ -10,7 +10,7 @@ from torch import fx
 
 from fusion_compiler.dag import Source
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 # Dynamo's name for the object that was compiled: L['self'], L['args'][0], ...
 _ROOT = re.compile(r"^[A-Z]\[[^\]]*\](\[\d+\])?\.?")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -25,7 +25,7 @@ def source_of(node: fx.Node) -> Source | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     module = _ROOT.sub("", paths[-1]) if paths else ""
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    frames = list(FRAME.finditer(node.meta.get("stack_trace") or ""))
     for frame in reversed(frames):
         if not is_library(frame["file"]):
             return Source(module, frame["file"], int(frame["line"]), frame["code"].strip())

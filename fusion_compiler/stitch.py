@@ -41,6 +41,7 @@ def stitch(
     *,
     owned: Iterable[str] = (),
     view: Callable[..., torch.Tensor] = restrided,
+    ranges: Callable[[], Mapping[str, str]] | None = None,
 ) -> fx.GraphModule:
     """The graph of `plan.dag` with each cluster replaced by one call of its runner, in memory's order.
 
@@ -48,12 +49,13 @@ def stitch(
     Sizes are the symbols that the cluster's shapes use, sorted by name.
     owned: inputs that the caller gives up, so that their memory is freed at their last use.
     view: callable(tensor, shape, strides, elements further) -> another view of the tensor's memory.
+    ranges: gives cluster or op name -> text of the range that a profiler shows for it.
 
     The module's `forward` takes its arguments as one list, which it empties. Where a runner has a
     `link`, its function is called directly as soon as it is known.
     Raises RuntimeError where the plan has a circle.
     """
-    module = _Stitcher(plan, runners, frozenset(owned), view).run()
+    module = _Stitcher(plan, runners, frozenset(owned), view).run(ranges)
     for runner in dict.fromkeys(runners.values()):
         if isinstance(runner, Linked):
             runner.link(functools.partial(_relink, weakref.ref(module), runner))
@@ -95,8 +97,9 @@ class _Stitcher:
         self.views: dict[tuple[object, ...], fx.Node] = {}
         self.symbols: dict[sympy.Symbol, fx.Node] = {}
         self.clusters = {c.name: c for c in plan.clusters}
+        self.units: dict[str, fx.Node] = {}  # what runs as one: its call
 
-    def run(self) -> fx.GraphModule:
+    def run(self, ranges: Callable[[], Mapping[str, str]] | None) -> fx.GraphModule:
         for node in self.source.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.copy(node)
@@ -110,7 +113,13 @@ class _Stitcher:
                 if call.name in writing:
                     self.env[call.name].target = writing[call.name]
         self.returned()
-        self.graph.set_codegen(StraightLine())
+        calls_of_units = {unit: node.name for unit, node in self.units.items()}
+
+        def of_nodes() -> Mapping[str, str]:
+            texts = ranges() if ranges is not None else {}
+            return {node: texts[unit] for unit, node in calls_of_units.items() if unit in texts}
+
+        self.graph.set_codegen(StraightLine(of_nodes if ranges is not None else None))
         return fx.GraphModule(self.source, self.graph)
 
     def value(self, name: str) -> fx.Node:
@@ -164,6 +173,7 @@ class _Stitcher:
             self.value(operand.name)
         for name in call.makes:
             self.copy(self.nodes[name])
+        self.units[call.name] = self.env[call.name]
 
     def copy(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node, lambda n: self.env[n.name])
@@ -180,6 +190,7 @@ class _Stitcher:
         arguments += salts_of(cluster)
         call = self.graph.call_function(self.runners[cluster.name], tuple(arguments))
         call.meta = {"val": tuple(self.nodes[name].meta["val"] for name in cluster.outputs)}
+        self.units[cluster.name] = call
         for position, name in enumerate(cluster.outputs):
             item = self.graph.call_function(operator.getitem, (call, position))
             item.meta = dict(self.nodes[name].meta)

@@ -164,6 +164,7 @@ def check_wheel(wheel: Path) -> None:
     assets = {f.relative_to(ROOT).as_posix() for f in (PACKAGE / "assets").rglob("*") if f.is_file()}
     assert {n for n in names if n.startswith("fusion_compiler/assets/")} == assets
     assert "[torch_dynamo_backends]" in entry_points
+    assert "fusion-compiler = fusion_compiler.cli:main" in entry_points
 
 
 def test_wheel_holds_the_package_and_no_short_names(tmp_path: Path) -> None:

@@ -1,0 +1,8 @@
+"""python -m fusion_compiler"""
+
+import sys
+
+from fusion_compiler.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""What is kept on disk: tuning results, and the kernels of this compiler in Triton's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusion_compiler.cache import Cache, read_record
+
+BINARIES = (".cubin", ".hsaco")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tuning result or one compiled kernel.
+
+    sort: "tuning" or "kernel". device: the GPU's name, or the target compiled for. versions: of torch and
+    Triton ("" where the entry does not say). age: seconds since it was last used (a kernel: made).
+    problem: "" where it is whole. path: a file, or a kernel's folder.
+    """
+
+    sort: str
+    name: str
+    device: str
+    versions: str
+    age: float
+    bytes: int
+    problem: str
+    path: Path
+
+
+def tuning_entries(cache: Cache) -> list[Entry]:
+    """The tuning results in the cache's folder, by name; what is no whole record comes last."""
+    found: list[Entry] = []
+    for file in sorted(cache.path.glob("*.json")):
+        with contextlib.suppress(OSError):
+            stat = file.stat()
+            record = read_record(file)
+            key = str(record["key"]) if record else ""
+            device, _, versions = re.sub(r"^tuning \w+ on ", "", key).partition(", ")
+            name = _name_of(record) if record else file.stem[:12]
+            problem = "" if record else "not a whole record"
+            age = time.time() - stat.st_mtime
+            found.append(Entry("tuning", name, device, versions, age, stat.st_size, problem, file))
+    return sorted(found, key=lambda e: (bool(e.problem), e.name, e.age))
+
+
+def _name_of(record: dict[str, Any]) -> str:
+    value = record["value"]
+    return str(value.get("cluster", "?")) if isinstance(value, dict) else "?"
+
+
+def kernel_folder() -> Path | None:
+    """Where Triton keeps kernels, those of other programs too; None where Triton is not installed."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
+    return Path(knobs.cache.dir)
+
+
+def kernel_entries(folder: Path | None) -> list[Entry]:
+    """The kernels that this compiler made: those with its checksum beside them."""
+    seals = sorted(folder.glob("*/*.sha256")) if folder is not None else []
+    found = [entry for seal in seals for entry in _kernel(seal)]
+    return sorted(found, key=lambda e: (bool(e.problem), e.name, e.age))
+
+
+def _kernel(seal: Path) -> Iterator[Entry]:
+    with contextlib.suppress(OSError):  # it is being removed
+        folder, metadata = seal.parent, seal.with_suffix(".json")
+        size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        age = time.time() - seal.stat().st_mtime
+        device, versions, problem = "", "", ""
+        try:
+            fields = json.loads(metadata.read_bytes())
+            target = fields["target"]
+            arch = target["arch"]
+            device = f"sm_{arch}" if target["backend"] == "cuda" else str(arch)
+            versions = f"triton {fields['triton_version']}" if "triton_version" in fields else ""
+            digest = hashlib.sha256(metadata.read_bytes())
+            digest.update(next(f for e in BINARIES if (f := seal.with_suffix(e)).exists()).read_bytes())
+            problem = "" if digest.hexdigest() == seal.read_text(errors="replace") else "damaged"
+        except (OSError, ValueError, KeyError, TypeError, StopIteration):
+            problem = "incomplete"
+        yield Entry("kernel", seal.stem, device, versions, age, size, problem, folder)
+
+
+def clear(entries: Iterable[Entry], cache: Cache) -> tuple[int, int]:
+    """Removes entries, and what killed writers left. Returns how many are gone, and their bytes."""
+    gone = freed = 0
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            if entry.path.is_dir():
+                shutil.rmtree(entry.path)
+            else:
+                entry.path.unlink()
+            gone, freed = gone + 1, freed + entry.bytes
+    cache.clear()
+    return gone, freed
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of the files below a folder."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
