@@ -95,7 +95,17 @@ class InvalidPatternError(FusionError, TypeError):
     """A pattern of the wrong form. Fields: pattern, detail."""
 
     template = "pattern {pattern} has the wrong form: {detail}"
-    next_step = "write it as the torch code that it matches; CONTRIBUTING.md shows one of each sort"
+    next_step = "write it as the torch code that it matches; docs/patterns.md shows each sort"
+
+
+class PredicateError(InvalidPatternError):
+    """A `where=` that raises. Fields: pattern, detail."""
+
+    template = "the where= of pattern {pattern} raises {detail}"
+    next_step = (
+        "it takes one value per argument of the pattern: of a tensor shape, stride, dtype, device, origin "
+        "and requires_grad, of a number the number; answer True or False"
+    )
 
 
 class RewriteNotEqualError(FusionError, ValueError):

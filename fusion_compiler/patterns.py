@@ -30,13 +30,32 @@ Code = Callable[..., Any]
 USER_NAMESPACE = "fusion_compiler_user"  # of the operators that call users' kernels
 
 
+@dataclass(frozen=True, slots=True)
+class MatchedTensor:
+    """What a `where=` is told of a matched tensor.
+
+    shape, stride: in elements. A symbolic size is a torch.SymInt: what is asked of it becomes a guard, as in
+        the model's own code, so that other sizes are compiled, and asked about, again.
+    origin: "parameter", "buffer", "input" (another argument of the graph) or "computed"; that of a cast is
+        its operand's. requires_grad: whether it is, or is computed from (`detach` apart), a tensor that
+        requires a gradient; in a backward graph, only of the forward's own arguments.
+    """
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: str
+    origin: str
+    requires_grad: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """What all sorts have. code: tensors (and floats) -> tensor or tuple of tensors.
 
     example: one tensor or number per parameter of `code`; only ranks, dtypes and equal sizes count.
-    where: called with what was matched, a `TensorMeta` for each tensor (shape and stride in elements,
-        dtype, device) and the number for each float; False leaves the ops alone.
+    where: called with what was matched, a `MatchedTensor` for each tensor and the number for each number;
+        False leaves the ops alone. One that raises is a PredicateError at the call that compiles the graph.
     """
 
     name: str

@@ -20,7 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_compiler.dag import OpDag, build
 from fusion_compiler.errors import PatternConflictError
 from fusion_compiler.passes.indexed import bare, is_cast_or_alias
-from fusion_compiler.passes.match import Match, find
+from fusion_compiler.passes.match import Match, find, search
+from fusion_compiler.passes.origins import origins_of
+from fusion_compiler.passes.pattern_notes import notes_of_rules, places
 from fusion_compiler.passes.rewrites import record
 from fusion_compiler.passes.rewrites.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
 from fusion_compiler.passes.rewrites.record import Notes, RewriteNote
@@ -54,23 +56,24 @@ def check_reachable(patterns: Sequence[Pattern]) -> None:
 
 def _apply(patterns: tuple[Rewrite | UserKernel, ...], gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     dag = build(gm)
-    matches = find([traced_whole(p) for p in patterns], dag, exact=True)
-    if not matches:
-        return gm, ()
+    traced = [traced_whole(p) for p in patterns]
+    found = search(traced, dag, exact=True, origins=origins_of(gm.graph), watched=patterns)
+    others = notes_of_rules(traced, found, dag, patterns)
+    if not found.matches:
+        return gm, others
     new, nodes = copied(gm)
     named = {old.name: node for old, node in nodes.items()}
     notes: list[RewriteNote] = []
-    for match in matches:
+    for match in found.matches:
         try:
             _replace(match, dag, named, new)
-            notes.append(
-                RewriteNote(match.name, match.outputs[0], True, str(len(match.ops)) + " ops replaced")
-            )
+            done = f"{len(match.ops)} ops replaced, {places([match.outputs[0]], dag)}"
+            notes.append(RewriteNote(match.name, match.outputs[0], True, done))
         except Refused as refused:
             notes.append(RewriteNote(match.name, match.outputs[0], False, str(refused)))
     new.graph.lint()
     new.recompile()
-    return new, tuple(notes)
+    return new, (*notes, *others)
 
 
 def _replace(match: Match, dag: OpDag, named: dict[str, fx.Node], gm: fx.GraphModule) -> None:
