@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import inspect
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_compiler.errors import InvalidPatternError
+from fusion_compiler.pattern_text import written
 
 Code = Callable[..., Any]
 USER_NAMESPACE = "fusion_compiler_user"  # of the operators that call users' kernels
@@ -57,6 +57,8 @@ class Pattern:
     where: called with what was matched, a `MatchedTensor` for each tensor and the number for each number;
         False leaves the ops alone. One that raises is a PredicateError at the call that compiles the graph.
     """
+
+    sort: ClassVar[str] = ""  # the function that makes it
 
     name: str
     code: Code
@@ -92,9 +94,13 @@ class Pattern:
         given: dict[str, object] = {"code": self.code}
         return given if self.where is None else {**given, "where": self.where}
 
+    def options(self) -> dict[str, object]:
+        """The other keywords of the function that makes it."""
+        return {"name": self.name}
+
     def __str__(self) -> str:
-        """The torch code."""
-        return _source(self.code)
+        """Python that makes an equal pattern: the torch code as it was written, and the call."""
+        return written(self.sort, self.functions(), self.example, self.options())
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,21 +110,25 @@ class ClusterHint(Pattern):
     backward: recognise the gradient with respect to the first argument too, as `<name>_backward`.
     """
 
+    sort: ClassVar[str] = "cluster_hint"
+
     fuse: bool = True
     backward: bool = False
+
+    def options(self) -> dict[str, object]:
+        return {**super().options(), "fuse": self.fuse, "backward": self.backward}
 
 
 @dataclass(frozen=True, eq=False)
 class Rewrite(Pattern):
     """`code` becomes `after`, which takes the same arguments; gradients follow from `after`."""
 
+    sort: ClassVar[str] = "rewrite"
+
     after: Code = lambda: None
 
     def functions(self) -> dict[str, object]:
         return {**super().functions(), "after": self.after}
-
-    def __str__(self) -> str:
-        return f"{_source(self.code)}\nbecomes\n\n{_source(self.after)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +138,8 @@ class UserKernel(Pattern):
     backward: (*arguments, *outputs, *gradients of the outputs) -> the gradient of every floating
         argument, in order; None: the gradient of `code`, recomputed.
     """
+
+    sort: ClassVar[str] = "user_kernel"
 
     run: Code = lambda: None
     backward: Code | None = None
@@ -197,13 +209,6 @@ def checked(patterns: object) -> tuple[Pattern, ...]:
                 detail=f"{type(pattern).__name__} is none of cluster_hint(), rewrite(), user_kernel()",
             )
     return tuple(patterns)
-
-
-def _source(code: Code) -> str:
-    try:
-        return textwrap.dedent(inspect.getsource(code)).rstrip()
-    except (OSError, TypeError):
-        return f"{getattr(code, '__name__', code)}(...)"
 
 
 # What models are made of. These only name clusters: the search finds them by itself.

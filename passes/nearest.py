@@ -14,12 +14,12 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
 
 from fusion_compiler.dag import Op, OpDag, Ref, Source
 from fusion_compiler.passes.indexed import Indexed, computes, key_of
 from fusion_compiler.passes.match import COMMUTATIVE, State, Unifier
 from fusion_compiler.passes.trace import Traced
+from fusion_compiler.pattern_text import parameter_names
 from fusion_compiler.sources import source_of
 
 MOST_COMPARISONS = 4000  # of ops, for one pattern in one graph
@@ -259,6 +259,6 @@ def _call(op: Op, traced: Traced | None) -> str:
 
 
 def _argument_name(op: Op, traced: Traced) -> str:
-    position = next((i for i, name in traced.tensors.items() if name == op.name), None)
-    tensors = [i for i, v in enumerate(traced.pattern.example) if isinstance(v, Tensor)]
-    return f"its argument {position}" if position in tensors else "a gradient"
+    position = next((i for i, name in traced.tensors.items() if name == op.name), len(traced.pattern.example))
+    names = parameter_names(traced.pattern.code, len(traced.pattern.example))
+    return f"its argument {names[position]}" if position < len(names) else "a gradient"
