@@ -42,7 +42,7 @@ from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rew
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.sources import source_of
 from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
-from fusion_compiler.verify import Verifier
+from fusion_compiler.verify import KernelCheck, Verifier
 
 
 def compile(
@@ -102,7 +102,8 @@ class Compiler:
         self.recordings = Recordings()
 
     def backend(self) -> Callable[..., Any]:
-        own = replace_patterns(self.patterns)
+        check = KernelCheck(self.plans.verification, self.warned) if self.options.verify else None
+        own = replace_patterns(self.patterns, check)
         rewrites = DEFAULT_REWRITES if own is None else (own, *DEFAULT_REWRITES)
         return make_backend(self.graph, rewrites=rewrites, decompositions=decomposition_table)
 

@@ -160,6 +160,13 @@ class KernelError(FusionError, RuntimeError):
     next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
 
 
+class UserKernelError(KernelError):
+    """A kernel of the user's that does not do what its pattern does. Fields: kernel, detail."""
+
+    template = "the user's kernel {kernel} does not compute what its pattern does: {detail}"
+    next_step = "correct run= or backward= of the pattern, or keep the pattern off such arguments with where="
+
+
 class HardwareExceededError(KernelError):
     """Fields: kernel, resource, needed, available, device."""
 

@@ -46,6 +46,11 @@ class Match:
     outputs: tuple[str, ...]
     casts: bool = False
 
+    @property
+    def root(self) -> str:
+        """The first output that is computed, not passed on."""
+        return next((o for o in self.outputs if o in self.ops), self.ops[-1])
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -97,7 +102,7 @@ def search(
         if not traced.saved and not traced.operators <= graph.at.keys():
             continue
         rule, pattern = traced.pattern, traced.indexed
-        first = pattern.bare[traced.dag.outputs[0]]
+        first = traced.root
         for candidate in graph.at.get(pattern.key[first], ()):
             if candidate in owner and rule not in watched and owner[candidate].pattern not in watched:
                 continue
@@ -133,7 +138,7 @@ def _match_at(traced: Traced, graph: Indexed, first: str, candidate: str, exact:
     unifier = Unifier(traced, graph, exact)
     start = State({}, {}, {})
     states: Iterator[State] = unifier.ops(first, candidate, start)
-    for output in traced.dag.outputs[1:]:
+    for output in traced.dag.outputs:
         states = unifier.further(states, traced.indexed.bare[output])
     state = next(states, None)
     return None if state is None else unifier.match(state)
@@ -158,6 +163,9 @@ class Unifier:
     def further(self, states: Iterator[State], output: str) -> Iterator[State]:
         """The same states with another output of the pattern found."""
         for state in states:
+            if self.pattern.bare[output] in state.ops:
+                yield state
+                continue
             for candidate in self.graph.at.get(self.pattern.key[output], ()):
                 yield from self.ops(output, candidate, state)
 

@@ -77,16 +77,20 @@ def _computing(traced: Traced) -> list[str]:
 
 
 def _best(traced: Traced, graph: Indexed, exact: bool) -> Attempt | None:
-    """The attempt with most ops alike; of equal ones that from the pattern's first result."""
+    """The attempt with most ops alike; of equal ones that with the rarer operators."""
+
+    def worth(attempt: Attempt) -> tuple[int, float]:
+        rarity = sum(1 / len(graph.at[traced.indexed.key[p]]) for p in attempt.alike)
+        return len(attempt.alike), rarity
+
     steps = iter(range(MOST_COMPARISONS))
     best: Attempt | None = None
-    first = traced.indexed.bare[traced.dag.outputs[0]]
-    for anchor in dict.fromkeys([first, *_computing(traced)]):
+    for anchor in dict.fromkeys([traced.root, *_computing(traced)]):
         for candidate in graph.at.get(traced.indexed.key[anchor], ()):
             attempt = _Comparison(traced, graph, exact, steps).attempt(anchor, candidate)
             if attempt is None:
                 return best
-            if best is None or len(attempt.alike) > len(best.alike):
+            if best is None or worth(attempt) > worth(best):
                 best = attempt
     return best
 
@@ -115,12 +119,12 @@ class _Comparison:
 
     def attempt(self, anchor: str, candidate: str) -> Attempt | None:
         """The pattern beside the graph, its op `anchor` at `candidate`; None where time is up."""
-        first, *others = [self.pattern.bare[o] for o in self.traced.dag.outputs]
+        first, outputs = self.traced.root, [self.pattern.bare[o] for o in self.traced.dag.outputs]
         try:
             walk = self.ops(anchor, candidate, _Walk())
             if anchor != first:
                 walk.differences.insert(0, self.readers(anchor, candidate, first))
-            for output in others if anchor == first else ():
+            for output in outputs if anchor == first else ():
                 walk = self.further(output, walk)
         except _OutOfSteps:
             return None
@@ -158,7 +162,7 @@ class _Comparison:
         boundary = parameter or (self.traced.saved and theirs.target == "placeholder")
         if not boundary and self.pattern.key[p] != self.graph.key[g]:
             walk.differences.append(self.other(self.shown(theirs), self.wanted(p)))
-            return walk
+            return self.past(mine, theirs, walk)
         walk.beside[p] = raw if parameter else g
         read = self.graph.op[raw] if parameter else theirs
         sized = self.unifier.shapes(mine, read, walk.state)
@@ -167,9 +171,17 @@ class _Comparison:
             return walk
         walk.state = sized
         if boundary:
-            walk.alike |= set() if parameter else {p}
             return walk
         return self.operands(p, g, walk)
+
+    def past(self, mine: Op, theirs: Op, walk: _Walk) -> _Walk:
+        """What two different operators read, where that is alike again."""
+        if len(mine.inputs) != len(theirs.inputs):
+            return walk
+        below = walk.copy()
+        for a, b in zip(mine.inputs, theirs.inputs, strict=True):
+            below = self.ops(a, b, below)
+        return below if len(below.alike) > len(walk.alike) else walk
 
     def operands(self, p: str, g: str, walk: _Walk) -> _Walk:
         """The arguments of two ops of the same operator, those of commutative ones both ways."""
@@ -254,8 +266,9 @@ def _call(op: Op, traced: Traced | None) -> str:
             return "any number"
         return str(value) if isinstance(value, sympy.Expr | torch.dtype) else repr(value)
 
+    given = [text(v) for v in op.args if not (isinstance(v, int) and v >= 2**62)]  # slices to the end
     named = [f"{k}={text(v)}" for k, v in op.kwargs if v is not None]
-    return f"{key_of(op)}({', '.join([*map(text, op.args), *named])})"
+    return f"{key_of(op)}({', '.join([*given, *named])})"
 
 
 def _argument_name(op: Op, traced: Traced) -> str:

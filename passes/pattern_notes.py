@@ -32,7 +32,7 @@ def not_found(
 
 def _declined(matches: Sequence[Match], dag: OpDag) -> str:
     times = f"{len(matches)} match{'es' if len(matches) > 1 else ''}"
-    return f"where= said no to {times}, {places([m.outputs[0] for m in matches], dag)}"
+    return f"where= said no to {times}, {places([m.root for m in matches], dag)}"
 
 
 def places(names: Sequence[str], dag: OpDag) -> str:
@@ -74,7 +74,7 @@ def notes_of_hints(
     matched = Counter(m.name for m in found.matches if m.pattern in watched)
     for name, times in matched.items():
         count = "once" if times == 1 else f"{times} times"
-        where = places([m.outputs[0] for m in found.matches if m.name == name], dag)
+        where = places([m.root for m in found.matches if m.name == name], dag)
         notes.setdefault(name, []).append(f"matched {count}, {where}")
     for name, text in overlaps(found.lost, dag, watched):
         notes.setdefault(name, []).append(text)

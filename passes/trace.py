@@ -44,6 +44,12 @@ class Traced:
         return Indexed(self.dag)
 
     @functools.cached_property
+    def root(self) -> str:
+        """The first output that is computed: matching starts at it."""
+        inputs = set(self.dag.inputs)
+        return next(b for b in (self.indexed.bare[o] for o in self.dag.outputs) if b not in inputs)
+
+    @functools.cached_property
     def operators(self) -> frozenset[str]:
         return frozenset(self.indexed.key[n] for n, op in self.indexed.op.items() if computes(op))
 
@@ -135,6 +141,9 @@ def trace(
         raise InvalidPatternError(pattern=name, detail=f"{type(error).__name__}: {error}") from error
     dag = _symbolic(build(gm), {value: sympy.Symbol(f"n{size}", positive=True, integer=True)
                                 for size, value in symbols.items()})  # fmt: skip
+    # Each result counts, one that is returned twice too.
+    returned = pytree.tree_leaves(gm.graph.output_node().args)
+    dag = replace(dag, outputs=tuple(n.name for n in returned if isinstance(n, fx.Node)))
     if not dag.outputs or all(bare(dag, o) in dag.inputs for o in dag.outputs):
         raise InvalidPatternError(pattern=name, detail="its code computes nothing from its arguments")
     places = [n.name for n in gm.graph.find_nodes(op="placeholder")]
