@@ -73,7 +73,7 @@ def _sentence(attempt: Attempt, traced: Traced, dag: OpDag) -> str:
 
 def _computing(traced: Traced) -> list[str]:
     """Ops of the pattern, its results first: its inputs, and casts, do not count."""
-    return [n for n in reversed(traced.dag.order) if computes(traced.indexed.op[n])]
+    return [n for n in reversed(traced.dag.order) if computes(traced.indexed.op[n], traced.dag)]
 
 
 def _best(traced: Traced, graph: Indexed, exact: bool) -> Attempt | None:
@@ -235,9 +235,8 @@ def _likeness(walk: _Walk) -> tuple[int, int]:
 
 def _reader(graph: Indexed, name: str) -> str | None:
     """The first op that reads another, casts looked through."""
-    return next(
-        (n for n, op in graph.op.items() if computes(op) and name in map(graph.bare.get, op.inputs)), None
-    )
+    readers = (n for n, op in graph.op.items() if name in map(graph.bare.get, op.inputs))
+    return next((n for n in readers if computes(graph.op[n], graph.dag)), None)
 
 
 def _flat(a: Any, b: Any) -> list[tuple[object, object]]:

@@ -51,7 +51,7 @@ class Traced:
 
     @functools.cached_property
     def operators(self) -> frozenset[str]:
-        return frozenset(self.indexed.key[n] for n, op in self.indexed.op.items() if computes(op))
+        return frozenset(self.indexed.key[n] for n, op in self.indexed.op.items() if computes(op, self.dag))
 
 
 @contextlib.contextmanager

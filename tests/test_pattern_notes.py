@@ -19,7 +19,7 @@ import fusion_compiler as fc
 from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import FusionError, InvalidPatternError, PredicateError
 from fusion_compiler.passes import pattern_notes
-from fusion_compiler.passes.indexed import is_cast_or_alias
+from fusion_compiler.passes.indexed import looked_through
 from fusion_compiler.passes.trace import traced_hint, traced_whole
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, MatchedTensor, Pattern, Rewrite
 
@@ -357,7 +357,7 @@ def program(pattern: Pattern, code: Callable[..., Any]) -> list[Any]:
     """The pattern's code as the operators that it is, without names."""
     made = fc.cluster_hint(code, *pattern.example, name="same")
     dag = traced_hint(made).dag if isinstance(pattern, ClusterHint) else traced_whole(made).dag
-    ops = [op for op in map(dag.op, dag.order) if not is_cast_or_alias(op.target)]
+    ops = [op for op in map(dag.op, dag.order) if not looked_through(op, dag)]
     place = {op.name: i for i, op in enumerate(ops)}
     return [(str(op.target), [place.get(i) for i in op.inputs], op.outputs, op.flops) for op in ops]
 

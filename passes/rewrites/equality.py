@@ -92,7 +92,7 @@ def _results(code: Any, inputs: Sequence[Any], tangent: Any = torch.randn_like) 
         outputs: list[Tensor] = list(found) if isinstance(found, tuple | list) else [found]
         torch.set_rng_state(state)
         live = [o for o in outputs if o.requires_grad]
-        tangents = [tangent(o.detach()) for o in live]
+        tangents = [tangent(o.detach().double()).to(o.dtype) for o in live]
         sources = [v for v in fresh if _is_float(v)]
         gradients = torch.autograd.grad(live, sources, tangents, allow_unused=True) if live else ()
     torch.set_rng_state(state)

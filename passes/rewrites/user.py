@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.dag import OpDag, build
 from fusion_compiler.errors import PatternConflictError
-from fusion_compiler.passes.indexed import is_cast_or_alias
+from fusion_compiler.passes.indexed import is_cast_or_alias, quantizes
 from fusion_compiler.passes.match import Match, find, search
 from fusion_compiler.passes.origins import origins_of
 from fusion_compiler.passes.pattern_notes import notes_of_rules, places
@@ -151,7 +151,10 @@ def _place(
 
 
 def _is_between(node: fx.Node) -> bool:
-    return is_cast_or_alias(node.target)
+    """A cast or alias that matching looks through."""
+    if not is_cast_or_alias(node.target):
+        return False
+    return not quantizes(*(n.meta["val"].dtype for n in (node.all_input_nodes[0], node)))
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
@@ -180,8 +183,13 @@ def _insert_code(
         filled = [_as(next(supply), wide) if isinstance(a, fx.Node) else a for a in arguments]
         results = rule.after(*filled)
         listed = list(results) if isinstance(results, tuple | list) else [results]
-        return [_as(r, w.dtype if wide else None) for r, w in zip(listed, wanted, strict=True)]
+        rounded[:] = [r.dtype for r in listed]
+        return [
+            _as(r, w.dtype if wide or _rounds(r.dtype, w.dtype) else None)
+            for r, w in zip(listed, wanted, strict=True)
+        ]
 
+    rounded: list[torch.dtype] = []
     fakes = [t.meta["val"] for t in tensors]
     mode = detect_fake_mode(fakes)
     try:
@@ -195,6 +203,8 @@ def _insert_code(
         zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True)
     )
     results = traced.graph.output_node().args[0]
+    for output, dtype in zip(outputs, rounded, strict=True):
+        _check_rounding(output, dtype)
     _check_metas([r.meta["val"] for r in results], wanted)  # type: ignore[union-attr]
     graph, like = outputs[0].graph, outputs[0]
     for node in traced.graph.nodes:
@@ -221,6 +231,22 @@ def _widest(match: Match, dag: OpDag) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
+def _rounds(dtype: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a float of `wanted` loses digits as `dtype`."""
+    floats = dtype.is_floating_point and wanted.is_floating_point
+    return floats and torch.promote_types(dtype, wanted) != dtype
+
+
+def _check_rounding(output: fx.Node, dtype: torch.dtype) -> None:
+    """A replacement may round a result to `dtype` where whoever reads it does. Raises Refused."""
+    own = output.meta["val"].dtype
+    if not _rounds(dtype, own):
+        return
+    for user in output.users:
+        if not is_cast_or_alias(user.target) or user.meta["val"].dtype != dtype:
+            raise Refused(f"it would be rounded to {dtype}, and {user.name} reads it as {own}")
+
+
 def _check_metas(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
     for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if tuple(ours.shape) != tuple(theirs.shape) or ours.dtype != theirs.dtype:
@@ -244,6 +270,7 @@ def _insert_call(
         for item, value in zip(results, values, strict=True):
             item.meta = {**_origin(like), "val": value}
     for i, output in enumerate(outputs):
+        _check_rounding(output, results[i].meta["val"].dtype)
         if results[i].meta["val"].dtype != output.meta["val"].dtype:
             results[i] = emit(like, aten._to_copy.default, results[i], dtype=output.meta["val"].dtype)
     _check_metas([r.meta["val"] for r in results], [o.meta["val"] for o in outputs])
