@@ -278,7 +278,7 @@ def test_a_counterexample_fits_a_line_and_shows_outputs_and_gradients() -> None:
     given = re.search(r"counterexample: x = (.*), s = 2\n", text)
     assert given is not None
     x = torch.tensor(json.loads(given[1]), dtype=torch.float64)
-    assert x.shape == (2, 3)
+    assert x.shape == (2, 2)
     lists = re.search(r"output 0 is (.*), then (.*)\n.*of argument 0 of the sum is (.*), then (.*)\n", text)
     assert lists is not None
     before, after, gradient, other = (

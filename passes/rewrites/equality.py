@@ -161,24 +161,30 @@ def _small_counterexample(rule: Rewrite) -> list[str]:
     """Inputs of two to four elements a side, in quarters, and what differs for them; none where the sides
     agree there, or take no such sizes."""
     sizes = sorted({s for v in rule.example if isinstance(v, Tensor) for s in v.shape if s > 1})
-    small = {size: min(2 + i, 4) for i, size in enumerate(sizes)}
-    for seed, (tangent, of) in itertools.product(range(SEEDS), TANGENTS.items()):
+    twos = dict.fromkeys(sizes, 2)
+    apart = {size: min(2 + i, 4) for i, size in enumerate(sizes)}
+    for small, seed, (tangent, of) in itertools.product((twos, apart), range(SEEDS), TANGENTS.items()):
         torch.manual_seed(seed)
         inputs = [_small(v, small, seed) for v in rule.example]
         try:
             both = [_results(code, inputs, tangent) for code in (rule.code, rule.after)]
             differences = _compare(rule, inputs, *both)
         except Exception:  # other sizes than the example's are not for this code
-            return []
+            continue
         if differences:
             names = parameter_names(rule.code, len(inputs))
             given = ", ".join(f"{n} = {_text(v)}" for n, v in zip(names, inputs, strict=True))
             shown = [
                 f"{d.what}{of if 'gradient' in d.what else ''} is {_told_apart(d.before, d.after)}"
-                for d in differences
+                for d in _first_of_each(differences)
             ]
             return [given, *shown]
     return []
+
+
+def _first_of_each(differences: Sequence[_Difference]) -> list[_Difference]:
+    """The first output and the first gradient that differ."""
+    return list({"gradient" in d.what: d for d in reversed(differences)}.values())[::-1]
 
 
 TANGENTS = {torch.ones_like: " of the sum", torch.randn_like: " of a random combination"}

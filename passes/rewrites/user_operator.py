@@ -21,9 +21,7 @@ Check = Callable[[str, Sequence[str], Sequence[Tensor], Sequence[Tensor], Sequen
 
 Reference = Callable[[Sequence[Any]], list[Tensor]]
 _KEYS: Any = torch._C.DispatchKey
-_AUTOGRAD = (
-    _KEYS.AutogradFunctionality, _KEYS.AutogradOther, _KEYS.AutogradNestedTensor, _KEYS.ADInplaceOrView
-)  # fmt: skip
+_AUTOCAST = tuple(getattr(_KEYS, name) for name in dir(_KEYS) if name.startswith("Autocast"))
 
 
 @functools.cache
@@ -84,7 +82,9 @@ def _checked(kernel: UserKernel, check: Check | None) -> Any:
     first = None if check is None else _First(kernel, kernel.name, check, reference)
 
     def run(*arguments: Any) -> Any:
-        results: list[Any] = _listed(kernel.run(*arguments))
+        given = [a.detach() if isinstance(a, Tensor) and a.requires_grad else a for a in arguments]
+        with _above(grad=False):
+            results: list[Any] = _listed(kernel.run(*given))
         wanted = expected(tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments))
         if len(results) != len(wanted):
             raise _wrong(kernel.name, f"it returned {len(results)} tensors, its pattern {len(wanted)}")
@@ -116,7 +116,7 @@ class _First:
         if signature in self.seen and not self.wrong:
             return got
         self.seen.add(signature)
-        with _autograd():
+        with _above(grad=True):
             want = self.reference([a.detach() if isinstance(a, Tensor) else a for a in arguments])
         want = _apart([w.detach().contiguous() for w in want], arguments)
         if self.wrong:
@@ -128,20 +128,21 @@ class _First:
         """What the code gives in float64; None where it takes none."""
         wide = [a.detach().double() if _is_float(a) else a for a in arguments]
         try:
-            with _autograd(), InFloat64():
+            with _above(grad=True), InFloat64():
                 return [r.detach() for r in self.reference(wide)]
         except Exception:  # an operator of float32 alone, for instance: the code as it is must do
             return None
 
 
 @contextlib.contextmanager
-def _autograd() -> Generator[None]:
-    """Autograd inside an operator, which runs below it."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD:
-        excluded = excluded.remove(key)
+def _above(*, grad: bool) -> Generator[None]:
+    """Inside an operator, which runs below autograd and vmap: as if it were called above them."""
+    now: Any = torch._C._dispatch_tls_local_exclude_set()
+    excluded: Any = torch._C.DispatchKeySet(_KEYS.Undefined)
+    for key in _AUTOCAST:  # off, unless the model turned it on
+        excluded = excluded.add(key) if now.has(key) else excluded
     guard: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-    with guard, torch.enable_grad():
+    with guard, torch.set_grad_enabled(grad):
         yield
 
 
@@ -186,7 +187,7 @@ def _own_backward(
     first = None if check is None else _First(kernel, f"{kernel.name}_backward", check, reference)
 
     def run(*values: Any) -> Any:
-        with _autograd():
+        with _above(grad=True):
             gradients = _listed(given(*(v.detach() if isinstance(v, Tensor) else v for v in values)))
         if len(gradients) != len(places):
             detail = f"backward returned {len(gradients)} gradients for {len(places)} floating arguments"
