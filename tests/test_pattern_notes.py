@@ -7,7 +7,11 @@ import itertools
 import linecache
 import math
 import re
+import sys
+import textwrap
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -441,6 +445,33 @@ def test_a_function_without_source_prints_as_the_program_that_it_is() -> None:
     text = str(next(p for p in PRINTED if p.name == "made"))
     assert text.startswith("def made(x, s, y):\n    mul = torch.ops.aten.mul.Tensor(x, s)\n")
     assert "MARK" not in text and "torch.ops.aten.mul.Tensor(y, 1.0)" in text  # 2 s, for the example's s
+
+
+def test_the_page_on_patterns_does_what_it_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "patterns.md").read_text()
+    code = code_by_line(page)
+    linecache.cache["patterns.md"] = (len(code), None, code.splitlines(keepends=True), "patterns.md")
+    module = types.ModuleType("page_of_patterns")  # TorchDynamo imports what it finds globals of
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(code, "patterns.md", "exec"), vars(module))
+    out = capsys.readouterr().out
+    promised = re.findall(r"^print\(.*\)  # (matched .*|done.*)$", code, re.MULTILINE)
+    assert len(promised) == 2 and all(f"{text}\n" in out for text in promised)
+    shown = re.search(r"(?:^    .*\n)*^    the rewrite of pattern.*\n(?:^    .*\n)*", page, re.MULTILINE)
+    assert shown is not None and textwrap.dedent(shown[0]) in out
+    assert "squared_relu_backward  gradient of argument 0" in out
+
+
+def code_by_line(page: str) -> str:
+    """The Python of a page on the lines that it has there."""
+    inside, lines = False, list[str]()
+    for line in page.splitlines():
+        fence = line.startswith("```")
+        lines.append(line if inside and not fence else "")
+        inside = line == "```python" or (inside and not fence)
+    return "\n".join(lines) + "\n"
 
 
 def test_every_error_of_a_pattern_can_be_raised_from_a_compiled_call() -> None:
