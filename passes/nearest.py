@@ -22,7 +22,7 @@ from fusion_compiler.passes.trace import Traced
 from fusion_compiler.pattern_text import parameter_names
 from fusion_compiler.sources import source_of
 
-MOST_COMPARISONS = 4000  # of ops, for one pattern in one graph
+MOST_COMPARISONS = 2000  # of ops, for one pattern in one graph
 ANY = "…"  # another op's value
 
 

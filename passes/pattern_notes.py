@@ -63,7 +63,7 @@ def overlaps(lost: Iterable[Lost], dag: OpDag, watched: Collection[Pattern]) -> 
 def notes_of_hints(
     patterns: Sequence[Traced], found: Found, dag: OpDag, watched: Collection[Pattern], *, backward: bool
 ) -> dict[str, str]:
-    """What became of the user's hints in one graph, by name.
+    """What became of the user's hints in one graph, by name. Empty where there are none.
 
     backward: the graph is a backward one, in which only the gradients of patterns are expected.
     """
