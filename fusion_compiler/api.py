@@ -37,7 +37,7 @@ from fusion_compiler.passes.pattern_notes import notes_of_hints
 from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, RewriteNote
 from fusion_compiler.passes.rewrites.equality import check_equal
 from fusion_compiler.passes.rewrites.user import check_reachable, replace_patterns
-from fusion_compiler.passes.trace import Traced, traced_gradient, traced_hint, traced_whole
+from fusion_compiler.passes.trace import Traced, check_numbers, traced_gradient, traced_hint, traced_whole
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, checked
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.sources import source_of
@@ -250,6 +250,7 @@ def check(pattern: Pattern) -> None:
             traced_gradient(pattern)
     else:
         traced_whole(pattern)
+    check_numbers(pattern)
     if isinstance(pattern, Rewrite):
         check_equal(pattern)
 

@@ -88,7 +88,8 @@ def search(
 ) -> Found:
     """Where patterns are, and where they would be but for others.
 
-    exact: tensors have the pattern's rank, not leading dimensions besides. origins: what `where=` is told
+    exact: tensors have the pattern's rank, not leading dimensions besides, and are of floats where the
+    example is. origins: what `where=` is told
     of the graph's inputs. watched: patterns whose overlaps are recorded, which takes a comparison each.
 
     Raises PredicateError where a predicate raises.
@@ -127,6 +128,11 @@ def search(
     return Found(tuple(matches), tuple(declined), tuple(lost))
 
 
+def is_commutative(key: str, *calls: Mapping[str, object]) -> bool:
+    """Whether the first two operands of an operator may change places; not where one of them is scaled."""
+    return key in COMMUTATIVE and all(len(c) >= 2 and c.get("alpha", 1) == 1 for c in calls)
+
+
 def _reads_others(traced: Traced, p: str, graph: Indexed, g: str) -> bool:
     """Whether an operand of the pattern's op p can be none of those of the graph's op g: a look ahead."""
     read = graph.reads[g]
@@ -151,6 +157,11 @@ class State:
     ops: Mapping[str, str]
     sizes: Mapping[sympy.Symbol, Dim]
     numbers: Mapping[int, float]
+
+
+def of_one_kind(a: Op, b: Op) -> bool:
+    """Whether two tensors are both of floats, or neither."""
+    return [m.dtype.is_floating_point for m in a.outputs] == [m.dtype.is_floating_point for m in b.outputs]
 
 
 class Unifier:
@@ -188,7 +199,10 @@ class Unifier:
             self.pattern.key[p] != self.graph.key[g] or _reads_others(self.traced, p, self.graph, g)
         ):
             return
-        sized = self.shapes(mine, self.graph.op[raw] if parameter else theirs, state)
+        read = self.graph.op[raw] if parameter else theirs
+        if parameter and self.exact and not of_one_kind(mine, read):
+            return
+        sized = self.shapes(mine, read, state)
         if sized is None:
             return
         bound = State({**sized.ops, p: raw if parameter else g}, sized.sizes, sized.numbers)
@@ -200,7 +214,7 @@ class Unifier:
             return
         names = list(ours)
         yield from self.values([(ours[n], other[n]) for n in names], bound)
-        if self.pattern.key[p] in COMMUTATIVE and len(names) >= 2:
+        if is_commutative(self.pattern.key[p], ours, other):
             swapped = [(ours[names[0]], other[names[1]]), (ours[names[1]], other[names[0]])]
             yield from self.values([*swapped, *((ours[n], other[n]) for n in names[2:])], bound)
 

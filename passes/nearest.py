@@ -17,7 +17,7 @@ import torch
 
 from fusion_compiler.dag import Op, OpDag, Ref, Source
 from fusion_compiler.passes.indexed import Indexed, computes, key_of
-from fusion_compiler.passes.match import COMMUTATIVE, State, Unifier
+from fusion_compiler.passes.match import State, Unifier, is_commutative, of_one_kind
 from fusion_compiler.passes.trace import Traced
 from fusion_compiler.pattern_text import parameter_names
 from fusion_compiler.sources import source_of
@@ -165,6 +165,10 @@ class _Comparison:
             return self.past(mine, theirs, walk)
         walk.beside[p] = raw if parameter else g
         read = self.graph.op[raw] if parameter else theirs
+        if parameter and self.exact and not of_one_kind(mine, read):
+            ours, other = (op.outputs[0].dtype if op.outputs else "no tensor" for op in (mine, read))
+            walk.differences.append(f"{self.shown(read)} of {other} where the pattern has {ours}")
+            return walk
         sized = self.unifier.shapes(mine, read, walk.state)
         if sized is None:
             walk.differences.append(self.shape_difference(mine, read))
@@ -188,7 +192,7 @@ class _Comparison:
         ours, other = self.pattern.arguments(p), self.graph.arguments(g)
         names = [n for n in ours if n in other]
         orders = [[(ours[n], other[n]) for n in names]]
-        if self.pattern.key[p] in COMMUTATIVE and len(names) >= 2:
+        if is_commutative(self.pattern.key[p], ours, other):
             swapped = [(ours[names[0]], other[names[1]]), (ours[names[1]], other[names[0]])]
             orders.append([*swapped, *orders[0][2:]])
         return max((self.pairs(p, g, order, walk.copy()) for order in orders), key=_likeness)

@@ -388,6 +388,13 @@ def test_patterns_in_a_model_that_trains() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
 
 
+SORTS: dict[str, Any] = {
+    "hint": fc.cluster_hint,
+    "rewrite": lambda code, *example: fc.rewrite(code, lambda *a: code(*a), *example, name="same"),
+    "kernel": lambda code, *example: fc.user_kernel(code, lambda *a: code(*a), *example, name="same"),
+}
+
+
 @pytest.mark.parametrize("sort", ["rewrite", "kernel"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16], ids=str)
 def test_a_replacement_rounds_only_where_the_model_does(dtype: torch.dtype, sort: str) -> None:
@@ -407,6 +414,32 @@ def test_a_replacement_rounds_only_where_the_model_does(dtype: torch.dtype, sort
         torch.testing.assert_close(fast(x), user(x), rtol=1e-6, atol=1e-6)
         assert text in fast.plan[0].notes["round"]
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("sort", ["rewrite", "kernel"])
+@pytest.mark.parametrize(
+    ("code", "user"),
+    [
+        (lambda x, y: torch.add(y, torch.tanh(x), alpha=2), lambda x: torch.add(torch.tanh(x), x, alpha=2)),
+        (lambda x, y: torch.tanh(x) - y, lambda x: x - torch.tanh(x)),
+        (lambda x, y: torch.where(x > 0, torch.tanh(x), y), lambda x: torch.where(x > 0, x, torch.tanh(x))),
+        (lambda x, y: torch.cat((torch.tanh(x), y), -1), lambda x: torch.cat((x, torch.tanh(x)), -1)),
+        (lambda x, y: torch.tanh(x) * y, lambda x: torch.tanh(x) * x[:1]),
+    ],
+    ids=["alpha", "sub", "where", "cat", "broadcast"],
+)  # fmt: skip
+def test_operands_keep_their_places_where_these_count(sort: str, code: Any, user: Any) -> None:
+    fast = fc.compile(user, patterns=(SORTS[sort](code, rows, rows),), backend="eager")
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(fast(x), user(x))
+    assert fast.plan[0].notes["same"].startswith("never matched: closest")
+
+
+def test_a_replacement_for_floats_is_none_for_integers() -> None:
+    fast = fc.compile(root, patterns=(fc.rewrite(root, torch.abs, rows),), backend="eager")
+    x = torch.arange(-3, 3).reshape(2, 3)
+    torch.testing.assert_close(fast(x), root(x))
+    assert "of torch.int64 where the pattern has torch.float32" in fast.plan[0].notes["root"]
 
 
 # -- verify=True ------------------------------------------------------------------------------------------
@@ -511,12 +544,6 @@ def test_a_backward_may_use_autograd() -> None:
 
 
 # -- each sort: results, uses, aliases, sizes, numbers, training ------------------------------------------
-
-SORTS: dict[str, Any] = {
-    "hint": fc.cluster_hint,
-    "rewrite": lambda code, *example: fc.rewrite(code, lambda *a: code(*a), *example, name="same"),
-    "kernel": lambda code, *example: fc.user_kernel(code, lambda *a: code(*a), *example, name="same"),
-}
 
 
 def two_results(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -641,6 +668,14 @@ def nonsense(x: Any) -> Any:
         (lambda: fc.compile(root, patterns=(fc.cluster_hint(nothing, rows),)), "computes nothing"),
         (lambda: fc.compile(root, patterns=(fc.cluster_hint(nonsense, rows),)), "nonsense"),
         (lambda: fc.compile(root, patterns=(fc.rewrite(root, lambda x: x.nonsense, rows),)), "nonsense"),
+        (
+            lambda: fc.compile(root, patterns=(fc.cluster_hint(lambda x, s: x.clamp(-s, s), rows, 0.5),)),
+            "computes with a float argument in Python",
+        ),
+        (
+            lambda: fc.compile(root, patterns=(fc.user_kernel(lambda x: x * torch.tensor(2.0), root, rows),)),
+            "a tensor of its own",
+        ),
     ],
 )  # fmt: skip
 def test_a_pattern_of_the_wrong_form(make: Any, text: str) -> None:
