@@ -304,10 +304,12 @@ class Printer:
         ):  # a block needs a mask's shape
             pointer += f" + tl.zeros({self.shape(own | more)}, tl.int32)"
         mask = self.mask(own, node.within)
-        options = (f", mask={mask}, other=0" if mask else "") + self.load_options
+        held = self.dtypes[node.buffer]
+        zero = "0.0" if held.is_floating_point and held.itemsize == 1 else "0"  # no integer becomes a float8
+        options = (f", mask={mask}, other={zero}" if mask else "") + self.load_options
         if self.s.cols is Cols.LOOP and groups == frozenset({ROWS, COLS}):
             options += f', eviction_policy="{"evict_first" if self.last_pass else "evict_last"}"'
-        return convert(f"tl.load({pointer}{options})", self.dtypes[node.buffer], node.dtype)
+        return convert(f"tl.load({pointer}{options})", held, node.dtype)
 
     def index_groups(self, index: Index) -> frozenset[str]:
         groups: set[str] = set()

@@ -32,11 +32,12 @@ from fusion_compiler.module import Plans, wrap
 from fusion_compiler.options import Options
 from fusion_compiler.passes.cluster import plan as plan_clusters
 from fusion_compiler.passes.indexed import key_of
-from fusion_compiler.passes.match import find
+from fusion_compiler.passes.match import search
+from fusion_compiler.passes.pattern_notes import notes_of_hints
 from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, RewriteNote
 from fusion_compiler.passes.rewrites.equality import check_equal
 from fusion_compiler.passes.rewrites.user import check_reachable, replace_patterns
-from fusion_compiler.passes.trace import Traced, traced_gradient, traced_hint, traced_whole
+from fusion_compiler.passes.trace import Traced, check_numbers, traced_gradient, traced_hint, traced_whole
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, checked
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.plan_text import count
@@ -44,7 +45,7 @@ from fusion_compiler.progress import Progress
 from fusion_compiler.sources import source_of
 from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
 from fusion_compiler.units import ranges_of
-from fusion_compiler.verify import Verifier
+from fusion_compiler.verify import KernelCheck, Verifier
 
 
 def compile(
@@ -90,9 +91,9 @@ class Compiler:
     def __init__(self, options: Options, patterns: Sequence[Pattern] = DEFAULT_PATTERNS) -> None:
         self.options = options
         self.patterns = checked(patterns)
-        for pattern in self.patterns:
-            if pattern not in DEFAULT_PATTERNS:
-                check(pattern)
+        self.given = tuple(p for p in self.patterns if p not in DEFAULT_PATTERNS)
+        for pattern in self.given:
+            check(pattern)
         check_reachable(self.patterns)
         self.plans = Plans()
         self.warned = WarnOnce(options.strict)
@@ -105,7 +106,8 @@ class Compiler:
         self.progress = Progress(options.progress)
 
     def backend(self) -> Callable[..., Any]:
-        own = replace_patterns(self.patterns)
+        check = KernelCheck(self.plans.verification, self.warned) if self.options.verify else None
+        own = replace_patterns(self.patterns, check)
         rewrites = DEFAULT_REWRITES if own is None else (own, *DEFAULT_REWRITES)
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
@@ -121,7 +123,10 @@ class Compiler:
         self.progress.say(f"captured {info.name} ({len(dag.order) - len(dag.inputs)} ops)")
         kind = device_type(dag)
         device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
-        matches = find(self.hints(dag, info.phase), dag)
+        hints = self.hints(dag, info.phase)
+        found = search(hints, dag, origins=info.origins, watched=self.given)
+        matches = found.matches
+        told = notes_of_hints(hints, found, dag, self.given, backward=info.phase is Phase.BACKWARD)
         clock.lap("match")
         plan = plan_clusters(
             info.name,
@@ -149,7 +154,10 @@ class Compiler:
             clock.lap("kernels")
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
-        notes = notes_of(info.rewrites)
+        notes = {**told, **notes_of(info.rewrites)}
+        if "pre-autograd" in notes:  # rules that were not looked for have no notes of their own
+            rules = (p.name for p in self.given if not isinstance(p, ClusterHint))
+            notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
         if self.options.cudagraphs:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
         plan = replace(plan, notes={**plan.notes, **notes, "seconds": str(clock)})
@@ -259,16 +267,19 @@ def check(pattern: Pattern) -> None:
             traced_gradient(pattern)
     else:
         traced_whole(pattern)
+    check_numbers(pattern)
     if isinstance(pattern, Rewrite):
         check_equal(pattern)
 
 
 def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:
     """What the rewrites above autograd did or refused: rule -> text, equal decisions counted."""
-    counts = Counter((n.rule, "done" if n.applied else "refused", n.reason) for n in rewrites)
+    counts = Counter((n.rule, n.applied, n.reason) for n in rewrites)
     notes: dict[str, list[str]] = {}
-    for (rule, verdict, reason), times in counts.items():
-        notes.setdefault(rule, []).append(f"{verdict}{f' x{times}' if times > 1 else ''}: {reason}")
+    for (rule, applied, reason), times in counts.items():
+        verdict = "done" if applied else "refused"
+        told = reason if applied is None else f"{verdict}{f' x{times}' if times > 1 else ''}: {reason}"
+        notes.setdefault(rule, []).append(told)
     return {rule: "; ".join(texts) for rule, texts in notes.items()}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.partition import partition
+from fusion_compiler.passes.origins import Origin, Origins, origins_of
 from fusion_compiler.passes.rewrites.record import Notes, Rewrite, RewriteNote
 from fusion_compiler.pre_autograd import UntraceableError, trace_pre_autograd
 from fusion_compiler.tangents import Backward, Boxed, leave_undefined, separable
@@ -48,6 +49,7 @@ class GraphInfo:
     owned: names of the placeholders that the caller gives up: activations saved for backward and
         the gradients that it starts from.
     rewrites: what the pre-autograd rewrites did or refused, the same for all phases.
+    origins: of the placeholders that are arguments of the Dynamo graph, by name.
     """
 
     name: str
@@ -56,6 +58,7 @@ class GraphInfo:
     outputs: int
     owned: tuple[str, ...] = ()
     rewrites: Notes = ()
+    origins: Origins = field(default_factory=dict[str, Origin])
 
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
@@ -122,6 +125,7 @@ class _Stages:
         self._name = name
         self.reached = False
         self._separable = False
+        self._origins: tuple[Origin, ...] = ()
 
     def compile(
         self,
@@ -131,6 +135,7 @@ class _Stages:
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Callable[..., Any]:
         self._separable, self._bare = False, None
+        self._origins = tuple(origins_of(gm.graph).values())
         # Asked here: while a graph is compiled other modes may be set. Dynamo guards both.
         recorded = torch.is_grad_enabled() and any(_wants_gradient(x) for x in inputs)
         self._inputs = None if recorded or torch._C._is_any_autocast_enabled() else inputs
@@ -150,6 +155,7 @@ class _Stages:
         def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             self.reached = True
             info = _info(graph, self._name, phase, notes)
+            info = replace(info, origins=_named(graph, phase, self._origins))
             if phase is Phase.FORWARD:
                 self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
             if phase is Phase.BACKWARD and self._separable:
@@ -164,6 +170,14 @@ class _Stages:
     def _variant(self, fakes: Sequence[Any], info: GraphInfo, graph: fx.GraphModule, number: int) -> Boxed:
         name = f"{info.name}{number + 1}" if number else info.name
         return _boxed(self._compile_graph(graph, fakes, replace(info, name=name)))
+
+
+def _named(graph: fx.GraphModule, phase: Phase, origins: Sequence[Origin]) -> dict[str, Origin]:
+    """Origins by the placeholders of AOTAutograd's graph, which numbers its arguments as Dynamo's are."""
+    names = [f"primals_{i + 1}" for i in range(len(origins))]
+    if phase is Phase.INFERENCE:
+        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    return dict(zip(names, origins, strict=False))
 
 
 def _wants_gradient(value: object) -> bool:

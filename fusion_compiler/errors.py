@@ -95,7 +95,17 @@ class InvalidPatternError(FusionError, TypeError):
     """A pattern of the wrong form. Fields: pattern, detail."""
 
     template = "pattern {pattern} has the wrong form: {detail}"
-    next_step = "write it as the torch code that it matches; CONTRIBUTING.md shows one of each sort"
+    next_step = "write it as the torch code that it matches; docs/patterns.md shows each sort"
+
+
+class PredicateError(InvalidPatternError):
+    """A `where=` that raises. Fields: pattern, detail."""
+
+    template = "the where= of pattern {pattern} raises {detail}"
+    next_step = (
+        "it takes one value per argument of the pattern: of a tensor shape, stride, dtype, device, origin "
+        "and requires_grad, of a number the number; answer True or False"
+    )
 
 
 class RewriteNotEqualError(FusionError, ValueError):
@@ -169,6 +179,13 @@ class KernelError(FusionError, RuntimeError):
 
     template = "kernel {kernel} failed to {action}: {detail}"
     next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
+
+
+class UserKernelError(KernelError):
+    """A kernel of the user's that does not do what its pattern does. Fields: kernel, detail."""
+
+    template = "the user's kernel {kernel} does not compute what its pattern does: {detail}"
+    next_step = "correct run= or backward= of the pattern, or keep the pattern off such arguments with where="
 
 
 class HardwareExceededError(KernelError):

@@ -7,6 +7,7 @@ interpreter gets wrong or lacks is put right:
 
 - conversion to bfloat16 rounds to nearest even, as the hardware does (Triton's truncates), and
   arithmetic on bfloat16 works on its values (Triton's on its bits);
+- conversion to floats of eight bits carries into the exponent (Triton's makes -4 of -7.9) and saturates;
 - `and`, `or` and `not` of blocks are element by element;
 - a reduction by any function halves the axis in steps, as the hardware does (Triton's calls the
   function once for each element, in Python);
@@ -44,6 +45,7 @@ from fusion_compiler.libdevice import APPROXIMATIONS, LIBDEVICE, Array
 from fusion_compiler.target import argument_type
 
 TensorHandle = base.TensorHandle
+EIGHT_BITS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
 def run_kernel(kernel: Kernel, values: Sequence[torch.Tensor | int], grid: Sequence[int]) -> None:
@@ -281,8 +283,17 @@ def _cast(source: Any, to: Any, *_: Any) -> Any:
     return TensorHandle(_encode(_decode(source.data, source.dtype.scalar), kind), kind)
 
 
+def _to_eight_bits(values: Array, dtype: torch.dtype) -> Array:
+    """The bits of floats of eight bits, rounded to nearest even, the largest in the place of larger ones."""
+    largest = torch.finfo(dtype).max
+    clipped = np.clip(values.astype(np.float32), -largest, largest)
+    return torch.from_numpy(np.atleast_1d(clipped)).to(dtype).view(torch.uint8).numpy().reshape(values.shape)
+
+
 def _float_to_float(source: Any, to: Any, rounding: Any) -> Any:
     kind = to.scalar
+    if rounding == base._ir.ROUNDING_MODE.RTNE and kind in EIGHT_BITS and not source.dtype.scalar.is_fp8():
+        return TensorHandle(_to_eight_bits(_decode(source.data, source.dtype.scalar), EIGHT_BITS[kind]), kind)
     if rounding == base._ir.ROUNDING_MODE.RTNE and not kind.is_fp8() and not source.dtype.scalar.is_fp8():
         return _cast(source, to)
     data = base._convert_float(source.data, source.dtype.scalar, kind, rounding)

@@ -15,19 +15,38 @@ from __future__ import annotations
 
 import inspect
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_compiler.errors import InvalidPatternError
+from fusion_compiler.pattern_text import written
 
 Code = Callable[..., Any]
 USER_NAMESPACE = "fusion_compiler_user"  # of the operators that call users' kernels
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedTensor:
+    """What a `where=` is told of a matched tensor.
+
+    shape, stride: in elements. A symbolic size is a torch.SymInt: what is asked of it becomes a guard, as in
+        the model's own code, so that other sizes are compiled, and asked about, again.
+    origin: "parameter", "buffer", "input" (another argument of the graph) or "computed"; that of a cast is
+        its operand's. requires_grad: whether it is, or is computed from (`detach` apart), a tensor that
+        requires a gradient; in a backward graph, only of the forward's own arguments.
+    """
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: str
+    origin: str
+    requires_grad: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +54,11 @@ class Pattern:
     """What all sorts have. code: tensors (and floats) -> tensor or tuple of tensors.
 
     example: one tensor or number per parameter of `code`; only ranks, dtypes and equal sizes count.
-    where: called with what was matched, a `TensorMeta` for each tensor (shape and stride in elements,
-        dtype, device) and the number for each float; False leaves the ops alone.
+    where: called with what was matched, a `MatchedTensor` for each tensor and the number for each number;
+        False leaves the ops alone. One that raises is a PredicateError at the call that compiles the graph.
     """
+
+    sort: ClassVar[str] = ""  # the function that makes it
 
     name: str
     code: Code
@@ -73,9 +94,13 @@ class Pattern:
         given: dict[str, object] = {"code": self.code}
         return given if self.where is None else {**given, "where": self.where}
 
+    def options(self) -> dict[str, object]:
+        """The other keywords of the function that makes it."""
+        return {"name": self.name}
+
     def __str__(self) -> str:
-        """The torch code."""
-        return _source(self.code)
+        """Python that makes an equal pattern: the torch code as it was written, and the call."""
+        return written(self.sort, self.functions(), self.example, self.options())
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,21 +110,25 @@ class ClusterHint(Pattern):
     backward: recognise the gradient with respect to the first argument too, as `<name>_backward`.
     """
 
+    sort: ClassVar[str] = "cluster_hint"
+
     fuse: bool = True
     backward: bool = False
+
+    def options(self) -> dict[str, object]:
+        return {**super().options(), "fuse": self.fuse, "backward": self.backward}
 
 
 @dataclass(frozen=True, eq=False)
 class Rewrite(Pattern):
     """`code` becomes `after`, which takes the same arguments; gradients follow from `after`."""
 
+    sort: ClassVar[str] = "rewrite"
+
     after: Code = lambda: None
 
     def functions(self) -> dict[str, object]:
         return {**super().functions(), "after": self.after}
-
-    def __str__(self) -> str:
-        return f"{_source(self.code)}\nbecomes\n\n{_source(self.after)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +138,8 @@ class UserKernel(Pattern):
     backward: (*arguments, *outputs, *gradients of the outputs) -> the gradient of every floating
         argument, in order; None: the gradient of `code`, recomputed.
     """
+
+    sort: ClassVar[str] = "user_kernel"
 
     run: Code = lambda: None
     backward: Code | None = None
@@ -178,13 +209,6 @@ def checked(patterns: object) -> tuple[Pattern, ...]:
                 detail=f"{type(pattern).__name__} is none of cluster_hint(), rewrite(), user_kernel()",
             )
     return tuple(patterns)
-
-
-def _source(code: Code) -> str:
-    try:
-        return textwrap.dedent(inspect.getsource(code)).rstrip()
-    except (OSError, TypeError):
-        return f"{getattr(code, '__name__', code)}(...)"
 
 
 # What models are made of. These only name clusters: the search finds them by itself.

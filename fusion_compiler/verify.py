@@ -1,28 +1,31 @@
-"""verify=True: each cluster beside its fx subgraph, once, and what to make of the difference."""
+"""verify=True: each cluster beside its fx subgraph, each kernel of the user's beside its pattern's code,
+once, and what to make of the difference."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion_compiler.errors import KernelError, WarnOnce
+from fusion_compiler.errors import KernelError, UserKernelError, WarnOnce
 from fusion_compiler.plan_text import aligned
 
 # The two sides round at different places: a sum of n terms in another order, 16-bit results between ops.
 ROUNDINGS = 64
+WORSE = 4  # times as far from float64 as the pattern's own code a user's kernel may be
 
 
 @dataclass(frozen=True)
 class Verified:
-    """One output of one cluster at its first call.
+    """One output of one cluster, or of one kernel of the user's, at its first call.
 
     error: largest absolute difference. scale: largest finite absolute value of the fx subgraph's output.
     bound: what `error` may be: 64 roundings of the output's dtype at that scale. Integers must be equal.
+    Of a user's kernel both are against its code in float64, see `compare_with_exact`.
     """
 
     cluster: str
@@ -66,6 +69,54 @@ def compare(cluster: str, output: str, got: Tensor, want: Tensor) -> Verified:
     scale = float(finite.max()) if finite.numel() else 0.0
     epsilon = torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
     return Verified(cluster, output, want.dtype, error, scale, ROUNDINGS * epsilon * scale)
+
+
+def compare_with_exact(kernel: str, output: str, got: Tensor, want: Tensor, exact: Tensor | None) -> Verified:
+    """A user's kernel against its pattern's code run in float64, where that can be and has the same form.
+
+    It may be off by one rounding of its dtype, by 64 of float32 (float64 for float64), or four times as far
+    as the code in the tensors' own dtypes, `want`, is.
+    """
+    if exact is None or not want.is_floating_point() or exact.shape != want.shape or got.dtype != want.dtype:
+        return compare(kernel, output, got, want)
+    plain = compare(kernel, output, want.to(torch.float64), exact.to(torch.float64))
+    row = compare(kernel, output, got.to(torch.float64), exact.to(torch.float64))
+    wide = torch.float64 if want.dtype is torch.float64 else torch.float32
+    rounding = max(torch.finfo(want.dtype).eps, ROUNDINGS * torch.finfo(wide).eps)
+    return replace(row, dtype=want.dtype, bound=max(WORSE * plain.error, rounding * row.scale))
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCheck:
+    """What is made of a user's kernel at its first call; one belongs to one compilation."""
+
+    verification: Verification
+    warned: WarnOnce
+
+    def __call__(
+        self,
+        kernel: str,
+        outputs: Sequence[str],
+        got: Sequence[Tensor],
+        want: Sequence[Tensor],
+        exact: Sequence[Tensor] | None,
+    ) -> bool:
+        """Whether the results hold; False with one FusionWarning; strict raises KernelError.
+
+        got: of the kernel. want: of its pattern's code. exact: of that in float64; None where it has none.
+        """
+        truth = exact if exact is not None else [None] * len(want)
+        rows = [compare_with_exact(kernel, *row) for row in zip(outputs, got, want, truth, strict=True)]
+        self.verification.rows.extend(rows)
+        bad = next((row for row in rows if not row.agrees), None)
+        if bad is None:
+            return True
+        detail = (
+            f"{bad.output} differs from the pattern's code by {bad.error:.1e} of at most {bad.scale:.1e}, "
+            f"{bad.bound:.1e} is allowed"
+        )
+        self.warned.fall_back(f"verify {kernel}", UserKernelError(kernel=kernel, detail=detail))
+        return False
 
 
 class Verifier:

@@ -87,7 +87,7 @@ def trace_whole(
     _check_graph(traced)
     unregister_constants(traced)
     used = _by_first_use(traced, inputs)
-    _annotate(traced, [any(t is held for held in state) for t in used])
+    _annotate(traced, used, [any(t is held for held in state) for t in used])
     return Whole(traced, used)
 
 
@@ -251,11 +251,13 @@ def _by_first_use(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[T
     return tuple(given[node] for node in order)
 
 
-def _annotate(traced: fx.GraphModule, held: Sequence[bool]) -> None:
+def _annotate(traced: fx.GraphModule, inputs: Sequence[Tensor], held: Sequence[bool]) -> None:
     """Says what Dynamo says of its graphs: which inputs the model holds, and backward need not save."""
     traced.meta["dynamo_compile_id"] = None
     traced._param_name_to_source = {}  # type: ignore[assignment]
-    for node, static in zip(traced.graph.find_nodes(op="placeholder"), held, strict=True):
+    nodes = traced.graph.find_nodes(op="placeholder")
+    for node, tensor, static in zip(nodes, inputs, held, strict=True):
+        node.meta["example_value"] = tensor
         node._dynamo_source = LocalSource(node.name)  # type: ignore[attr-defined]
         if static:
             node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}

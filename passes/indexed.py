@@ -35,7 +35,7 @@ class Indexed:
         self.at: dict[str, list[str]] = {}
         self.reads: dict[str, frozenset[str]] = {}
         for name, op in self.op.items():
-            behind = op.inputs and is_cast_or_alias(op.target)
+            behind = op.inputs and looked_through(op, dag)
             self.bare[name] = self.bare[op.inputs[0]] if behind else name
             self.key[name] = key_of(op)
             self.at.setdefault(self.key[name], []).append(name)
@@ -53,9 +53,23 @@ class Indexed:
 def bare(dag: OpDag, name: str) -> str:
     """The op behind casts and aliases."""
     op = dag.op(name)
-    while op.inputs and is_cast_or_alias(op.target):
+    while op.inputs and looked_through(op, dag):
         op = dag.op(op.inputs[0])
     return op.name
+
+
+def looked_through(op: Op, dag: OpDag) -> bool:
+    """Whether what an op gives is its operand, but for the rounding of a float."""
+    if not is_cast_or_alias(op.target) or not op.inputs:
+        return False
+    before, after = dag.op(op.inputs[0]).outputs, op.outputs
+    return not (before and after and quantizes(before[0].dtype, after[0].dtype))
+
+
+def quantizes(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast is part of the maths: floats that become integers or floats of eight bits."""
+    narrow = not after.is_floating_point or after.itemsize == 1
+    return before.is_floating_point and before.itemsize > 1 and narrow and not after.is_complex
 
 
 def is_cast_or_alias(target: object) -> bool:
@@ -65,11 +79,16 @@ def is_cast_or_alias(target: object) -> bool:
 
 
 def key_of(op: Op) -> str:
-    return op.target._opname if isinstance(op.target, OpOverload) else str(op.target)
+    """The operator's name; of a cast with the dtype."""
+    if not isinstance(op.target, OpOverload):
+        return str(op.target)
+    name = op.target._opname
+    return f"{name}[{op.outputs[0].dtype}]" if name in CASTS and op.outputs else name
 
 
-def computes(op: Op) -> bool:
-    return isinstance(op.target, OpOverload) and bool(op.outputs) and not is_cast_or_alias(op.target)
+def computes(op: Op, dag: OpDag) -> bool:
+    """Whether it is an op to be matched."""
+    return isinstance(op.target, OpOverload) and bool(op.outputs) and not looked_through(op, dag)
 
 
 def arguments_of(op: Op, dag: OpDag) -> dict[str, object]:

@@ -8,7 +8,7 @@ looked through, so that the pattern traced in float32 on [rows, columns] also na
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -16,6 +16,7 @@ import sympy
 from fusion_compiler.dag import Op, OpDag, Ref
 from fusion_compiler.dims import Dim
 from fusion_compiler.passes.indexed import Indexed
+from fusion_compiler.passes.origins import Origins, is_wanted
 from fusion_compiler.passes.trace import Traced
 from fusion_compiler.patterns import Pattern
 
@@ -24,6 +25,7 @@ COMMUTATIVE = frozenset({
     "bitwise_and", "bitwise_or", "bitwise_xor",
 })  # fmt: skip
 FEWEST = 4  # ops that make a gradient recognisable where most of it was saved by forward
+NO_ORIGINS: Origins = {}
 MOST_STEPS = 64  # per op of the pattern; one that needs more matches itself in too many ways
 
 
@@ -44,36 +46,91 @@ class Match:
     outputs: tuple[str, ...]
     casts: bool = False
 
+    @property
+    def root(self) -> str:
+        """The first output that is computed, not passed on."""
+        return next((o for o in self.outputs if o in self.ops), self.ops[-1])
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A match that is none, because `winner`, of an earlier pattern, has its op `op`."""
+
+    match: Match
+    winner: Match
+    op: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """matches: those of earlier patterns first; no op is in two. declined: to which `where=` said no.
+
+    lost: overlaps, where a watched pattern is on either side.
+    """
+
+    matches: tuple[Match, ...]
+    declined: tuple[Match, ...]
+    lost: tuple[Lost, ...]
+
 
 def find(patterns: Iterable[Traced], dag: OpDag, *, exact: bool = False) -> tuple[Match, ...]:
-    """All matches, those of earlier patterns first; no op is in two.
+    """All matches. See `search`."""
+    return search(patterns, dag, exact=exact).matches
 
-    exact: tensors have the pattern's rank, not leading dimensions besides.
+
+def search(
+    patterns: Iterable[Traced],
+    dag: OpDag,
+    *,
+    exact: bool = False,
+    origins: Origins = NO_ORIGINS,
+    watched: Collection[Pattern] = frozenset(),
+) -> Found:
+    """Where patterns are, and where they would be but for others.
+
+    exact: tensors have the pattern's rank, not leading dimensions besides, and are of floats where the
+    example is. origins: what `where=` is told
+    of the graph's inputs. watched: patterns whose overlaps are recorded, which takes a comparison each.
+
+    Raises PredicateError where a predicate raises.
     """
     graph = Indexed(dag)
-    claimed: set[str] = set()
+    owner: dict[str, Match] = {}
     matches: list[Match] = []
+    declined: list[Match] = []
+    lost: list[Lost] = []
     for traced in patterns:
         if not traced.saved and not traced.operators <= graph.at.keys():
             continue
-        pattern = traced.indexed
-        first = pattern.bare[traced.dag.outputs[0]]
+        rule, pattern = traced.pattern, traced.indexed
+        first = traced.root
         for candidate in graph.at.get(pattern.key[first], ()):
-            if candidate in claimed or _reads_others(traced, first, graph, candidate):
+            if candidate in owner and rule not in watched and owner[candidate].pattern not in watched:
+                continue
+            if _reads_others(traced, first, graph, candidate):
                 continue
             match = _match_at(traced, graph, first, candidate, exact)
-            if match is not None and not claimed & set(match.ops) and _wanted(match, dag):
-                claimed |= set(match.ops)
+            if match is None:
+                continue
+            op = next((op for op in match.ops if op in owner), None)
+            if op is not None and (
+                owner[op].pattern is rule or (rule not in watched and owner[op].pattern not in watched)
+            ):
+                continue
+            wanted = is_wanted(rule, match.inputs, dag, origins)
+            if op is not None:
+                lost += [Lost(match, owner[op], op)] if wanted else []
+            elif wanted:
+                owner.update(dict.fromkeys(match.ops, match))
                 matches.append(match)
-    return tuple(matches)
+            else:
+                declined.append(match)
+    return Found(tuple(matches), tuple(declined), tuple(lost))
 
 
-def _wanted(match: Match, dag: OpDag) -> bool:
-    """The pattern's own predicate."""
-    if match.pattern.where is None:
-        return True
-    given = [dag.op(i).outputs[0] if isinstance(i, str) else i for i in match.inputs]
-    return bool(match.pattern.where(*given[: len(match.pattern.example)]))
+def is_commutative(key: str, *calls: Mapping[str, object]) -> bool:
+    """Whether the first two operands of an operator may change places; not where one of them is scaled."""
+    return key in COMMUTATIVE and all(len(c) >= 2 and c.get("alpha", 1) == 1 for c in calls)
 
 
 def _reads_others(traced: Traced, p: str, graph: Indexed, g: str) -> bool:
@@ -84,17 +141,17 @@ def _reads_others(traced: Traced, p: str, graph: Indexed, g: str) -> bool:
 
 
 def _match_at(traced: Traced, graph: Indexed, first: str, candidate: str, exact: bool) -> Match | None:
-    unifier = _Unifier(traced, graph, exact)
-    start = _State({}, {}, {})
-    states: Iterator[_State] = unifier.ops(first, candidate, start)
-    for output in traced.dag.outputs[1:]:
+    unifier = Unifier(traced, graph, exact)
+    start = State({}, {}, {})
+    states: Iterator[State] = unifier.ops(first, candidate, start)
+    for output in traced.dag.outputs:
         states = unifier.further(states, traced.indexed.bare[output])
     state = next(states, None)
     return None if state is None else unifier.match(state)
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """What is bound so far: pattern op -> graph op, size symbol -> size, parameter -> number."""
 
     ops: Mapping[str, str]
@@ -102,18 +159,28 @@ class _State:
     numbers: Mapping[int, float]
 
 
-class _Unifier:
+def of_one_kind(a: Op, b: Op) -> bool:
+    """Whether two tensors are both of floats, or neither."""
+    return [m.dtype.is_floating_point for m in a.outputs] == [m.dtype.is_floating_point for m in b.outputs]
+
+
+class Unifier:
+    """Yields the states in which parts of a pattern are parts of a graph."""
+
     def __init__(self, traced: Traced, graph: Indexed, exact: bool) -> None:
         self.traced, self.pattern, self.graph, self.exact = traced, traced.indexed, graph, exact
         self.steps = 0
 
-    def further(self, states: Iterator[_State], output: str) -> Iterator[_State]:
+    def further(self, states: Iterator[State], output: str) -> Iterator[State]:
         """The same states with another output of the pattern found."""
         for state in states:
+            if self.pattern.bare[output] in state.ops:
+                yield state
+                continue
             for candidate in self.graph.at.get(self.pattern.key[output], ()):
                 yield from self.ops(output, candidate, state)
 
-    def ops(self, p: str, g: str, state: _State) -> Iterator[_State]:
+    def ops(self, p: str, g: str, state: State) -> Iterator[State]:
         """States in which the pattern's op p is the graph's op g."""
         p, raw = self.pattern.bare[p], g
         g = self.graph.bare[g]
@@ -132,10 +199,13 @@ class _Unifier:
             self.pattern.key[p] != self.graph.key[g] or _reads_others(self.traced, p, self.graph, g)
         ):
             return
-        sized = self.shapes(mine, self.graph.op[raw] if parameter else theirs, state)
+        read = self.graph.op[raw] if parameter else theirs
+        if parameter and self.exact and not of_one_kind(mine, read):
+            return
+        sized = self.shapes(mine, read, state)
         if sized is None:
             return
-        bound = _State({**sized.ops, p: raw if parameter else g}, sized.sizes, sized.numbers)
+        bound = State({**sized.ops, p: raw if parameter else g}, sized.sizes, sized.numbers)
         if boundary:
             yield bound
             return
@@ -144,11 +214,11 @@ class _Unifier:
             return
         names = list(ours)
         yield from self.values([(ours[n], other[n]) for n in names], bound)
-        if self.pattern.key[p] in COMMUTATIVE and len(names) >= 2:
+        if is_commutative(self.pattern.key[p], ours, other):
             swapped = [(ours[names[0]], other[names[1]]), (ours[names[1]], other[names[0]])]
             yield from self.values([*swapped, *((ours[n], other[n]) for n in names[2:])], bound)
 
-    def values(self, pairs: Sequence[tuple[object, object]], state: _State) -> Iterator[_State]:
+    def values(self, pairs: Sequence[tuple[object, object]], state: State) -> Iterator[State]:
         """States in which each pair of arguments is equal."""
         if not pairs:
             yield state
@@ -156,7 +226,7 @@ class _Unifier:
         for after in self.value(*pairs[0], state):
             yield from self.values(pairs[1:], after)
 
-    def value(self, mine: object, theirs: object, state: _State) -> Iterator[_State]:
+    def value(self, mine: object, theirs: object, state: State) -> Iterator[State]:
         if isinstance(mine, Ref) and isinstance(theirs, Ref):
             yield from self.ops(mine.name, theirs.name, state)
         elif isinstance(mine, tuple) and isinstance(theirs, tuple):
@@ -165,7 +235,7 @@ class _Unifier:
         elif isinstance(mine, float) and mine in self.traced.numbers:
             position = self.traced.numbers[mine]
             if isinstance(theirs, int | float) and state.numbers.get(position, theirs) == theirs:
-                yield _State(state.ops, state.sizes, {**state.numbers, position: theirs})
+                yield State(state.ops, state.sizes, {**state.numbers, position: theirs})
         elif isinstance(mine, sympy.Expr) or isinstance(theirs, sympy.Expr):
             after = self.size(mine, theirs, state)
             if after is not None:
@@ -173,12 +243,12 @@ class _Unifier:
         elif mine == theirs:
             yield state
 
-    def size(self, mine: object, theirs: object, state: _State) -> _State | None:
+    def size(self, mine: object, theirs: object, state: State) -> State | None:
         """The state in which a size of the pattern equals one of the graph."""
         if isinstance(theirs, bool) or not isinstance(theirs, int | float | sympy.Expr):
             return None
         if isinstance(mine, sympy.Symbol) and mine not in state.sizes:
-            return _State(state.ops, {**state.sizes, mine: theirs}, state.numbers)  # type: ignore[dict-item]
+            return State(state.ops, {**state.sizes, mine: theirs}, state.numbers)  # type: ignore[dict-item]
         if not isinstance(mine, int | float | sympy.Expr):
             return None
         value = mine
@@ -190,11 +260,11 @@ class _Unifier:
             return state if value == theirs else None
         return state if sympy.expand(sympy.sympify(value) - sympy.sympify(theirs)) == 0 else None
 
-    def shapes(self, mine: Op, theirs: Op, state: _State) -> _State | None:
+    def shapes(self, mine: Op, theirs: Op, state: State) -> State | None:
         """The state in which an op has the shape of the pattern's, perhaps with more dimensions in front."""
         if len(mine.outputs) != len(theirs.outputs) or not mine.outputs:
             return state if not mine.outputs and not theirs.outputs else None
-        current: _State | None = state
+        current: State | None = state
         for ours, other in zip(mine.outputs, theirs.outputs, strict=True):
             more = len(other.shape) - len(ours.shape)
             if more < 0 or (more and self.exact):
@@ -205,7 +275,7 @@ class _Unifier:
                 current = self.size(a, b, current) if current is not None and plain else current  # type: ignore[arg-type]
         return current
 
-    def match(self, state: _State) -> Match | None:
+    def match(self, state: State) -> Match | None:
         """The finished match; None where what forward saved leaves too little of a gradient."""
         placeholders = set(self.traced.tensors.values())
         given = set(self.graph.dag.inputs)

@@ -44,8 +44,14 @@ class Traced:
         return Indexed(self.dag)
 
     @functools.cached_property
+    def root(self) -> str:
+        """The first output that is computed: matching starts at it."""
+        inputs = set(self.dag.inputs)
+        return next(b for b in (self.indexed.bare[o] for o in self.dag.outputs) if b not in inputs)
+
+    @functools.cached_property
     def operators(self) -> frozenset[str]:
-        return frozenset(self.indexed.key[n] for n, op in self.indexed.op.items() if computes(op))
+        return frozenset(self.indexed.key[n] for n, op in self.indexed.op.items() if computes(op, self.dag))
 
 
 @contextlib.contextmanager
@@ -96,7 +102,39 @@ def traced_whole(pattern: Pattern) -> Traced:
     Raises InvalidPatternError.
     """
     with apart():
-        return trace(pattern, pattern.code, pattern.name, None)
+        traced = trace(pattern, pattern.code, pattern.name, None)
+    if any(op.target == "get_attr" for op in traced.indexed.op.values()):
+        detail = "its code holds a tensor of its own: make it an argument, or a Python number"
+        raise InvalidPatternError(pattern=pattern.name, detail=detail)
+    return traced
+
+
+def check_numbers(pattern: Pattern) -> None:
+    """Raises InvalidPatternError where the code computes with one of its floats in Python: what comes of it
+    would be a constant of the pattern."""
+    tensors = [v for v in pattern.example if isinstance(v, torch.Tensor)]
+    floats = [i for i, v in enumerate(pattern.example) if isinstance(v, float)]
+
+    def constants(base: float) -> list[object]:
+        """The floats of its trace, the open ones by their positions."""
+
+        def run(*given: torch.Tensor) -> Any:
+            supply = iter(given)
+            tensor_or = (next(supply) if isinstance(v, torch.Tensor) else v for v in pattern.example)
+            return pattern.code(*(base + i if i in floats else v for i, v in enumerate(tensor_or)))
+
+        nodes = _traced(run, tensors, {}, None).graph.nodes
+        leaves = (v for n in nodes for v in pytree.tree_leaves((n.args, n.kwargs)))
+        open_ones = {base + i: f"argument {i}" for i in floats}
+        return [open_ones.get(v, v) for v in leaves if isinstance(v, float)]
+
+    if not floats:
+        return
+    with apart():
+        first, second = constants(WILDCARD), constants(WILDCARD + 0.0137)
+    if first != second:
+        detail = "it computes with a float argument in Python: make what it needs an argument"
+        raise InvalidPatternError(pattern=pattern.name, detail=detail)
 
 
 def trace(
@@ -135,6 +173,9 @@ def trace(
         raise InvalidPatternError(pattern=name, detail=f"{type(error).__name__}: {error}") from error
     dag = _symbolic(build(gm), {value: sympy.Symbol(f"n{size}", positive=True, integer=True)
                                 for size, value in symbols.items()})  # fmt: skip
+    # Each result counts, one that is returned twice too.
+    returned = pytree.tree_leaves(gm.graph.output_node().args)
+    dag = replace(dag, outputs=tuple(n.name for n in returned if isinstance(n, fx.Node)))
     if not dag.outputs or all(bare(dag, o) in dag.inputs for o in dag.outputs):
         raise InvalidPatternError(pattern=name, detail="its code computes nothing from its arguments")
     places = [n.name for n in gm.graph.find_nodes(op="placeholder")]

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from examples import custom_pattern, demo, encoder_layer, train_gpt2
+from examples import (
+    custom_pattern,
+    demo,
+    encoder_layer,
+    flex_attention,
+    folded_scale,
+    own_norm,
+    swiglu_fp8,
+    train_gpt2,
+)
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -45,6 +54,59 @@ def test_three_sorts_of_pattern_are_found(capsys: pytest.CaptureFixture[str]) ->
     custom_pattern.main()
     out = capsys.readouterr().out
     assert "scaled_softplus" in out and "root_of_square: done" in out and "squared_relu: done" in out
+
+
+def table(out: str, start: str) -> dict[str, list[str]]:
+    """The rows of a printed error table whose first column begins with `start`, by output."""
+    rows = [line.rsplit(maxsplit=4) for line in out.splitlines() if line.startswith(start)]
+    return {row[0].removeprefix(start).strip(): row[1:] for row in rows if len(row) == 5}
+
+
+def test_swiglu_is_quantized_by_a_kernel_as_by_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    swiglu_fp8.main()
+    out = capsys.readouterr().out
+    assert (
+        "plan: swiglu_fp8: done: 8 ops replaced" in out
+        and "return (h / scale).to(torch.float8_e4m3fn)" in out
+    )
+    rows = table(out, "swiglu_fp8  ")
+    assert rows["output 0"][0] == "float8_e4m3fn" and "WRONG" not in out
+    assert float(rows["output 0"][1]) <= 32  # one step between the largest values
+    ours, eager = (float(part.split()[-1]) for part in out.split("ours")[1].split(", eager"))
+    assert 0 < ours <= 1.05 * eager < 0.05  # three bits of mantissa: 2^-4 at most, half of it on average
+
+
+def test_a_normalization_of_ones_own_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    own_norm.main()
+    out = capsys.readouterr().out
+    assert "plan: mean_norm: done: 5 ops replaced" in out and "WRONG" not in out
+    assert {"output 0"} <= table(out, "mean_norm  ").keys()
+    assert {"gradient of argument 0", "gradient of argument 1"} <= table(out, "mean_norm_backward").keys()
+    errors = [
+        float(line.split()[-1]) for line in out.split("against float64")[1].splitlines() if line.strip()
+    ]
+    assert len(errors) == 4 and all(0 < e < 1e-6 for e in errors)
+
+
+def test_a_scale_is_folded_where_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    folded_scale.main()
+    out = capsys.readouterr().out
+    assert "256 rows: scaled_linear: done: 2 ops replaced" in out
+    assert "16 rows: scaled_linear: never matched: where= said no to 1 match" in out
+    errors = [float(line.split()[-1]) for line in out.splitlines() if "relative error" in line]
+    assert len(errors) == 2 and all(0 < e < 1e-6 for e in errors)
+    assert "is not equal to what it replaces" in out and "counterexample: x = [[[" in out
+
+
+def test_attention_becomes_flex_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    flex_attention.main()
+    out = capsys.readouterr().out
+    assert "plan: attention: done: 7 ops replaced" in out and "WRONG" not in out
+    assert {"output 0"} <= table(out, "attention  ").keys()
+    errors = [
+        float(line.split()[-1]) for line in out.split("against float64")[1].splitlines() if line.strip()
+    ]
+    assert len(errors) == 2 and all(0 < e < 1e-6 for e in errors)
 
 
 @pytest.mark.filterwarnings("ignore::fusion_compiler.errors.FusionWarning")  # CPU tensors run their fx graphs

@@ -13,16 +13,17 @@ class RewriteNote:
     """One decision of a rewrite.
 
     rule: the rewrite's name. node: the fx node that it looked at ("" for the whole graph).
-    applied: whether the graph changed. reason: what was proved, or why it was refused.
+    applied: whether the graph changed; None where there was nothing to change. reason: what was proved, or
+    why it was refused or not found.
     """
 
     rule: str
     node: str
-    applied: bool
+    applied: bool | None
     reason: str
 
     def __str__(self) -> str:
-        verdict = "rewritten" if self.applied else "left"
+        verdict = "not found" if self.applied is None else "rewritten" if self.applied else "left"
         return f"{self.rule}: {self.node or 'graph'} {verdict}: {self.reason}"
 
 

@@ -19,12 +19,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.dag import OpDag, build
 from fusion_compiler.errors import PatternConflictError
-from fusion_compiler.passes.indexed import bare, is_cast_or_alias
-from fusion_compiler.passes.match import Match, find
+from fusion_compiler.passes.indexed import is_cast_or_alias, quantizes
+from fusion_compiler.passes.match import Match, find, search
+from fusion_compiler.passes.origins import origins_of
+from fusion_compiler.passes.pattern_notes import notes_of_rules, places
 from fusion_compiler.passes.rewrites import record
 from fusion_compiler.passes.rewrites.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
 from fusion_compiler.passes.rewrites.record import Notes, RewriteNote
-from fusion_compiler.passes.rewrites.user_operator import operator_of
+from fusion_compiler.passes.rewrites.user_operator import Check, operator_of
 from fusion_compiler.passes.trace import traced_whole
 from fusion_compiler.patterns import Pattern, Rewrite, UserKernel
 
@@ -35,10 +37,13 @@ class Refused(Exception):
     """Why a match is left alone."""
 
 
-def replace_patterns(patterns: Sequence[Pattern]) -> record.Rewrite | None:
-    """The rewrite of a graph by the rewrites and kernels of `patterns`; None where there are none."""
+def replace_patterns(patterns: Sequence[Pattern], check: Check | None = None) -> record.Rewrite | None:
+    """The rewrite of a graph by the rewrites and kernels of `patterns`; None where there are none.
+
+    check: what verifies kernels at their first calls.
+    """
     chosen = tuple(p for p in patterns if isinstance(p, Rewrite | UserKernel))
-    return functools.partial(_apply, chosen) if chosen else None
+    return functools.partial(_apply, chosen, check) if chosen else None
 
 
 def check_reachable(patterns: Sequence[Pattern]) -> None:
@@ -47,47 +52,67 @@ def check_reachable(patterns: Sequence[Pattern]) -> None:
     for i, later in enumerate(chosen):
         dag = traced_whole(later).dag
         for match in find([traced_whole(p) for p in chosen[:i] if p.where is None], dag, exact=True):
-            if match.outputs[0] == bare(dag, dag.outputs[0]):
-                op = str(dag.op(match.outputs[0]).target)
+            if traced_whole(later).root in match.outputs:
+                op = str(dag.op(match.root).target)
                 raise PatternConflictError(first=match.pattern.name, second=later.name, op=op)
 
 
-def _apply(patterns: tuple[Rewrite | UserKernel, ...], gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def _apply(
+    patterns: tuple[Rewrite | UserKernel, ...], check: Check | None, gm: fx.GraphModule
+) -> tuple[fx.GraphModule, Notes]:
     dag = build(gm)
-    matches = find([traced_whole(p) for p in patterns], dag, exact=True)
-    if not matches:
-        return gm, ()
+    traced = [traced_whole(p) for p in patterns]
+    found = search(traced, dag, exact=True, origins=origins_of(gm.graph), watched=patterns)
+    others = notes_of_rules(traced, found, dag, patterns)
+    if not found.matches:
+        return gm, others
     new, nodes = copied(gm)
     named = {old.name: node for old, node in nodes.items()}
     notes: list[RewriteNote] = []
-    for match in matches:
+    for match in found.matches:
         try:
-            _replace(match, dag, named, new)
-            notes.append(
-                RewriteNote(match.name, match.outputs[0], True, str(len(match.ops)) + " ops replaced")
-            )
+            _replace(match, dag, named, new, check)
+            done = f"{len(match.ops)} ops replaced, {places([match.root], dag)}"
+            notes.append(RewriteNote(match.name, match.root, True, done))
         except Refused as refused:
-            notes.append(RewriteNote(match.name, match.outputs[0], False, str(refused)))
+            notes.append(RewriteNote(match.name, match.root, False, str(refused)))
     new.graph.lint()
     new.recompile()
-    return new, tuple(notes)
+    return new, (*notes, *others)
 
 
-def _replace(match: Match, dag: OpDag, named: dict[str, fx.Node], gm: fx.GraphModule) -> None:
+def _replace(
+    match: Match, dag: OpDag, named: dict[str, fx.Node], gm: fx.GraphModule, check: Check | None
+) -> None:
     ops, outputs = {named[n] for n in match.ops}, [named[n] for n in match.outputs]
     given = [named[i] if isinstance(i, str) else i for i in match.inputs]
-    place = _place(ops, outputs, [g for g in given if isinstance(g, fx.Node)], gm.graph)
+    tensors = [g for g in given if isinstance(g, fx.Node)]
+    made = [not _shows(o, tensors) for o in outputs]
+    kept = [o for o, is_made in zip(outputs, made, strict=True) if not is_made]
+    place = _place(ops, outputs, kept, tensors, gm.graph)
     arguments = [_number(g, e) for g, e in zip(given, match.pattern.example, strict=True)]
     with gm.graph.inserting_before(place):
         if isinstance(match.pattern, Rewrite):
             results = _insert_code(match, match.pattern, dag, arguments, outputs)
         else:
             assert isinstance(match.pattern, UserKernel)
-            results = _insert_call(match.pattern, arguments, outputs)
-    for old, result in zip(outputs, results, strict=True):
+            results = _insert_call(match.pattern, arguments, outputs, check)
+    for old, result, is_made in zip(outputs, results, made, strict=True):
+        if not is_made:
+            continue
         old.replace_all_uses_with(result)
         named[old.name] = result  # a later match may read it
     erase_unused(set[fx.Node]().union(*(ancestors(o) for o in outputs)))
+
+
+def _shows(output: fx.Node, inputs: Sequence[fx.Node]) -> bool:
+    """Whether a result is an argument or a view of one: it stays as it is, and shares its memory."""
+    while output not in inputs:
+        views = isinstance(output.target, OpOverload) and output.target.is_view
+        if not views or not output.all_input_nodes:
+            return False
+        output = output.all_input_nodes[0]
+    return True
 
 
 def _number(value: Any, example: Any) -> Any:
@@ -97,8 +122,13 @@ def _number(value: Any, example: Any) -> Any:
     return value
 
 
-def _place(ops: set[fx.Node], outputs: list[fx.Node], inputs: list[fx.Node], graph: fx.Graph) -> fx.Node:
-    """The node before which the replacement goes. Raises Refused where it has no place."""
+def _place(
+    ops: set[fx.Node], outputs: list[fx.Node], kept: list[fx.Node], inputs: list[fx.Node], graph: fx.Graph
+) -> fx.Node:
+    """The node before which the replacement goes. Raises Refused where it has no place.
+
+    kept: those outputs that are not replaced.
+    """
     written = mutated_nodes(graph)
     if written & (ops | set(inputs)):
         raise Refused("its tensors are changed in place")
@@ -106,7 +136,8 @@ def _place(ops: set[fx.Node], outputs: list[fx.Node], inputs: list[fx.Node], gra
         if leaks := _readers(op) - ops:
             raise Refused(f"{op.name} is read by {min(leaks).name} too: make it an output of the pattern")
     order = {node: i for i, node in enumerate(graph.nodes)}
-    outside = [user for o in outputs for user in o.users if user not in ops and not _feeds(user, ops)]
+    replaced = [o for o in outputs if o not in kept]
+    outside = [user for o in replaced for user in o.users if user not in ops and not _feeds(user, ops)]
     if not outside:
         raise Refused("nothing reads it")
     place = min(outside, key=order.__getitem__)
@@ -120,7 +151,10 @@ def _place(ops: set[fx.Node], outputs: list[fx.Node], inputs: list[fx.Node], gra
 
 
 def _is_between(node: fx.Node) -> bool:
-    return is_cast_or_alias(node.target)
+    """A cast or alias that matching looks through."""
+    if not is_cast_or_alias(node.target):
+        return False
+    return not quantizes(*(n.meta["val"].dtype for n in (node.all_input_nodes[0], node)))
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
@@ -149,8 +183,13 @@ def _insert_code(
         filled = [_as(next(supply), wide) if isinstance(a, fx.Node) else a for a in arguments]
         results = rule.after(*filled)
         listed = list(results) if isinstance(results, tuple | list) else [results]
-        return [_as(r, w.dtype if wide else None) for r, w in zip(listed, wanted, strict=True)]
+        rounded[:] = [r.dtype for r in listed]
+        return [
+            _as(r, w.dtype if wide or _rounds(r.dtype, w.dtype) else None)
+            for r, w in zip(listed, wanted, strict=True)
+        ]
 
+    rounded: list[torch.dtype] = []
     fakes = [t.meta["val"] for t in tensors]
     mode = detect_fake_mode(fakes)
     try:
@@ -164,6 +203,8 @@ def _insert_code(
         zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True)
     )
     results = traced.graph.output_node().args[0]
+    for output, dtype in zip(outputs, rounded, strict=True):
+        _check_rounding(output, dtype)
     _check_metas([r.meta["val"] for r in results], wanted)  # type: ignore[union-attr]
     graph, like = outputs[0].graph, outputs[0]
     for node in traced.graph.nodes:
@@ -190,6 +231,22 @@ def _widest(match: Match, dag: OpDag) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
+def _rounds(dtype: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a float of `wanted` loses digits as `dtype`."""
+    floats = dtype.is_floating_point and wanted.is_floating_point
+    return floats and torch.promote_types(dtype, wanted) != dtype
+
+
+def _check_rounding(output: fx.Node, dtype: torch.dtype) -> None:
+    """A replacement may round a result to `dtype` where whoever reads it does. Raises Refused."""
+    own = output.meta["val"].dtype
+    if not _rounds(dtype, own):
+        return
+    for user in output.users:
+        if not is_cast_or_alias(user.target) or user.meta["val"].dtype != dtype:
+            raise Refused(f"it would be rounded to {dtype}, and {user.name} reads it as {own}")
+
+
 def _check_metas(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
     for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if tuple(ours.shape) != tuple(theirs.shape) or ours.dtype != theirs.dtype:
@@ -197,9 +254,11 @@ def _check_metas(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) 
             raise Refused(f"output {i} of its replacement is {shapes}")
 
 
-def _insert_call(kernel: UserKernel, arguments: list[Any], outputs: list[fx.Node]) -> list[fx.Node]:
+def _insert_call(
+    kernel: UserKernel, arguments: list[Any], outputs: list[fx.Node], check: Check | None
+) -> list[fx.Node]:
     """One call of the kernel's operator, its results in the dtypes of the matched ones."""
-    target, like = operator_of(kernel), outputs[0]
+    target, like = operator_of(kernel, check), outputs[0]
     try:
         call = emit(like, target, *arguments)
     except Exception as error:
@@ -211,6 +270,7 @@ def _insert_call(kernel: UserKernel, arguments: list[Any], outputs: list[fx.Node
         for item, value in zip(results, values, strict=True):
             item.meta = {**_origin(like), "val": value}
     for i, output in enumerate(outputs):
+        _check_rounding(output, results[i].meta["val"].dtype)
         if results[i].meta["val"].dtype != output.meta["val"].dtype:
             results[i] = emit(like, aten._to_copy.default, results[i], dtype=output.meta["val"].dtype)
     _check_metas([r.meta["val"] for r in results], [o.meta["val"] for o in outputs])

@@ -1,0 +1,99 @@
+"""Where the tensors of a graph come from: what a pattern's `where=` is told beside shapes and dtypes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from fusion_compiler.dag import OpDag, Source
+from fusion_compiler.errors import PredicateError
+from fusion_compiler.passes.indexed import bare, key_of
+from fusion_compiler.patterns import MatchedTensor, Pattern
+from fusion_compiler.sources import is_library
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Of a graph's input. kind: "parameter", "buffer" or "input"."""
+
+    kind: str
+    requires_grad: bool
+
+
+Origins = Mapping[str, Origin]  # by placeholder; those that are missing hold what another graph computed
+
+
+def origins_of(graph: fx.Graph) -> dict[str, Origin]:
+    """Of the placeholders of a graph above autograd, by what TorchDynamo says of them."""
+    return {node.name: _origin(node) for node in graph.find_nodes(op="placeholder")}
+
+
+def _origin(node: fx.Node) -> Origin:
+    given = node.meta.get("example_value", node.meta.get("val"))
+    static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+    kind = "parameter" if isinstance(given, nn.Parameter) else "buffer" if static else "input"
+    return Origin(kind, bool(getattr(given, "requires_grad", False)))
+
+
+def is_wanted(pattern: Pattern, inputs: tuple[str | float | int | None, ...], dag: OpDag, o: Origins) -> bool:
+    """What the pattern's `where=` says of a match; True without one.
+
+    inputs: an op or a number for each argument. A gradient that needs none of an argument's values cannot
+    be asked about, and neither can a size that only data decides: no.
+
+    Raises PredicateError where the predicate raises.
+    """
+    if pattern.where is None:
+        return True
+    given: list[Any] = []
+    for value, example in zip(inputs, pattern.example, strict=False):
+        if value is None:
+            if isinstance(example, Tensor):
+                return False
+            value = example
+        given.append(_described(value, dag, o) if isinstance(value, str) else value)
+    try:
+        return bool(pattern.where(*given))
+    except GuardOnDataDependentSymNode:
+        return False
+    except Exception as error:
+        raise PredicateError(
+            _line_of(error), pattern=pattern.name, detail=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _described(name: str, dag: OpDag, origins: Origins) -> MatchedTensor:
+    node = next(n for n in dag.module.graph.nodes if n.name == name)
+    value: torch.Tensor = node.meta["val"]
+    behind = bare(dag, name)
+    computed = dag.op(behind).target != "placeholder" or behind not in origins
+    kind = "computed" if computed else origins[behind].kind
+    stride = tuple(value.stride()) if value.layout is torch.strided else ()
+    live = value.dtype.is_floating_point and _requires_grad(name, dag, origins)
+    return MatchedTensor(tuple(value.shape), stride, value.dtype, str(value.device), kind, live)
+
+
+def _requires_grad(name: str, dag: OpDag, origins: Origins) -> bool:
+    pending, seen = [name], {name}
+    while pending:
+        op = dag.op(pending.pop())
+        if op.name in origins and origins[op.name].requires_grad:
+            return True
+        if key_of(op) != "detach":
+            pending += [i for i in op.inputs if i not in seen]
+            seen.update(op.inputs)
+    return False
+
+
+def _line_of(error: Exception) -> Source | None:
+    """The innermost line of the user's that raised."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not is_library(frame.filename):
+            return Source("", frame.filename, frame.lineno or 0, (frame.line or "").strip())
+    return None
