@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
-from fusion_compiler.loops import COLS, ROWS
+from fusion_compiler.loops import COLS, ROWS, Load
 
 WIDEST = 16384
+VECTOR = 8  # elements of two bytes in the widest access
 
 
 def fits(a: Analysis) -> bool:
@@ -22,8 +25,24 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     assert isinstance(width, int)
     block = 1 << max(0, (width - 1).bit_length())
     most = 1 << max(0, (count - 1).bit_length())
-    shapes = [(min(r, most), w) for r, w in _shapes(a, block)]
-    return tuple(Schedule(r, block, Cols.WHOLE, num_warps=w) for r, w in dict.fromkeys(shapes))
+    shapes = dict.fromkeys((min(r, most), w) for r, w in _shapes(a, block))
+    found = [Schedule(r, block, Cols.WHOLE, num_warps=w) for r, w in shapes]
+    if width % VECTOR and _same_for_all_rows(a):
+        found.insert(1, _persistent(found[0], count, device))
+    return tuple(found)
+
+
+def _same_for_all_rows(a: Analysis) -> bool:
+    """Whether a weight or a bias is read for each element of every row."""
+    return any(isinstance(n, Load) and a.groups[i] == {COLS} for i, n in enumerate(a.loops.nodes))
+
+
+def _persistent(first: Schedule, count: int, device: DeviceSpec) -> Schedule:
+    """Few programs that keep weights in registers from row to row: where rows are not aligned, an access
+    moves one element, and reading the weights again costs as much as reading the row."""
+    share = max(1, device.max_threads_per_sm // (2 * device.warp_size * first.num_warps))
+    programs = max(1, min(share * device.sms, -(-count // first.block_rows)))
+    return replace(first, programs=programs)
 
 
 def _shapes(a: Analysis, block: int) -> tuple[tuple[int, int], ...]:

@@ -69,8 +69,9 @@ class EncoderLayer(nn.Module):
 
 
 def example() -> tuple[nn.Module, tuple[Tensor]]:
-    """The paper's sizes, for `fusion-compiler explain examples/encoder_layer.py:example`."""
-    return EncoderLayer().half(), (torch.randn(8, 512, 1024, dtype=torch.float16),)
+    """The paper's sizes, for `fusion-compiler explain examples/encoder_layer.py:example`, or `profile`."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return EncoderLayer().half().to(device), (torch.randn(8, 512, 1024, dtype=torch.half, device=device),)
 
 
 def main(hidden: int = 64, heads: int = 4, intermediate: int = 256, batch: int = 2, length: int = 32) -> None:

@@ -124,7 +124,7 @@ def check_gpu() -> Check:
 def driver_version(file: Path) -> str:
     """What NVIDIA's driver says of itself, "" where there is none."""
     try:
-        found = re.search(r"Kernel Module\D*([\d.]+)", file.read_text())
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", file.read_text())
     except OSError:
         return ""
     return found[1] if found else "of unknown version"

@@ -288,7 +288,7 @@ def _traced(
 ) -> list[Event]:
     """The events of a trace of so many steps."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
-    with torch.profiler.profile(activities=activities) as traced:
+    with torch.profiler.profile(activities=activities, acc_events=True) as traced:
         for _ in range(repetitions):
             with record_function(STEP):
                 step()

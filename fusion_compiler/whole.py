@@ -77,6 +77,7 @@ def trace_whole(
             mode,
             patch.object(torch.compiler, "_is_compiling_flag", True),
             fx_traceback.preserve_node_meta(),
+            _same_transforms(),
         ):
             traced = make_fx(run, pre_dispatch=True)(*handles)
     except UntraceableError:
@@ -89,6 +90,17 @@ def trace_whole(
     used = _by_first_use(traced, inputs)
     _annotate(traced, used, [any(t is held for held in state) for t in used])
     return Whole(traced, used)
+
+
+@contextmanager
+def _same_transforms() -> Iterator[None]:
+    """Leaves as many function transforms in force as there were: torch 2.11's vmap stays after an error."""
+    depth = _C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        if _C._functorch.get_dynamic_layer_stack_depth() > depth:
+            _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def _check_module(module: nn.Module) -> None:

@@ -97,6 +97,8 @@ def test_a_driver_that_cuda_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPa
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar\n")
     assert doctor.driver_version(file) == "550.54.15"
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n")
+    assert doctor.driver_version(file) == "580.95.05"
     assert doctor.driver_version(tmp_path / "none") == ""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "12.8")

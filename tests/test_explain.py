@@ -20,6 +20,7 @@ import fusion_compiler as fc
 from fusion_compiler import explanation
 from fusion_compiler.errors import ArgumentMismatchError, NotCallableError, UnsupportedDeviceError
 from fusion_compiler.pre_autograd import UntraceableError
+from fusion_compiler.whole import trace_whole
 from tests import models
 
 
@@ -167,6 +168,21 @@ def test_what_torch_fx_cannot_trace_whole_goes_through_dynamo(
     assert explained.captured_by == "TorchDynamo" and re.search(reason, explained.not_whole)
     assert f"captured by TorchDynamo, not whole by torch.fx: {explained.not_whole}" in str(explained)
     assert plain(explained) == plain(by_dynamo(model, x))
+
+
+def test_a_function_transform_that_an_error_left_in_force_ends_with_the_trace() -> None:
+    functorch = torch._C._functorch
+
+    def unbalanced(x: Tensor) -> Tensor:  # as torch 2.11's vmap, when what it calls raises
+        functorch._vmap_increment_nesting(2, "error")
+        return torch.tanh(x)
+
+    before = functorch.get_dynamic_layer_stack_depth()
+    with FakeTensorMode() as mode:
+        x = torch.empty(2, 8)
+    with pytest.raises(UntraceableError, match="function transform"):
+        trace_whole(unbalanced, (x,), {}, mode)
+    assert functorch.get_dynamic_layer_stack_depth() == before
 
 
 def test_a_hook_on_the_module_is_no_part_of_it() -> None:
