@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
+from fusion_compiler import pattern_text
 from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import FusionError, InvalidPatternError, PredicateError
 from fusion_compiler.passes import pattern_notes
@@ -439,6 +440,16 @@ def test_a_pattern_prints_as_it_was_written() -> None:
     assert "def row_sum(x: Tensor) -> Tensor:\n    return x.sum(-1, keepdim=True)\n" in str(sums)
     assert "fc.user_kernel(" in str(sums) and "where=keep" in str(sums)
     assert "backward=lambda x, y, g: g.expand_as(x)" in str(sums)
+
+
+def test_lambdas_of_one_line_are_told_apart() -> None:
+    texts = ["lambda: None", "lambda: 3", "lambda x: True", "lambda x: False", "lambda x: 1", "lambda x: x",
+             "lambda x: (lambda z: z + x)(x)", "lambda y: y", "lambda x: x if x else 2"]  # fmt: skip
+    line = f"made = [{', '.join(texts)}]\n"
+    linecache.cache["<one line>"] = (len(line), None, [line], "<one line>")
+    scope: dict[str, Any] = {}
+    exec(compile(line, "<one line>", "exec"), scope)
+    assert [pattern_text._source(f) for f in scope["made"]] == texts
 
 
 def test_a_function_without_source_prints_as_the_program_that_it_is() -> None:
