@@ -442,6 +442,26 @@ def test_a_replacement_for_floats_is_none_for_integers() -> None:
     assert "of torch.int64 where the pattern has torch.float32" in fast.plan[0].notes["root"]
 
 
+def test_a_gradient_of_the_wrong_shape_is_an_error_and_none_is_zero() -> None:
+    def user(x: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(x) * y * 0.7
+
+    x, y = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    for gradients, text in (
+        (lambda x, y, s, out, g: (g.t(), g), r"its gradient of argument 0 is \[6, 4\], not \[4, 6\]"),
+        (lambda x, y, s, out, g: (g,), "1 gradients for 2 floating arguments"),
+    ):
+        pattern = fc.user_kernel(gate, gate, rows, rows, 2.0, backward=gradients)
+        fast = fc.compile(user, patterns=(pattern,), backend="eager")
+        with pytest.raises(UserKernelError, match=text):
+            fast(x, y).sum().backward()
+        torch._dynamo.reset()
+    pattern = fc.user_kernel(gate, gate, rows, rows, 2.0, backward=lambda x, y, s, out, g: (None, g))
+    fc.compile(user, patterns=(pattern,), backend="eager")(x, y).sum().backward()
+    assert x.grad is not None and y.grad is not None
+    assert torch.equal(x.grad, torch.zeros_like(x)) and torch.equal(y.grad, torch.ones_like(y))
+
+
 # -- verify=True ------------------------------------------------------------------------------------------
 
 
