@@ -334,13 +334,15 @@ def test_a_predicate_that_raises_is_an_error_at_its_line(sort: str) -> None:
 
 
 def test_a_gradient_without_the_argument_that_a_predicate_asks_for_is_left_alone() -> None:
-    """The gradient of a softmax needs its result alone."""
+    """The gradient of a softmax needs its result alone, which the product saves."""
     pattern = fc.cluster_hint(
         lambda x: torch.softmax(x, -1), rows, name="mine", backward=True, where=lambda x: x.shape[-1] == 8
     )
-    fast = compiled(lambda x: torch.softmax(x, -1) * 2, pattern)
-    fast(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    fast = compiled(lambda x: torch.softmax(x, -1) @ x, pattern)
+    fast(torch.randn(8, 8, requires_grad=True)).sum().backward()
     assert "matched once" in fast.plan[0].notes["mine"]
+    text = fast.plan[1].notes["mine_backward"]
+    assert text.startswith("never matched: where= asks about an argument that the gradient does not need")
 
 
 # -- printing ---------------------------------------------------------------------------------------------
