@@ -111,12 +111,28 @@ def _lambda(code: types.CodeType) -> str | None:
     except SyntaxError:
         return None
     spots = [(a, c, b, d) for a, b, c, d in code.co_positions() if a and b and c is not None and d]
-    fitting = [n for n in nodes if n.lineno == code.co_firstlineno and all(_within(s, n.body) for s in spots)]
+    fitting = [
+        n for n in nodes
+        if n.lineno == code.co_firstlineno and _has_parameters(code, n)
+        and (all(_within(s, n.body) for s in spots) if spots else _is_constant(code, n.body))
+    ]  # fmt: skip
     if not fitting:
         return None
     smallest = min(fitting, key=lambda n: len(ast.get_source_segment(text, n) or text))
     segment = ast.get_source_segment(text, smallest)
     return segment and re.sub(r"\n\s*", " ", segment)
+
+
+def _has_parameters(code: types.CodeType, node: ast.Lambda) -> bool:
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return names == list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+
+def _is_constant(code: types.CodeType, body: ast.expr) -> bool:
+    """Whether a body may be that of code without places: Python 3.12 gives a constant none."""
+    value = getattr(body, "value", None)
+    same = any(type(c) is type(value) and c == value for c in code.co_consts)
+    return isinstance(body, ast.Constant) and same
 
 
 def _within(spot: tuple[int, int, int, int], body: ast.expr) -> bool:

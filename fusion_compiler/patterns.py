@@ -136,7 +136,8 @@ class UserKernel(Pattern):
     """`code` becomes a call of `run`, which takes the same arguments and returns new tensors.
 
     backward: (*arguments, *outputs, *gradients of the outputs) -> the gradient of every floating
-        argument, in order; None: the gradient of `code`, recomputed.
+        argument, in order, each a tensor of the argument's shape or None for zeros. Without it: the
+        gradient of `code`, recomputed.
     """
 
     sort: ClassVar[str] = "user_kernel"

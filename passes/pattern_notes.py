@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+from torch import Tensor
+
 from fusion_compiler.dag import OpDag
 from fusion_compiler.passes.match import Found, Lost, Match
 from fusion_compiler.passes.nearest import closest, place
@@ -19,20 +21,25 @@ def not_found(
     patterns: Sequence[Traced], found: Found, dag: OpDag, watched: Collection[Pattern], *, exact: bool = False
 ) -> list[tuple[str, str]]:
     """(name, why there is no match) of the watched patterns that have none."""
-    matched = {m.pattern for m in found.matches} | {x.match.pattern for x in found.lost}
+    matched = {(m.pattern, m.name) for m in (*found.matches, *(x.match for x in found.lost))}
     notes: list[tuple[str, str]] = []
     for traced in patterns:
-        if traced.pattern not in watched or traced.pattern in matched:
+        if traced.pattern not in watched or (traced.pattern, traced.name) in matched:
             continue
-        refused = [m for m in found.declined if m.pattern is traced.pattern]
+        refused = [m for m in found.declined if (m.pattern, m.name) == (traced.pattern, traced.name)]
         why = _declined(refused, dag) if refused else closest(traced, dag, exact=exact)
         notes.append((traced.name, f"never matched: {why}"))
     return notes
 
 
 def _declined(matches: Sequence[Match], dag: OpDag) -> str:
+    where = places([m.root for m in matches], dag)
+    first = matches[0]
+    asked = zip(first.inputs, first.pattern.example, strict=False)  # a gradient has one argument more
+    if any(value is None and isinstance(example, Tensor) for value, example in asked):
+        return f"where= asks about an argument that the gradient does not need, {where}"
     times = f"{len(matches)} match{'es' if len(matches) > 1 else ''}"
-    return f"where= said no to {times}, {places([m.root for m in matches], dag)}"
+    return f"where= said no to {times}, {where}"
 
 
 def places(names: Sequence[str], dag: OpDag) -> str:

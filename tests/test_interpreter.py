@@ -51,6 +51,35 @@ def run(
         compile_for(kernel, "sm_90")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float8_e4m3fn, "float8e4nv"), (torch.float8_e5m2, "float8e5")], ids=str
+)
+@pytest.mark.parametrize("source", [F32, BF16], ids=str)
+def test_conversion_to_eight_bits_carries_and_saturates(
+    dtype: torch.dtype, name: str, source: torch.dtype
+) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.cat(
+        (torch.linspace(-largest, largest, 4000), torch.randn(92), torch.tensor([-7.9, 0, 1e6, -1e9]))
+    )
+    x = x.to(source)
+    y = torch.empty(x.numel(), dtype=dtype)
+    run(
+        f"i = tl.arange(0, {x.numel()})\ntl.store(y_ptr + i, tl.load(x_ptr + i).to(tl.{name}))",
+        {"x": x, "y": y},
+    )
+    want = x.float().clamp(-largest, largest).to(dtype)
+    assert torch.equal(y.view(torch.uint8), want.view(torch.uint8))
+    z = torch.zeros(x.numel())
+    body = """
+i = tl.arange(0, 4096)
+tl.store(z_ptr + i, tl.load(y_ptr + i, i < 4000, other=0.0).to(tl.float32))
+"""
+    run(body, {"y": y, "z": z})
+    want[4000:] = 0
+    assert torch.equal(z, want.float())
+
+
 # -- programs -----------------------------------------------------------------------------------------
 
 

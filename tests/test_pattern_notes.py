@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
+from fusion_compiler import pattern_text
 from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import FusionError, InvalidPatternError, PredicateError
 from fusion_compiler.passes import pattern_notes
@@ -333,13 +334,15 @@ def test_a_predicate_that_raises_is_an_error_at_its_line(sort: str) -> None:
 
 
 def test_a_gradient_without_the_argument_that_a_predicate_asks_for_is_left_alone() -> None:
-    """The gradient of a softmax needs its result alone."""
+    """The gradient of a softmax needs its result alone, which the product saves."""
     pattern = fc.cluster_hint(
         lambda x: torch.softmax(x, -1), rows, name="mine", backward=True, where=lambda x: x.shape[-1] == 8
     )
-    fast = compiled(lambda x: torch.softmax(x, -1) * 2, pattern)
-    fast(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    fast = compiled(lambda x: torch.softmax(x, -1) @ x, pattern)
+    fast(torch.randn(8, 8, requires_grad=True)).sum().backward()
     assert "matched once" in fast.plan[0].notes["mine"]
+    text = fast.plan[1].notes["mine_backward"]
+    assert text.startswith("never matched: where= asks about an argument that the gradient does not need")
 
 
 # -- printing ---------------------------------------------------------------------------------------------
@@ -439,6 +442,16 @@ def test_a_pattern_prints_as_it_was_written() -> None:
     assert "def row_sum(x: Tensor) -> Tensor:\n    return x.sum(-1, keepdim=True)\n" in str(sums)
     assert "fc.user_kernel(" in str(sums) and "where=keep" in str(sums)
     assert "backward=lambda x, y, g: g.expand_as(x)" in str(sums)
+
+
+def test_lambdas_of_one_line_are_told_apart() -> None:
+    texts = ["lambda: None", "lambda: 3", "lambda x: True", "lambda x: False", "lambda x: 1", "lambda x: x",
+             "lambda x: (lambda z: z + x)(x)", "lambda y: y", "lambda x: x if x else 2"]  # fmt: skip
+    line = f"made = [{', '.join(texts)}]\n"
+    linecache.cache["<one line>"] = (len(line), None, [line], "<one line>")
+    scope: dict[str, Any] = {}
+    exec(compile(line, "<one line>", "exec"), scope)
+    assert [pattern_text._source(f) for f in scope["made"]] == texts
 
 
 def test_a_function_without_source_prints_as_the_program_that_it_is() -> None:

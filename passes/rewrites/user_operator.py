@@ -188,14 +188,21 @@ def _own_backward(
 
     def run(*values: Any) -> Any:
         with _above(grad=True):
-            gradients = _listed(given(*(v.detach() if isinstance(v, Tensor) else v for v in values)))
+            gradients: list[Any] = _listed(
+                given(*(v.detach() if isinstance(v, Tensor) else v for v in values))
+            )
         if len(gradients) != len(places):
             detail = f"backward returned {len(gradients)} gradients for {len(places)} floating arguments"
             raise _wrong(kernel.name, detail)
-        shaped = [
-            g.detach().to(values[i].dtype).reshape(values[i].shape).contiguous()
-            for g, i in zip(gradients, places, strict=True)
-        ]
+        shaped: list[Tensor] = []
+        for i, g in zip(places, gradients, strict=True):
+            given_as = torch.zeros_like(values[i]) if g is None else g.detach()
+            if given_as.shape != values[i].shape:
+                detail = (
+                    f"its gradient of argument {i} is {list(given_as.shape)}, not {list(values[i].shape)}"
+                )
+                raise _wrong(kernel.name, detail)
+            shaped.append(given_as.to(values[i].dtype).contiguous())
         fitting = _apart(shaped, values)
         if first is not None:
             fitting = first.settled(values, fitting, [f"gradient of argument {i}" for i in places])
