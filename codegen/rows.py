@@ -34,7 +34,7 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 def _same_for_all_rows(a: Analysis) -> bool:
     """Whether a weight or a bias is read for each element of every row."""
-    return any(isinstance(n, Load) and a.groups[i] == {COLS} for i, n in enumerate(a.loops.nodes))
+    return any(isinstance(n, Load) and a.groups[i] == frozenset({COLS}) for i, n in enumerate(a.loops.nodes))
 
 
 def _persistent(first: Schedule, count: int, device: DeviceSpec) -> Schedule:

@@ -93,7 +93,7 @@ def trace_whole(
 
 
 @contextmanager
-def _same_transforms() -> Iterator[None]:
+def _same_transforms() -> Generator[None]:
     """Leaves as many function transforms in force as there were: torch 2.11's vmap stays after an error."""
     depth = _C._functorch.get_dynamic_layer_stack_depth()
     try:
