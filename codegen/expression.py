@@ -13,6 +13,8 @@ from fusion_compiler.loops import Axis, Compute, Dim, Index, Ref
 from fusion_compiler.ops import Operands, spec_of
 
 TRITON_TYPES = {
+    torch.float8_e4m3fn: "tl.float8e4nv",
+    torch.float8_e5m2: "tl.float8e5",
     torch.float16: "tl.float16",
     torch.bfloat16: "tl.bfloat16",
     torch.float32: "tl.float32",

@@ -297,9 +297,11 @@ class Lowering:
         return self.rounded_like(op, node)
 
     def rounded_like(self, op: Op, node: int) -> int:
-        """numerics="eager": every 16-bit result is rounded as if it had been stored."""
+        """numerics="eager": every 16-bit result is rounded as if it had been stored. A conversion to eight
+        bits always is: nobody asks for one but to quantize."""
         dtype = op.outputs[0].dtype
-        if not self.rounded or dtype not in (torch.float16, torch.bfloat16):
+        quantized = dtype.is_floating_point and dtype.itemsize == 1
+        if not quantized and not (self.rounded and dtype in (torch.float16, torch.bfloat16)):
             return node
         operands = (("self", Value(node)), ("rounding", str(dtype)))
         return self.emit(Compute(aten._to_copy.default, operands, torch.float32), op.name)

@@ -24,9 +24,15 @@ class Illegal(Exception):
         self.rule, self.reason = rule, reason
 
 
+HELD = frozenset({
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
+})  # fmt: skip
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for every float but float64; integers and bool as they are."""
-    if dtype.is_complex:
+    if dtype not in HELD:
         raise Illegal("dtype", f"{dtype} has no Triton type")
     if dtype.is_floating_point:
         return torch.float64 if dtype is torch.float64 else torch.float32
