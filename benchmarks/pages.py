@@ -6,7 +6,10 @@ docs/reading-a-plan.md: a plan, its missed fusions and answers, as `explain` pri
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -131,8 +134,31 @@ def answers(batch: int, length: int) -> str:
     return quoted("\n".join(found))
 
 
+def picture(file: Path) -> None:
+    """The page of the report with a cluster chosen, by a Chromium that is on the machine, if there is one."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+    if browser is None or importlib.util.find_spec("playwright") is None:
+        print(f"{file.name} is left as it is: that needs Chromium and Playwright")
+        return
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        report(*SIZES[0]).html(Path(folder) / "plan.html")
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
+        page = chromium.new_page(viewport={"width": 1400, "height": 900})
+        page.goto((Path(folder) / "plan.html").as_uri())
+        page.wait_for_selector("[data-ready]", state="attached")
+        page.keyboard.press("/")
+        page.keyboard.type("mul_softmax_dropout")
+        page.keyboard.press("Enter")
+        page.wait_for_timeout(1000)  # until it has moved there
+        page.screenshot(path=file)
+        chromium.close()
+
+
 def write(folder: Path) -> None:
     """Fill the marks of docs/data-movement.md and docs/reading-a-plan.md."""
+    picture(folder / "plan.png")
     movement = folder / "data-movement.md"
     text = movement.read_text()
     for batch, length in SIZES:

@@ -130,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     profiling.add_argument("--device", help="the device to predict for (default: the one that it runs on)")
     profiling.add_argument("--repetitions", type=_positive, default=10, help="default: %(default)s")
     profiling.add_argument("--trace", metavar="PATH", help="the last step for Perfetto, with cluster names")
+    profiling.add_argument("--html", metavar="PATH", help="a page of the plan with what was measured")
     profiling.add_argument("--backend", choices=("auto", "interpret", "eager"), default="auto")
 
     caching = add("cache", "what is kept on disk: list it, clear it, or its size", cache)
@@ -197,6 +198,8 @@ def profile(chosen: argparse.Namespace) -> int:
         result = fc.profile(fast, *example.args, repetitions=chosen.repetitions, **example.kwargs)
     if chosen.trace:
         result.trace(chosen.trace)
+    if chosen.html:
+        result.report().html(chosen.html)
     if chosen.json:
         _write(chosen.json, _data(result.json()))
     if chosen.json != "-":

@@ -71,7 +71,7 @@ def explain(
         try:
             compiler = Compiler(Options.of(**options), patterns)
             plans = _plans_of_whole(plain, given, named, compiler, mode)
-            return Report(_name(model), device, plans, emit=_emit)
+            return Report(_name(model), device, plans, emit=kernels_of)
         except UntraceableError as error:
             reason = str(error)
         fast = compile(plain, patterns=patterns, **options)
@@ -82,10 +82,10 @@ def explain(
             incomplete = f"what follows depends on data ({error.func})"
         except (TorchRuntimeError, TypeError, RuntimeError, IndexError) as error:
             raise ArgumentMismatchError(model=_name(model), detail=_reason(error)) from error
-    return Report(_name(model), device, tuple(plan_of(fast)), incomplete, reason, _emit)
+    return Report(_name(model), device, tuple(plan_of(fast)), incomplete, reason, kernels_of)
 
 
-def _emit(plans: tuple[FusionPlan, ...]) -> Kernels:
+def kernels_of(plans: tuple[FusionPlan, ...]) -> Kernels:
     """The Triton source of every cluster, by graph and cluster; the same work is emitted once."""
     compiler = Compiler(Options())
     known: dict[Canonical, tuple[str, str]] = {}

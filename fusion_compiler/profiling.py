@@ -23,11 +23,13 @@ from fusion_compiler.errors import (
     NothingToProfileError,
     ReplayedGraphError,
 )
+from fusion_compiler.explanation import kernels_of
 from fusion_compiler.module import CompiledFunction, CompiledModule, plan_of
 from fusion_compiler.passes.why import Unit as Asked
 from fusion_compiler.passes.why import Why
 from fusion_compiler.plan import Cost, FusionPlan
 from fusion_compiler.profile_report import format_profile, profile_json
+from fusion_compiler.report import Report
 from fusion_compiler.timeline import STEP, Event, Timeline, device_timeline, host_timeline, named
 from fusion_compiler.units import Unit, units_of
 
@@ -87,6 +89,7 @@ class Profile:
     outside_us: float
     units: tuple[Measured, ...]
     unmatched: tuple[Unmatched, ...]
+    plans: tuple[FusionPlan, ...] = field(default=(), repr=False, compare=False)
     events: tuple[Event, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -96,6 +99,10 @@ class Profile:
     def json(self) -> dict[str, Any]:
         """Plain data: {measured: {...}, units: {graph: {unit: {us, bandwidth, error}}}}."""
         return profile_json(self)
+
+    def report(self) -> Report:
+        """The report of the same plans with the measured times in it, for its page for example."""
+        return Report(self.model, self.planned, self.plans, emit=kernels_of, measured=self.json())
 
     def trace(self, path: str | Path) -> None:
         """Writes the last repetition for Perfetto or chrome://tracing; slices carry cluster and source.
@@ -169,6 +176,7 @@ def profile_of(
         outside_us=statistics.median(outside),
         units=measured,
         unmatched=_unmatched(line),
+        plans=tuple(plans),
         events=tuple(_last_step(events, line)),
     )
 

@@ -85,13 +85,10 @@ class Report:
     @property
     def missed(self) -> tuple[Missed, ...]:
         """The ten fusions whose absence costs most, or may; what repeats in other layers is one of them."""
-        alike: dict[tuple[str, ...], list[Rejected]] = {}
-        for name, edges in self.edges.items():
-            for r in edges:
-                key = (name, *(re.sub(r"_\d+\b", "", text) for text in (r.a, r.b, r.rule, r.reason)))
-                alike.setdefault(key, []).append(r)
         found = [
-            Missed(key[0], same[0], len(same), sum(r.saving_us for r in same)) for key, same in alike.items()
+            Missed(name, same[0], len(same), sum(r.saving_us for r in same))
+            for name, edges in self.edges.items()
+            for same in _alike(edges)
         ]
         ranked = sorted((m for m in found if m.total_us > 0), key=lambda m: -m.total_us)
         return tuple(ranked[:MOST_MISSED])
@@ -178,6 +175,22 @@ class Report:
         head = ("class", "calls", "Gflop", "flop", "Mwords", "us eager", "share", "us fused")
         rows = [head, *(_class_row(row) for row in class_rows(self) if row["us_before"] or row["us_after"])]
         return "\n".join([*lines, *(f"  {line}" for line in plan_text.aligned(rows, left=(0,)))])
+
+
+def _alike(edges: Sequence[Rejected]) -> list[list[Rejected]]:
+    """Refusals that differ only in the numbers of their names together, but none that share a unit: those
+    are alternatives, whose savings do not add up."""
+    groups: dict[tuple[str, ...], list[list[Rejected]]] = {}
+    for r in edges:
+        key = tuple(re.sub(r"_\d+\b", "", text) for text in (r.a, r.b, r.rule, r.reason))
+        known = groups.setdefault(key, [])
+        apart = (same for same in known if not any({r.a, r.b} & {s.a, s.b} for s in same))
+        home = next(apart, None)
+        if home is None:
+            known.append([r])
+        else:
+            home.append(r)
+    return [same for known in groups.values() for same in known]
 
 
 def missed_text(missed: Sequence[Missed]) -> str:

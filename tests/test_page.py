@@ -84,6 +84,18 @@ def click_line(tab: Page, title: str) -> None:
     tab.mouse.click(*spot)
 
 
+def test_times_of_the_host_are_shown_and_compared_with_nothing(opened: Open) -> None:
+    report = report_of(60, measured=True)
+    report["measured"]["clock"] = "host"
+    for each in (u for graph in report["graphs"] for u in graph["units"] if u["measured"]):
+        each["measured"] |= {"bandwidth": None, "error": None}
+    tab = opened(report)
+    tab.click(".unit[data-unit=rotate_0] .name")
+    assert "11.0 us on the host's clock" in panel(tab) and "NaN" not in panel(tab)
+    tab.click("#tab-overview")
+    assert "on the host's clock" in panel(tab) and "Furthest" not in panel(tab)
+
+
 def test_a_click_on_a_cluster_shows_its_kernel_and_figures(opened: Open) -> None:
     report = report_of(60, measured=True)
     tab = opened(report)

@@ -352,6 +352,10 @@ def test_without_a_gpu_times_are_the_hosts_and_the_text_says_so(layers: tuple[nn
     assert sum(m.us for m in result.units) <= 2 * result.work_us
     assert "nothing" in str(result) and "the host's" in " ".join(str(result).split())
     assert result.json()["measured"]["clock"] == "host"
+    shown = result.report().json()
+    assert shown["measured"] == result.json()["measured"] and shown["kernels"]
+    taken = {u["name"]: u["measured"] for g in shown["graphs"] for u in g["units"] if u["measured"]}
+    assert {name: row["us"] for name, row in taken.items()} == {m.unit.name: m.us for m in result.units}
     assert weight.grad is kept and x.grad is None, "gradients are as they were"
     assert torch.equal(kept, torch.full_like(weight, 7.0))
 

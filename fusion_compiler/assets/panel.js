@@ -46,10 +46,8 @@ function facts(unit) {
   ];
   if (unit.measured) {
     const { us, bandwidth, error } = unit.measured;
-    rows.push([
-      "measured",
-      `${showUs(us)} at ${showBytes(bandwidth)}/s; the prediction is ${showPercent(Math.abs(error))} ${error < 0 ? "below" : "above"}`,
-    ]);
+    const compared = `at ${showBytes(bandwidth)}/s; the prediction is ${showPercent(Math.abs(error))} ${error < 0 ? "below" : "above"}`;
+    rows.push(["measured", `${showUs(us)} ${error === null ? "on the host's clock" : compared}`]);
   }
   rows.push([
     "moves",

@@ -127,7 +127,7 @@ function measuredSection(page) {
   const { measured, graphs } = page.report;
   if (measured === null) return null;
   const units = graphs.flatMap((graph, i) =>
-    graph.units.filter((u) => u.measured).map((unit) => ({ unit, i })),
+    graph.units.filter((u) => u.measured && u.measured.error !== null).map((unit) => ({ unit, i })),
   );
   const worst = units
     .sort((x, y) => Math.abs(y.unit.measured.error) - Math.abs(x.unit.measured.error))
@@ -222,7 +222,7 @@ function missedTable(page) {
         " + ",
         h("b", {}, edge.b),
         h("br"),
-        h("span", { class: "in" }, edge.times > 1 ? `${edge.graph}, and ${edge.times - 1} alike in other layers` : edge.graph),
+        h("span", { class: "in" }, edge.times > 1 ? `${edge.graph}, and ${edge.times - 1} alike elsewhere` : edge.graph),
         h("p", {}, h("b", {}, edge.rule), ": ", edge.reason),
       ),
       h(
