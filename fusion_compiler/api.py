@@ -45,7 +45,7 @@ from fusion_compiler.progress import Progress
 from fusion_compiler.sources import source_of
 from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
 from fusion_compiler.units import ranges_of
-from fusion_compiler.verify import KernelCheck, Verifier
+from fusion_compiler.verify import KernelCheck, Verifier, coarsest
 
 
 def compile(
@@ -197,7 +197,15 @@ class Compiler:
         """The runners of a graph, each compared with its cluster's fx subgraph when first called."""
         table = self.plans.verification
         return {
-            c.name: Verifier(runners[c.name], subgraph(c, plan.dag), c.name, c.outputs, table, self.warned)
+            c.name: Verifier(
+                runners[c.name],
+                subgraph(c, plan.dag),
+                c.name,
+                c.outputs,
+                coarsest(plan.dag, c.ops),
+                table,
+                self.warned,
+            )
             for c in plan.clusters
         }
 

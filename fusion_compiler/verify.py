@@ -4,13 +4,14 @@ once, and what to make of the difference."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import KernelError, UserKernelError, WarnOnce
 from fusion_compiler.plan_text import aligned
 
@@ -24,7 +25,8 @@ class Verified:
     """One output of one cluster, or of one kernel of the user's, at its first call.
 
     error: largest absolute difference. scale: largest finite absolute value of the fx subgraph's output.
-    bound: what `error` may be: 64 roundings of the output's dtype at that scale. Integers must be equal.
+    bound: what `error` may be: 64 roundings, at that scale, of the narrowest float dtype that eager stores on
+        the way or at the end. Integers must be equal.
     Of a user's kernel both are against its code in float64, see `compare_with_exact`.
     """
 
@@ -57,8 +59,15 @@ class Verification:
         return "\n".join(aligned(table, left=(0, 1, 2, 6)))
 
 
-def compare(cluster: str, output: str, got: Tensor, want: Tensor) -> Verified:
-    """The largest difference; NaN and infinities must be where the other has them."""
+def coarsest(dag: OpDag, ops: Iterable[str]) -> float:
+    """The rounding of the narrowest float dtype among the results of some ops."""
+    dtypes = [meta.dtype for name in ops for meta in dag.op(name).outputs]
+    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
+
+
+def compare(cluster: str, output: str, got: Tensor, want: Tensor, coarsest: float = 0.0) -> Verified:
+    """The largest difference; NaN and infinities must be where the other has them. coarsest: the rounding of
+    the narrowest float between the two ends, where that is not the result's."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return Verified(cluster, output, want.dtype, torch.inf, 0.0, 0.0)
     a, b = got.detach().to(torch.float64), want.detach().to(torch.float64)
@@ -67,7 +76,7 @@ def compare(cluster: str, output: str, got: Tensor, want: Tensor) -> Verified:
     finite = b[b.isfinite()].abs()
     error = float(wrong.max()) if wrong.numel() else 0.0
     scale = float(finite.max()) if finite.numel() else 0.0
-    epsilon = torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
+    epsilon = max(torch.finfo(want.dtype).eps, coarsest) if want.is_floating_point() else 0.0
     return Verified(cluster, output, want.dtype, error, scale, ROUNDINGS * epsilon * scale)
 
 
@@ -132,11 +141,13 @@ class Verifier:
         reference: Callable[..., Sequence[Tensor]],
         name: str,
         outputs: tuple[str, ...],
+        coarsest: float,
         verification: Verification,
         warned: WarnOnce,
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self._reference, self._outputs, self._verification = reference, outputs, verification
+        self._coarsest = coarsest
         self._run, self._warned = run, warned
         self._entry: Callable[..., Sequence[Tensor]] = self._first
         self._lock = threading.Lock()
@@ -151,7 +162,7 @@ class Verifier:
             want = self._reference(*arguments)
             got = self._run(*arguments)
             rows = [
-                compare(self.__name__, name, a, b)
+                compare(self.__name__, name, a, b, self._coarsest)
                 for name, a, b in zip(self._outputs, got, want, strict=True)
             ]
             self._verification.rows.extend(rows)

@@ -16,6 +16,7 @@ from fusion_compiler.dag import EagerCall, Op, OpDag
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint, product
 from fusion_compiler.ops import Kind
+from fusion_compiler.passes import layout
 from fusion_compiler.passes.cost import contraction_cost, eager_cost
 from fusion_compiler.plan import Call
 from fusion_compiler.random import seed
@@ -102,7 +103,11 @@ def eager_calls(
 def _call(tensors: Tensors, names: list[str], returned: set[str]) -> Call | None:
     """Some ops as one call of eager; None where it launches nothing."""
     dag, inside = tensors.dag, set(names)
-    runs = [op for op in map(dag.op, names) if not is_view(op.target) and op.target is not seed]
+    runs = [
+        op
+        for op in map(dag.op, names)
+        if not (is_view(op.target) or layout.is_view(op)) and op.target is not seed
+    ]
     stored = [op.name for op in runs if op.outputs and _is_stored(tensors, op.name, inside, returned)]
     if not stored:
         return None

@@ -240,4 +240,4 @@ def _epilogue(name: str, ops: Sequence[Op]) -> str:
     if set(others) <= EPILOGUES:
         return "cuBLAS could add a matrix or a bias and apply ReLU or GELU, which this compiler leaves alone"
     first = next(n for n in others if n not in EPILOGUES)
-    return f"cuBLAS's epilogues are bias, ReLU and GELU, and none is {IN_WORDS.get(first, first)}"
+    return f"cuBLAS's epilogues are bias, ReLU, GELU and their gradients, none {IN_WORDS.get(first, first)}"

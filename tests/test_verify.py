@@ -115,3 +115,16 @@ def test_functions_differ_by_one_rounding_at_most(dtype: torch.dtype) -> None:
     assert float((got != want).double().mean()) < 0.02
     ulps = (got.view(torch.int16).int() - want.view(torch.int16).int()).abs()
     assert int(ulps.max()) <= 1
+
+
+def test_sixteen_bits_on_the_way_to_a_float32_result_are_no_error() -> None:
+    """As autocast leaves them: eager rounds between the operators, a kernel does not."""
+
+    def mixed(x: Tensor) -> Tensor:
+        return (torch.exp(x.bfloat16()) * 1.1 - x.bfloat16()).float() * 3
+
+    x = torch.randn(64, 32)
+    fast = fc.compile(mixed, backend="interpret", verify=True, strict=True)
+    torch.testing.assert_close(fast(x), mixed(x.double()).float(), rtol=0.05, atol=0.05)
+    (row,) = fast.verification.rows
+    assert row.agrees and row.error > 64 * torch.finfo(torch.float32).eps * row.scale
