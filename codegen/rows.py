@@ -28,7 +28,8 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     shapes = dict.fromkeys((min(r, most), w) for r, w in _shapes(a, block))
     found = [Schedule(r, block, Cols.WHOLE, num_warps=w) for r, w in shapes]
     if width % VECTOR and _same_for_all_rows(a):
-        found.insert(1, _persistent(found[0], count, device))
+        known = isinstance(a.size(ROWS), int)
+        found.insert(1, _persistent(found[0], count if known else 1 << 30, device))
     return tuple(found)
 
 

@@ -77,6 +77,8 @@ def answers(why: Why, a: str, b: str) -> list[Answer]:
     if both:
         return [Answer(plan.name, _together(c, a, b), fused=True) for c in both]
     pairs = [(x, y) for x in sorted(mine) for y in sorted(theirs) if x != y]
+    if not pairs:
+        return [Answer(plan.name, f"{a} and {b} are one call: {next(iter(mine))}", fused=True)]
     near = [p for p in pairs if why.graph.has_edge(*p) or why.graph.has_edge(*reversed(p))]
     return [_apart(why, x, y) for x, y in (near or pairs[:1])]
 
