@@ -474,16 +474,27 @@ def test_faster_devices_are_faster():
 
 
 def test_the_model_is_fast():
-    """Thousands of calls a compile: 50 us for 30 nodes on an idle machine; the test leaves room."""
+    """Thousands of calls a compile: for 30 nodes as long as 1200 turns of a loop, whatever the machine is."""
     n = dropout_layer_norm()
-    nest, times = n.nest(), []
+    nest = n.nest()
     assert len(nest.nodes) >= 26
-    for _ in range(50):
-        start = time.process_time()
-        for _ in range(10):
-            cost_of(nest, H200, n.buffers)
-        times.append((time.process_time() - start) / 10)
-    assert min(times) < 100e-6
+
+    def shortest(work: Callable[[], object]) -> float:
+        times: list[float] = []
+        for _ in range(50):
+            start = time.process_time()
+            work()
+            times.append(time.process_time() - start)
+        return min(times)
+
+    def loop() -> int:
+        total = 0
+        for i in range(10_000):
+            total += i * i
+        return total
+
+    ours = shortest(lambda: [cost_of(nest, H200, n.buffers) for _ in range(10)]) / 10
+    assert ours < 3000 * shortest(loop) / 10_000
 
 
 def lone(target: OpOverload, kind: Kind, shapes: list[tuple[int, ...]], flops: int, dtype: torch.dtype) -> Op:

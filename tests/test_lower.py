@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "sum of all for each column": (lambda a, w: (a.sin().sum() * w, a.amax(1)), (x(9, 30), x(30))),
     "sum of all of rows too wide for registers": (
         lambda a, w: ((b := a - a.mean(1, keepdim=True)), b.abs().sum() * w, (b > 3.8).any()),
-        (x(3, 17000), x(17000)),
+        (x(2, 16500), x(16500)),
     ),
     "elements beside a space without any": (
         lambda a, b: ((c := a != b), c[1:0:2].all(1, True)),
