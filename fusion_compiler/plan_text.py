@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # plan.py prints itself with this module
     from fusion_compiler.dag import OpDag, Source
     from fusion_compiler.plan import Cluster, FusionPlan, Leftover, Rejected
 
-SCHEMA = 1
+SCHEMA = 2
 WIDTH = 110
 TOP = 5  # rejections that the plan itself shows
 
@@ -299,7 +299,8 @@ def human_bytes(number: int) -> str:
     return f"{number} B"
 
 
-def _source_json(source: Source | None) -> dict[str, object] | None:
+def source_json(source: Source | None) -> dict[str, object] | None:
+    """{module, file, line, code}, null where it is not known."""
     if source is None:
         return None
     return {"module": source.module, "file": source.file, "line": source.line, "code": source.code.strip()}
@@ -308,7 +309,7 @@ def _source_json(source: Source | None) -> dict[str, object] | None:
 def plan_json(plan: FusionPlan) -> dict[str, object]:
     """The plan as plain data for json.dumps.
 
-    schema: 1, raised when a key changes its meaning or goes. graph, device: strings.
+    schema: 2, raised when a key changes its meaning or goes. graph, device: strings.
     totals: the fields of `Totals`; bytes and microseconds (us_*) cover the fused ops only.
     cycle: `cycle_of`, empty for a plan that can run.
     clusters: in execution order, each {name, pattern or null, repeats (number of clusters that are the same
@@ -336,7 +337,7 @@ def plan_json(plan: FusionPlan) -> dict[str, object]:
                 "target": left.target,
                 "kind": str(left.kind),
                 "reason": left.reason,
-                "source": _source_json(left.source),
+                "source": source_json(left.source),
             }
             for left in eager_ops(plan)
         ],
@@ -356,7 +357,7 @@ def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, objec
         "pattern": cluster.pattern,
         "repeats": repeats,
         "ops": [
-            {"name": o.name, "target": str(o.target), "kind": str(o.kind), "source": _source_json(o.source)}
+            {"name": o.name, "target": str(o.target), "kind": str(o.kind), "source": source_json(o.source)}
             for o in ops
         ],
         "inputs": list(cluster.inputs),

@@ -25,8 +25,7 @@ from fusion_compiler.errors import (
 )
 from fusion_compiler.explanation import kernels_of
 from fusion_compiler.module import CompiledFunction, CompiledModule, plan_of
-from fusion_compiler.passes.why import Unit as Asked
-from fusion_compiler.passes.why import Why
+from fusion_compiler.passes.why import cost_of_call
 from fusion_compiler.plan import Cost, FusionPlan
 from fusion_compiler.profile_report import format_profile, profile_json
 from fusion_compiler.report import Report
@@ -208,7 +207,7 @@ def predicted(unit: Unit, plan: FusionPlan) -> Cost:
     for cluster in plan.clusters:
         if cluster.name == unit.name:
             return cluster.cost
-    return Why(plan).cost(Asked(unit.name, unit.ops, unit.ops))
+    return cost_of_call(plan, unit.name)
 
 
 def _unmatched(line: Timeline) -> tuple[Unmatched, ...]:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fusion_compiler import plan_text
-from fusion_compiler.dag import Op, Source, TensorMeta
+from fusion_compiler.dag import Op, TensorMeta
 from fusion_compiler.device import DeviceSpec, device_spec
 from fusion_compiler.dims import hint
 from fusion_compiler.ops import Kind
+from fusion_compiler.page import SCHEMA
 from fusion_compiler.passes.movement import CLASSES, class_of
 from fusion_compiler.passes.why import Unit, Why
 from fusion_compiler.plan import Call, Cost, FusionPlan, Rejected
@@ -18,7 +19,6 @@ from fusion_compiler.plan import Call, Cost, FusionPlan, Rejected
 if TYPE_CHECKING:  # report.py prints itself with this module
     from fusion_compiler.report import Report
 
-SCHEMA = 2
 Row = dict[str, Any]
 
 
@@ -120,7 +120,7 @@ def _graph(report: Report, plan: FusionPlan, measured: Row) -> Row:
         "totals": _totals(why),
         "calls": [_call(call, unit_of, us, why.setting.device) for call in plan.calls],
         "ops": [_op(op, why, unit_of.get(op.name)) for op in own],
-        "units": [_unit(report, why, unit, measured.get(unit.name)) for unit in why.units.values()],
+        "units": [_unit(report, why, why.units[name], measured.get(name)) for name in why.order],
         "edges": [_edge(why, refused) for refused in report.edges[plan.name]],
         "notes": dict(plan.notes),
     }
@@ -134,7 +134,7 @@ def _call(call: Call, unit_of: dict[str, str], us: float, device: DeviceSpec) ->
         "class": call.kind,
         "ops": list(call.ops),
         "unit": unit_of.get(call.name),
-        "source": _source(call.source),
+        "source": plan_text.source_json(call.source),
         "gflop": call.flops / 1e9,
         "input_mwords": call.words_read / 1e6,
         "output_mwords": call.words_written / 1e6,
@@ -156,7 +156,7 @@ def _op(op: Op, why: Why, unit: str | None) -> Row:
         "unit": unit,
         "inputs": list(op.inputs),
         "shapes": [_shape(meta, why) for meta in op.outputs],
-        "source": _source(op.source),
+        "source": plan_text.source_json(op.source),
     }
 
 
@@ -242,12 +242,6 @@ def _module(ops: Sequence[Op]) -> str:
 def _shape(meta: TensorMeta, why: Why) -> str:
     sizes = [str(s) if isinstance(s, int) else f"{s}={hint(s, why.setting.hints)}" for s in meta.shape]
     return f"{str(meta.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
-
-
-def _source(source: Source | None) -> Row | None:
-    if source is None:
-        return None
-    return {"module": source.module, "file": source.file, "line": source.line, "code": source.code.strip()}
 
 
 def _version(name: str) -> str | None:

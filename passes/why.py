@@ -54,15 +54,14 @@ class Why:
 
     @cached_property
     def units(self) -> dict[str, Unit]:
-        """By name, in the order of the graph."""
+        """By name."""
         found = {c.name: Unit(c.name, c.ops, c.outputs, c, tuple(n)) for c, n in self._solved()}
         held = {op for unit in found.values() for op in unit.ops}
         calls = [n for n in self.dag.order if n not in held and n not in self.dag.inputs]
         for name in calls:
             if name in self.reasons and not is_view(self.dag.op(name).target):
                 found[name] = Unit(name, (name,), (name,))
-        position = {name: i for i, name in enumerate(self.dag.order)}
-        return dict(sorted(found.items(), key=lambda item: max(position[op] for op in item[1].ops)))
+        return found
 
     def _solved(self) -> Iterator[tuple[Cluster, list[int]]]:
         self.search, groups = solve(self.dag, self.setting)
@@ -89,6 +88,13 @@ class Why:
         if unit.cluster is not None:
             return list(dict.fromkeys(map(self.tensors.base, unit.cluster.inputs)))
         return list(dict.fromkeys(map(self.tensors.base, self.dag.op(unit.name).inputs)))
+
+    @cached_property
+    def order(self) -> list[str]:
+        """The units in an order in which they can run, close to the graph's."""
+        position = {name: i for i, name in enumerate(self.dag.order)}
+        last = {unit.name: max(position[op] for op in unit.ops) for unit in self.units.values()}
+        return list(nx.lexicographical_topological_sort(self.graph, key=last.__getitem__))
 
     def edges(self) -> tuple[Rejected, ...]:
         """Why neighbours are not one kernel: for each edge that a cluster is at, and for each two clusters
@@ -199,13 +205,7 @@ class Why:
         return tuple(dict.fromkeys(passed or both))
 
     def cost(self, unit: Unit) -> Cost:
-        if unit.cluster is not None:
-            return unit.cluster.cost
-        op, device = self.dag.op(unit.name), self.setting.device
-        if op.kind is Kind.CONTRACTION:
-            return contraction_cost(op, device, self.setting.hints)
-        call = next((c for c in self.plan.calls if unit.name in c.outputs), None)
-        return call.cost if call is not None else Cost(0.0, 0, 0, 0, "launch")
+        return unit.cluster.cost if unit.cluster is not None else cost_of_call(self.plan, unit.name)
 
     def bound(self, a: Unit, b: Unit, tensors: Iterable[str]) -> float:
         """What one kernel of both could save at most: the traffic of what they share, a launch, and, where
@@ -224,9 +224,26 @@ class Why:
         read = 0 if self.tensors.near(name) else size
         if name not in a.outputs and name not in b.outputs:
             return read
-        readers = {u.name for u in self.units.values() if name in self.reads(u)}
-        returned = name in {self.tensors.base(o) for o in self.dag.outputs}
-        return read + (0 if returned or readers - {a.name, b.name} else size)
+        maker = a if name in a.outputs else b
+        edges = self.graph.out_edges(maker.name, data="tensors")
+        readers = {reader for _, reader, tensors in edges if name in tensors}
+        return read + (0 if name in self.returned or readers - {a.name, b.name} else size)
+
+    @cached_property
+    def returned(self) -> frozenset[str]:
+        """The ops whose results leave the graph."""
+        return frozenset(map(self.tensors.base, self.dag.outputs))
+
+
+def cost_of_call(plan: FusionPlan, name: str) -> Cost:
+    """What an op that stays an ATen call takes. Raises ValueError for a plan that `plan()` did not make."""
+    if plan.setting is None:
+        raise ValueError(f"plan {plan.name} does not say what it was decided for")
+    op = plan.dag.op(name)
+    if op.kind is Kind.CONTRACTION:
+        return contraction_cost(op, plan.setting.device, plan.setting.hints)
+    call = next((c for c in plan.calls if name in c.outputs), None)
+    return call.cost if call is not None else Cost(0.0, 0, 0, 0, "launch")
 
 
 def _epilogue(name: str, ops: Sequence[Op]) -> str:

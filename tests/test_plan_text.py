@@ -202,7 +202,7 @@ def test_json_holds_what_its_docstring_lists():
     assert data == plan_json(layered_plan())
     documented = plan_json.__doc__ or ""
     assert all(key in documented for key in data), "every key is documented"
-    assert (data["schema"], data["graph"], data["device"]) == (1, "graph0.forward", "h200")
+    assert (data["schema"], data["graph"], data["device"]) == (2, "graph0.forward", "h200")
     assert data["library_calls"] == {"mm": 3}
     clusters = data["clusters"]
     assert isinstance(clusters, list) and all(key in documented for key in clusters[0])
