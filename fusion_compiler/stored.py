@@ -106,12 +106,3 @@ def clear(entries: Iterable[Entry], cache: Cache) -> tuple[int, int]:
             gone, freed = gone + 1, freed + entry.bytes
     cache.clear()
     return gone, freed
-
-
-def folder_size(folder: Path) -> int:
-    """Bytes of the files below a folder."""
-    total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += file.stat().st_size if file.is_file() else 0
-    return total
