@@ -66,8 +66,11 @@ def trace_whole(
     def run(*handles: Tensor) -> list[Tensor]:
         given = {id(t): handle for t, handle in zip(inputs, handles, strict=True)}
         args, kwargs = pytree.tree_unflatten([given.get(id(x), x) for x in leaves], spec)
-        with _holding(module, given), _Watch():
+        watch = _Watch()
+        with _holding(module, given), watch:
             results.extend(_tensors(_forward(model)(*args, **kwargs)))
+        if watch.refused is not None:
+            raise watch.refused
         return results
 
     handles = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
@@ -77,7 +80,6 @@ def trace_whole(
             mode,
             patch.object(torch.compiler, "_is_compiling_flag", True),
             fx_traceback.preserve_node_meta(),
-            _same_transforms(),
         ):
             traced = make_fx(run, pre_dispatch=True)(*handles)
     except UntraceableError:
@@ -90,17 +92,6 @@ def trace_whole(
     used = _by_first_use(traced, inputs)
     _annotate(traced, used, [any(t is held for held in state) for t in used])
     return Whole(traced, used)
-
-
-@contextmanager
-def _same_transforms() -> Generator[None]:
-    """Leaves as many function transforms in force as there were: torch 2.11's vmap stays after an error."""
-    depth = _C._functorch.get_dynamic_layer_stack_depth()
-    try:
-        yield
-    finally:
-        if _C._functorch.get_dynamic_layer_stack_depth() > depth:
-            _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -122,22 +113,34 @@ def _forward(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses what changes autograd's work and is no operator; tells the trace the user's line."""
+    """Refuses what changes autograd's work and is no operator; tells the trace the user's line.
+
+    Once only: what ends a transform on the way out may be a call as well (torch 2.11's vmap).
+    """
+
+    refused: UntraceableError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         fx_traceback.current_meta["stack_trace"] = _line()
         name = getattr(func, "__name__", "")
-        if name in AUTOGRAD_METHODS:
-            raise UntraceableError(f"it calls Tensor.{name}")
-        if _C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            raise UntraceableError(
-                "it holds a checkpointed region, or hooks on the tensors saved for backward"
-            )
-        if _C._functorch.peek_interpreter_stack() is not None:
-            raise UntraceableError("it holds a function transform (vmap, grad or jvp)")
+        reason = "" if self.refused is not None else _unseen(name)
+        if reason:
+            self.refused = UntraceableError(reason)
+            raise self.refused
         if name == "contiguous":  # recorded even where it is so already: after a rewrite it may not be
             return torch.ops.aten.contiguous.default(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _unseen(name: str) -> str:
+    """What of a call of `name`, or around it, the trace would not show; "" if nothing."""
+    if name in AUTOGRAD_METHODS:
+        return f"it calls Tensor.{name}"
+    if _C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "it holds a checkpointed region, or hooks on the tensors saved for backward"
+    if _C._functorch.peek_interpreter_stack() is not None:
+        return "it holds a function transform (vmap, grad or jvp)"
+    return ""
 
 
 def _line() -> str:

@@ -170,19 +170,20 @@ def test_what_torch_fx_cannot_trace_whole_goes_through_dynamo(
     assert plain(explained) == plain(by_dynamo(model, x))
 
 
-def test_a_function_transform_that_an_error_left_in_force_ends_with_the_trace() -> None:
-    functorch = torch._C._functorch
+def test_a_refused_transform_is_left_and_code_that_catches_the_refusal_is_refused() -> None:
+    def caught(x: Tensor) -> Tensor:
+        try:
+            return torch.vmap(torch.tanh)(x)
+        except Exception:
+            return torch.tanh(x)
 
-    def unbalanced(x: Tensor) -> Tensor:  # as torch 2.11's vmap, when what it calls raises
-        functorch._vmap_increment_nesting(2, "error")
-        return torch.tanh(x)
-
-    before = functorch.get_dynamic_layer_stack_depth()
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth
+    before = depth()
     with FakeTensorMode() as mode:
         x = torch.empty(2, 8)
     with pytest.raises(UntraceableError, match="function transform"):
-        trace_whole(unbalanced, (x,), {}, mode)
-    assert functorch.get_dynamic_layer_stack_depth() == before
+        trace_whole(caught, (x,), {}, mode)
+    assert depth() == before
 
 
 def test_a_hook_on_the_module_is_no_part_of_it() -> None:

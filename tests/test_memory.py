@@ -19,7 +19,7 @@ from tests.fake_gpu import IdleGpu, use
 def peak(call: Callable[[], object]) -> int:
     """The most bytes that `call` has allocated at once."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as traced:
         call()
     assert traced.profiler is not None and traced.profiler.kineto_results is not None
     events: list[Any] = [e for e in traced.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -425,7 +425,7 @@ def test_recorded_graphs_are_refused_before_anything_runs() -> None:
 
 
 def shown(call: Callable[[], object]) -> list[str]:
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as traced:
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as traced:
         call()
     return [e.name for e in traced.events() or () if e.name.startswith("graph")]
 
@@ -448,7 +448,7 @@ def test_ranges_are_there_while_a_profiler_is_active_and_only_then(
     assert len(asked) == 1
     (forward,) = (plan for plan in plan_of(fast) if plan.name == "graph0.forward")
     assert names == [unit.range for unit in units_of(forward).values()]
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True):
         torch.testing.assert_close(fast(x), plain, rtol=0, atol=0)
     fast(x)
     assert len(asked) == 2

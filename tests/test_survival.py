@@ -66,7 +66,8 @@ def with_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file())
+    """Also while a compilation removes its temporary folders there, which ends `Path.rglob` with an error."""
+    return sorted(Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
 
 
 def flipped(content: bytes) -> bytes:
@@ -130,13 +131,15 @@ if device == "cpu":
 for wanted in map(int, sys.argv[3:]):
     child = os.fork()
     if not child:
-        os.setpgid(0, 0)
         here.assert_right(here.compiled(here.softmax, strict=True), device)
-        time.sleep(600)
-    while len(here.files(folder)) < wanted:
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child has ended by itself"
-        time.sleep(0.001)
-    os.killpg(child, signal.SIGKILL)
+        signal.pause()
+    os.setpgid(child, child)
+    try:
+        while len(here.files(folder)) < wanted:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child has ended by itself"
+            time.sleep(0.001)
+    finally:  # whatever happens here, no child stays behind and holds the pipes
+        os.killpg(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     print("killed")
 here.assert_right(here.compiled(here.softmax, strict=True), device)
