@@ -18,6 +18,7 @@ from fusion_compiler.loops import (
     Compute,
     Constant,
     Coordinate,
+    Index,
     Load,
     LoopNest,
     Node,
@@ -32,6 +33,9 @@ from fusion_compiler.loops import (
 )
 
 aten = torch.ops.aten
+
+
+WORD = 8  # elements of two bytes in the widest access
 
 
 class Cols(StrEnum):
@@ -49,6 +53,7 @@ class Schedule:
     splits: programs that share a row, each with consecutive columns of it; they run at the same time and
     exchange what they reduced, in 32 bits. With one row a block, and not in a loop over rows: that would wait
     in every round.
+    skewed: the tile begins with the word in which its row begins (`codegen.skew`). One row a block, whole.
     """
 
     block_rows: int
@@ -58,12 +63,14 @@ class Schedule:
     num_warps: int = 4
     num_stages: int = 1
     splits: int = 1
+    skewed: bool = False
 
     def __str__(self) -> str:
         split = f" of {self.splits} parts" if self.splits > 1 else ""
         loop = f", {self.programs} programs" if self.programs else ""
         stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
-        tile = f"{self.block_rows} x {self.block_cols} {self.cols}{split}"
+        skewed = " skewed" if self.skewed else ""
+        tile = f"{self.block_rows} x {self.block_cols} {self.cols}{skewed}{split}"
         return f"{tile}{loop}, {self.num_warps} warps{stages}"
 
     @property
@@ -83,6 +90,33 @@ class Analysis:
 
     def size(self, group: str) -> Dim:
         return product(a.size for a in self.axes[group])
+
+    def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
+        """An index in which a group whose axes are contiguous in it goes by its own number, in its last
+        axis' place; and the group of each axis that stands for one so."""
+        whole: dict[int, str] = {}
+        terms = dict(index.terms)
+        for group in (ROWS, COLS):
+            axes, first = self.axes[group], self.first[group]
+            step = terms.get(first + len(axes) - 1, 0)
+            if len(axes) > 1 and step != 0:
+                inner = [product((step, *(a.size for a in axes[i + 1 :]))) for i in range(len(axes))]
+                if all(terms.get(first + i, 0) == c for i, c in enumerate(inner)):
+                    for i in range(len(axes) - 1):
+                        terms.pop(first + i, None)  # absent where an inner axis is empty
+                    whole[first + len(axes) - 1] = group
+        return Index(index.const, tuple(sorted(terms.items()))), whole
+
+    def lies_in_rows(self, index: Index) -> bool:
+        """Whether an access goes through a tensor row by row, without gaps, from the beginning of a word."""
+        merged, whole = self.merged(index)
+        steps: dict[str, Dim] = {}
+        for key, step in merged.terms:
+            group = self.loops.axes[key].group if key >= 0 else ""
+            if group and (key in whole or len(self.axes[group]) == 1):
+                steps[group] = step
+        known = len(steps) == len(merged.terms) and isinstance(index.const, int)
+        return known and index.const % WORD == 0 and steps == {ROWS: self.size(COLS), COLS: 1}
 
     @cached_property
     def contiguous(self) -> dict[str, int]:

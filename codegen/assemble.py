@@ -105,7 +105,15 @@ def build(
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
     shown = " beside ".join(str(s) for s in dict.fromkeys(schedules))
-    return Program(tuple(kernels), signature.inputs, signature.outputs, scratch, signature.sizes, shown)
+    return Program(
+        tuple(kernels),
+        signature.inputs,
+        signature.outputs,
+        scratch,
+        signature.sizes,
+        shown,
+        in_words=any(s.skewed for s in schedules),
+    )
 
 
 def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
@@ -264,7 +272,9 @@ class _Assembly:
                 p.cols_at("first_col")
             return "row", (product((share, self.s.splits)),)
         if self.s.cols is not Cols.GRID:
-            if self.s.cols is Cols.WHOLE:
+            if self.s.skewed:
+                p.skewed_cols(program)
+            elif self.s.cols is Cols.WHOLE:
                 p.cols_at(None)
             return program, (share,)
         blocks = ceil_div(self.a.size(COLS), self.s.block_cols)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from fusion_compiler.codegen import wide_rows
+from fusion_compiler.codegen import skew, wide_rows
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
 from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.device import DeviceSpec
@@ -36,6 +36,9 @@ def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
                 tile = Schedule(block_rows, block_cols, cols, num_warps=warps, splits=splits)
                 if _fits_threads(tile, width * count, device) and tile_registers(a, tile) <= REGISTERS:
                     found.update(dict.fromkeys(_loops(a, tile, device)))
+    if skew.fits(a):
+        forms = (skew.skewed(a, s) for s in tuple(found) if s.block_rows == 1)
+        found.update(dict.fromkeys(s for s in forms if s is not None))
     return tuple(s for s in found if tile_registers(a, s) <= REGISTERS)
 
 

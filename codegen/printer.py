@@ -17,7 +17,14 @@ from contextlib import contextmanager
 
 import torch
 
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, accumulator_dtype, operand_of
+from fusion_compiler.codegen.analysis import (
+    WORD,
+    Analysis,
+    Cols,
+    Schedule,
+    accumulator_dtype,
+    operand_of,
+)
 from fusion_compiler.codegen.expression import (
     TRITON_TYPES,
     compute_text,
@@ -50,8 +57,10 @@ from fusion_compiler.loops import (
 
 aten = torch.ops.aten
 NEUTRAL = {"sum": 0, "prod": 1, "max": float("-inf"), "min": float("inf"), "any": False, "all": True}
+BASES = {ROWS: "row", COLS: "col"}  # the variable with a group's element number
 RESERVED = frozenset(
     {"tl", "fm", "libdevice", "row", "col", "sum", "max", "min", "all", "any", "pow", "abs", "round"}
+    | {"lane", "skew", "word", "in_words", "whole_words"}
 )
 
 
@@ -121,6 +130,8 @@ class Printer:
         if self.flat:
             if start != "row":
                 self.line(f"row = {start}")
+            if self.s.skewed:
+                self.line(f"word = row * {dim_text(self.a.size(COLS))} // {WORD} * {WORD}")
             return
         self.line(f"row = {start} + tl.arange(0, {self.s.block_rows})[:, None]")
         if size == 0 or quotient(size, self.s.block_rows) is None:
@@ -142,10 +153,37 @@ class Printer:
             self.line(f"col_inside = col < {dim_text(size)}")
             self.col_mask = "col_inside"
 
+    def skewed_cols(self, program: str) -> None:
+        """Define `col` for a tile that begins with the word in which its row begins (`codegen.skew`).
+
+        program: the number of the program's first row.
+        """
+        width = self.a.size(COLS)
+        assert isinstance(width, int) and self.flat
+        skew = f"{program} * {width} % {WORD}"
+        self.line(f"skew = {f'({skew}).to(tl.int32)' if self.wide else skew}")
+        self.line(f"lane = tl.arange(0, {self.s.block_cols})")
+        self.line("col = lane - skew")
+        self.line(f"col_inside = (col >= 0) & (col < {width})")
+        self.line(f"in_words = lane < (skew + {width + WORD - 1}) // {WORD} * {WORD}")
+        if any(self.in_words(s.index, s.within) for s in self.loops.stores):
+            first, end = f"(skew + {WORD - 1}) // {WORD} * {WORD}", f"(skew + {width}) // {WORD} * {WORD}"
+            self.line(f"whole_words = (lane >= {first}) & (lane < {end})")
+        self.col_mask = "col_inside"
+
+    def in_words(self, index: Index, within: int | None) -> bool:
+        """Whether an access moves whole words of a row that may begin anywhere."""
+        return self.s.skewed and within is None and self.a.lies_in_rows(index)
+
+    def word_text(self, buffer: str, index: Index) -> str:
+        """The addresses of the tile's lanes, from the word in which the row begins."""
+        const = f" + {index.const}" if index.const else ""
+        return f"{self.pointers[buffer]} + word + lane{const}"
+
     def axis(self, number: int) -> str:
         """The variable of one axis, taken out of its group's element number on first use."""
         axis = self.loops.axes[number]
-        base = "row" if axis.group == ROWS else "col"
+        base = BASES[axis.group]
         axes = self.a.axes[axis.group]
         if len(axes) == 1:
             return base
@@ -157,24 +195,8 @@ class Printer:
 
     def index(self, index: Index) -> str:
         """Element index as text."""
-        merged, whole = self.merged(index)
-        return index_text(merged, lambda k: whole[k] if k in whole else self.axis(k), self.variable)
-
-    def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
-        """An index in which a group whose axes are contiguous in it goes by its own number, in its last
-        axis' place; and which axes stand for their group so."""
-        whole: dict[int, str] = {}
-        terms = dict(index.terms)
-        for group, base in ((ROWS, "row"), (COLS, "col")):
-            axes, first = self.a.axes[group], self.a.first[group]
-            step = terms.get(first + len(axes) - 1, 0)
-            if len(axes) > 1 and step != 0:
-                inner = [product((step, *(a.size for a in axes[i + 1 :]))) for i in range(len(axes))]
-                if all(terms.get(first + i, 0) == c for i, c in enumerate(inner)):
-                    for i in range(len(axes) - 1):
-                        terms.pop(first + i, None)  # absent where an inner axis is empty
-                    whole[first + len(axes) - 1] = base
-        return Index(index.const, tuple(sorted(terms.items()))), whole
+        merged, whole = self.a.merged(index)
+        return index_text(merged, lambda k: BASES[whole[k]] if k in whole else self.axis(k), self.variable)
 
     def mask(
         self, groups: frozenset[str], within: int | None, value_groups: frozenset[str] = frozenset()
@@ -304,6 +326,8 @@ class Printer:
         ):  # a block needs a mask's shape
             pointer += f" + tl.zeros({self.shape(own | more)}, tl.int32)"
         mask = self.mask(own, node.within)
+        if self.in_words(node.index, node.within):
+            pointer, mask = self.word_text(node.buffer, node.index), "in_words"
         held = self.dtypes[node.buffer]
         zero = "0.0" if held.is_floating_point and held.itemsize == 1 else "0"  # no integer becomes a float8
         options = (f", mask={mask}, other={zero}" if mask else "") + self.load_options
@@ -321,7 +345,7 @@ class Printer:
         """Four numbers a Philox call where four neighbours lie along the columns."""
         function = "fm.words" if node.dtype is torch.uint32 else "fm.uniform"
         seed = self.variable(node.seed)
-        merged, whole = self.merged(node.index)
+        merged, whole = self.a.merged(node.index)
         cols = range(self.a.first[COLS], len(self.loops.axes))
         along = [(k, c) for k, c in merged.terms if k in cols]
         others = tuple((k, quotient(c, 4)) for k, c in node.index.terms if k not in cols)
@@ -407,6 +431,11 @@ class Printer:
         if isinstance(self.loops.nodes[store.value], Constant):
             self.variable(store.value)
         value = self.variable(store.value)
+        if self.in_words(store.index, store.within):
+            target = self.word_text(store.buffer, store.index)
+            self.line(f"tl.store({target}, {value}, mask=whole_words)")
+            self.line(f"tl.store({target}, {value}, mask=col_inside ^ whole_words)")
+            return
         groups = self.index_groups(store.index)
         mask = self.once(groups, self.mask(groups, store.within))
         target = f"{self.pointers[store.buffer]} + {self.index(store.index)}"

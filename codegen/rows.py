@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS, Load
 
 WIDEST = 16384
-VECTOR = 8  # elements of two bytes in the widest access
 
 
 def fits(a: Analysis) -> bool:
@@ -27,7 +26,7 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     most = 1 << max(0, (count - 1).bit_length())
     shapes = dict.fromkeys((min(r, most), w) for r, w in _shapes(a, block))
     found = [Schedule(r, block, Cols.WHOLE, num_warps=w) for r, w in shapes]
-    if width % VECTOR and _same_for_all_rows(a):
+    if width % WORD and _same_for_all_rows(a):
         known = isinstance(a.size(ROWS), int)
         found.insert(1, _persistent(found[0], count if known else 1 << 30, device))
     return tuple(found)

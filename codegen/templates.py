@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
-from fusion_compiler.codegen import assemble, columns, flat, persistent_rows, rows, wide_rows
+from fusion_compiler.codegen import assemble, columns, flat, persistent_rows, rows, skew, wide_rows
 from fusion_compiler.codegen.analysis import Analysis, Schedule
 from fusion_compiler.codegen.registers import MOST, tile_registers
 from fusion_compiler.device import DeviceSpec
@@ -24,7 +24,8 @@ def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedu
     for template in TEMPLATES:
         if template.fits(analysis):
             schedules = template.schedules(analysis, device)
-            return tuple(sorted(schedules, key=lambda s: tile_registers(analysis, s) > MOST))
+            by_room = sorted(schedules, key=lambda s: tile_registers(analysis, s) > MOST)
+            return skew.with_skewed(analysis, tuple(by_room))
     raise LookupError(f"no template fits {name}")
 
 

@@ -72,6 +72,8 @@ class Program:
     sizes: the symbols that become integer arguments, in order.
     schedule: how it was scheduled, for people ("rows: 4 rows x 1024, 4 warps").
     cost: predicted microseconds, the key by which candidates are ranked.
+    in_words: it reads its inputs in words of 16 bytes, beyond their ends where those lie within a word. Where
+        an input does not begin with a word, another candidate has to run: such a word may cross a page.
     """
 
     kernels: tuple[Kernel, ...]
@@ -81,4 +83,5 @@ class Program:
     sizes: tuple[sympy.Symbol, ...] = ()
     schedule: str = ""
     cost: float = 0.0
+    in_words: bool = False
     notes: dict[str, str] = field(default_factory=dict[str, str])

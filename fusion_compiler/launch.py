@@ -198,6 +198,10 @@ class Runner:
             self.cache.put(key, {"cluster": self.name, "candidate": chosen, "us": times})
         return chosen
 
+    def for_any_address(self, program: Program) -> Program:
+        """`program`, or in its place one that does not care where its inputs begin."""
+        return next(p for p in (program, *self.candidates) if not p.in_words)
+
     # -- failing -----------------------------------------------------------------------------------
 
     def _error(self, action: str, detail: object) -> KernelError:
@@ -228,6 +232,8 @@ class Runner:
         program = self.candidates[self.schedule]
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         sizes = [a for a in arguments if isinstance(a, int)]
+        if any(tensor.data_ptr() % 16 for tensor in tensors):
+            program = self.for_any_address(program)
         try:
             if wrong := {str(tensor.device) for tensor in tensors} - {"cpu"}:
                 raise self._error("run in the interpreter", f"its inputs are on {sorted(wrong)}, not on cpu")
@@ -260,9 +266,10 @@ class _Bound:
         wanted = Variant(aligned, wide)
         found = self._variants.get(wanted)
         if found is None:
-            entries = [self._load(build) for build in program_builds(self._program, self._gpu.target, wanted)]
+            program = self._program if aligned else self._runner.for_any_address(self._program)
+            entries = [self._load(build) for build in program_builds(program, self._gpu.target, wanted)]
             found = self._variants[wanted] = bind(
-                self._program,
+                program,
                 wanted,
                 entries,
                 self._gpu,

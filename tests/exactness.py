@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from fusion_compiler.api import Compiler
 from fusion_compiler.capture import GraphInfo, Phase
-from fusion_compiler.codegen import templates, wide_rows
+from fusion_compiler.codegen import skew, templates, wide_rows
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DeviceSpec
@@ -84,7 +84,10 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
         for s in template.schedules(analysis, device) if template.fits(analysis) else ():
             cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, 4)
             programs = None if s.programs is None else 3
-            kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
+            plain = Schedule(min(s.block_rows, 2), cols, s.cols, programs)
+            kinds[plain] = None
+            if skew.fits(analysis):
+                kinds[Schedule(1, cols, s.cols, programs and 8, skewed=s.cols is Cols.WHOLE)] = None
     if analysis.reductions and wide_rows.fits(analysis) and wide_rows.can_be_shared(analysis):
         half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
         kinds[Schedule(1, 4, Cols.LOOP, splits=3)] = None
