@@ -60,7 +60,7 @@ NEUTRAL = {"sum": 0, "prod": 1, "max": float("-inf"), "min": float("inf"), "any"
 BASES = {ROWS: "row", COLS: "col"}  # the variable with a group's element number
 RESERVED = frozenset(
     {"tl", "fm", "libdevice", "row", "col", "sum", "max", "min", "all", "any", "pow", "abs", "round"}
-    | {"lane", "skew", "word", "in_words", "whole_words"}
+    | {"lane", "skew", "begin", "in_words", "whole_words"}
 )
 
 
@@ -131,7 +131,7 @@ class Printer:
             if start != "row":
                 self.line(f"row = {start}")
             if self.s.skewed:
-                self.line(f"word = row * {dim_text(self.a.size(COLS))} // {WORD} * {WORD}")
+                self.line(f"begin = row * {dim_text(self.a.size(COLS))} // {WORD} * {WORD}")
             return
         self.line(f"row = {start} + tl.arange(0, {self.s.block_rows})[:, None]")
         if size == 0 or quotient(size, self.s.block_rows) is None:
@@ -178,7 +178,7 @@ class Printer:
     def word_text(self, buffer: str, index: Index) -> str:
         """The addresses of the tile's lanes, from the word in which the row begins."""
         const = f" + {index.const}" if index.const else ""
-        return f"{self.pointers[buffer]} + word + lane{const}"
+        return f"{self.pointers[buffer]} + begin + lane{const}"
 
     def axis(self, number: int) -> str:
         """The variable of one axis, taken out of its group's element number on first use."""

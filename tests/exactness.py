@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ from fusion_compiler.api import Compiler
 from fusion_compiler.capture import GraphInfo, Phase
 from fusion_compiler.codegen import skew, templates, wide_rows
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.templates import schedules_of
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
@@ -27,19 +28,20 @@ from fusion_compiler.options import Options
 from fusion_compiler.partition import partition
 from fusion_compiler.plan import FusionPlan
 
+Schedules = Callable[[LoopNest, str, DeviceSpec], tuple[Schedule, ...]]
+
 
 @dataclass
 class Compiled:
     """A function as AOTAutograd and the compiler see it, without Dynamo before them: ten times as fast.
 
-    cramped: blocks of two rows and four columns, and three programs, for every template that fits, so that
-        small tensors meet every loop, mask and partial sum; schedule then numbers these.
     schedule: which candidate of each cluster runs; the last one where a cluster has fewer.
+    schedules: what gives the candidates their schedules.
     """
 
     fn: Callable[..., Any]
     schedule: int = 0
-    cramped: bool = False
+    schedules: Schedules = schedules_of
     compiler: Compiler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,7 +59,7 @@ class Compiled:
     def _stage(self, numbers: Any, phase: Phase, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         info = GraphInfo(f"g{next(numbers)}.{phase}", phase, (), outputs)
-        with patch.object(templates, "schedules_of", cramped if self.cramped else templates.schedules_of):
+        with patch.object(templates, "schedules_of", self.schedules):
             run = self.compiler.graph(gm, inputs, info)
         for runner in self.compiler.runners.values():
             runner.schedule = min(self.schedule, len(runner.candidates) - 1)
@@ -77,22 +79,28 @@ class Compiled:
 
 
 def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Schedules that only a test would choose, one of each kind that the program allows."""
+    """Blocks of two rows and four columns, and three programs, for every template that fits, so that small
+    tensors meet every loop, mask and partial sum: one of each kind that the program allows."""
     analysis = Analysis(loops)
     kinds: dict[Schedule, None] = {}
     for template in templates.TEMPLATES:
         for s in template.schedules(analysis, device) if template.fits(analysis) else ():
             cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, 4)
             programs = None if s.programs is None else 3
-            plain = Schedule(min(s.block_rows, 2), cols, s.cols, programs)
-            kinds[plain] = None
-            if skew.fits(analysis):
-                kinds[Schedule(1, cols, s.cols, programs and 8, skewed=s.cols is Cols.WHOLE)] = None
+            kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
     if analysis.reductions and wide_rows.fits(analysis) and wide_rows.can_be_shared(analysis):
         half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
         kinds[Schedule(1, 4, Cols.LOOP, splits=3)] = None
         kinds[Schedule(1, half, Cols.WHOLE, splits=2)] = None
     return tuple(kinds)
+
+
+def skewed(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Skewed forms of schedules, of tiles too narrow for the tuner to choose them; others where none is."""
+    analysis, plain = Analysis(loops), schedules_of(loops, name, device)
+    few = (replace(s, programs=s.programs and 8) for s in plain)
+    forms = (skew.skewed(analysis, s) for s in few) if skew.fits(analysis) else ()
+    return tuple(dict.fromkeys(s for s in forms if s is not None)) or plain
 
 
 def wide(value: Any) -> Any:

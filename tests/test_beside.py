@@ -14,7 +14,7 @@ from fusion_compiler.canonical import canonical
 from fusion_compiler.codegen.analysis import Cols, Schedule
 from fusion_compiler.codegen.assemble import build
 from fusion_compiler.plan import Cluster
-from tests.exactness import Compiled, not_as_close, rounding_noise, wide
+from tests.exactness import Compiled, cramped, not_as_close, rounding_noise, wide
 
 ROWS, COLS = 18, 17
 INPUTS = (torch.randn(ROWS, 4), *(torch.randn(4, COLS) for _ in range(3)))
@@ -60,7 +60,7 @@ def assert_exact(fn: Callable[..., Any], results: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("schedule", [None, 0, 1], ids=["chosen", "cramped", "cramped 1"])
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_parts_of_a_launch_are_exact(fn: Callable[..., Any], schedule: int | None) -> None:
-    compiled = Compiled(fn, schedule or 0, cramped=schedule is not None)
+    compiled = Compiled(fn) if schedule is None else Compiled(fn, schedule, cramped)
     assert_exact(fn, compiled(*INPUTS))
     assert_exact(fn, compiled(*INPUTS))  # which finds the tickets as the first call left them
     sharing(compiled)

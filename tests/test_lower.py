@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
+from fusion_compiler.codegen.templates import schedules_of
 from fusion_compiler.loops import Reduce
-from tests.exactness import Compiled, not_as_close, rounding_noise, wide
+from tests.exactness import Compiled, Schedules, cramped, not_as_close, rounding_noise, wide
 
 FIRST = torch.tensor([2, 0, 1, -1])
 SECOND = torch.tensor([[1], [-2]])
@@ -64,11 +65,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("cramped", [False, True], ids=["chosen schedule", "cramped schedule"])
+@pytest.mark.parametrize("schedules", [schedules_of, cramped], ids=["chosen schedule", "cramped schedule"])
 @pytest.mark.parametrize("name", CASES)
-def test_compiles_and_is_exact(name: str, cramped: bool) -> None:
+def test_compiles_and_is_exact(name: str, schedules: Schedules) -> None:
     fn, inputs = CASES[name]
-    compiled = Compiled(fn, cramped=cramped)
+    compiled = Compiled(fn, schedules=schedules)
     results = (compiled(*inputs), fn(*inputs), fn(*wide(inputs)))
     ours, eager, truth = (tuple(r) if isinstance(r, tuple | list) else (r,) for r in results)
     for our, their, exact in zip(ours, eager, truth, strict=True):

@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 import fusion_compiler as fc
+from fusion_compiler.codegen.templates import schedules_of
 from tests.dags import NAMES, WIDE, Dag, dags
-from tests.exactness import Compiled, not_as_close, rounding_noise, wide
+from tests.exactness import Compiled, cramped, not_as_close, rounding_noise, wide
 
 LONG = int(os.environ.get("FUSION_RANDOM_DAGS", "0"))
 
@@ -81,8 +82,8 @@ def test_gradients(dag: Dag) -> None:
 def test_every_schedule(dag: Dag) -> None:
     """All candidates of every cluster, and schedules that cut even small tensors into blocks."""
     inputs = dag.tensors()
-    for cramped, schedule in itertools.product((False, True), range(4)):
-        compiled = Compiled(dag, schedule, cramped)
+    for schedules, schedule in itertools.product((schedules_of, cramped), range(4)):
+        compiled = Compiled(dag, schedule, schedules)
         check(dag, compiled(*inputs), inputs)
 
 

@@ -1,0 +1,124 @@
+"""Tiles that begin with the word in which their row begins: values, what is read around a row, how wide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.case import Case
+from benchmarks.clusters import CASES
+from fusion_compiler.codegen import skew
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.templates import schedules_of
+from fusion_compiler.device import DeviceSpec
+from fusion_compiler.kernel import Program
+from fusion_compiler.launch import Runner
+from fusion_compiler.loops import COLS, LoopNest
+from fusion_compiler.target import compile_for
+from tests.exactness import Compiled, not_as_close, wide
+from tests.fake_gpu import FakeGpu
+
+WITHOUT_ROWS = ("SwiGLU", "4 x (tanh, sigmoid, mul, sub)")  # no value serves a row or a column
+
+
+def skewed(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Skewed forms alone, where there are any: a row a program, and several rows each of eight programs."""
+    plain, a = schedules_of(loops, name, device), Analysis(loops)
+    width = a.size(COLS)
+    if not skew.fits(a) or not isinstance(width, int):
+        return plain
+    whole = Schedule(1, 1 << (width - 1).bit_length(), Cols.WHOLE, skewed=True)
+    return (replace(whole, programs=8, num_stages=2), *(() if a.across_rows else (whole,)))
+
+
+def programs(compiled: Compiled) -> list[Program]:
+    return [runner.candidates[runner.schedule] for runner in compiled.compiler.runners.values()]
+
+
+def computed(results: Tensor | Sequence[Tensor], inputs: list[Tensor], seed: int) -> list[Tensor]:
+    """The results, and the gradients of the inputs that ask for one."""
+    outputs = tuple(results) if isinstance(results, tuple | list) else (results,)
+    drawn = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(o.shape, generator=drawn).to(o.dtype) for o in outputs]
+    leaves = [x for x in inputs if x.requires_grad]
+    return [o.detach() for o in (*outputs, *torch.autograd.grad(outputs, leaves, weights))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [45, 531])
+@pytest.mark.parametrize("case", [c for c in CASES if "columns" in c.quick], ids=lambda case: case.name)
+def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> None:
+    fn, made = case.without_randomness(), case.make(rows=19, columns=columns)
+    cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in made.items()}
+    inputs = [t.requires_grad_(n in case.differentiate) for n, t in cast.items()]
+    exact = [t.requires_grad_(x.requires_grad) for t, x in zip(wide(inputs), inputs, strict=True)]
+    eager, truth = computed(fn(*inputs), inputs, 1), computed(fn(*exact), exact, 1)
+    for schedule in range(2):
+        compiled = Compiled(fn, schedule, skewed)
+        ours = computed(compiled(*inputs), inputs, 1)
+        problems = [not_as_close(*values) for values in zip(ours, eager, truth, strict=True)]
+        assert not any(problems), problems
+        assert any(p.in_words for p in programs(compiled)) == (case.name not in WITHOUT_ROWS)
+
+
+def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x, w.shape, w, b)
+
+
+def tensors(rows: int = 40, columns: int = 531) -> list[Tensor]:
+    return [torch.randn(rows, columns), torch.randn(columns), torch.randn(columns)]
+
+
+def test_what_neighbours_hold_counts_nowhere() -> None:
+    x, w, b = tensors()
+    x[::2] = torch.tensor([float("nan"), float("inf"), float("-inf"), 3e38]).repeat(133)[:531]
+    want = layer_norm(x.double(), w.double(), b.double())[1::2]
+    for schedule in range(2):
+        got = Compiled(layer_norm, schedule, skewed)(x, w, b)
+        assert got[::2].isnan().all()
+        torch.testing.assert_close(got[1::2].double(), want, rtol=1e-5, atol=1e-5)
+
+
+def layer_norm_programs() -> tuple[Program, ...]:
+    compiled = Compiled(layer_norm)
+    compiled(*tensors())
+    (runner,) = compiled.compiler.runners.values()
+    return runner.candidates
+
+
+def test_inputs_that_begin_within_a_word_take_the_first_candidate() -> None:
+    """A word that they end in may lie beyond a page."""
+    plain, tiled, *_ = layer_norm_programs()
+    assert tiled.in_words and not plain.in_words
+    gpu = FakeGpu(us=(2.0, 1.0))
+    run = Runner((plain, tiled), lambda *_: (), name="layer_norm", strict=True, gpus=lambda _: gpu)
+    x, w, b = tensors()
+    want = layer_norm(x.double(), w.double(), b.double())
+    shifted = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    grids: list[int] = []
+    for given in (x, shifted, x):
+        got = run(given, w, b)[-1]
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+        grids.append(gpu.launched[-1][1][0])
+    assert grids == [tiled.kernels[0].grid[0], plain.kernels[0].grid[0], tiled.kernels[0].grid[0]]
+    interpreted = Runner((plain, tiled), lambda *_: (), name="layer_norm", backend="interpret", schedule=1)
+    assert interpreted.for_any_address(tiled) is plain
+    torch.testing.assert_close(interpreted(shifted, w, b)[-1].double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_moved_in_words_and_copied_ahead() -> None:
+    """16 bytes an access where it was one element, and asynchronously in a loop, without a spill."""
+    inputs = [t.bfloat16().requires_grad_() for t in tensors(40, 5793)]
+    compiled = Compiled(layer_norm)
+    computed(compiled(*inputs), inputs, 1)
+    forward, backward = compiled.compiler.runners.values()
+    for runner, access in ((forward, "ld.global.v4.b32"), (backward, "cp.async.cg.shared.global")):
+        plain, looped, *_ = (compile_for(p.kernels[0], "sm_90") for p in runner.candidates)
+        assert access in looped.asm["ptx"] and access not in plain.asm["ptx"]
+        assert "st.global.v4.b32" in looped.asm["ptx"] and "st.global.v4.b32" not in plain.asm["ptx"]
+        assert looped.spills == 0
