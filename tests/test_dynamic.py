@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from benchmarks.clusters import CASES, Case
+from fusion_compiler import device
 from tests import models
+
+
+@pytest.fixture(autouse=True)
+def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of unknown number are shared by as many programs as fill the device, and the interpreter runs all."""
+    monkeypatch.setitem(device._BY_NAME, "h200", replace(device.device_spec("h200"), sms=6))
+
 
 SIZES = {
     "rows": ({"rows": 16}, {"rows": 1}, {"rows": 133}),
