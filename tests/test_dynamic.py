@@ -17,7 +17,7 @@ from tests import models
 
 @pytest.fixture(autouse=True)
 def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of unknown number are shared by as many programs as fill the device, and the interpreter runs all."""
+    """Rows of unknown number are shared by as many programs as fill the device: the interpreter runs all."""
     monkeypatch.setitem(device._BY_NAME, "h200", replace(device.device_spec("h200"), sms=6))
 
 
