@@ -228,6 +228,7 @@ def _patch_calls(scope: Any) -> None:
     for kind in (JITFunction, base.InterpretedFunction):  # the latter where TRITON_INTERPRET is set
         scope.set_attr(kind, "__call__", call)
     scope.set_attr(base.ReduceOps, "apply_impl", _reduce)
+    scope.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())  # Triton 3.6 with NumPy 2.5
 
 
 def _patch_builder(scope: Any) -> None:
