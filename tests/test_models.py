@@ -76,7 +76,8 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def assert_loss_is_that_of_its_logits(name: str, run: Run, batch: Batch) -> None:
-    """To 2 roundings of float32, and half of its own dtype's last place.
+    """To 2 roundings of float32, and half of its own dtype's last place: once for the loss, and once for the
+    loss of each row, which is stored in that dtype in eager and where two kernels share the work.
 
     Not to float64's loss: the errors of all logits meet in it with their signs. For GPT-2 in bfloat16 ours
     is off by 276 and eager's by 254 last places of float32 (RMS of 25 draws), either by far more in one draw.
@@ -84,10 +85,15 @@ def assert_loss_is_that_of_its_logits(name: str, run: Run, batch: Batch) -> None
     logits, labels, loss = run.tensors["logits"].double(), batch["labels"], run.tensors["loss"]
     if name in SHIFTED:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    true = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-    place = 2.0 ** math.floor(math.log2(true.item()))
+    rows = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
     own = torch.finfo(loss.dtype).eps / 2 if loss.dtype is not torch.float32 else 0
-    assert abs(loss.double() - true) <= (own + 2 * torch.finfo(torch.float32).eps) * place
+    allowed = (own + 2 * torch.finfo(torch.float32).eps) * place(rows.mean()) + own * place(rows).mean()
+    assert abs(loss.double() - rows.mean()) <= allowed
+
+
+def place(x: Tensor) -> Tensor:
+    """The powers of two at or below positive numbers."""
+    return x.log2().floor().exp2()
 
 
 def assert_eager_ops_are_golden(
