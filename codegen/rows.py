@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
@@ -26,9 +24,9 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     most = 1 << max(0, (count - 1).bit_length())
     shapes = dict.fromkeys((min(r, most), w) for r, w in _shapes(a, block))
     found = [Schedule(r, block, Cols.WHOLE, num_warps=w) for r, w in shapes]
-    if width % WORD and _same_for_all_rows(a):
+    if _same_for_all_rows(a) and (width % WORD or block > 2048):
         known = isinstance(a.size(ROWS), int)
-        found.insert(1, _persistent(found[0], count if known else 1 << 30, device))
+        found.insert(1 if width % WORD else 3, _looped(block, count if known else 1 << 30, device))
     return tuple(found)
 
 
@@ -37,12 +35,14 @@ def _same_for_all_rows(a: Analysis) -> bool:
     return any(isinstance(n, Load) and a.groups[i] == frozenset({COLS}) for i, n in enumerate(a.loops.nodes))
 
 
-def _persistent(first: Schedule, count: int, device: DeviceSpec) -> Schedule:
-    """Few programs that keep weights in registers from row to row: where rows are not aligned, an access
-    moves one element, and reading the weights again costs as much as reading the row."""
-    share = max(1, device.max_threads_per_sm // (2 * device.warp_size * first.num_warps))
-    programs = max(1, min(share * device.sms, -(-count // first.block_rows)))
-    return replace(first, programs=programs)
+def _looped(block: int, count: int, device: DeviceSpec) -> Schedule:
+    """Few programs that keep weights in registers from row to row, and load the next rows ahead.
+
+    To read weights again for each row takes as many accesses as the row, more where it is not aligned.
+    """
+    rows = max(1, 4096 // block)
+    programs = max(1, min(2 * device.sms, -(-count // rows)))
+    return Schedule(rows, block, Cols.WHOLE, programs, num_warps=8, num_stages=3)
 
 
 def _shapes(a: Analysis, block: int) -> tuple[tuple[int, int], ...]:
