@@ -113,7 +113,7 @@ def test_inputs_that_begin_within_a_word_take_the_first_candidate() -> None:
 
 def test_rows_are_moved_in_words_and_copied_ahead() -> None:
     """16 bytes an access where it was one element, asynchronously in a loop, and nothing spilled."""
-    inputs = [t.bfloat16().requires_grad_() for t in tensors(40, 5793)]
+    inputs = [t.bfloat16().requires_grad_() for t in tensors(600, 5793)]
     compiled = Compiled(layer_norm)
     computed(compiled(*inputs), inputs, 1)
     for runner in compiled.compiler.runners.values():
