@@ -13,7 +13,15 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, along_rows_first, ceil_div, part_cols
+from fusion_compiler.codegen.analysis import (
+    WORD,
+    Analysis,
+    Cols,
+    Schedule,
+    along_rows_first,
+    ceil_div,
+    part_cols,
+)
 from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.codegen.finishing import Finishing, finishing_of
 from fusion_compiler.codegen.printer import Printer
@@ -105,6 +113,7 @@ def build(
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
     shown = " beside ".join(str(s) for s in dict.fromkeys(schedules))
+    skewed = any(s.skewed for s in schedules)
     return Program(
         tuple(kernels),
         signature.inputs,
@@ -112,7 +121,7 @@ def build(
         scratch,
         signature.sizes,
         shown,
-        in_words=any(s.skewed for s in schedules),
+        word=WORD * max(b.dtype.itemsize for b in signature.inputs) if skewed else 0,
     )
 
 

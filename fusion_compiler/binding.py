@@ -301,7 +301,7 @@ def _write_variants(
     letters = {Role.INPUT: "p", Role.SIZE: "n"}
     checked = sorted({f"{letters[a.role]}{a.index}" for a in arguments if a.role in letters and a.aligned})
     if checked and variant.aligned:
-        text.add(f"if ({' | '.join(checked)}) & 15:")
+        text.add(f"if ({' | '.join(checked)}) & {program.alignment - 1}:")
         text.add(f"    return variant(False, {variant.wide})({parameters})")
 
 

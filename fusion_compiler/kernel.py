@@ -72,8 +72,8 @@ class Program:
     sizes: the symbols that become integer arguments, in order.
     schedule: how it was scheduled, for people ("rows: 4 rows x 1024, 4 warps").
     cost: predicted microseconds, the key by which candidates are ranked.
-    in_words: it reads its inputs in words of 16 bytes, beyond their ends where those lie within a word. Where
-        an input does not begin with a word, another candidate has to run: such a word may cross a page.
+    word: bytes; 0, or it reads words of so many, also those that its inputs end within. Where an input is not
+        aligned to them, such a word may cross a page, and another candidate has to run.
     """
 
     kernels: tuple[Kernel, ...]
@@ -83,5 +83,11 @@ class Program:
     sizes: tuple[sympy.Symbol, ...] = ()
     schedule: str = ""
     cost: float = 0.0
-    in_words: bool = False
+    word: int = 0
+
+    @property
+    def alignment(self) -> int:
+        """Bytes: what the addresses of inputs are a multiple of, or the launcher takes an unaligned build."""
+        return max(16, self.word)
+
     notes: dict[str, str] = field(default_factory=dict[str, str])

@@ -200,7 +200,7 @@ class Runner:
 
     def for_any_address(self, program: Program) -> Program:
         """`program`, or in its place one that does not care where its inputs begin."""
-        return next(p for p in (program, *self.candidates) if not p.in_words)
+        return next(p for p in (program, *self.candidates) if not p.word)
 
     # -- failing -----------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Runner:
         program = self.candidates[self.schedule]
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         sizes = [a for a in arguments if isinstance(a, int)]
-        if any(tensor.data_ptr() % 16 for tensor in tensors):
+        if any(tensor.data_ptr() % program.alignment for tensor in tensors):
             program = self.for_any_address(program)
         try:
             if wrong := {str(tensor.device) for tensor in tensors} - {"cpu"}:

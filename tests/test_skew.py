@@ -63,7 +63,7 @@ def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> N
         ours = computed(compiled(*inputs), inputs, 1)
         problems = [not_as_close(*values) for values in zip(ours, eager, truth, strict=True)]
         assert not any(problems), problems
-        assert any(p.in_words for p in programs(compiled)) == (case.name not in WITHOUT_ROWS)
+        assert any(p.word for p in programs(compiled)) == (case.name not in WITHOUT_ROWS)
 
 
 def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -94,18 +94,20 @@ def layer_norm_programs() -> tuple[Program, ...]:
 def test_inputs_that_begin_within_a_word_take_the_first_candidate() -> None:
     """A word that they end in may lie beyond a page."""
     plain, tiled, *_ = layer_norm_programs()
-    assert tiled.in_words and not plain.in_words
+    assert tiled.word == 32 and not plain.word  # eight floats
     gpu = FakeGpu(us=(2.0, 1.0))
     run = Runner((plain, tiled), lambda *_: (), name="layer_norm", strict=True, gpus=lambda _: gpu)
     x, w, b = tensors()
     want = layer_norm(x.double(), w.double(), b.double())
     shifted = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    halfway = torch.empty(x.numel() + 4)[4:].view_as(x).copy_(x)  # aligned to 16 bytes, not to a word
     grids: list[int] = []
-    for given in (x, shifted, x):
+    for given in (x, shifted, x, halfway):
         got = run(given, w, b)[-1]
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
         grids.append(gpu.launched[-1][1][0])
-    assert grids == [tiled.kernels[0].grid[0], plain.kernels[0].grid[0], tiled.kernels[0].grid[0]]
+    in_words, row_each = tiled.kernels[0].grid[0], plain.kernels[0].grid[0]
+    assert grids == [in_words, row_each, in_words, row_each]
     interpreted = Runner((plain, tiled), lambda *_: (), name="layer_norm", backend="interpret", schedule=1)
     assert interpreted.for_any_address(tiled) is plain
     torch.testing.assert_close(interpreted(shifted, w, b)[-1].double(), want, rtol=1e-5, atol=1e-5)
