@@ -53,7 +53,7 @@ class Schedule:
     splits: programs that share a row, each with consecutive columns of it; they run at the same time and
     exchange what they reduced, in 32 bits. With one row a block, and not in a loop over rows: that would wait
     in every round.
-    skewed: the tile begins with the word in which its row begins (`codegen.skew`). One row a block, whole.
+    skewed: the columns are counted from the word in which the row begins (`codegen.skew`). One row a block.
     """
 
     block_rows: int

@@ -277,13 +277,15 @@ class _Assembly:
             p.line(f"row = {program} // {self.s.splits}")
             p.line(f"part = {program} % {self.s.splits}")
             p.line(f"first_col = part * {dim_text(part_cols(self.a, self.s))}")
+            if self.s.skewed:
+                p.skew_at("row")
             if self.s.cols is Cols.WHOLE:
                 p.cols_at("first_col")
             return "row", (product((share, self.s.splits)),)
         if self.s.cols is not Cols.GRID:
             if self.s.skewed:
-                p.skewed_cols(program)
-            elif self.s.cols is Cols.WHOLE:
+                p.skew_at(program)
+            if self.s.cols is Cols.WHOLE:
                 p.cols_at(None)
             return program, (share,)
         blocks = ceil_div(self.a.size(COLS), self.s.block_cols)

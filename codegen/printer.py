@@ -146,23 +146,27 @@ class Printer:
         self.col_start = start
         lanes = f"tl.arange(0, {self.s.block_cols})"
         lanes = lanes if self.flat else f"{lanes}[None, :]"
-        self.line(f"col = {lanes if start is None else f'{start} + {lanes}'}")
+        lanes = lanes if start is None else f"{start} + {lanes}"
+        if self.s.skewed:
+            self.skewed_cols(lanes)
+            return
+        self.line(f"col = {lanes}")
         size = self.a.size(COLS)
         covered = self.s.block_cols * (self.s.splits if self.s.cols is Cols.WHOLE else 1)
         if not inside and (size == 0 or quotient(size, covered) is None):
             self.line(f"col_inside = col < {dim_text(size)}")
             self.col_mask = "col_inside"
 
-    def skewed_cols(self, program: str) -> None:
-        """Define `col` for a tile that begins with the word in which its row begins (`codegen.skew`).
+    def skew_at(self, row: str) -> None:
+        """Define `skew`, which is that of every row of a program (`codegen.skew`)."""
+        skew = f"{row} * {dim_text(self.a.size(COLS))} % {WORD}"
+        self.line(f"skew = {f'({skew}).to(tl.int32)' if self.wide else skew}")
 
-        program: the number of the program's first row.
-        """
+    def skewed_cols(self, lanes: str) -> None:
+        """Define `col` for lanes that are counted from the word in which the row begins."""
         width = self.a.size(COLS)
         assert isinstance(width, int) and self.flat
-        skew = f"{program} * {width} % {WORD}"
-        self.line(f"skew = {f'({skew}).to(tl.int32)' if self.wide else skew}")
-        self.line(f"lane = tl.arange(0, {self.s.block_cols})")
+        self.line(f"lane = {lanes}")
         self.line("col = lane - skew")
         self.line(f"col_inside = (col >= 0) & (col < {width})")
         self.line(f"in_words = lane < (skew + {width + WORD - 1}) // {WORD} * {WORD}")

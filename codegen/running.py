@@ -245,25 +245,32 @@ def _blocks(p: Printer) -> tuple[str, tuple[str | None, str] | None]:
     size, block, stages = p.a.size(COLS), p.s.block_cols, p.stages()
     full = size
     end: tuple[str | None, str] | None = None
-    if isinstance(size, int) and size > block and size % block:
+    if isinstance(size, int) and size > block and size % block and not p.s.skewed:
         full = size // block * block
         end = (None, str(full))
+    lanes = dim_text(full) + (" + skew" if p.s.skewed else "")
     if p.s.splits == 1:
-        return f"for start in tl.range(0, {dim_text(full)}, {block}{stages}):", end
+        return f"for start in tl.range(0, {lanes}, {block}{stages}):", end
     part = part_cols(p.a, p.s)
     last = f"first_col + {dim_text(part)}"
     if end is not None:
         assert isinstance(full, int) and isinstance(part, int)  # only rows of known size have an end
         end = (f"if part == {full // part}:", str(full))
     if quotient(size, product((part, p.s.splits))) is None:
-        last = f"tl.minimum({last}, {dim_text(full)})"
+        last = f"tl.minimum({last}, {lanes})"
     return f"for start in tl.range(first_col, {last}, {block}{stages}):", end
 
 
 def _seen(p: Printer) -> str:
     """How many columns of its part a program has been through before the block at hand."""
     assert p.col_start is not None  # a pass begins somewhere
-    return p.col_start if p.s.splits == 1 else f"{p.col_start} - first_col"
+    here = _column(p, p.col_start)
+    return here if p.s.splits == 1 else f"{here} - {_column(p, 'first_col')}"
+
+
+def _column(p: Printer, lane: str) -> str:
+    """The column of a lane, or the first one of the row where that lies behind."""
+    return f"tl.maximum({lane} - skew, 0)" if p.s.skewed else lane
 
 
 def _count(p: Printer) -> str:
@@ -271,15 +278,16 @@ def _count(p: Printer) -> str:
     if p.col_mask is None:
         return str(p.s.block_cols)
     assert p.col_start is not None  # a pass begins somewhere
-    end = f"{p.col_start} + {p.s.block_cols}"
-    return f"(tl.minimum({end}, {dim_text(p.a.size(COLS))}) - {p.col_start})"
+    end = f"{p.col_start} + {p.s.block_cols}{' - skew' if p.s.skewed else ''}"
+    return f"(tl.minimum({end}, {dim_text(p.a.size(COLS))}) - {_column(p, p.col_start)})"
 
 
 def _part_counts(p: Printer) -> str:
     """How many columns each part of a row has, as float32."""
     size, part = p.a.size(COLS), part_cols(p.a, p.s)
-    left = f"{dim_text(size)} - parts * {dim_text(part)}"
-    return f"tl.maximum(tl.minimum({left}, {dim_text(part)}), 0).to(tl.float32)"
+    first = f"parts * {dim_text(part)}"
+    end = f"tl.minimum({first} + {dim_text(part)}{' - skew' if p.s.skewed else ''}, {dim_text(size)})"
+    return f"tl.maximum({end} - {_column(p, first)}, 0).to(tl.float32)"
 
 
 def _exchange(p: Printer, states: Sequence[Running], names: Sequence[Sequence[str]]) -> None:

@@ -16,27 +16,30 @@ from dataclasses import replace
 from itertools import zip_longest
 from math import gcd
 
-from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule, part_cols
 from fusion_compiler.loops import COLS, ROWS, Load, Random
 
 NARROWEST = 512  # columns of a tile; narrower ones have several rows, each with a skew of its own
 
 
 def fits(a: Analysis) -> bool:
-    """Whether rows lie in memory one after the other, not aligned, and a tile has room for the skew."""
+    """Whether rows lie in memory one after the other and are not aligned."""
     width = a.size(COLS)
     if not isinstance(width, int) or width % WORD == 0 or a.tall or not a.axes[ROWS]:
         return False
     drawn = any(isinstance(n, Random) and COLS in a.groups[i] for i, n in enumerate(a.loops.nodes))
     accesses = [n for n in a.loops.nodes if isinstance(n, Load)]
-    in_rows = any(a.lies_in_rows(x.index) for x in (*accesses, *a.loops.stores) if x.within is None)
-    return _power(width + WORD - 1) == _power(width) and in_rows and not drawn
+    return not drawn and any(
+        a.lies_in_rows(x.index) for x in (*accesses, *a.loops.stores) if x.within is None
+    )
 
 
 def skewed(a: Analysis, s: Schedule) -> Schedule | None:
-    """The skewed form of a schedule of whole rows, one row a block; None if it has none."""
+    """The skewed form of a schedule, one row a block; None if it has none."""
     width = a.size(COLS)
-    if s.cols is not Cols.WHOLE or s.splits > 1 or not isinstance(width, int):
+    if s.cols is Cols.GRID or not isinstance(width, int) or s.block_cols < WORD:
+        return None
+    if (s.cols is Cols.WHOLE or s.splits > 1) and not _covers(a, s, width):
         return None
     warps = max(1, s.num_warps // s.block_rows)
     if s.programs is None:
@@ -44,6 +47,13 @@ def skewed(a: Analysis, s: Schedule) -> Schedule | None:
     words_apart = WORD // gcd(width, WORD)
     programs = s.programs * (s.num_warps // warps) // words_apart * words_apart
     return replace(s, block_rows=1, num_warps=warps, programs=programs, skewed=True) if programs else None
+
+
+def _covers(a: Analysis, s: Schedule, width: int) -> bool:
+    """Whether the programs of a row have room for it at every skew, and each without a loop has a column."""
+    part = part_cols(a, s)
+    assert isinstance(part, int)
+    return s.splits * part >= width + WORD - 1 and (s.cols is Cols.LOOP or (s.splits - 1) * part < width)
 
 
 def with_skewed(a: Analysis, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
@@ -57,7 +67,3 @@ def with_skewed(a: Analysis, schedules: tuple[Schedule, ...]) -> tuple[Schedule,
     known = dict.fromkeys(s for s in forms if s is not None)
     in_turn = zip_longest(schedules, sorted(known, key=lambda s: s.programs is None))
     return tuple(s for pair in in_turn for s in pair if s is not None)
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.case import Case
 from benchmarks.clusters import CASES
-from fusion_compiler.codegen import skew
+from fusion_compiler.codegen import skew, wide_rows
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
 from fusion_compiler.codegen.templates import schedules_of
 from fusion_compiler.device import DeviceSpec
@@ -26,14 +26,27 @@ from tests.fake_gpu import FakeGpu
 WITHOUT_ROWS = ("SwiGLU", "4 x (tanh, sigmoid, mul, sub)")  # no value serves a row or a column
 
 
-def skewed(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Skewed forms alone, where there are any: a row a program, and several rows each of eight programs."""
+FORMS = range(5)  # of `skewed`
+
+
+def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """A skewed form alone, where there is any: eight programs with several rows each, and where nothing is
+    summed over these a row each, in one block, in a loop over blocks, and shared by programs in both ways."""
     plain, a = schedules_of(loops, name, device), Analysis(loops)
     width = a.size(COLS)
     if not skew.fits(a) or not isinstance(width, int):
         return plain
-    whole = Schedule(1, 1 << (width - 1).bit_length(), Cols.WHOLE, skewed=True)
-    return (replace(whole, programs=8, num_stages=2), *(() if a.across_rows else (whole,)))
+    block = 1 << (width - 1).bit_length()
+    kinds = [Schedule(1, block, Cols.WHOLE, programs=8, num_stages=2)]
+    if not a.across_rows:
+        kinds += [Schedule(1, block, Cols.WHOLE), Schedule(1, block // 4, Cols.LOOP)]
+        if wide_rows.can_be_shared(a):
+            kinds += [
+                Schedule(1, block // 8, Cols.LOOP, splits=4),
+                Schedule(1, block // 2, Cols.WHOLE, splits=2),
+            ]
+    forms = [s for s in (skew.skewed(a, s) for s in kinds) if s is not None]
+    return (forms[min(form, len(forms) - 1)],)
 
 
 def programs(compiled: Compiled) -> list[Program]:
@@ -49,8 +62,7 @@ def computed(results: Tensor | Sequence[Tensor], inputs: list[Tensor], seed: int
     return [o.detach() for o in (*outputs, *torch.autograd.grad(outputs, leaves, weights))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("columns", [45, 531])
+@pytest.mark.parametrize(("columns", "dtype"), [(45, torch.float32), (531, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if "columns" in c.quick], ids=lambda case: case.name)
 def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> None:
     fn, made = case.without_randomness(), case.make(rows=19, columns=columns)
@@ -58,8 +70,8 @@ def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> N
     inputs = [t.requires_grad_(n in case.differentiate) for n, t in cast.items()]
     exact = [t.requires_grad_(x.requires_grad) for t, x in zip(wide(inputs), inputs, strict=True)]
     eager, truth = computed(fn(*inputs), inputs, 1), computed(fn(*exact), exact, 1)
-    for schedule in range(2):
-        compiled = Compiled(fn, schedule, skewed)
+    for form in FORMS:
+        compiled = Compiled(fn, schedules=functools.partial(skewed, form))
         ours = computed(compiled(*inputs), inputs, 1)
         problems = [not_as_close(*values) for values in zip(ours, eager, truth, strict=True)]
         assert not any(problems), problems
@@ -78,8 +90,8 @@ def test_what_neighbours_hold_counts_nowhere() -> None:
     x, w, b = tensors()
     x[::2] = torch.tensor([float("nan"), float("inf"), float("-inf"), 3e38]).repeat(133)[:531]
     want = layer_norm(x.double(), w.double(), b.double())[1::2]
-    for schedule in range(2):
-        got = Compiled(layer_norm, schedule, skewed)(x, w, b)
+    for form in FORMS:
+        got = Compiled(layer_norm, schedules=functools.partial(skewed, form))(x, w, b)
         assert got[::2].isnan().all()
         torch.testing.assert_close(got[1::2].double(), want, rtol=1e-5, atol=1e-5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -14,18 +15,18 @@ from benchmarks.case import Case
 from benchmarks.clusters import CASES
 from benchmarks.kernels import leaves, run, truth_of
 from fusion_compiler.codegen import templates
-from tests.test_skew import skewed
+from tests.test_skew import FORMS, skewed
 
 CUDA = torch.device("cuda")
 NAMES = ("bias + GELU(tanh)", "LayerNorm", "RMSNorm written out", "softmax", "cross-entropy")
 
 
-@pytest.mark.parametrize("form", [0, 1], ids=["in a loop", "a row each"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in NAMES], ids=lambda case: case.name)
 def test_values_and_gradients_are_as_close_as_eagers(case: Case, form: int) -> None:
     odd = replace(case, sizes={"rows": 4099, "columns": 5793})
     truth = truth_of(odd, odd.inputs(CUDA), odd.differentiate)
-    with patch.object(templates, "schedules_of", lambda *given: skewed(*given)[form:] or skewed(*given)):
+    with patch.object(templates, "schedules_of", functools.partial(skewed, form)):
         fast = fc.compile(odd.without_randomness(), strict=True, tune=False)
         results = run(fast, leaves(truth.inputs, odd.differentiate), odd.differentiate, truth.gradients)
     wrong = map(not_worse, results, truth.eager, truth.exact)
