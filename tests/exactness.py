@@ -80,17 +80,21 @@ class Compiled:
 
 def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Blocks of two rows and four columns, and three programs, for every template that fits, so that small
-    tensors meet every loop, mask and partial sum: one of each kind that the program allows."""
+    tensors meet every loop, mask and partial sum: one of each kind that the program allows.
+
+    Wide rows are cut into at most 256 blocks.
+    """
     analysis = Analysis(loops)
+    few = max(4, 1 << (hint(analysis.size(COLS)) // 256).bit_length())
     kinds: dict[Schedule, None] = {}
     for template in templates.TEMPLATES:
         for s in template.schedules(analysis, device) if template.fits(analysis) else ():
-            cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, 4)
+            cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, few)
             programs = None if s.programs is None else 3
             kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
     if analysis.reductions and wide_rows.fits(analysis) and wide_rows.can_be_shared(analysis):
         half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
-        kinds[Schedule(1, 4, Cols.LOOP, splits=3)] = None
+        kinds[Schedule(1, few, Cols.LOOP, splits=3)] = None
         kinds[Schedule(1, half, Cols.WHOLE, splits=2)] = None
     return tuple(kinds)
 
