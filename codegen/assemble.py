@@ -121,7 +121,7 @@ def build(
         scratch,
         signature.sizes,
         shown,
-        word=WORD * max(b.dtype.itemsize for b in signature.inputs) if skewed else 0,
+        word=WORD * max((b.dtype.itemsize for b in signature.inputs), default=0) if skewed else 0,
     )
 
 
