@@ -371,13 +371,11 @@ class Printer:
         have = self.loops.nodes[reduce.operand].dtype
         if isinstance(self.loops.nodes[reduce.operand], Constant):
             self.variable(reduce.operand)
-        text = convert(
-            self.variable(reduce.operand),
-            have,
-            torch.int32 if reduce.combine in ("any", "all") else reduce.dtype,
-        )
-        if have is torch.bool and reduce.combine in ("any", "all"):
-            text = f"{self.variable(reduce.operand)}.to(tl.int32)"
+        value = self.variable(reduce.operand)
+        if reduce.combine in ("any", "all"):  # zero or one: a half is true, and so is what wraps to zero
+            text = f"{convert(value, have, torch.bool)}.to(tl.int32)"
+        else:
+            text = convert(value, have, reduce.dtype)
         missing = over - self.a.groups[reduce.operand]
         if missing or (self.flat and isinstance(self.loops.nodes[reduce.operand], Constant)):
             text = f"tl.broadcast_to({text}, {self.shape(self.a.groups[reduce.operand] | over)})"

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 import fusion_compiler as fc
 from fusion_compiler.ops import OPS
 from tests.exactness import Compiled, not_as_close, wide
+from tests.samples import opinfo_samples
 
 # What is made of the table's operators.
 COMPOSITES = """
@@ -113,7 +114,7 @@ def calls(info: Any, dtype: torch.dtype, most: int) -> list[Call]:
     """Samples of different shapes first; each in another layout."""
     by_kind: dict[object, list[Any]] = {}
     differentiable = info.supports_autograd and dtype.is_floating_point
-    for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=differentiable), 40):
+    for sample in opinfo_samples(info, dtype, 40, differentiable):
         leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
         shapes = tuple((v.dim(), 0 in v.shape) for v in leaves if isinstance(v, Tensor))
         if sum(v.numel() for v in leaves if isinstance(v, Tensor)) <= 1024:

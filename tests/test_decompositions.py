@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.ops import Kind, spec_of
+from tests.samples import opinfo_samples
 
 aten = torch.ops.aten
 TABLE = decomposition_table()
@@ -157,7 +157,7 @@ def test_against_eager(info: Any, dtype: torch.dtype) -> None:
     if dtype not in info.dtypes:
         pytest.skip("not an operator of this dtype")
     grad = dtype.is_floating_point and info.supports_autograd
-    for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad), 8):
+    for sample in opinfo_samples(info, dtype, 8, grad):
         expected = forward_and_gradients(info, sample)
         mode = Decompose()
         with mode:
@@ -183,7 +183,7 @@ def test_no_reduction_returns_16_bits(info: Any) -> None:
     """What is summed inside a decomposition is summed in float32, so that it cannot overflow."""
     if torch.float16 not in info.dtypes or info.name in OWN_SUMS.split():
         pytest.skip("no 16-bit floats, or a reduction itself")
-    for sample in itertools.islice(info.sample_inputs("cpu", torch.float16), 6):
+    for sample in opinfo_samples(info, torch.float16, 6):
         mode = Decompose()
         with mode:
             info.op(sample.input, *sample.args, **sample.kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,17 @@ SECOND = torch.tensor([[1], [-2]])
 
 def x(*shape: int) -> Tensor:
     return torch.randn(shape)
+
+
+def truth(a: Tensor) -> tuple[Tensor, ...]:
+    return a.any(), a.all(), a.any(1), a.all(1), a.any(0), a.all(0)
+
+
+def one_row_each(*values: float, dtype: torch.dtype) -> Tensor:
+    """Rows of one value, but for a zero in the first."""
+    made = torch.tensor(values, dtype=dtype)[:, None].repeat(1, 70)
+    made[0, 5] = 0
+    return made
 
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -45,6 +57,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda a, w: ((b := a - a.mean(1, keepdim=True)), b.abs().sum() * w, (b > 3.8).any()),
         (x(2, 16500), x(16500)),
     ),
+    "truth of fractions": (truth, (one_row_each(-0.3, 0.3, 0, math.nan, dtype=torch.float32),)),
+    "truth of integers": (truth, (one_row_each(-3, 1 << 32, 0, -1, dtype=torch.int64),)),
+    "truth of small integers": (truth, (one_row_each(-3, 4, 0, -1, dtype=torch.int8),)),
     "elements beside a space without any": (
         lambda a, b: ((c := a != b), c[1:0:2].all(1, True)),
         (x(7), x(1, 7, 1)),

@@ -23,6 +23,7 @@ from fusion_compiler.interpreter import run_kernel
 from fusion_compiler.kernel import Argument, Kernel, Role
 from fusion_compiler.ops import OPS, Operands, OpSpec, spec_of
 from fusion_compiler.target import TRITON_TYPES
+from tests.samples import opinfo_samples
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -274,7 +275,7 @@ def test_opinfo(info: Any) -> None:
     for dtype in {torch.float32, torch.bfloat16, torch.int64, torch.bool} & info.dtypes:
         recorder = Recorder()
         with recorder:
-            for sample in itertools.islice(info.sample_inputs("cpu", dtype), 6):
+            for sample in opinfo_samples(info, dtype, 6):
                 info.op(sample.input, *sample.args, **sample.kwargs)
         for spec, values in recorder.calls[:6]:
             operands = [value for value in values.values() if isinstance(value, torch.Tensor)]
