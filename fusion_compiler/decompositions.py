@@ -157,6 +157,8 @@ def _vector_norm(
     match float(ord):
         case 0.0:
             norm = _sum((size != 0).to(size.dtype), dims, keepdim)
+        case _ if all(statically_known_true(x.shape[d] == 1) for d in dims):
+            norm = size if keepdim else size.squeeze(dims)  # exact, as eager's: no power and its root
         case 1.0:
             norm = _sum(size, dims, keepdim)
         case 2.0:
