@@ -51,8 +51,8 @@ class Schedule:
     block_rows, block_cols: tile extents, powers of two. cols: how the columns are covered.
     programs: number of programs that share the rows in a loop; None is one block a program.
     splits: programs that share a row, each with consecutive columns of it; they run at the same time and
-    exchange what they reduced, in 32 bits. With one row a block, and not in a loop over rows: that would wait
-    in every round.
+    exchange what they reduced, in 32 bits. With one row a block. In a loop over rows, `programs` counts the
+    groups of them.
     skewed: the columns are counted from the word in which the row begins (`codegen.skew`). One row a block.
     """
 

@@ -274,14 +274,15 @@ class _Assembly:
         """Define `col`; (text of the program's number along the rows, grid)."""
         program = p.program + wide
         if self.s.splits > 1:
-            p.line(f"row = {program} // {self.s.splits}")
+            first = "row" if self.s.programs is None else "group"  # of the rows that these programs share
+            p.line(f"{first} = {program} // {self.s.splits}")
             p.line(f"part = {program} % {self.s.splits}")
             p.line(f"first_col = part * {dim_text(part_cols(self.a, self.s))}")
             if self.s.skewed:
-                p.skew_at("row")
+                p.skew_at(first)
             if self.s.cols is Cols.WHOLE:
                 p.cols_at("first_col")
-            return "row", (product((share, self.s.splits)),)
+            return first, (product((share, self.s.splits)),)
         if self.s.cols is not Cols.GRID:
             if self.s.skewed:
                 p.skew_at(program)
@@ -310,7 +311,8 @@ class _Assembly:
     def row_loop(self, p: Printer, program: str, programs: int) -> dict[int, str]:
         """Blocks of rows in turn; what does not depend on the row is computed before."""
         if self.s.cols is not Cols.LOOP:
-            early = [i for i, g in enumerate(self.a.groups) if ROWS not in g and i not in self.a.finish]
+            late = self.a.finish | {i for i, n in enumerate(self.a.level) if n and self.s.in_passes}
+            early = [i for i, g in enumerate(self.a.groups) if ROWS not in g and i not in late]
             wanted = p.need([*(o for s in p.stores_of("main") for o in (s.value,)), *p.accumulated()])
             p.print_nodes(i for i in wanted if i in early)
         accumulators = {
@@ -349,9 +351,9 @@ class _Assembly:
             width = self.a.size(COLS) if wide else 1
             index = program if width == 1 else f"{program} * {dim_text(width)}"
             index += " + col" if wide else "" if p.flat else " + tl.zeros([1, 1], tl.int32)"
-            mask = f", mask={p.col_mask}" if wide and p.col_mask else ""
+            mask = p.once(self.a.groups[number], p.col_mask if wide else None)
             target = self.finishing.partials[position].name
-            p.line(f"tl.store({target}_ptr + {index}, {folded}{mask})")
+            p.line(f"tl.store({target}_ptr + {index}, {folded}{f', mask={mask}' if mask else ''})")
         if self.finishing is None:
             for store in p.stores_of("finish"):
                 p.row_mask = None

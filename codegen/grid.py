@@ -30,7 +30,7 @@ def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Every combination of extents, warps, programs and stages that `a` allows, in no order of merit."""
     found: dict[Schedule, None] = {}
     width, count = _power(hint(a.size(COLS))), _power(hint(a.size(ROWS)))
-    for cols, block_cols, splits in _coverings(a, width, device):
+    for cols, block_cols, splits in _coverings(a, width):
         for block_rows in _powers(1, min(count, MOST_ROWS)):
             for warps in WARPS:
                 tile = Schedule(block_rows, block_cols, cols, num_warps=warps, splits=splits)
@@ -72,17 +72,19 @@ def _order(value: object) -> float:
     return float(list(Cols).index(value)) if isinstance(value, Cols) else float(value)  # type: ignore[arg-type]
 
 
-def _coverings(a: Analysis, width: int, device: DeviceSpec) -> Iterator[tuple[Cols, int, int]]:
+def _coverings(a: Analysis, width: int) -> Iterator[tuple[Cols, int, int]]:
     """(how the columns are covered, block of columns, programs that share a row)."""
     along = any(COLS in a.over(i) for i in a.reductions)
     if isinstance(a.size(COLS), int) and width <= WIDEST_WHOLE and a.reductions:
         yield Cols.WHOLE, width, 1
     if not along:
         yield from ((Cols.GRID, block, 1) for block in _powers(16, min(width, WIDEST_BLOCK)))
-    elif wide_rows.fits(a):
+        return
+    looped = wide_rows.fits(a)
+    if looped:
         yield from ((Cols.LOOP, block, 1) for block in _powers(128, min(width, WIDEST_BLOCK)))
-        if any(s.splits > 1 for s in wide_rows.schedules(a, device)):  # the programs can exchange its values
-            yield from _shared(width)
+    if wide_rows.can_be_shared(a):
+        yield from (s for s in _shared(width) if looped or s[0] is Cols.WHOLE)
 
 
 def _shared(width: int) -> Iterator[tuple[Cols, int, int]]:
@@ -101,10 +103,10 @@ def _loops(a: Analysis, tile: Schedule, device: DeviceSpec) -> Iterator[Schedule
     if not a.across_rows or blocks == 1:
         stages = STAGES if tile.cols is Cols.LOOP else STAGES[:1]
         yield from (replace(tile, num_stages=s) for s in stages)
-    if tile.splits > 1 or not isinstance(a.size(ROWS), int):
-        return  # programs of one row wait for each other: not in a loop
+    if not isinstance(a.size(ROWS), int) or (tile.splits > 1 and tile.cols is Cols.LOOP):
+        return
     for share in SHARES:
-        programs = max(1, share * device.sms // across)
+        programs = max(1, share * device.sms // (across * tile.splits))
         if 1 <= programs < blocks or (a.across_rows and programs <= blocks):
             yield from (replace(tile, programs=programs, num_stages=s) for s in STAGES)
 

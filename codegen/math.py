@@ -54,6 +54,14 @@ def has_ptx(_semantic: Any = None) -> tl.constexpr:
 has_ptx.__triton_builtin__ = True
 
 
+def compiles_to_ptx(_semantic: Any = None) -> tl.constexpr:
+    """Whether any PTX will do: the interpreter knows some instructions only."""
+    return tl.constexpr(_semantic is not None and _semantic.builder.options.backend_name == "cuda")
+
+
+compiles_to_ptx.__triton_builtin__ = True
+
+
 @triton.jit
 def instruction(name: tl.constexpr, x):
     """One PTX instruction of those that approximate a function; to 2^-22, but tanh to 2^-11.
@@ -426,20 +434,55 @@ def send(mail, value, part, parts, splits: tl.constexpr):
 
 
 @triton.jit
-def receive(mail, value, part, parts, splits: tl.constexpr, neutral):
-    """What each of the programs has sent, in the type of `value`; `neutral` past the last."""
-    letters = delivered(mail + part * splits + parts, parts < splits)
-    while tl.min((letters != 0).to(tl.int32)) == 0:
-        letters = delivered(mail + part * splits + parts, parts < splits)
-    tl.debug_barrier()
-    if splits > 32:  # each warp has seen a part of them; now all are there
-        letters = delivered(mail + part * splits + parts, parts < splits)
+def seen(mail, part, parts, splits: tl.constexpr):
+    """The letters that have come so far: what `receive` begins with."""
+    return delivered(mail + part * splits + parts, parts < splits, 1)
+
+
+@triton.jit
+def receive(mail, letters, value, part, parts, splits: tl.constexpr, neutral):
+    """What each of the programs has sent, in the type of `value`; `neutral` past the last.
+
+    letters: those that were `seen`; of several mailboxes, all are looked into before the first wait.
+    """
+    mine = mail + part * splits + parts
+    if compiles_to_ptx():
+        letters = awaited(mine, letters)
+    else:
+        while tl.min((letters != 0).to(tl.int32)) == 0:
+            letters = delivered(mine, parts < splits, 1)
+        if splits > 32:  # warps with the same letters have agreed on what one of them saw: now all are there
+            letters = delivered(mine, letters == 0, letters)
         tl.debug_barrier()
-    tl.store(mail + part * splits + parts, parts.to(tl.int64) * 0, mask=parts < splits)
+    tl.store(mine, parts.to(tl.int64) * 0, mask=parts < splits)
     return tl.where(parts < splits, letters.to(tl.uint32).to(value.dtype, bitcast=True), neutral)
 
 
 @triton.jit
-def delivered(mail, inside):
-    """The letters that have come so far; those that have not are 0."""
-    return tl.load(mail, mask=inside, other=1, volatile=True)
+def delivered(mail, wanted, others):
+    """The letters that have come so far, 0 for those that have not; `others` where none is wanted."""
+    return tl.load(mail, mask=wanted, other=others, volatile=True)
+
+
+@triton.jit
+def awaited(mail, letters):
+    """The letters once all have come, and every warp has them.
+
+    A loop of Triton's, or its barrier, would end the software pipelining of the loop that it is in, whose loads
+    of the next rows are to go on meanwhile.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred %missing;
+        mov.u64 $0, $2;
+        WAIT: setp.eq.u64 %missing, $0, 0;
+        @%missing ld.relaxed.gpu.global.u64 $0, [$1];
+        @%missing bra WAIT;
+        bar.sync 0;
+        }""",
+        "=&l,l,l",
+        [mail, letters],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )

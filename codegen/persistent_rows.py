@@ -6,12 +6,15 @@ partial row; about one program a multiprocessor, loads of the next rows in fligh
 
 from __future__ import annotations
 
+from fusion_compiler.codegen import shared_rows
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.wide_rows import can_be_shared
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS
 
 WIDEST = 16384
+HELD = 8192  # elements of a tensor that a multiprocessor works on at a time, 32 a thread
 
 
 def fits(a: Analysis) -> bool:
@@ -24,21 +27,19 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
     block = 1 << max(0, (width - 1).bit_length())
-    if block <= 256:
-        shapes = (
-            (4096 // block, 4, 4, 3),
-            (2048 // block, 8, 4, 3),
-            (8192 // block, 2, 8, 3),
-            (2048 // block, 4, 4, 2),
-        )
-    elif block <= 1024:
-        shapes = ((4, 2, 4, 3), (2, 4, 4, 3), (8, 1, 8, 3), (4, 1, 8, 2))
+    if block > HELD and can_be_shared(a):  # a program that had a row alone would spill
+        return shared_rows.schedules(a, device)
+    rows = max(1, HELD // block)
+    if block <= 256:  # one program a multiprocessor: several rows a thread, and few partial rows to add up
+        shapes = ((rows, 1, 16, 3), (rows, 1, 8, 3), (rows, 2, 16, 3), (rows // 8, 4, 4, 3))
+    elif block <= 1024:  # as many as hold it: fewer warps wait for each other
+        shapes = ((rows // 4, 4, 2, 3), (rows // 2, 2, 4, 3), (rows, 1, 8, 3), (rows // 4, 4, 4, 3))
     else:
-        rows = max(1, 8192 // block)
+        share = min(2, rows)
         shapes = (
+            (rows // share, share, 8 // share, 3),
             (rows, 1, 8, 3),
-            (max(1, rows // 2), 2, 8, 3),
-            (max(1, rows // 2), 1, 8, 3),
+            (rows // share, 2, 8, 3),
             (rows, 1, 16, 2),
         )
     if not isinstance(a.size(ROWS), int):

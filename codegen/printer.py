@@ -60,7 +60,7 @@ NEUTRAL = {"sum": 0, "prod": 1, "max": float("-inf"), "min": float("inf"), "any"
 BASES = {ROWS: "row", COLS: "col"}  # the variable with a group's element number
 RESERVED = frozenset(
     {"tl", "fm", "libdevice", "row", "col", "sum", "max", "min", "all", "any", "pow", "abs", "round"}
-    | {"lane", "skew", "begin", "in_words", "whole_words"}
+    | {"lane", "skew", "begin", "in_words", "whole_words", "group", "part", "parts", "first_col"}
 )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
-from fusion_compiler.loops import COLS, ROWS, Load
+from fusion_compiler.loops import COLS, ROWS, Load, Random
 
 WIDEST = 16384
+# (elements, warps) of short rows of which nothing is stored: four times as many, by loads of a loop, which do
+# not stay in the caches.
+ONLY_REDUCED = ((4096, 4), (2048, 4), (8192, 8), (16384, 32))
 
 
 def fits(a: Analysis) -> bool:
@@ -22,6 +25,9 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     assert isinstance(width, int)
     block = 1 << max(0, (width - 1).bit_length())
     most = 1 << max(0, (count - 1).bit_length())
+    if block <= 256 and not a.tall and not any(COLS in a.groups[s.value] for s in a.loops.stores):
+        tiles = dict.fromkeys((min(n // block, most), w) for n, w in ONLY_REDUCED)
+        return tuple(Schedule(r, block, Cols.LOOP, num_warps=w) for r, w in tiles)
     shapes = dict.fromkeys((min(r, most), w) for r, w in _shapes(a, block))
     found = [Schedule(r, block, Cols.WHOLE, num_warps=w) for r, w in shapes]
     if _same_for_all_rows(a) and (width % WORD or block > 2048):
@@ -56,6 +62,10 @@ def _shapes(a: Analysis, block: int) -> tuple[tuple[int, int], ...]:
         return ((1, 1), (4, 2), (4, 4), (1, 4))
     if block <= 2048:
         return ((1, 4), (1, 2), (2, 4), (1, 8))
+    if block <= 4096:
+        if any(isinstance(n, Random) for n in a.loops.nodes):  # its integers need registers beside the row
+            return ((1, 8), (1, 4), (1, 16))
+        return ((1, 4), (1, 8), (1, 16))
     if block <= 8192:
-        return ((1, 8), (1, 4), (1, 16))
+        return ((1, 8), (1, 32), (1, 16), (1, 4))
     return ((1, 16), (1, 32), (1, 8))

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
-from fusion_compiler.codegen import assemble, columns, flat, persistent_rows, rows, skew, wide_rows
+from fusion_compiler.codegen import (
+    assemble,
+    columns,
+    flat,
+    persistent_rows,
+    rows,
+    shared_rows,
+    skew,
+    wide_rows,
+)
 from fusion_compiler.codegen.analysis import Analysis, Schedule
 from fusion_compiler.codegen.registers import MOST, tile_registers
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.kernel import Buffer, Program
 from fusion_compiler.loops import LoopNest
 
-TEMPLATES: tuple[ModuleType, ...] = (flat, columns, persistent_rows, rows, wide_rows)
+TEMPLATES: tuple[ModuleType, ...] = (flat, columns, persistent_rows, rows, shared_rows, wide_rows)
 
 
 def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:

@@ -7,6 +7,8 @@ they reduced; rows that are only reduced are shared where there are too few of t
 
 from __future__ import annotations
 
+from math import ceil
+
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, accumulator_dtype
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
@@ -15,7 +17,9 @@ from fusion_compiler.loops import COLS, ROWS, Load, Reduce
 WIDEST_ALONE = 32768  # columns of a row that one program reads again from L2 as fast as several do
 MOST_PARTS = 64  # of a row, far fewer than the programs that run at once: they wait for each other
 MOST_AT_ONCE = 128  # the same where all programs of all rows run at once
+FEW = 16  # parts of a row: to wait for each other costs nothing yet; for twice as many, a little
 WARPS = 32  # of a multiprocessor: with fewer, rows that are only reduced are shared
+LEAST_PART = 32768  # elements that are worth a program of their own, where programs only reduce
 
 
 def fits(a: Analysis) -> bool:
@@ -25,55 +29,81 @@ def fits(a: Analysis) -> bool:
 
 
 def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    width = hint(a.size(COLS))
-    widest = 1 << max(4, (width - 1).bit_length())
+    width, rows = hint(a.size(COLS)), max(1, hint(a.size(ROWS)))
     if any(COLS in a.groups[s.value] for s in a.loops.stores):
-        alone, shared = _reading_twice(a, width)
+        found = _reading_twice(a, width, rows, device)
     else:
-        alone, shared = _reading_once(a, width, device)
-    if not can_be_shared(a):
-        shared = ()
-    loops = tuple(Schedule(1, min(block, widest), Cols.LOOP, num_warps=w) for block, w in alone)
-    if width <= WIDEST_ALONE and _full_loads(a) == 1:
-        return tuple(dict.fromkeys((*loops[:1], *shared, *loops[1:])))
-    return tuple(dict.fromkeys((*shared, *loops)))
+        found = _reading_once(a, width, rows, device)
+    return tuple(dict.fromkeys(s for s in found if s.splits == 1 or can_be_shared(a)))
 
 
-def _reading_twice(a: Analysis, width: int) -> tuple[tuple[tuple[int, int], ...], tuple[Schedule, ...]]:
-    """((block, warps) of programs that have a row alone, schedules that share it).
+def _reading_twice(a: Analysis, width: int, rows: int, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Where a row is read, reduced and read again: from L2 or L1 if it is one tensor; of several,
+    registers keep what was computed."""
+    simple = not (a.online or a.moments)  # an element is added and forgotten: registers for more warps
+    if _full_loads(a) > 1:
+        alone, parts = ((16384, 16), (8192, 16)), _kept(width)
+    elif width <= FEW * 8192:
+        alone = ((16384, 32 if simple else 8), (16384, 16), (8192, 16))
+        warps = (8, 4) if simple else (4, 8)
+        parts = ((8192, 4096, warps[0]), (16384, 8192, 8), (8192, 4096, warps[1]))
+    else:
+        alone = ((16384, 8), (8192, 16))
+        parts = ((16384, 8192, 8), (16384, 4096, 8), (32768, 4096, 16), (32768, 8192, 8))
+        if simple and width > 2 * FEW * 16384:  # half as many parts, if they fill the device
+            filled = rows * width // 32768 * 16 >= WARPS * device.sms
+            parts = (parts[2 if filled else 1], *parts)
+    shared = [s for shape in parts if (s := _shared(width, *shape)).splits > 1]
+    loops = [_alone(width, *shape) for shape in alone]
+    first = loops[:1] if width <= WIDEST_ALONE and _full_loads(a) == 1 else []
+    return (*first, *shared, *loops)
 
-    One tensor is read again, from L2 or L1; of several, registers keep what was computed.
+
+def _kept(width: int) -> tuple[tuple[int, int, int], ...]:
+    """(part, block, warps) of rows that registers keep: parts as small as they can be while they are few.
+
+    Parts of 16384 columns are read again instead, eight elements a thread at once.
     """
-    whole = [_shared(width, block, block, w) for block, w in ((8192, 8), (4096, 4), (2048, 4), (16384, 16))]
-    if _full_loads(a) == 1:
-        loops = [_shared(width, part, block, w) for part, block, w in ((8192, 4096, 4), (16384, 8192, 8))]
-        return ((16384, 8), (8192, 16)), tuple(s for s in (*loops, *whole[:1]) if s is not None)
-    return ((16384, 16), (8192, 16)), tuple(s for s in whole if s is not None)
+    if width <= 2 * FEW * 4096:
+        return (4096, 4096, 4), (8192, 8192, 8), (2048, 2048, 4), (4096, 4096, 8)
+    if width <= 2 * FEW * 8192:
+        return (8192, 8192, 8), (8192, 8192, 16), (8192, 8192, 4), (16384, 4096, 16)
+    return (16384, 4096, 16), (16384, 8192, 16), (32768, 4096, 16), (16384, 8192, 8)
 
 
-def _reading_once(
-    a: Analysis, width: int, device: DeviceSpec
-) -> tuple[tuple[tuple[int, int], ...], tuple[Schedule, ...]]:
-    """The same where rows are only reduced: much in flight, and programs enough."""
-    rows = max(1, hint(a.size(ROWS)))
-    alone = ((4096, 4), (4096, 8), (2048, 2), (16384, 16))
-    if rows * 4 < WARPS * device.sms:  # too few to fill it with four warps each
-        alone = ((16384, 16), (8192, 16), (8192, 8), (4096, 4))
+def _reading_once(a: Analysis, width: int, rows: int, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Where rows are only reduced: much in flight, and programs that end together."""
+    slots = WARPS * device.sms
     most = MOST_AT_ONCE if rows * MOST_AT_ONCE <= device.sms else MOST_PARTS
-    few: list[Schedule | None] = []
-    for block, warps in ((8192, 8), (16384, 16), (4096, 4)):
-        parts = min(most, WARPS // warps * device.sms // rows)
-        few.append(_shared(width, -(-width // parts), block, warps, most) if parts > 1 else None)
-    return alone, tuple(s for s in few if s is not None)
+    most = max(1, min(most, _full_loads(a) * width // LEAST_PART)) if can_be_shared(a) else 1
+    shapes = [(16384, 16), (8192, 8), (4096, 4), (4096, 8)]
+    if rows * 16 <= slots and most > 1:  # shared even by programs of eight warps
+        shapes = [(8192, 8), (16384, 16), (4096, 8), (4096, 4)]
+    elif a.online:  # exponentials need registers: no more warps than run at once
+        warps = 8 if rows * 8 <= slots else 4
+        shapes.insert(0, (1024 * warps, warps))
+    parts = [max(1, min(most, slots // (warps * rows))) for _, warps in shapes]
+    found = [
+        _shared(width, -(-width // n), *shape, most) if n > 1 else _alone(width, *shape)
+        for n, shape in zip(parts, shapes, strict=True)
+    ]
+    return tuple(sorted(found, key=lambda s: -_busy(rows * s.splits * s.num_warps / slots)))
 
 
-def _shared(width: int, part: int, block: int, warps: int, most: int = MOST_PARTS) -> Schedule | None:
-    """At most `most` programs with about `part` columns each; None where one of them would have the row."""
-    part = max(block, part // block * block, -(-width // most // block) * block)
+def _busy(waves: float) -> float:
+    """The share of the device that has work, in tenths: the last wave of programs is as long as any."""
+    return round(waves / ceil(waves), 1)
+
+
+def _alone(width: int, block: int, warps: int) -> Schedule:
+    return Schedule(1, min(block, 1 << max(4, (width - 1).bit_length())), Cols.LOOP, num_warps=warps)
+
+
+def _shared(width: int, part: int, block: int, warps: int, most: int = MOST_PARTS) -> Schedule:
+    """At most `most` programs with at least `part` columns each, in whole blocks."""
+    part = max(-(-part // block), -(-width // (most * block))) * block
     splits = -(-width // part)
-    cols = Cols.WHOLE if part == block else Cols.LOOP
-    if splits == 1:
-        return None
+    cols = Cols.WHOLE if part == block and splits > 1 else Cols.LOOP
     return Schedule(1, block, cols, num_warps=warps, splits=splits)
 
 
@@ -84,7 +114,6 @@ def _full_loads(a: Analysis) -> int:
 
 
 def can_be_shared(a: Analysis) -> bool:
-    """Whether programs can exchange what they reduce, and nothing is summed over the rows besides."""
-    reduces = (n for n in a.loops.nodes if isinstance(n, Reduce))
-    small = all(accumulator_dtype(n).itemsize == 4 for n in reduces)
-    return small and not a.across_rows and isinstance(a.size(COLS), int)
+    """Whether programs can exchange what they reduce along the row: numbers of 32 bits."""
+    along = (n for n in a.loops.nodes if isinstance(n, Reduce) and COLS in n.over)
+    return isinstance(a.size(COLS), int) and all(accumulator_dtype(n).itemsize == 4 for n in along)

@@ -38,9 +38,11 @@ LOOPED_RESIDENT = 2
 SHARED = 0.9  # rows shared by programs, which wait for each other
 SHARED_RESIDENT = 4
 PART = 16384  # columns of a long row: a block of a program that has it alone, the part of one that shares it
+HELD = 8192  # columns that a program which shares a row keeps in registers
 MOST_PARTS = 64
 EXCHANGE_US = 1.5  # from a program's letter to the answer of the last
 STAGED = 0.98  # of the bandwidth: persistent programs with staged loads (norm backward)
+STAGED_SHARED = 0.65  # the same where they share rows, and wait for each other once a row
 REREAD = 0.3  # of the time that later passes take from L2 does not hide behind other programs' device memory
 L2_SHARE = 0.7  # of the L2 that rows in flight may fill before their second reading misses
 SM_SHARE = 2.0  # times its fair part of the bandwidth that one multiprocessor can draw
@@ -79,7 +81,8 @@ def _schedules(work: Work, device: DeviceSpec) -> tuple[_Schedule, ...]:
     if work.reduced & 1:  # persistent programs; partial sums and a finishing one unless columns are many
         partial = work.reduced == 3 or cols < COLUMN_BLOCK * device.sms
         finishing = device.floor_us if partial and blocks > device.sms else 0.0
-        return (_Schedule(min(blocks, device.sms), STAGED, finishing_us=finishing),)
+        share = STAGED_SHARED if work.phases and work.row_of_sums and cols > HELD else STAGED
+        return (_Schedule(min(blocks, device.sms), share, finishing_us=finishing),)
     if not work.reduced:
         return (_Schedule(blocks, 1.0),)
     passes = max(1, work.phases - 1) + bool(work.early & work.late)
@@ -99,6 +102,9 @@ def _schedules(work: Work, device: DeviceSpec) -> tuple[_Schedule, ...]:
     if parts > 1:  # programs that share a row and exchange what they reduced
         slots, waits = SHARED_RESIDENT * device.sms, passes * EXCHANGE_US
         found.append(_Schedule(rows * parts, SHARED, passes - 1, max(1, slots // parts), slots, waits))
+        held = ceil(cols / HELD)
+        if held <= MOST_PARTS:
+            found.append(_Schedule(rows * held, SHARED, 0, max(1, slots // held), slots, waits))
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import numel
 from fusion_compiler.loops import COLS, ROWS, Load, LoopNest, Reduce, groups_of, operands_of
+from fusion_compiler.passes.cost import MOST_PARTS
 
 MOST_OPS = 96
 MOST_BUFFERS = 24
@@ -81,7 +82,8 @@ def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
 
 
 def width(loops: LoopNest, device: DeviceSpec) -> str | None:
-    """Row reductions beside a row of sums over rows, or made of one: each program keeps it in registers."""
+    """Row reductions beside a row of sums over rows, or made of one: programs keep it in registers, each the
+    part of the row that it has. They can share a row where what they tell each other has 32 bits."""
     over = [n.over for n in loops.nodes if isinstance(n, Reduce)]
     along_row = any(o == frozenset({COLS}) for o in over)
     both = any(o == frozenset({ROWS, COLS}) for o in over)
@@ -89,7 +91,10 @@ def width(loops: LoopNest, device: DeviceSpec) -> str | None:
     stored = [k for s in loops.stores if s.value in late for k, _ in s.index.terms if k >= 0]
     row_of_sums = any(COLS in groups[i] for i in late) or any(loops.axes[k].group == COLS for k in stored)
     cols = [a.size for a in loops.axes if a.group == COLS]
-    widest = device.registers_per_sm // 4
+    alone = widest = device.registers_per_sm // 4
+    told = [n for n in loops.nodes if isinstance(n, Reduce) and COLS in n.over]
+    if all(n.combine in ("any", "all") or n.dtype.itemsize == 4 for n in told):
+        widest = MOST_PARTS * alone // 2
     if (along_row or both) and row_of_sums:
         if not all(isinstance(c, int) for c in cols):
             return "sums over rows beside sums along rows of unknown width"
@@ -97,7 +102,7 @@ def width(loops: LoopNest, device: DeviceSpec) -> str | None:
             return f"{numel(cols)} sums over rows do not fit in registers ({widest})"
     rows = [a.size for a in loops.axes if a.group == ROWS]
     if any(ROWS in o for o in over) and along_row and not all(isinstance(r, int) for r in rows):
-        if not all(isinstance(c, int) for c in cols) or numel(cols) > widest:
+        if not all(isinstance(c, int) for c in cols) or numel(cols) > (widest if row_of_sums else alone):
             return "an unknown number of wide rows is summed"
     return None
 

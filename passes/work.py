@@ -76,6 +76,7 @@ class Work:
         self.phase: list[int] = []
         self.fp32 = self.fp64 = self.special = self.integer = self.random = self.moves = 0
         self.reduced = 0  # groups that some node reduces
+        self.row_of_sums = False  # whether a sum over the rows is one for each column
         self.phases = 0  # the longest chain of reductions
         self.row_bytes = 4  # of the widest value in a row
         self.early = self.late = 0  # tile loads that are reduced; that a stored value needs after that
@@ -161,6 +162,7 @@ class Work:
         operand = node.operand
         over = (ROWS in node.over) | 2 * (COLS in node.over)
         self.reduced |= over
+        self.row_of_sums |= over == 1 and self.varies[operand] & 2 != 0
         self.fp32 += self.count[self.varies[operand]]
         axes = self.axes[operand]
         for axis, group in enumerate(self.group_of):

@@ -89,13 +89,17 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
     kinds: dict[Schedule, None] = {}
     for template in templates.TEMPLATES:
         for s in template.schedules(analysis, device) if template.fits(analysis) else ():
+            if s.splits > 1:
+                continue  # see below
             cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, few)
             programs = None if s.programs is None else 3
             kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
-    if analysis.reductions and wide_rows.fits(analysis) and wide_rows.can_be_shared(analysis):
+    if any(COLS in analysis.over(i) for i in analysis.reductions) and wide_rows.can_be_shared(analysis):
         half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
-        kinds[Schedule(1, few, Cols.LOOP, splits=3)] = None
-        kinds[Schedule(1, half, Cols.WHOLE, splits=2)] = None
+        kinds[Schedule(1, half, Cols.WHOLE, 3, splits=2)] = None
+        if wide_rows.fits(analysis):
+            kinds[Schedule(1, few, Cols.LOOP, splits=3)] = None
+            kinds[Schedule(1, half, Cols.WHOLE, splits=2)] = None
     return tuple(kinds)
 
 

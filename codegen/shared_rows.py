@@ -1,0 +1,38 @@
+"""Row reductions together with sums over the rows, where a program's registers hold only a part of a row.
+
+A norm's gradients in wide rows: groups of programs walk the rows, each program with its columns of every one.
+They exchange what they reduced once a row, keep their share of the sums over rows in registers, and leave
+one partial row a group. While they wait for each other, their loads of the next rows are under way.
+"""
+
+from __future__ import annotations
+
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.wide_rows import MOST_PARTS, can_be_shared
+from fusion_compiler.device import DeviceSpec
+from fusion_compiler.dims import hint
+from fusion_compiler.loops import COLS, ROWS
+
+# (columns of a program, programs a multiprocessor, warps, stages): with fewer columns a program waits longer
+# than it works, with more its registers hold no sums beside them.
+SHAPES = ((4096, 2, 8, 3), (4096, 2, 4, 3), (8192, 1, 16, 3), (8192, 1, 8, 3))
+WIDEST = MOST_PARTS * 8192
+
+
+def fits(a: Analysis) -> bool:
+    width = a.size(COLS)
+    return isinstance(width, int) and width <= WIDEST and a.ends_in_a_row and can_be_shared(a)
+
+
+def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    width, count = a.size(COLS), hint(a.size(ROWS))
+    assert isinstance(width, int)
+    if not isinstance(a.size(ROWS), int):
+        count = 1 << 30
+    found: list[Schedule] = []
+    for block, share, warps, stages in SHAPES:
+        parts = -(-width // block)
+        if 1 < parts <= MOST_PARTS:
+            groups = max(1, min(share * device.sms // parts, count))
+            found.append(Schedule(1, block, Cols.WHOLE, groups, warps, stages, parts))
+    return tuple(found)

@@ -1,0 +1,88 @@
+"""What programs that share a row send each other: it arrives, and compiles under any number of warps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_compiler.kernel import Kernel, Program, Role
+from fusion_compiler.launch import Runner, interpret
+from fusion_compiler.target import compile_for
+from tests.hand_made import HEADER, argument, contiguous
+
+ROWS = 3
+PARTS = (2, 4, 8, 16, 32, 64, 128)
+WARPS = (1, 2, 4, 8, 16, 32)
+NEUTRAL = 7.0
+
+
+def exchange(splits: int, warps: int = 4) -> Program:
+    """Every program sends its number to those of its row, and stores the letters that it has received."""
+    lanes = 1 << (splits - 1).bit_length()
+    source = "from fusion_compiler.codegen import math as fm\n" + HEADER + (
+        f"def exchange(x_ptr, y_ptr, mail_ptr):\n"
+        f"    program = tl.program_id(0)\n"
+        f"    part = program % {splits}\n"
+        f"    parts = tl.arange(0, {lanes})\n"
+        f"    mail = mail_ptr + program // {splits} * {splits * splits}\n"
+        f"    x = tl.load(x_ptr + program)\n"
+        f"    fm.send(mail, x, part, parts, {splits})\n"
+        f"    seen = fm.seen(mail, part, parts, {splits})\n"
+        f"    all_x = fm.receive(mail, seen, x, part, parts, {splits}, {NEUTRAL})\n"
+        f"    tl.store(y_ptr + program * {lanes} + parts, all_x)\n"
+    )  # fmt: skip
+    arguments = (
+        argument("x_ptr", Role.INPUT, 0, torch.float32),
+        argument("y_ptr", Role.OUTPUT, 0, torch.float32),
+        argument("mail_ptr", Role.SCRATCH, 0, torch.int64),
+    )
+    kernel = Kernel("exchange", source, arguments, (ROWS * splits,), num_warps=warps, together=splits)
+    return Program(
+        (kernel,),
+        (contiguous("x", (ROWS, splits), torch.float32),),
+        (contiguous("y", (ROWS, splits, lanes), torch.float32),),
+        scratch=(contiguous("mail", (ROWS, splits, splits), torch.int64, zeroed=True),),
+    )
+
+
+def received(x: torch.Tensor) -> torch.Tensor:
+    """What the kernel stores: each program of a row has the numbers of all, then what counts nowhere."""
+    splits = x.shape[1]
+    y = x.new_full((ROWS, splits, 1 << (splits - 1).bit_length()), NEUTRAL)
+    y[:, :, :splits] = x[:, None, :]
+    return y
+
+
+@pytest.mark.parametrize("splits", [2, 3, 32, 33])
+def test_all_letters_arrive_and_the_mailboxes_are_left_empty(splits: int) -> None:
+    x = torch.randn(ROWS, splits)
+    x[0, 0] = 0.0  # its letter is not
+    (y,) = interpret(exchange(splits), (x,))
+    assert torch.equal(y, received(x))
+
+
+@pytest.mark.parametrize("warps", WARPS)
+def test_it_compiles_with_fewer_and_with_more_threads_than_parts(warps: int) -> None:
+    """And waits no longer than it must: by one load of a letter that is missing, and one barrier then."""
+    for splits in PARTS:
+        ptx = compile_for(exchange(splits, warps).kernels[0], "sm_90").asm["ptx"]
+        letters = max(1, splits // (32 * warps))  # of a thread
+        assert ptx.count("ld.volatile.global") == max(1, letters // 2)  # the first look takes two at once
+        assert ptx.count("ld.relaxed.gpu.global") == ptx.count("bar.sync") == letters
+
+
+@pytest.mark.parametrize("warps", [1, 2, 4, 8])
+def test_the_portable_wait_compiles(warps: int) -> None:
+    """A loop whose result nobody uses would not, where a thread has a letter of its own or several."""
+    for splits in (32, 64, 128):
+        assert compile_for(exchange(splits, warps).kernels[0], "gfx942").registers > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warps", WARPS)
+def test_all_letters_arrive_on_the_device(warps: int) -> None:
+    for splits in (*PARTS, 3, 33, 100):
+        run = Runner((exchange(splits, warps),), lambda *_: (), name="exchange", strict=True)
+        for _ in range(100):
+            x = torch.randn(ROWS, splits, device="cuda")
+            assert torch.equal(run(x)[0], received(x))
