@@ -434,18 +434,10 @@ def send(mail, value, part, parts, splits: tl.constexpr):
 
 
 @triton.jit
-def seen(mail, part, parts, splits: tl.constexpr):
-    """The letters that have come so far: what `receive` begins with."""
-    return delivered(mail + part * splits + parts, parts < splits, 1)
-
-
-@triton.jit
-def receive(mail, letters, value, part, parts, splits: tl.constexpr, neutral):
-    """What each of the programs has sent, in the type of `value`; `neutral` past the last.
-
-    letters: those that were `seen`; of several mailboxes, all are looked into before the first wait.
-    """
+def receive(mail, value, part, parts, splits: tl.constexpr, neutral):
+    """What each of the programs has sent, in the type of `value`; `neutral` past the last."""
     mine = mail + part * splits + parts
+    letters = delivered(mine, parts < splits, 1)
     if compiles_to_ptx():
         letters = awaited(mine, letters)
     else:
@@ -468,8 +460,8 @@ def delivered(mail, wanted, others):
 def awaited(mail, letters):
     """The letters once all have come, and every warp has them.
 
-    A loop of Triton's, or its barrier, would end the software pipelining of the loop that it is in, whose loads
-    of the next rows are to go on meanwhile.
+    A loop of Triton's, or its barrier, would end the software pipelining of the loop that it is in, whose
+    loads of the next rows are to go on meanwhile.
     """
     return tl.inline_asm_elementwise(
         """{

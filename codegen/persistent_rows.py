@@ -27,8 +27,6 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
     block = 1 << max(0, (width - 1).bit_length())
-    if block > HELD and can_be_shared(a):  # a program that had a row alone would spill
-        return shared_rows.schedules(a, device)
     rows = max(1, HELD // block)
     if block <= 256:  # one program a multiprocessor: several rows a thread, and few partial rows to add up
         shapes = ((rows, 1, 16, 3), (rows, 1, 8, 3), (rows, 2, 16, 3), (rows // 8, 4, 4, 3))
@@ -44,7 +42,7 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         )
     if not isinstance(a.size(ROWS), int):
         count = 1 << 30
-    return tuple(
+    alone = tuple(
         Schedule(
             r,
             block,
@@ -55,3 +53,7 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         )
         for r, share, w, s in dict.fromkeys(shapes)
     )
+    if block <= HELD or not can_be_shared(a):
+        return alone
+    shared = shared_rows.schedules(a, device)  # a program that has such a row alone may spill
+    return (shared[0], alone[-1], *shared[1:], *alone[:-1])

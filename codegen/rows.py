@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS, Load, Random
 
 WIDEST = 16384
+WARPS = 64  # that a multiprocessor holds
+MOST_PARTIALS = 8192  # of a sum over rows: one program reads them all when the others are done
 # (elements, warps) of short rows of which nothing is stored: four times as many, by loads of a loop, which do
 # not stay in the caches.
 ONLY_REDUCED = ((4096, 4), (2048, 4), (8192, 8), (16384, 32))
@@ -26,14 +30,24 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     block = 1 << max(0, (width - 1).bit_length())
     most = 1 << max(0, (count - 1).bit_length())
     if block <= 256 and not a.tall and not any(COLS in a.groups[s.value] for s in a.loops.stores):
-        tiles = dict.fromkeys((min(n // block, most), w) for n, w in ONLY_REDUCED)
-        return tuple(Schedule(r, block, Cols.LOOP, num_warps=w) for r, w in tiles)
-    shapes = dict.fromkeys((min(r, most), w) for r, w in _shapes(a, block))
-    found = [Schedule(r, block, Cols.WHOLE, num_warps=w) for r, w in shapes]
+        shapes, cols = [(n // block, w) for n, w in ONLY_REDUCED], Cols.LOOP
+    else:
+        shapes, cols = _shapes(a, block), Cols.WHOLE
+    found = [
+        Schedule(r, block, cols, num_warps=w) for r, w in dict.fromkeys((min(r, most), w) for r, w in shapes)
+    ]
+    if a.across_rows:
+        return tuple(_in_turn(s, count, device) for s in found)
     if _same_for_all_rows(a) and (width % WORD or block > 2048):
         known = isinstance(a.size(ROWS), int)
         found.insert(1 if width % WORD else 3, _looped(block, count if known else 1 << 30, device))
     return tuple(found)
+
+
+def _in_turn(s: Schedule, count: int, device: DeviceSpec) -> Schedule:
+    """No more programs than leave the last one few partial sums to add up."""
+    programs = min(device.sms * WARPS // s.num_warps, MOST_PARTIALS)
+    return s if -(-count // s.block_rows) <= MOST_PARTIALS else replace(s, programs=programs)
 
 
 def _same_for_all_rows(a: Analysis) -> bool:

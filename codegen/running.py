@@ -294,18 +294,17 @@ def _exchange(p: Printer, states: Sequence[Running], names: Sequence[Sequence[st
     """Every program of a row sends its values to the others, waits for theirs, and merges all."""
     splits = p.s.splits
     p.line(f"parts = tl.arange(0, {1 << (splits - 1).bit_length()})")
-    letters: dict[int, tuple[str, str]] = {}  # of each reduction: the row's mailbox, and what is sent
+    letters: list[tuple[int, str]] = []
     for state, own in zip(states, names, strict=True):
         for number, name in zip(state.numbers, own, strict=True):
             value = f"{name}.to(tl.int32)" if _reduce(p, number).combine in ("any", "all") else name
-            letters[number] = f"{p.pointers[mailbox(number)]} + row * {splits * splits}", value
-    for mail, value in letters.values():
-        p.line(f"fm.send({mail}, {value}, part, parts, {splits})")
-    theirs = {number: p.fresh(f"all_{p.base_of(number)}") for number in letters}
-    for number, (mail, _) in letters.items():
-        p.line(f"{theirs[number]} = fm.seen({mail}, part, parts, {splits})")
-    for number, (mail, value) in letters.items():
-        seen, neutral = theirs[number], p.neutral(_reduce(p, number))
-        p.line(f"{seen} = fm.receive({mail}, {seen}, {value}, part, parts, {splits}, {neutral})")
+            mail = f"{p.pointers[mailbox(number)]} + row * {splits * splits}"
+            letters.append((number, f"{mail}, {value}, part, parts, {splits}"))
+    for _, letter in letters:
+        p.line(f"fm.send({letter})")
+    theirs: dict[int, str] = {}
+    for number, letter in letters:
+        theirs[number] = p.fresh(f"all_{p.base_of(number)}")
+        p.line(f"{theirs[number]} = fm.receive({letter}, {p.neutral(_reduce(p, number))})")
     for state, own in zip(states, names, strict=True):
         state.merge(p, own, [theirs[number] for number in state.numbers])

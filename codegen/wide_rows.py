@@ -19,7 +19,7 @@ MOST_PARTS = 64  # of a row, far fewer than the programs that run at once: they 
 MOST_AT_ONCE = 128  # the same where all programs of all rows run at once
 FEW = 16  # parts of a row: to wait for each other costs nothing yet; for twice as many, a little
 WARPS = 32  # of a multiprocessor: with fewer, rows that are only reduced are shared
-LEAST_PART = 32768  # elements that are worth a program of their own, where programs only reduce
+LEAST_PART = 8192  # elements that are worth a program of their own, where programs only reduce
 
 
 def fits(a: Analysis) -> bool:
