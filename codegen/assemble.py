@@ -26,7 +26,7 @@ from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.codegen.finishing import Finishing, finishing_of
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.codegen.registers import tile_registers
-from fusion_compiler.codegen.running import mailbox, print_passes
+from fusion_compiler.codegen.running import letters, mailbox, print_passes
 from fusion_compiler.codegen.shorten import shortened
 from fusion_compiler.dims import Dim, product, simple, strides_of
 from fusion_compiler.kernel import Argument, Buffer, Kernel, Program, Role
@@ -172,14 +172,14 @@ def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
 
 
 def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str, Buffer]:
-    """Scratch of programs that share rows: what each sends to each, for every reduction of every row.
+    """Scratch of programs that share rows: what each sends to each, letter by letter, for every row.
 
     By the name that the printer knows it under; position: of the tile program in its cluster.
     """
     if schedule.splits == 1:
         return {}
     shape = (analysis.size(ROWS), schedule.splits, schedule.splits)
-    names = [mailbox(i) for i in analysis.reductions if i not in analysis.finish]
+    names = [mailbox(letter) for letter in letters(analysis)]
     return {
         name: Buffer(
             f"{name}_of_{position}" if position else name, shape, strides_of(shape), torch.int64, zeroed=True

@@ -418,6 +418,9 @@ def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
     return mean + move * share, squares + other_squares + move * move * (count * share)
 
 
+UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it every letter differs from zero
+
+
 @triton.jit
 def send(mail, value, part, parts, splits: tl.constexpr):
     """Leave a row's value for every one of the programs that share it, this one included.
@@ -434,20 +437,44 @@ def send(mail, value, part, parts, splits: tl.constexpr):
 
 
 @triton.jit
+def send_pair(mail, first, second, part, parts, splits: tl.constexpr):
+    """The same for two float32 values in one letter, where no bit is left for a mark."""
+    first = tl.where(first == first, first, float("nan"))  # a NaN of the user's may be any
+    low, high = (first.to(tl.uint32, bitcast=True) ^ UNSENT).to(tl.int64), second.to(tl.uint32, bitcast=True)
+    letter = low | (high.to(tl.int64) << 32)
+    tl.atomic_xchg(mail + parts * splits + part, letter + parts * 0, mask=parts < splits, sem="relaxed")
+
+
+@triton.jit
 def receive(mail, value, part, parts, splits: tl.constexpr, neutral):
     """What each of the programs has sent, in the type of `value`; `neutral` past the last."""
-    mine = mail + part * splits + parts
-    letters = delivered(mine, parts < splits, 1)
+    letters = collected(mail + part * splits + parts, parts < splits, splits)
+    return tl.where(parts < splits, letters.to(tl.uint32).to(value.dtype, bitcast=True), neutral)
+
+
+@triton.jit
+def receive_pair(mail, part, parts, splits: tl.constexpr, neutral, other_neutral):
+    """The same for two float32 values."""
+    letters = collected(mail + part * splits + parts, parts < splits, splits)
+    first = (letters.to(tl.uint32) ^ UNSENT).to(tl.float32, bitcast=True)
+    second = (letters >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+    return tl.where(parts < splits, first, neutral), tl.where(parts < splits, second, other_neutral)
+
+
+@triton.jit
+def collected(mail, inside, splits: tl.constexpr):
+    """The letters, once all have come, out of a mailbox that is empty then; 1 where none is expected."""
+    letters = delivered(mail, inside, 1)
     if compiles_to_ptx():
-        letters = awaited(mine, letters)
+        letters = awaited(mail, letters)
     else:
         while tl.min((letters != 0).to(tl.int32)) == 0:
-            letters = delivered(mine, parts < splits, 1)
+            letters = delivered(mail, inside, 1)
         if splits > 32:  # warps with the same letters have agreed on what one of them saw: now all are there
-            letters = delivered(mine, letters == 0, letters)
+            letters = delivered(mail, letters == 0, letters)
         tl.debug_barrier()
-    tl.store(mine, parts.to(tl.int64) * 0, mask=parts < splits)
-    return tl.where(parts < splits, letters.to(tl.uint32).to(value.dtype, bitcast=True), neutral)
+    tl.store(mail, letters * 0, mask=inside)
+    return letters
 
 
 @triton.jit

@@ -11,10 +11,12 @@ programs share the row, merged with theirs:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion_compiler.codegen.analysis import Analysis, Cols, part_cols
+import torch
+
+from fusion_compiler.codegen.analysis import Analysis, Cols, accumulator_dtype, part_cols
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.dims import product, quotient
@@ -160,15 +162,38 @@ def running(a: Analysis, reductions: Sequence[int]) -> list[Running]:
     return [together.get(n, Plain(n)) for n in reductions if n not in inner]
 
 
-def _reduce(p: Printer, number: int) -> Reduce:
-    reduce = p.loops.nodes[number]
+def _reduction(a: Analysis, number: int) -> Reduce:
+    reduce = a.loops.nodes[number]
     assert isinstance(reduce, Reduce)
     return reduce
 
 
-def mailbox(number: int) -> str:
-    """The scratch through which the programs of a row exchange a reduction's values."""
-    return f"mail_{number}"
+def _reduce(p: Printer, number: int) -> Reduce:
+    return _reduction(p.a, number)
+
+
+def mailbox(letter: tuple[int, ...]) -> str:
+    """The scratch through which the programs of a row exchange the values of these reductions."""
+    return f"mail_{letter[0]}"
+
+
+def letters(a: Analysis) -> Iterator[tuple[int, ...]]:
+    """The reductions whose values go into one letter each, of all passes."""
+    for level in range(1, max((a.level[i] for i in a.reductions), default=0) + 1):
+        yield from _letters(a, running(a, _complete_after(a, level)))
+
+
+def _complete_after(a: Analysis, level: int) -> list[int]:
+    """The reductions along the row that so many passes complete."""
+    return [i for i in a.reductions if i not in a.finish and a.level[i] == level]
+
+
+def _letters(a: Analysis, states: Sequence[Running]) -> list[tuple[int, ...]]:
+    """Two float32 values in one, any other value alone."""
+    numbers = [n for state in states for n in state.numbers]
+    floats = [n for n in numbers if accumulator_dtype(_reduction(a, n)) is torch.float32]
+    pairs = [tuple(floats[i : i + 2]) for i in range(0, len(floats), 2)]
+    return pairs + [(n,) for n in numbers if n not in floats]
 
 
 def print_passes(p: Printer) -> None:
@@ -179,7 +204,7 @@ def print_passes(p: Printer) -> None:
     full = [s for s in stores if s not in by_row]
     levels = [p.a.level[i] for i in reductions] + [p.a.level[s.value] + 1 for s in full]
     for number in range(max(levels, default=0)):
-        mine = [i for i in reductions if p.a.level[i] == number + 1]
+        mine = _complete_after(p.a, number + 1)
         writes = [s for s in full if p.a.level[s.value] == number]
         p.last_pass = number == max(levels) - 1
         if mine or writes:
@@ -294,17 +319,27 @@ def _exchange(p: Printer, states: Sequence[Running], names: Sequence[Sequence[st
     """Every program of a row sends its values to the others, waits for theirs, and merges all."""
     splits = p.s.splits
     p.line(f"parts = tl.arange(0, {1 << (splits - 1).bit_length()})")
-    letters: list[tuple[int, str]] = []
-    for state, own in zip(states, names, strict=True):
-        for number, name in zip(state.numbers, own, strict=True):
-            value = f"{name}.to(tl.int32)" if _reduce(p, number).combine in ("any", "all") else name
-            mail = f"{p.pointers[mailbox(number)]} + row * {splits * splits}"
-            letters.append((number, f"{mail}, {value}, part, parts, {splits}"))
-    for _, letter in letters:
-        p.line(f"fm.send({letter})")
-    theirs: dict[int, str] = {}
-    for number, letter in letters:
-        theirs[number] = p.fresh(f"all_{p.base_of(number)}")
-        p.line(f"{theirs[number]} = fm.receive({letter}, {p.neutral(_reduce(p, number))})")
+    sent = {
+        n: name
+        for state, own in zip(states, names, strict=True)
+        for n, name in zip(state.numbers, own, strict=True)
+    }
+    theirs = {number: p.fresh(f"all_{p.base_of(number)}") for number in sent}
+    takes: list[str] = []
+    for letter in _letters(p.a, states):
+        mail = f"{p.pointers[mailbox(letter)]} + row * {splits * splits}"
+        row, neutral = f"part, parts, {splits}", ", ".join(p.neutral(_reduce(p, n)) for n in letter)
+        if len(letter) == 2:
+            first, second = letter
+            p.line(f"fm.send_pair({mail}, {sent[first]}, {sent[second]}, {row})")
+            takes.append(f"{theirs[first]}, {theirs[second]} = fm.receive_pair({mail}, {row}, {neutral})")
+            continue
+        (number,) = letter
+        truth = _reduce(p, number).combine in ("any", "all")
+        value = f"{sent[number]}.to(tl.int32)" if truth else sent[number]
+        p.line(f"fm.send({mail}, {value}, {row})")
+        takes.append(f"{theirs[number]} = fm.receive({mail}, {value}, {row}, {neutral})")
+    for take in takes:
+        p.line(take)
     for state, own in zip(states, names, strict=True):
         state.merge(p, own, [theirs[number] for number in state.numbers])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
+from fusion_compiler.codegen.math import UNSENT as MARK
 from fusion_compiler.kernel import Kernel, Program, Role
 from fusion_compiler.launch import Runner, interpret
 from fusion_compiler.target import compile_for
@@ -14,10 +17,11 @@ ROWS = 2
 PARTS = (2, 4, 8, 16, 32, 64, 128)
 WARPS = (1, 2, 4, 8, 16, 32)
 NEUTRAL = 7.0
+UNSENT = MARK.value  # the bits that no value has when it is sent in a pair
 
 
-def exchange(splits: int, warps: int = 4) -> Program:
-    """Every program sends its number to those of its row, and stores the letters that it has received."""
+def exchange(splits: int, warps: int = 4, pair: bool = False) -> Program:
+    """Every program sends its number to those of its row, alone or with the negative, and stores theirs."""
     lanes = 1 << (splits - 1).bit_length()
     source = "from fusion_compiler.codegen import math as fm\n" + HEADER + (
         f"def exchange(x_ptr, y_ptr, mail_ptr):\n"
@@ -26,9 +30,15 @@ def exchange(splits: int, warps: int = 4) -> Program:
         f"    parts = tl.arange(0, {lanes})\n"
         f"    mail = mail_ptr + program // {splits} * {splits * splits}\n"
         f"    x = tl.load(x_ptr + program)\n"
-        f"    fm.send(mail, x, part, parts, {splits})\n"
-        f"    all_x = fm.receive(mail, x, part, parts, {splits}, {NEUTRAL})\n"
-        f"    tl.store(y_ptr + program * {lanes} + parts, all_x)\n"
+        + (
+            f"    fm.send_pair(mail, -x, x, part, parts, {splits})\n"
+            f"    minus, all_x = fm.receive_pair(mail, part, parts, {splits}, -{NEUTRAL}, {NEUTRAL})\n"
+            f"    all_x = tl.where(-minus == all_x, all_x, minus)\n"
+            if pair
+            else f"    fm.send(mail, x, part, parts, {splits})\n"
+            f"    all_x = fm.receive(mail, x, part, parts, {splits}, {NEUTRAL})\n"
+        )
+        + f"    tl.store(y_ptr + program * {lanes} + parts, all_x)\n"
     )  # fmt: skip
     arguments = (
         argument("x_ptr", Role.INPUT, 0, torch.float32),
@@ -52,19 +62,27 @@ def received(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def numbers(splits: int, device: str = "cpu") -> torch.Tensor:
+    """Some whose letters could be taken for none: zero, and the NaN that marks them."""
+    x = torch.randn(ROWS, splits, device=device)
+    x[0, 0], x[0, 1], x[1, 0] = 0.0, float("-inf"), float("inf")
+    x[1, 1] = torch.tensor(-0x80000000 | UNSENT, dtype=torch.int32).view(torch.float32)  # negated when sent
+    return x
+
+
+@pytest.mark.parametrize("pair", [False, True], ids=["alone", "pair"])
 @pytest.mark.parametrize("splits", [2, 3, 32, 33])
-def test_all_letters_arrive_and_the_mailboxes_are_left_empty(splits: int) -> None:
-    x = torch.randn(ROWS, splits)
-    x[0, 0] = 0.0  # its letter is not
-    (y,) = interpret(exchange(splits), (x,))
-    assert torch.equal(y, received(x))
+def test_all_letters_arrive_and_the_mailboxes_are_left_empty(splits: int, pair: bool) -> None:
+    x = numbers(splits)
+    (y,) = interpret(exchange(splits, pair=pair), (x,))
+    torch.testing.assert_close(y, received(x), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("warps", WARPS)
 def test_it_compiles_with_fewer_and_with_more_threads_than_parts(warps: int) -> None:
     """And waits no longer than it must: by one load of a letter that is missing, and one barrier then."""
-    for splits in PARTS:
-        ptx = compile_for(exchange(splits, warps).kernels[0], "sm_90").asm["ptx"]
+    for splits, pair in product(PARTS, (False, True)):
+        ptx = compile_for(exchange(splits, warps, pair).kernels[0], "sm_90").asm["ptx"]
         letters = max(1, splits // (32 * warps))  # of a thread
         assert ptx.count("ld.volatile.global") == max(1, letters // 2)  # the first look takes two at once
         assert ptx.count("ld.relaxed.gpu.global") == ptx.count("bar.sync") == letters
@@ -81,7 +99,8 @@ def test_the_portable_wait_compiles(warps: int) -> None:
 @pytest.mark.parametrize("warps", WARPS)
 def test_all_letters_arrive_on_the_device(warps: int) -> None:
     for splits in (*PARTS, 3, 33, 100):
-        run = Runner((exchange(splits, warps),), lambda *_: (), name="exchange", strict=True)
-        for _ in range(100):
-            x = torch.randn(ROWS, splits, device="cuda")
-            assert torch.equal(run(x)[0], received(x))
+        for pair in (False, True):
+            run = Runner((exchange(splits, warps, pair),), lambda *_: (), name="exchange", strict=True)
+            for _ in range(50):
+                x = numbers(splits, "cuda")
+                torch.testing.assert_close(run(x)[0], received(x), rtol=0, atol=0, equal_nan=True)

@@ -67,7 +67,7 @@ def test_loads_are_under_way_and_nothing_spills(fn: Any, width: int) -> None:
     first = backward_programs(fn, width)[0]
     binary = compile_for(first.kernels[0], "sm_90")
     assert "of" in first.schedule and binary.asm["ptx"].count("cp.async.cg") and not binary.spills
-    assert binary.asm["ptx"].count("bra WAIT") == (2 if fn is layer_norm else 1)
+    assert binary.asm["ptx"].count("bra WAIT") == 1  # two numbers are one letter
 
 
 def test_sums_that_programs_cannot_exchange_are_refused_with_the_reason() -> None:
