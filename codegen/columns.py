@@ -47,8 +47,8 @@ def _tiles(width: int, count: int, device: DeviceSpec) -> Iterator[tuple[int, in
     quicker, and a program of one warp does not wait for others.
     """
     if count <= 4:
-        rows = 1 << max(0, count - 1).bit_length()
-        yield 2048 // rows, rows, 4
+        rows, share = (1 << max(0, n - 1).bit_length() for n in (count, width // device.sms))
+        yield max(128, min(2048 // rows, share)), rows, 4
     across = -(-width // 128)
     warps = 1 << max(0, min(8, WARPS * device.sms // max(across, 2 * device.sms)).bit_length() - 1)
     block = 128

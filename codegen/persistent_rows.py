@@ -56,4 +56,4 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if block <= HELD or not can_be_shared(a):
         return alone
     shared = shared_rows.schedules(a, device)  # a program that has such a row alone may spill
-    return (shared[0], alone[-1], *shared[1:], *alone[:-1])
+    return (*shared[:3], alone[-1], *shared[3:], *alone[:-1])
