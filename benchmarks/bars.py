@@ -72,12 +72,15 @@ def mean_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """Geometric means of how many times faster ours is, per peer and phase; how good predictions are.
 
-    "families": for each family and phase the bars met of those set, and its own means.
+    A peer that ran in fewer than half of the cases has no mean over all. "families": for each family and phase
+    the bars met of those set, and its own means.
     """
     means: dict[str, Any] = {}
     for phase in PHASES:
         of_phase = [r for r in rows if r["phase"] == phase]
-        means |= {f"{phase} vs {peer}": mean for peer, mean in _means(of_phase).items()}
+        ran = {peer: sum(ratio(r, peer) is not None for r in of_phase) for peer in CONTENDERS[:-1]}
+        common = {p: m for p, m in _means(of_phase).items() if 2 * ran[p] >= len(of_phase)}
+        means |= {f"{phase} vs {peer}": mean for peer, mean in common.items()}
     predicted = [c for r in rows if "predicted_us" in (c := r["cells"].get("ours", {}))]
     if len(predicted) > 2:
         us = [c["predicted_us"] for c in predicted], [c["us"] for c in predicted]

@@ -385,14 +385,13 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Reco
             try:
                 search.run(options.budget)
                 row["clusters"].append(search.result(bandwidth))
+                record.summary = summarize(record.rows)
             except Exception as error:
                 row["clusters"].append({"cluster": search.found.name, "failed": {"search": reason(error)}})
             record.write()
         row["done"] = True
         if row["clusters"]:
             print(show([row]), flush=True)
-    record.summary = summarize(record.rows)
-    record.write()
     print("\n" + show(record.rows))
     for name, value in record.summary.items():
         print(f"{name}: {value:.2f}")

@@ -389,7 +389,10 @@ def main() -> None:
     # What a compiler prints must not end up among the replies.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    serve(int(sys.argv[1]), sys.stdin.buffer, replies)
+    try:
+        serve(int(sys.argv[1]), sys.stdin.buffer, replies)
+    except BrokenPipeError:  # nobody is left to answer
+        os._exit(0)
 
 
 if __name__ == "__main__":
