@@ -72,8 +72,8 @@ def mean_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """Geometric means of how many times faster ours is, per peer and phase; how good predictions are.
 
-    A peer that ran in fewer than half of the cases has no mean over all. "families": for each family and phase
-    the bars met of those set, and its own means.
+    A peer that ran in fewer than half of the cases has no mean over all. "families": for each family and
+    phase the bars met of those set, and its own means.
     """
     means: dict[str, Any] = {}
     for phase in PHASES:
