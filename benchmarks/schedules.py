@@ -390,6 +390,7 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Reco
                 row["clusters"].append({"cluster": search.found.name, "failed": {"search": reason(error)}})
             record.write()
         row["done"] = True
+        record.write()
         if row["clusters"]:
             print(show([row]), flush=True)
     print("\n" + show(record.rows))

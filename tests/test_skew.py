@@ -70,7 +70,7 @@ def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> N
     inputs = [t.requires_grad_(n in case.differentiate) for n, t in cast.items()]
     exact = [t.requires_grad_(x.requires_grad) for t, x in zip(wide(inputs), inputs, strict=True)]
     eager, truth = computed(fn(*inputs), inputs, 1), computed(fn(*exact), exact, 1)
-    for form in FORMS:
+    for form in FORMS[dtype is torch.float32 :: 2]:  # the others with the other dtype
         compiled = Compiled(fn, schedules=functools.partial(skewed, form))
         ours = computed(compiled(*inputs), inputs, 1)
         problems = [not_as_close(*values) for values in zip(ours, eager, truth, strict=True)]
