@@ -328,7 +328,7 @@ def philox_round(a, b, c, d, key_0, key_1):
 
 @triton.jit
 def philox(seed, counter, salt):
-    """Four independent uint32: Philox4x32-10 of (counter, salt) under a 64-bit key.
+    """Four independent uint32: Philox4x32-7 of (counter, salt) under a 64-bit key.
 
     seed: int64. counter: non-negative block, int32 or int64. salt: below 2^32. Word k of counter c makes
     element 4 * c + k of `fusion_compiler.uniform(seed, shape, salt)`.
@@ -341,7 +341,7 @@ def philox(seed, counter, salt):
         b = (counter >> 32).to(tl.uint32)
     c = a * 0 + tl.cast(salt, tl.uint32)
     d = a * 0
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(7):
         a, b, c, d = philox_round(a, b, c, d, key_0, key_1)
         key_0 += 0x9E3779B9
         key_1 += 0xBB67AE85

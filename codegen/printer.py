@@ -450,10 +450,16 @@ class Printer:
             if number not in self.env and not isinstance(self.loops.nodes[number], Constant):
                 self.node(number)
 
+    def print_row_values(self, numbers: Iterable[int]) -> None:
+        """What belongs to the row and waits for no reduction along it: loaded while the row itself is, since
+        the compiler moves no load over a reduction."""
+        self.print_nodes(i for i in self.need(numbers) if COLS not in self.a.groups[i] and not self.a.level[i])
+
     def whole_block(self) -> None:
         """Everything for one block of rows that lies in the tile entirely, stores included."""
         stores = self.stores_of("main")
         roots = [o for s in stores for o in store_operands(s)]
+        self.print_row_values([*roots, *self.accumulated()])
         self.print_nodes(self.need([*roots, *self.accumulated()]))
         for store in stores:
             self.store(store)

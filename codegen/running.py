@@ -202,6 +202,7 @@ def print_passes(p: Printer) -> None:
     stores = list(p.stores_of("main"))
     by_row = [s for s in stores if COLS not in p.index_groups(s.index)]
     full = [s for s in stores if s not in by_row]
+    p.print_row_values(o for s in by_row for o in store_operands(s))
     levels = [p.a.level[i] for i in reductions] + [p.a.level[s.value] + 1 for s in full]
     for number in range(max(levels, default=0)):
         mine = _complete_after(p.a, number + 1)
