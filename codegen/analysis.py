@@ -208,10 +208,12 @@ class Analysis:
     @cached_property
     def moments(self) -> dict[int, tuple[int, int]]:
         """sum((x - mean)^2): the sum's node -> (sum(x), mean), where that sum serves the mean alone."""
+        users = Counter(o for n in self.loops.nodes for o in operands_of(n))
+        users.update(o for s in self.loops.stores for o in store_operands(s))
         found: dict[int, tuple[int, int]] = {}
         for number in self.reductions:
             pair = self._mean_of_squares(number)
-            if pair is not None and self.users[pair[0]] == 1 and pair not in found.values():
+            if pair is not None and users[pair[0]] == 1 and pair not in found.values():
                 found[number] = pair
         return found
 
@@ -285,6 +287,8 @@ class Analysis:
     def rough(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
         """float32 values of which nothing but 16-bit results is made; dtypes: of the buffers.
 
+        So is exp(x - max(x)) on its way into its sum: the errors of a term, 2^-22 of it and 2^-24 of the
+        exponent that makes it small, are no more than those of adding up.
         What is rounded within the kernel (numerics="eager") is to have eager's bits: none of that.
         """
         nodes = self.loops.nodes
@@ -296,27 +300,12 @@ class Analysis:
             s.value for s in self.loops.stores if dtypes[s.buffer] not in (torch.float16, torch.bfloat16)
         }
         for i in range(len(nodes) - 1, -1, -1):
-            if i in exact:
+            if i in exact and i in self.online:
+                (term,) = operands_of(nodes[i])
+                exact.update(operands_of(nodes[term]))
+            elif i in exact:
                 exact.update(operands_of(nodes[i]))
-        return frozenset(range(len(nodes))) - exact | self.only_summed
-
-    @cached_property
-    def only_summed(self) -> frozenset[int]:
-        """exp(x - max(x)) of which only the sum is used: the terms' errors, 2^-22 of each and 2^-24 of the
-        exponent that makes it small, are no more than those of adding them up."""
-        found: set[int] = set()
-        for total in self.online:
-            (term,) = operands_of(self.loops.nodes[total])
-            if self.users[term] == 1 and self.loops.nodes[term].dtype is torch.float32:
-                found.add(term)
-        return frozenset(found)
-
-    @cached_property
-    def users(self) -> Counter[int]:
-        """How many nodes and stores read each node."""
-        users = Counter(o for n in self.loops.nodes for o in operands_of(n))
-        users.update(o for s in self.loops.stores for o in store_operands(s))
-        return users
+        return frozenset(range(len(nodes))) - exact
 
     @cached_property
     def furthest(self) -> int:

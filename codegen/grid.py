@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from fusion_compiler.codegen import skew, wide_rows
+from fusion_compiler.codegen import rows, skew, wide_rows
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
 from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.device import DeviceSpec
@@ -102,7 +102,7 @@ def _loops(a: Analysis, tile: Schedule, device: DeviceSpec) -> Iterator[Schedule
     """One block of rows a program, and programs that go through blocks in turn."""
     blocks = -(-hint(a.size(ROWS)) // tile.block_rows)
     across = -(-hint(a.size(COLS)) // tile.block_cols) if tile.cols is Cols.GRID else 1
-    if not a.across_rows or blocks == 1:
+    if not a.across_rows or blocks == 1 or (blocks <= rows.MOST_PARTIALS and not a.ends_in_a_row):
         stages = STAGES if tile.cols is Cols.LOOP else STAGES[:1]
         yield from (replace(tile, num_stages=s) for s in stages)
     if not isinstance(a.size(ROWS), int) or (tile.splits > 1 and tile.cols is Cols.LOOP):

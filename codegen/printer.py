@@ -453,7 +453,9 @@ class Printer:
     def print_row_values(self, numbers: Iterable[int]) -> None:
         """What belongs to the row and waits for no reduction along it: loaded while the row itself is, since
         the compiler moves no load over a reduction."""
-        self.print_nodes(i for i in self.need(numbers) if COLS not in self.a.groups[i] and not self.a.level[i])
+        self.print_nodes(
+            i for i in self.need(numbers) if COLS not in self.a.groups[i] and not self.a.level[i]
+        )
 
     def whole_block(self) -> None:
         """Everything for one block of rows that lies in the tile entirely, stores included."""

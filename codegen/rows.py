@@ -11,7 +11,7 @@ from fusion_compiler.loops import COLS, ROWS, Load, Random
 
 WIDEST = 16384
 WARPS = 64  # that a multiprocessor holds
-MOST_PARTIALS = 8192  # of a sum over rows: one program reads them all when the others are done
+MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the others are done
 # (elements, warps) of short rows of which nothing is stored: four times as many, by loads of a loop, which do
 # not stay in the caches.
 ONLY_REDUCED = ((4096, 4), (2048, 4), (8192, 8), (16384, 32))
