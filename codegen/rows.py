@@ -13,8 +13,10 @@ WIDEST = 16384
 WARPS = 64  # that a multiprocessor holds
 MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the others are done
 # (elements, warps) of short rows of which nothing is stored: four times as many, by loads of a loop, which do
-# not stay in the caches.
+# not stay in the caches. With exponentials, half as many a thread.
 ONLY_REDUCED = ((4096, 4), (2048, 4), (8192, 8), (16384, 32))
+ONLY_SUMMED_UP = ((4096, 2), (8192, 4), (2048, 1), (8192, 8))
+LOOPED = 2048  # columns: rows that are longer and only reduced are gone through by threads of 64 elements
 
 
 def fits(a: Analysis) -> bool:
@@ -29,13 +31,19 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     assert isinstance(width, int)
     block = 1 << max(0, (width - 1).bit_length())
     most = 1 << max(0, (count - 1).bit_length())
-    if block <= 256 and not a.tall and not any(COLS in a.groups[s.value] for s in a.loops.stores):
+    only_reduced = not a.tall and not any(COLS in a.groups[s.value] for s in a.loops.stores)
+    if block <= 256 and only_reduced and a.online:
+        shapes, cols = [(n // block, w) for n, w in ONLY_SUMMED_UP], Cols.WHOLE
+    elif block <= 256 and only_reduced:
         shapes, cols = [(n // block, w) for n, w in ONLY_REDUCED], Cols.LOOP
     else:
         shapes, cols = _shapes(a, block), Cols.WHOLE
     found = [
         Schedule(r, block, cols, num_warps=w) for r, w in dict.fromkeys((min(r, most), w) for r, w in shapes)
     ]
+    if only_reduced and block > LOOPED:
+        blocks = dict.fromkeys((block, 4096) if block <= 8192 else (4096, 8192))
+        found = [Schedule(1, b, Cols.LOOP, num_warps=b // LOOPED) for b in blocks] + found
     if a.across_rows:
         return tuple(_in_turn(s, count, device) for s in found)
     if _same_for_all_rows(a) and (width % WORD or block > 2048):
