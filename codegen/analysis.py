@@ -50,10 +50,11 @@ class Schedule:
 
     block_rows, block_cols: tile extents, powers of two. cols: how the columns are covered.
     programs: number of programs that share the rows in a loop; None is one block a program.
-    splits: programs that share a row, each with consecutive columns of it; they run at the same time and
-    exchange what they reduced, in 32 bits. With one row a block. In a loop over rows, `programs` counts the
-    groups of them.
+    splits: programs that share a block of rows, each with consecutive columns of all of them; they run at the
+    same time and exchange what they reduced, in 32 bits a row and once a block. In a loop over rows,
+    `programs` counts the groups of them.
     skewed: the columns are counted from the word in which the row begins (`codegen.skew`). One row a block.
+    registers: the most that a thread may take, so that as many programs as are to run at once do.
     """
 
     block_rows: int
@@ -64,6 +65,7 @@ class Schedule:
     num_stages: int = 1
     splits: int = 1
     skewed: bool = False
+    registers: int | None = None
 
     def __str__(self) -> str:
         split = f" of {self.splits} parts" if self.splits > 1 else ""
@@ -71,7 +73,8 @@ class Schedule:
         stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
         skewed = " skewed" if self.skewed else ""
         tile = f"{self.block_rows} x {self.block_cols} {self.cols}{skewed}{split}"
-        return f"{tile}{loop}, {self.num_warps} warps{stages}"
+        registers = f", {self.registers} registers" if self.registers else ""
+        return f"{tile}{loop}, {self.num_warps} warps{stages}{registers}"
 
     @property
     def in_passes(self) -> bool:
@@ -333,6 +336,17 @@ def ceil_div(a: Dim, b: int) -> Dim:
 def part_cols(a: Analysis, s: Schedule) -> Dim:
     """How many columns each of the programs that share a row takes, a multiple of the block."""
     return product((ceil_div(a.size(COLS), s.splits * s.block_cols), s.block_cols))
+
+
+def accumulated_groups(a: Analysis, s: Schedule, number: int) -> frozenset[str]:
+    """What the accumulator of a sum over rows varies over, in a loop over blocks of rows.
+
+    It has a lane for every row of the block, or, where the columns alone give all threads enough to do, as in
+    rows that programs share, takes each block's sum.
+    """
+    (operand,) = operands_of(a.loops.nodes[number])
+    groups = a.groups[operand] | a.over(number)
+    return groups - {ROWS} if s.splits > 1 else groups
 
 
 def along_rows_first(loops: LoopNest) -> LoopNest:

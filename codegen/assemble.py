@@ -18,6 +18,7 @@ from fusion_compiler.codegen.analysis import (
     Analysis,
     Cols,
     Schedule,
+    accumulated_groups,
     along_rows_first,
     ceil_div,
     part_cols,
@@ -36,7 +37,6 @@ from fusion_compiler.loops import (
     Load,
     LoopNest,
     Random,
-    operands_of,
 )
 
 HEADER = """import triton
@@ -248,7 +248,7 @@ class _Assembly:
         head = f"@triton.jit\ndef {name}({', '.join(a.name for a in used)}):\n"
         quoted = "\n    ".join(doc.splitlines())
         source = f'{HEADER}{functions}{head}    """{quoted}"""\n{body}\n'
-        return Kernel(name, source, used, grid, warps, max(1, stages), self.s.splits)
+        return Kernel(name, source, used, grid, warps, max(1, stages), self.s.splits, self.s.registers)
 
     def body(self, p: Printer) -> tuple[Dim, ...]:
         """Print the main part; the grid that it needs."""
@@ -274,7 +274,7 @@ class _Assembly:
         """Define `col`; (text of the program's number along the rows, grid)."""
         program = p.program + wide
         if self.s.splits > 1:
-            first = "row" if self.s.programs is None else "group"  # of the rows that these programs share
+            first = "row" if p.flat and self.s.programs is None else "group"  # which these programs share
             p.line(f"{first} = {program} // {self.s.splits}")
             p.line(f"part = {program} % {self.s.splits}")
             p.line(f"first_col = part * {dim_text(part_cols(self.a, self.s))}")
@@ -316,9 +316,7 @@ class _Assembly:
             wanted = p.need([*(o for s in p.stores_of("main") for o in (s.value,)), *p.accumulated()])
             p.print_nodes(i for i in wanted if i in early)
         accumulators = {
-            i: p.start_accumulator(i, self.a.groups[o] | self.a.over(i))
-            for i in self.a.across_rows
-            for o in operands_of(self.a.loops.nodes[i])
+            i: p.start_accumulator(i, accumulated_groups(self.a, self.s, i)) for i in self.a.across_rows
         }
         step = programs * self.s.block_rows
         start = program if self.s.block_rows == 1 or program == "0" else f"{program} * {self.s.block_rows}"

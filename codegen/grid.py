@@ -23,6 +23,7 @@ SHARES = (1, 2, 4)  # programs a multiprocessor that go through the rows in turn
 THREAD_ELEMENTS = (2, 64)
 WIDEST_WHOLE, WIDEST_BLOCK, MOST_ROWS = 1 << 17, 1 << 14, 1 << 10
 MOST_SPLITS, LEAST_PART = 64, 1024  # programs that share a row, and columns that each has
+MOST_SHARED_ROWS = 4  # that they take at once
 REGISTERS = 255  # that a thread can have
 
 
@@ -31,7 +32,7 @@ def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     found: dict[Schedule, None] = {}
     width, count = _power(hint(a.size(COLS))), _power(hint(a.size(ROWS)))
     for cols, block_cols, splits in _coverings(a, width):
-        for block_rows in _powers(1, min(count, MOST_ROWS)):
+        for block_rows in _powers(1, min(count, MOST_ROWS if splits == 1 else MOST_SHARED_ROWS)):
             for warps in WARPS:
                 tile = Schedule(block_rows, block_cols, cols, num_warps=warps, splits=splits)
                 if _fits_threads(tile, width * count, device) and tile_registers(a, tile) <= REGISTERS:

@@ -5,8 +5,10 @@ one call have the same dtype; one of them may be a Python literal.
 """
 
 # ruff: noqa: RET505 -- a static branch must end in else: Triton compiles what follows a return
+# ruff: noqa: RUF005 -- Triton knows the sum of tuples and not how to unpack one in another
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false, reportMissingParameterType=false, reportFunctionMemberAccess=false
+# pyright: reportAssignmentType=false
 # The bodies are Triton, which reuses Python's syntax and not its types.
 
 from typing import Any
@@ -422,58 +424,125 @@ UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it ever
 
 
 @triton.jit
-def send(mail, value, part, parts, splits: tl.constexpr):
+def send(mail, value, part, parts, splits: tl.constexpr, rows=1):
     """Leave a row's value for every one of the programs that share it, this one included.
 
     mail: int64 [splits, splits] of this row, by receiver and sender, zero before and after. value: a number
-    of 32 bits. part: this program's number; parts: all numbers, 0, 1, ... to a power of two.
+    of 32 bits. part: this program's number; parts: all numbers, 0, 1, ... to a power of two. A value of
+    [n, 1] is that of n rows, of which so many exist, with one row's mail behind the other's.
 
     A letter is the value with a mark above it, in one store, so that nothing has to be ordered (the status
     words of Merrill and Garland's decoupled look-back, 2016). Programs start in the order of their numbers:
     those of one row run at the same time while they are far fewer than the device can hold.
     """
-    letter = value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32)
-    tl.atomic_xchg(mail + parts * splits + part, letter + parts * 0, mask=parts < splits, sem="relaxed")
+    post(mail, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), part, parts, splits, rows)
 
 
 @triton.jit
-def send_pair(mail, first, second, part, parts, splits: tl.constexpr):
+def send_pair(mail, first, second, part, parts, splits: tl.constexpr, rows=1):
     """The same for two float32 values in one letter, where no bit is left for a mark."""
     first = tl.where(first == first, first, float("nan"))  # a NaN of the user's may be any
     low, high = (first.to(tl.uint32, bitcast=True) ^ UNSENT).to(tl.int64), second.to(tl.uint32, bitcast=True)
-    letter = low | (high.to(tl.int64) << 32)
-    tl.atomic_xchg(mail + parts * splits + part, letter + parts * 0, mask=parts < splits, sem="relaxed")
+    post(mail, low | (high.to(tl.int64) << 32), part, parts, splits, rows)
 
 
 @triton.jit
-def receive(mail, value, part, parts, splits: tl.constexpr, neutral):
-    """What each of the programs has sent, in the type of `value`; `neutral` past the last."""
-    letters = collected(mail + part * splits + parts, parts < splits, splits)
-    return tl.where(parts < splits, letters.to(tl.uint32).to(value.dtype, bitcast=True), neutral)
+def post(mail, letter, part, parts, splits: tl.constexpr, rows):
+    """The letter of one row, or of each, to all parts."""
+    if len(letter.shape) == 2:
+        for r in tl.static_range(letter.shape[0]):
+            one = tl.sum(tl.sum(tl.where(row_numbers(letter.shape[0]) == r, letter, 0), axis=0), axis=0)
+            box, inside = mail + (r * splits + parts) * splits + part, (parts < splits) & (r < rows)
+            tl.atomic_xchg(box, one + parts * 0, mask=inside, sem="relaxed")
+    else:
+        tl.atomic_xchg(mail + parts * splits + part, letter + parts * 0, mask=parts < splits, sem="relaxed")
 
 
 @triton.jit
-def receive_pair(mail, part, parts, splits: tl.constexpr, neutral, other_neutral):
+def row_numbers(count: tl.constexpr):
+    """The rows of a block, as a column."""
+    return tl.arange(0, count)[:, None]
+
+
+@triton.jit
+def with_row(values, r: tl.constexpr, value):
+    """values, [rows, 1], with another one in row r."""
+    return tl.where(row_numbers(values.shape[0]) == r, value, values)
+
+
+@triton.jit
+def receive(mail, value, part, parts, splits: tl.constexpr, neutral, rows=1):
+    """What each of the programs has sent, in the type of `value`; `neutral` past the last.
+
+    Where `value` is that of several rows: a tuple of that for each of them.
+    """
+    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows)
+    if len(value.shape) == 2:
+        theirs = ()
+        for r in tl.static_range(value.shape[0]):
+            theirs = theirs + (opened(letters[r], value, (parts < splits) & (r < rows), neutral),)
+        return theirs
+    else:
+        return opened(letters, value, parts < splits, neutral)
+
+
+@triton.jit
+def opened(letters, value, inside, neutral):
+    """The values in letters."""
+    return tl.where(inside, letters.to(tl.uint32).to(value.dtype, bitcast=True), neutral)
+
+
+@triton.jit
+def receive_pair(mail, value, part, parts, splits: tl.constexpr, neutral, other_neutral, rows=1):
     """The same for two float32 values."""
-    letters = collected(mail + part * splits + parts, parts < splits, splits)
+    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows)
+    if len(value.shape) == 2:
+        theirs = ()
+        for r in tl.static_range(value.shape[0]):
+            inside = (parts < splits) & (r < rows)
+            theirs = theirs + (opened_pair(letters[r], inside, neutral, other_neutral),)
+        return theirs
+    else:
+        return opened_pair(letters, parts < splits, neutral, other_neutral)
+
+
+@triton.jit
+def opened_pair(letters, inside, neutral, other_neutral):
+    """The pairs of values in letters."""
     first = (letters.to(tl.uint32) ^ UNSENT).to(tl.float32, bitcast=True)
     second = (letters >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
-    return tl.where(parts < splits, first, neutral), tl.where(parts < splits, second, other_neutral)
+    return tl.where(inside, first, neutral), tl.where(inside, second, other_neutral)
 
 
 @triton.jit
-def collected(mail, inside, splits: tl.constexpr):
-    """The letters, once all have come, out of a mailbox that is empty then; 1 where none is expected."""
-    letters = delivered(mail, inside, 1)
+def collected(mail, value, inside, splits: tl.constexpr, rows):
+    """The letters, once all have come, out of mailboxes that are empty then; 1 where none is expected."""
+    count: tl.constexpr = value.shape[0] if len(value.shape) == 2 else 1
+    boxes, wanted, letters = (), (), ()
+    for r in tl.static_range(count):
+        boxes = boxes + (mail + r * splits * splits,)
+        wanted = wanted + (inside & (r < rows) if count > 1 else inside,)
     if compiles_to_ptx():
-        letters = awaited(mail, letters)
+        for r in tl.static_range(count):
+            letters = letters + (tl.where(wanted[r], 0, 1).to(tl.int64),)
+        letters = awaited(boxes, letters)
     else:
-        while tl.min((letters != 0).to(tl.int32)) == 0:
-            letters = delivered(mail, inside, 1)
-        if splits > 32:  # warps with the same letters have agreed on what one of them saw: now all are there
-            letters = delivered(mail, letters == 0, letters)
+        for r in tl.static_range(count):
+            letters = letters + (looked_for(boxes[r], wanted[r], splits),)
         tl.debug_barrier()
-    tl.store(mail, letters * 0, mask=inside)
+    for r in tl.static_range(count):
+        tl.store(boxes[r], letters[r] * 0, mask=wanted[r])
+    return letters if count > 1 else letters[0]
+
+
+@triton.jit
+def looked_for(mail, inside, splits: tl.constexpr):
+    """The letters, once all have come."""
+    letters = delivered(mail, inside, 1)
+    while tl.min((letters != 0).to(tl.int32)) == 0:
+        letters = delivered(mail, inside, 1)
+    if splits > 32:  # warps with the same letters have agreed on what one of them saw: now all are there
+        letters = delivered(mail, letters == 0, letters)
     return letters
 
 
@@ -484,24 +553,48 @@ def delivered(mail, wanted, others):
 
 
 @triton.jit
-def awaited(mail, letters):
-    """The letters once all have come, and every warp has them.
+def again(x):
+    """x, of which nobody knows what was computed from it: so that this is computed again, not kept."""
+    if not compiles_to_ptx():
+        return x
+    elif x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+def awaited(boxes: Any, letters: Any, _semantic: Any = None) -> Any:
+    """The letters in each of some mailboxes once all have come, and every warp has them.
 
     A loop of Triton's, or its barrier, would end the software pipelining of the loop that it is in, whose
     loads of the next rows are to go on meanwhile.
     """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred %missing;
-        mov.u64 $0, $2;
-        WAIT: setp.eq.u64 %missing, $0, 0;
-        @%missing ld.relaxed.gpu.global.u64 $0, [$1];
-        @%missing bra WAIT;
+    count = len(boxes)
+    looks = "".join(
+        f"""
+        setp.eq.u64 %missing{i}, ${i}, 0;
+        @%missing{i} ld.relaxed.gpu.global.u64 ${i}, [${count + i}];"""
+        for i in range(count)
+    )
+    begin = "".join(f"""
+        mov.u64 ${i}, ${2 * count + i};""" for i in range(count))  # fmt: skip
+    all_there = "".join(f"""
+        or.pred %missing0, %missing0, %missing{i};""" for i in range(1, count))  # fmt: skip
+    asm = f"""{{
+        .reg .pred %missing<{count}>;{begin}
+        WAIT:{looks}{all_there}
+        @%missing0 bra WAIT;
         bar.sync 0;
-        }""",
-        "=&l,l,l",
-        [mail, letters],
-        dtype=tl.int64,
+        }}"""
+    return tl.inline_asm_elementwise(
+        asm,
+        ",".join(["=&l"] * count + ["l"] * 2 * count),
+        [*boxes, *letters],
+        dtype=(tl.int64,) * count,
         is_pure=False,
         pack=1,
+        _semantic=_semantic,
     )
+
+
+awaited.__triton_builtin__ = True

@@ -22,6 +22,7 @@ from fusion_compiler.codegen.analysis import (
     Analysis,
     Cols,
     Schedule,
+    accumulated_groups,
     accumulator_dtype,
     operand_of,
 )
@@ -54,6 +55,7 @@ from fusion_compiler.loops import (
     operands_of,
     store_operands,
 )
+from fusion_compiler.ops import spec_of
 
 aten = torch.ops.aten
 NEUTRAL = {"sum": 0, "prod": 1, "max": float("-inf"), "min": float("inf"), "any": False, "all": True}
@@ -61,6 +63,7 @@ BASES = {ROWS: "row", COLS: "col"}  # the variable with a group's element number
 RESERVED = frozenset(
     {"tl", "fm", "libdevice", "row", "col", "sum", "max", "min", "all", "any", "pow", "abs", "round"}
     | {"lane", "skew", "begin", "in_words", "whole_words", "group", "part", "parts", "first_col"}
+    | {"first_row", "r"}
 )
 
 
@@ -87,6 +90,7 @@ class Printer:
         self.lines: list[str] = []
         self.depth = 1
         self.env: dict[int, str] = {}
+        self.kept: dict[int, str] = {}  # tiles as they were loaded
         self.index_env: dict[tuple[str, int], str] = {}
         self.taken = taken | RESERVED
         self.flat = schedule.block_rows == 1  # tiles are vectors
@@ -114,6 +118,13 @@ class Printer:
         self.env, self.index_env = env, index_env
         self.row_mask, self.col_mask = masks
 
+    @contextmanager
+    def one_row(self) -> Generator[None]:
+        """As if the block had one row: values of a row are numbers."""
+        flat, self.flat = self.flat, True
+        yield
+        self.flat = flat
+
     def fresh(self, base: str) -> str:
         name, i = base, 0
         while name in self.taken:
@@ -133,6 +144,9 @@ class Printer:
             if self.s.skewed:
                 self.line(f"begin = row * {dim_text(self.a.size(COLS))} // {WORD} * {WORD}")
             return
+        if self.s.splits > 1 and start != "first_row":  # which the exchange asks for
+            self.line(f"first_row = {start}")
+            start = "first_row"
         self.line(f"row = {start} + tl.arange(0, {self.s.block_rows})[:, None]")
         if size == 0 or quotient(size, self.s.block_rows) is None:
             self.line(f"row_inside = row < {dim_text(size)}")
@@ -249,6 +263,10 @@ class Printer:
         match node:
             case Load():
                 text, base = self.load(number, node), self.pointers[node.buffer].removesuffix("_ptr")
+                if self.can_be_kept(number):
+                    self.kept[number] = loaded = self.fresh(f"{base}_loaded")
+                    self.line(f"{loaded} = {text}")
+                    text = convert(loaded, self.dtypes[node.buffer], node.dtype)
             case Coordinate() if not node.index.terms:  # a size: no tile whose type could be changed
                 text, base = self.full(dim_text(node.index.const), node.dtype), "position"
             case Coordinate():
@@ -337,7 +355,36 @@ class Printer:
         options = (f", mask={mask}, other={zero}" if mask else "") + self.load_options
         if self.s.cols is Cols.LOOP and groups == frozenset({ROWS, COLS}):
             options += f', eviction_policy="{"evict_first" if self.last_pass else "evict_last"}"'
-        return convert(f"tl.load({pointer}{options})", held, node.dtype)
+        text = f"tl.load({pointer}{options})"
+        return text if self.can_be_kept(number) else convert(text, held, node.dtype)
+
+    def can_be_kept(self, number: int) -> bool:
+        """Whether a tile stays in registers as it was loaded, while programs wait for each other.
+
+        What is computed from it is computed again after that: of several rows, registers would not hold it.
+        """
+        node = self.loops.nodes[number]
+        if self.flat or self.s.splits == 1 or self.s.cols is Cols.LOOP or not isinstance(node, Load):
+            return False
+        held = self.dtypes[node.buffer]
+        whole = self.a.groups[number] == frozenset({ROWS, COLS})
+        return (
+            whole and held in (torch.float16, torch.bfloat16, torch.float32) and node.buffer not in self.empty
+        )
+
+    def forget(self) -> None:
+        """Values of the tile are computed again from what was loaded, but for those that take long."""
+        for number in sorted(self.env):
+            node = self.loops.nodes[number] if number >= 0 else None
+            if number in self.kept:
+                assert isinstance(node, Load)
+                loaded = f"fm.again({self.kept[number]})"
+                self.env[number] = name = self.fresh(self.env[number])
+                self.line(f"{name} = {convert(loaded, self.dtypes[node.buffer], node.dtype)}")
+            elif isinstance(node, Compute) and self.a.groups[number] == frozenset({ROWS, COLS}):
+                spec = spec_of(node.target)
+                if spec is not None and not spec.special:
+                    del self.env[number]
 
     def index_groups(self, index: Index) -> frozenset[str]:
         groups: set[str] = set()
@@ -498,6 +545,9 @@ class Printer:
         node = self.loops.nodes[number]
         assert isinstance(node, Reduce)
         text = self.tile(number, over)
+        if ROWS in over - accumulated_groups(self.a, self.s, number) and not self.flat:
+            text = self.fold(node, text, "0", keep=True)
+            text = f"({text}).to(tl.int32)" if node.combine in ("any", "all") else text
         match node.combine:
             case "sum":
                 self.line(f"{name} += {text}")

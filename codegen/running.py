@@ -213,6 +213,8 @@ def print_passes(p: Printer) -> None:
             names = _read_columns(p, states, writes)
             if p.s.splits > 1 and states:
                 _exchange(p, states, names)
+                if p.kept:
+                    p.forget()
             for state, own in zip(states, names, strict=True):
                 state.bind(p, own)
     for store in by_row:
@@ -317,30 +319,59 @@ def _part_counts(p: Printer) -> str:
 
 
 def _exchange(p: Printer, states: Sequence[Running], names: Sequence[Sequence[str]]) -> None:
-    """Every program of a row sends its values to the others, waits for theirs, and merges all."""
+    """Every program of a block of rows sends its values to the others, waits for theirs, and merges all."""
     splits = p.s.splits
     p.line(f"parts = tl.arange(0, {1 << (splits - 1).bit_length()})")
-    sent = {
-        n: name
-        for state, own in zip(states, names, strict=True)
-        for n, name in zip(state.numbers, own, strict=True)
-    }
+    numbers = [
+        (n, name)
+        for s, own in zip(states, names, strict=True)
+        for n, name in zip(s.numbers, own, strict=True)
+    ]
+    sent = dict(numbers)
     theirs = {number: p.fresh(f"all_{p.base_of(number)}") for number in sent}
-    takes: list[str] = []
+    received: list[tuple[str, str]] = []
     for letter in _letters(p.a, states):
-        mail = f"{p.pointers[mailbox(letter)]} + row * {splits * splits}"
-        row, neutral = f"part, parts, {splits}", ", ".join(p.neutral(_reduce(p, n)) for n in letter)
-        if len(letter) == 2:
-            first, second = letter
-            p.line(f"fm.send_pair({mail}, {sent[first]}, {sent[second]}, {row})")
-            takes.append(f"{theirs[first]}, {theirs[second]} = fm.receive_pair({mail}, {row}, {neutral})")
-            continue
-        (number,) = letter
-        truth = _reduce(p, number).combine in ("any", "all")
-        value = f"{sent[number]}.to(tl.int32)" if truth else sent[number]
-        p.line(f"fm.send({mail}, {value}, {row})")
-        takes.append(f"{theirs[number]} = fm.receive({mail}, {value}, {row}, {neutral})")
-    for take in takes:
-        p.line(take)
-    for state, own in zip(states, names, strict=True):
-        state.merge(p, own, [theirs[number] for number in state.numbers])
+        kind, values = "_pair" if len(letter) == 2 else "", [sent[n] for n in letter]
+        if _reduce(p, letter[0]).combine in ("any", "all"):
+            values = [f"{sent[letter[0]]}.to(tl.int32)"]
+        neutral = ", ".join(p.neutral(_reduce(p, n)) for n in letter)
+        mail = f"{p.pointers[mailbox(letter)]} + {'row' if p.flat else 'first_row'} * {splits * splits}"
+        lanes, rows = f"part, parts, {splits}", _rows_left(p)
+        p.line(f"fm.send{kind}({mail}, {', '.join(values)}, {lanes}{rows})")
+        take = f"fm.receive{kind}({mail}, {values[0]}, {lanes}, {neutral}{rows})"
+        received.append((", ".join(theirs[n] for n in letter), take))
+    if p.flat:
+        for found, take in received:
+            p.line(f"{found} = {take}")
+        for state, own in zip(states, names, strict=True):
+            state.merge(p, own, [theirs[number] for number in state.numbers])
+    else:
+        _merge_rows(p, states, names, theirs, received)
+
+
+def _rows_left(p: Printer) -> str:
+    """How many rows of the block there are, as the last argument; one row has no number."""
+    if p.flat:
+        return ""
+    return f", {dim_text(p.a.size(ROWS))} - first_row" if p.row_mask else f", {p.s.block_rows}"
+
+
+def _merge_rows(
+    p: Printer,
+    states: Sequence[Running],
+    names: Sequence[Sequence[str]],
+    theirs: Mapping[int, str],
+    received: Sequence[tuple[str, str]],
+) -> None:
+    """Row by row: tiles over the rows and the parts would be laid out anew, and waited for each time."""
+    letters = [p.fresh("letters") for _ in received]
+    for name, (_, take) in zip(letters, received, strict=True):
+        p.line(f"{name} = {take}")
+    with p.scope(f"for r in tl.static_range({p.s.block_rows}):"), p.one_row():
+        for name, (found, _) in zip(letters, received, strict=True):
+            p.line(f"{found} = {name}[r]")
+        for state, own in zip(states, names, strict=True):
+            merged = [f"one_{name}" for name in own]
+            state.merge(p, merged, [theirs[number] for number in state.numbers])
+            for name, one in zip(own, merged, strict=True):
+                p.line(f"{name} = fm.with_row({name}, r, {one})")

@@ -1,8 +1,9 @@
 """Row reductions together with sums over the rows, where a program's registers hold only a part of a row.
 
 A norm's gradients in wide rows: groups of programs walk the rows, each program with its columns of every one.
-They exchange what they reduced once a row, keep their share of the sums over rows in registers, and leave
-one partial row a group. While they wait for each other, their loads of the next rows are under way.
+They exchange what they reduced once a row or once for several, keep their share of the sums over rows in
+registers, and leave one partial row a group. While they wait for each other, their loads of the next rows are
+under way.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS
 
-# (columns of a program, programs a multiprocessor, warps, stages): with fewer columns a program waits longer
-# than it works, with more its registers hold no sums beside them.
-SHAPES = ((4096, 2, 8, 3), (4096, 2, 4, 3), (8192, 1, 16, 3), (8192, 1, 8, 3))
+# (rows, columns of a program, programs a multiprocessor, warps, stages): with fewer elements a program waits
+# longer than it works, with more its registers hold no sums beside them.
+SHAPES = (
+    (1, 4096, 2, 8, 3),
+    (4, 2048, 2, 8, 3),
+    (4, 4096, 1, 16, 3),
+    (1, 8192, 1, 16, 3),
+    (1, 4096, 2, 4, 3),
+)
 WIDEST = MOST_PARTS * 8192
 
 
@@ -30,9 +37,11 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not isinstance(a.size(ROWS), int):
         count = 1 << 30
     found: list[Schedule] = []
-    for block, share, warps, stages in SHAPES:
+    for rows, block, share, warps, stages in SHAPES:
         parts = -(-width // block)
         if 1 < parts <= MOST_PARTS:
-            groups = max(1, min(share * device.sms // parts, count))
-            found.append(Schedule(1, block, Cols.WHOLE, groups, warps, stages, parts))
+            groups = max(1, min(share * device.sms // parts, -(-count // rows)))
+            own = device.registers_per_sm // (share * warps * device.warp_size)
+            registers = own if rows > 1 and share > 1 else None
+            found.append(Schedule(rows, block, Cols.WHOLE, groups, warps, stages, parts, registers=registers))
     return tuple(found)

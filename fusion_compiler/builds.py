@@ -58,6 +58,7 @@ class Build:
     signature: (parameter, Triton type) in order, such as ("x_ptr", "*bf16") or ("n", "i64").
     divisible: positions of the parameters that are multiples of 16 (bytes, for a pointer).
     target: backend ("cuda", "hip"), architecture (90, "gfx942") and threads in a warp.
+    registers: the most that a thread may take; "cuda" only.
     """
 
     source: str
@@ -67,6 +68,7 @@ class Build:
     target: tuple[str, int | str, int]
     num_warps: int = 4
     num_stages: int = 1
+    registers: int | None = None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,6 +100,8 @@ def _arguments(build: Build) -> dict[str, Any]:
     attrs = {(i,): [["tt.divisibility", 16]] for i in build.divisible}
     source = ASTSource(load_kernel(build.source, build.name), dict(build.signature), {}, attrs)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    if build.registers is not None and build.target[0] == "cuda":
+        options["maxnreg"] = build.registers
     return {"src": source, "target": _target(build), "options": options}
 
 
@@ -344,7 +348,7 @@ def _fields(build: Build) -> tuple[Any, ...]:
     # The server knows this class as __main__.Build: plain tuples travel between the two names.
     return (
         build.source, build.name, build.signature, build.divisible, build.target, build.num_warps,
-        build.num_stages,
+        build.num_stages, build.registers,
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Kernel:
         sizes known at compile time are literals in it, so it has no constexpr parameters.
     grid: up to three extents; integers, or expressions over the program's sizes.
     together: so many neighbouring programs wait for each other (`math.receive`) and run at the same time.
+    registers: the most that a thread may take, where the compiler takes more than leave room for others.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Kernel:
     num_warps: int = 4
     num_stages: int = 1
     together: int = 1
+    registers: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
 from fusion_compiler.canonical import canonical
-from fusion_compiler.codegen.templates import emit
-from fusion_compiler.device import device_spec
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.templates import emit, schedules_of
+from fusion_compiler.device import DeviceSpec, device_spec
 from fusion_compiler.kernel import Program
+from fusion_compiler.loops import COLS, LoopNest
 from fusion_compiler.target import compile_for
 from tests.exactness import Compiled, not_as_close, wide
 
@@ -61,6 +64,17 @@ def test_values_and_gradients(fn: Callable[..., Tensor], width: int) -> None:
     assert [len(plan.clusters) for plan in compiled.plans] == [1, 1]
 
 
+@pytest.mark.parametrize("fn", [layer_norm, rms_norm], ids=["LayerNorm", "RMSNorm"])
+def test_several_rows_find_room_in_registers(fn: Any) -> None:
+    """And are waited for once a block: what tiles hold is computed again after that."""
+    several = [p for p in backward_programs(fn, 65536) if not p.schedule.startswith("1 x")]
+    assert {p.kernels[0].registers for p in several} == {None, 128}
+    for program in several:
+        binary = compile_for(program.kernels[0], "sm_90")
+        assert binary.registers <= 128 and not binary.spills
+        assert binary.asm["ptx"].count("bra WAIT") == 1
+
+
 @pytest.mark.parametrize("width", [16384, 65536, 262144])
 @pytest.mark.parametrize("fn", [layer_norm, rms_norm], ids=["LayerNorm", "RMSNorm"])
 def test_loads_are_under_way_and_nothing_spills(fn: Any, width: int) -> None:
@@ -76,3 +90,55 @@ def test_sums_that_programs_cannot_exchange_are_refused_with_the_reason() -> Non
         w = torch.randn(20000, dtype=torch.float64, device="cuda", requires_grad=True)
         report = fc.explain(rms_norm, x, w, device="h200")
     assert "20000 sums over rows do not fit in registers (16384)" in " ".join(str(report.plans[1]).split())
+
+
+# Functions of a row whose reductions are exchanged in every form: pairs of floats, single ones, integers.
+
+
+def softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def of_largest(x: Tensor) -> Tensor:
+    return x / x.abs().amax(-1, keepdim=True)
+
+
+def of_counts(x: Tensor) -> Tensor:
+    """Integers, as they add up and as truth values."""
+    positive = (x > 0).sum(-1, keepdim=True, dtype=torch.int32)
+    return torch.where((x > 2).any(-1, keepdim=True) & (x > -3).all(-1, keepdim=True), x * positive, -x)
+
+
+def together(
+    rows: int, cols: Cols, programs: int | None, loops: LoopNest, name: str, device: DeviceSpec
+) -> tuple[Schedule, ...]:
+    """Blocks of several rows that three programs share, where there is something to exchange."""
+    a = Analysis(loops)
+    if not any(COLS in a.over(i) for i in a.reductions):
+        return schedules_of(loops, name, device)
+    block = 128 if cols is Cols.WHOLE or a.across_rows else 32
+    cols = Cols.WHOLE if a.across_rows else cols
+    return (Schedule(rows, block, cols, 2 if a.across_rows else programs, num_stages=2, splits=3),)
+
+
+FORMS = (
+    (2, Cols.WHOLE, None, torch.float32),
+    (4, Cols.WHOLE, 2, torch.bfloat16),
+    (4, Cols.LOOP, None, torch.float16),
+)
+
+
+@pytest.mark.parametrize(("rows", "cols", "programs", "dtype"), FORMS, ids=str)
+@pytest.mark.parametrize("fn", [layer_norm, softmax, of_largest, of_counts])
+def test_several_rows_at_once(
+    fn: Callable[..., Tensor], rows: int, cols: Cols, programs: int | None, dtype: torch.dtype
+) -> None:
+    """Five rows: the last block has one or three that do not exist; the last part has fewer columns."""
+    sizes = ((5, 301), (301,), (301,))[: fn.__code__.co_argcount]
+    inputs = tuple(torch.randn(*size).to(dtype) for size in sizes)
+    compiled = Compiled(fn, schedules=functools.partial(together, rows, cols, programs))
+    ours, eager = with_gradients(compiled, inputs), with_gradients(fn, inputs)
+    problems = [not_as_close(*v) for v in zip(ours, eager, with_gradients(fn, wide(inputs)), strict=True)]
+    assert not any(problems), problems
+    chosen = [r.candidates[0].schedule for r in compiled.compiler.runners.values()]
+    assert all(f"{rows} x" in s and "of 3 parts" in s for s in chosen[:1]), chosen
