@@ -516,7 +516,11 @@ def opened_pair(letters, inside, neutral, other_neutral):
 
 @triton.jit
 def collected(mail, value, inside, splits: tl.constexpr, rows):
-    """The letters, once all have come, out of mailboxes that are empty then; 1 where none is expected."""
+    """The letters, once all have come, out of mailboxes that are empty then; 1 where none is expected.
+
+    A first look, before the wait: in a loop it goes out early and sees nothing, yet programs that begin to
+    ask so much later are a sixth faster than without it; those that ask at once are in the senders' way.
+    """
     count: tl.constexpr = value.shape[0] if len(value.shape) == 2 else 1
     boxes, wanted, letters = (), (), ()
     for r in tl.static_range(count):
@@ -524,7 +528,7 @@ def collected(mail, value, inside, splits: tl.constexpr, rows):
         wanted = wanted + (inside & (r < rows) if count > 1 else inside,)
     if compiles_to_ptx():
         for r in tl.static_range(count):
-            letters = letters + (tl.where(wanted[r], 0, 1).to(tl.int64),)
+            letters = letters + (delivered(boxes[r], wanted[r], 1),)
         letters = awaited(boxes, letters)
     else:
         for r in tl.static_range(count):
