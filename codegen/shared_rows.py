@@ -15,9 +15,9 @@ from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS
 
 # (rows, columns of a program, programs a multiprocessor, warps, stages): with fewer elements a program waits
-# longer than it works, with more its registers hold no sums beside them: ONE_SUM holds a single one.
-ONE_SUM = (2, 4096, 2, 8, 3)
-SHAPES = ((1, 4096, 2, 8, 3), (4, 4096, 1, 16, 3), (2, 8192, 1, 16, 3), (1, 4096, 2, 4, 3))
+# longer than it works, with more its registers hold no sums beside them: those of ONE_SUM hold a single one.
+ONE_SUM = ((2, 4096, 2, 8, 3), (2, 8192, 1, 16, 3))
+SHAPES = ((1, 4096, 2, 8, 3), (4, 4096, 1, 16, 3), (1, 8192, 1, 16, 3), (1, 4096, 2, 4, 3))
 WIDEST = MOST_PARTS * 8192
 
 
@@ -32,7 +32,8 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not isinstance(a.size(ROWS), int):
         count = 1 << 30
     found: list[Schedule] = []
-    for rows, block, share, warps, stages in (ONE_SUM,) * (len(a.across_rows) == 1) + SHAPES:
+    shapes = (*ONE_SUM, *SHAPES) if len(a.across_rows) == 1 else SHAPES
+    for rows, block, share, warps, stages in shapes:
         parts = -(-width // block)
         if 1 < parts <= MOST_PARTS:
             groups = max(1, min(share * device.sms // parts, -(-count // rows)))
