@@ -244,11 +244,11 @@ MATRIX: dict[str, tuple[Any, tuple[Any, ...], Any, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("case", MATRIX)
-def test_every_sort_in_training(case: str, sort: str, dynamic: bool) -> None:
+def test_every_sort_in_training(case: str, sort: str) -> None:
     code, example, user, matches = MATRIX[case]
+    dynamic = bool((list(MATRIX).index(case) + list(SORTS).index(sort)) % 2)  # half of them each
     pattern = SORTS[sort](code, *example)
     inputs = torch.randn(4, 6), torch.randn(4, 6)
     fast = against(user, *inputs, patterns=(pattern,), dynamic=dynamic, backend="eager")

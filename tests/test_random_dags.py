@@ -78,7 +78,7 @@ def test_gradients(dag: Dag) -> None:
 
 
 @given(dags())
-@profile(25)
+@profile(18)
 def test_every_schedule(dag: Dag) -> None:
     """All candidates of every cluster, and schedules that cut even small tensors into blocks."""
     inputs = dag.tensors()

@@ -242,8 +242,7 @@ def _notes_of(name: str, *, dynamic: bool | None = None, **extra: torch.Tensor) 
 
 @pytest.mark.parametrize(
     ("name", "dynamic"),
-    [(name, None) for name in ("gpt2", "whisper", "mistral", "bert", "vit", "t5")]
-    + [(name, True) for name in ("llama", "mistral")],
+    [(name, None) for name in ("gpt2", "whisper", "mistral", "bert", "vit", "t5")] + [("llama", True)],
 )
 def test_masks_of_models(name: str, dynamic: bool | None) -> None:
     notes = _notes_of(name, dynamic=dynamic)
