@@ -248,7 +248,8 @@ class _Assembly:
         head = f"@triton.jit\ndef {name}({', '.join(a.name for a in used)}):\n"
         quoted = "\n    ".join(doc.splitlines())
         source = f'{HEADER}{functions}{head}    """{quoted}"""\n{body}\n'
-        return Kernel(name, source, used, grid, warps, max(1, stages), self.s.splits)
+        limit = self.s.max_registers
+        return Kernel(name, source, used, grid, warps, max(1, stages), self.s.splits, limit)
 
     def body(self, p: Printer) -> tuple[Dim, ...]:
         """Print the main part; the grid that it needs."""
@@ -327,7 +328,7 @@ class _Assembly:
             p.rows_at("first_row")
             self.block(p)
             for number in self.a.across_rows:
-                p.accumulate(number, accumulators[number], self.a.over(number))
+                p.accumulate(number, accumulators[number], p.tile(number, self.a.over(number)))
         return accumulators
 
     def tile_accumulators(self, p: Printer) -> dict[int, str]:

@@ -7,7 +7,10 @@ one partial row a group. While they wait for each other, their loads of the next
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.codegen.wide_rows import MOST_PARTS, can_be_shared
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
@@ -17,6 +20,10 @@ from fusion_compiler.loops import COLS, ROWS
 # than it works, with more its registers hold no sums beside them.
 SHAPES = ((4096, 2, 8, 3), (4096, 2, 4, 3), (8192, 1, 16, 3), (8192, 1, 8, 3))
 WIDEST = MOST_PARTS * 8192
+# Of a multiprocessor. Left alone the compiler takes more than a program's share of them, and half of the
+# programs run when the others are done; ROOM of a share is for tiles.
+REGISTERS = 65536
+ROOM = 0.8
 
 
 def fits(a: Analysis) -> bool:
@@ -34,5 +41,8 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         parts = -(-width // block)
         if 1 < parts <= MOST_PARTS:
             groups = max(1, min(share * device.sms // parts, count))
-            found.append(Schedule(1, block, Cols.WHOLE, groups, warps, stages, parts))
+            s = Schedule(1, block, Cols.WHOLE, groups, warps, stages, parts)
+            limit = REGISTERS // (device.warp_size * warps * share)
+            fits_in = limit < 255 and tile_registers(a, s) <= ROOM * limit
+            found.append(replace(s, max_registers=limit) if fits_in else s)
     return tuple(found)

@@ -67,6 +67,7 @@ class Build:
     target: tuple[str, int | str, int]
     num_warps: int = 4
     num_stages: int = 1
+    max_registers: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,6 +99,8 @@ def _arguments(build: Build) -> dict[str, Any]:
     attrs = {(i,): [["tt.divisibility", 16]] for i in build.divisible}
     source = ASTSource(load_kernel(build.source, build.name), dict(build.signature), {}, attrs)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    if build.max_registers:
+        options["maxnreg"] = build.max_registers
     return {"src": source, "target": _target(build), "options": options}
 
 
@@ -344,7 +347,7 @@ def _fields(build: Build) -> tuple[Any, ...]:
     # The server knows this class as __main__.Build: plain tuples travel between the two names.
     return (
         build.source, build.name, build.signature, build.divisible, build.target, build.num_warps,
-        build.num_stages,
+        build.num_stages, build.max_registers,
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Kernel:
         sizes known at compile time are literals in it, so it has no constexpr parameters.
     grid: up to three extents; integers, or expressions over the program's sizes.
     together: so many neighbouring programs wait for each other (`math.receive`) and run at the same time.
+    max_registers: that a thread may have; 0 leaves it to the compiler.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Kernel:
     num_warps: int = 4
     num_stages: int = 1
     together: int = 1
+    max_registers: int = 0
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,14 @@ def _versions() -> str:
 def tuning_key(candidates: Iterable[Program], device: str) -> str:
     """What a tuning record is kept under: everything that its outcome depends on."""
     kernels = [
-        (kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.arguments)
+        (
+            kernel.source,
+            kernel.grid,
+            kernel.num_warps,
+            kernel.num_stages,
+            kernel.max_registers,
+            kernel.arguments,
+        )
         for program in candidates
         for kernel in program.kernels
     ]

@@ -93,6 +93,7 @@ def build_of(
         target=target,
         num_warps=kernel.num_warps,
         num_stages=kernel.num_stages,
+        max_registers=kernel.max_registers,
     )
 
 

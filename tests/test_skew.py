@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, _interpreter
 
-from benchmarks.case import Case
+from benchmarks.case import Case, as_tuple
 from benchmarks.clusters import CASES
 from fusion_compiler.codegen import skew, wide_rows
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, inner_cols
 from fusion_compiler.codegen.templates import schedules_of
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.kernel import Program
@@ -62,7 +66,7 @@ def computed(results: Tensor | Sequence[Tensor], inputs: list[Tensor], seed: int
     return [o.detach() for o in (*outputs, *torch.autograd.grad(outputs, leaves, weights))]
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(45, torch.float32), (531, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(("columns", "dtype"), [(135, torch.float32), (531, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if "columns" in c.quick], ids=lambda case: case.name)
 def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> None:
     fn, made = case.without_randomness(), case.make(rows=19, columns=columns)
@@ -80,6 +84,61 @@ def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> N
 
 def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, w.shape, w, b)
+
+
+def softmax(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.softmax(x, -1) * w + b
+
+
+def four_reductions(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    total, top = x.sum(-1, keepdim=True), x.amax(-1, keepdim=True)
+    seldom, often = (x > 3.2).any(-1, keepdim=True), (x > -3.2).all(-1, keepdim=True)
+    return torch.where(seldom, x + total, x * top) * w, torch.where(often, x, b)
+
+
+BLOCK = 64
+# Around what decides how a row is divided: its first word, a whole number of blocks, and what a block has
+# room for beside them at any skew.
+AT_EDGES = (BLOCK + 9, BLOCK + 58, 3 * BLOCK - 7, 3 * BLOCK - 1, 3 * BLOCK + 1, 3 * BLOCK + 7, 3 * BLOCK + 9,
+            4 * BLOCK + 57, 4 * BLOCK + 58)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(AT_EDGES)))
+def test_each_element_counts_once_and_is_stored_once(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In loops by one program and by several that share the row, at every skew: no program stores what its
+    neighbour has, be it the same value."""
+    columns, fn = AT_EDGES[number], (layer_norm, softmax, four_reductions)[number % 3]
+    stored: Counter[int] = Counter()
+
+    def store(_: object, pointers: Any, value: Any, mask: Any, *__: object) -> None:
+        stored.update(pointers.data[mask.data].flatten().tolist())
+        _interpreter.store(pointers.data, value.data, mask.data)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", store)
+    dtype = torch.float32 if fn is four_reductions else torch.bfloat16
+    x, w, b = (t.to(dtype) for t in tensors(8, columns))
+    truth, eager = fn(*wide((x, w, b))), fn(x, w, b)
+    for splits in (1, 2 + number // 3):
+        schedule = Schedule(1, BLOCK, Cols.LOOP, splits=splits)
+        compiled = Compiled(fn, schedules=functools.partial(form_of, schedule))
+        stored.clear()
+        ours = compiled(x, w, b)
+        for got, *others in zip(*map(as_tuple, (ours, eager, truth)), strict=True):
+            assert not (problem := not_as_close(got, *others)), problem
+            begin, size = got.data_ptr(), got.element_size()
+            assert all(stored[begin + i * size] == 1 for i in range(got.numel()))
+
+
+def form_of(schedule: Schedule, loops: LoopNest, *_: object) -> tuple[Schedule, ...]:
+    """The skewed form of a schedule, which has to have one at these widths unless too many share a row."""
+    a = Analysis(loops)
+    form = skew.skewed(a, schedule)
+    while form is None:
+        assert schedule.splits > 1
+        schedule = replace(schedule, splits=schedule.splits - 1)
+        form = skew.skewed(a, schedule)
+    assert form.skewed and 0 < inner_cols(a, form) < a.size(COLS)
+    return (form,)
 
 
 def tensors(rows: int = 40, columns: int = 531) -> list[Tensor]:
