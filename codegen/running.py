@@ -271,7 +271,7 @@ def _loop(
     for state, own in zip(states, names, strict=True):
         state.fold(p, own)
     if lanes:
-        with p.scope(_end(p, inner), lanes):
+        with p.scope(_end(p, inner, lanes), lanes):
             p.cols_at(str(inner))
             p.print_nodes(p.need(wanted))
             for state, own in zip(states, names, strict=True):
@@ -293,11 +293,16 @@ def _blocks(p: Printer, inner: Dim) -> str:
     return f"for start in tl.range(first_col, {last}, {block}{stages}):"
 
 
-def _end(p: Printer, inner: Dim) -> str | None:
-    """The header of what follows the loop: one of the programs that share a row has it."""
+def _end(p: Printer, inner: Dim, lanes: int) -> str:
+    """The header of what follows the loop: one of the programs that share a row has it.
+
+    Where no other has the row it is a loop as well, of one turn: its tiles are not the next loop's.
+    """
     part = part_cols(p.a, p.s)
     assert isinstance(inner, int) and isinstance(part, int)
-    return f"if part == {inner // part}:" if p.s.splits > 1 else None
+    if p.s.splits > 1:
+        return f"if part == {inner // part}:"
+    return f"for start in tl.range({inner}, {dim_text(p.a.size(COLS))}, {lanes}):"
 
 
 def _seen(p: Printer) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,18 +31,23 @@ from tests.fake_gpu import FakeGpu
 WITHOUT_ROWS = ("SwiGLU", "4 x (tanh, sigmoid, mul, sub)")  # no value serves a row or a column
 
 
-FORMS = range(5)  # of `skewed`
+FORMS = range(6)  # of `skewed`
 
 
 def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """A skewed form alone, where there is any: eight programs with several rows each, and where nothing is
-    summed over these a row each, in one block, in a loop over blocks, and shared by programs in both ways."""
+    """A skewed form alone, where there is any: eight programs with several rows each, four of them or pairs
+    (in words of half the size), and where nothing is summed over these a row each, in one block, in a loop
+    over blocks, and shared by programs in both ways."""
     plain, a = schedules_of(loops, name, device), Analysis(loops)
     width = a.size(COLS)
     if not skew.fits(a) or not isinstance(width, int):
         return plain
     block = 1 << (width - 1).bit_length()
     kinds = [Schedule(1, block, Cols.WHOLE, programs=8, num_stages=2)]
+    if wide_rows.can_be_shared(a):
+        kinds.append(Schedule(1, block // 2, Cols.WHOLE, programs=4, num_stages=2, splits=2))
+    else:
+        kinds.append(Schedule(1, block, Cols.WHOLE, programs=4, num_stages=2))
     if not a.across_rows:
         kinds += [Schedule(1, block, Cols.WHOLE), Schedule(1, block // 4, Cols.LOOP)]
         if wide_rows.can_be_shared(a):
@@ -194,3 +200,22 @@ def test_rows_are_moved_in_words_and_copied_ahead() -> None:
         for access in ("cp.async.cg.shared.global", "st.global.v4.b32"):  # 16 bytes each
             assert access in looped.asm["ptx"] and access not in plain.asm["ptx"]
         assert looped.spills == 0
+
+
+def test_blocks_within_the_row_are_moved_in_words_without_masks() -> None:
+    """Those of both passes, weights included; the tiles with the row's ends are half as wide."""
+    schedule = Schedule(1, 4096, Cols.LOOP, num_warps=4)
+    compiled = Compiled(layer_norm, schedules=functools.partial(form_of, schedule))
+    compiled(*(t.bfloat16() for t in tensors(3, 9301)))
+    ((kernel,),) = (p.kernels for p in programs(compiled))
+    binary = compile_for(kernel, "sm_90")
+    accesses = re.findall(
+        r"^\s+(@%p\d+ )?(?:ld|st)\.global\S*\.v([24])\S*(32|64)", binary.asm["ptx"], re.MULTILINE
+    )
+    assert all(int(count) * int(bits) == 128 for _, count, bits in accesses)
+    blocks, ends = 4096 // (32 * 4 * 8), 2048 // (32 * 4 * 8)
+    assert Counter(bool(masked) for masked, *_ in accesses) == {
+        False: blocks * (2 + 2 + 2 + 1),  # the row twice, weight and bias by two words each, the result
+        True: ends * (2 + 1),
+    }
+    assert binary.spills == 0 and binary.registers < 128
