@@ -290,7 +290,7 @@ class _Assembly:
             if self.s.cols is Cols.WHOLE:
                 p.cols_at(None)
             return program, (share,)
-        blocks = ceil_div(self.a.size(COLS), self.s.block_cols)
+        blocks = ceil_div(self.a.size(COLS) + max(self.s.word - 1, 0), self.s.block_cols)
         if share == 1:
             p.line(f"first_col = {program} * {self.s.block_cols}")
             p.cols_at("first_col")
@@ -300,6 +300,8 @@ class _Assembly:
         else:
             p.line(f"first_col = {program} % {dim_text(blocks)} * {self.s.block_cols}")
             program = f"({program} // {dim_text(blocks)})"
+        if self.s.skewed:
+            p.skew_at(program)
         p.cols_at("first_col")
         return program, (product((blocks, share)),)
 

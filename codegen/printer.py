@@ -474,8 +474,7 @@ class Printer:
                 self.line(f"tl.store({target}, {value})")
                 return
             self.line(f"tl.store({target}, {value}, mask=whole_words)")
-            parts = self.s.splits if self.s.cols is Cols.WHOLE else 1
-            with self.scope(f"if (part == 0) | (part == {parts - 1}):" if parts > 1 else None):
+            with self.scope(self.at_an_end()):
                 self.line(f"tl.store({target}, {value}, mask=col_inside ^ whole_words)")
             return
         groups = self.index_groups(store.index)
@@ -484,6 +483,14 @@ class Printer:
         if not groups and not self.flat:  # one element from a [1, 1] tile
             target = f"{target} + tl.zeros([1, 1], tl.int32)"
         self.line(f"tl.store({target}, {value}{f', mask={mask}' if mask else ''})")
+
+    def at_an_end(self) -> str | None:
+        """The header of what only tiles with an end of their skewed row do; None where every tile has one."""
+        if self.s.cols is Cols.GRID:
+            last = f"first_col + {self.s.block_cols} >= {dim_text(self.a.size(COLS))}"
+            return f"if (first_col == 0) | ({last}):"
+        shared = self.s.cols is Cols.WHOLE and self.s.splits > 1
+        return f"if (part == 0) | (part == {self.s.splits - 1}):" if shared else None
 
     def print_nodes(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -50,10 +50,13 @@ def fits(a: Analysis) -> bool:
 def skewed(a: Analysis, s: Schedule) -> Schedule | None:
     """The skewed form of a schedule, one row a block; None if it has none."""
     width = a.size(COLS)
-    if s.cols is Cols.GRID or not isinstance(width, int) or s.block_cols < WORD:
+    if not isinstance(width, int) or s.block_cols < WORD:
         return None
     warps = max(1, s.num_warps // s.block_rows)
     form = replace(s, block_rows=1, num_warps=warps, word=WORD)
+    if s.cols is Cols.GRID:
+        row_each = s.programs is None and not a.across_rows and a.size(ROWS) != 1
+        return form if row_each else None
     if s.cols is Cols.LOOP:
         form = _with_room_for_its_ends(a, form)
     if not _covers(a, form, width):

@@ -31,13 +31,13 @@ from tests.fake_gpu import FakeGpu
 WITHOUT_ROWS = ("SwiGLU", "4 x (tanh, sigmoid, mul, sub)")  # no value serves a row or a column
 
 
-FORMS = range(6)  # of `skewed`
+FORMS = range(7)  # of `skewed`
 
 
 def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
     """A skewed form alone, where there is any: eight programs with several rows each, four of them or pairs
     (in words of half the size), and where nothing is summed over these a row each, in one block, in a loop
-    over blocks, and shared by programs in both ways."""
+    over blocks, and shared by programs in both ways; where nothing is reduced, a grid of blocks."""
     plain, a = schedules_of(loops, name, device), Analysis(loops)
     width = a.size(COLS)
     if not skew.fits(a) or not isinstance(width, int):
@@ -55,6 +55,8 @@ def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[S
                 Schedule(1, block // 8, Cols.LOOP, splits=4),
                 Schedule(1, block // 2, Cols.WHOLE, splits=2),
             ]
+    if not a.reductions:
+        kinds.append(Schedule(1, block // 4, Cols.GRID))
     forms = [s for s in (skew.skewed(a, s) for s in kinds) if s is not None]
     return (forms[min(form, len(forms) - 1)],)
 
