@@ -53,7 +53,8 @@ class Schedule:
     splits: programs that share a block of rows, each with consecutive columns of all of them; they run at the
     same time and exchange what they reduced, in 32 bits a row and once a block. In a loop over rows,
     `programs` counts the groups of them.
-    skewed: the columns are counted from the word in which the row begins (`codegen.skew`). One row a block.
+    word: elements in which rows that begin anywhere are moved (`codegen.skew`): the columns are counted from
+    the word in which the row begins; 0 counts them from its first element. One row a block.
     registers: the most that a thread may take, so that as many programs as are to run at once do.
     """
 
@@ -64,17 +65,21 @@ class Schedule:
     num_warps: int = 4
     num_stages: int = 1
     splits: int = 1
-    skewed: bool = False
+    word: int = 0
     registers: int | None = None
 
     def __str__(self) -> str:
         split = f" of {self.splits} parts" if self.splits > 1 else ""
         loop = f", {self.programs} programs" if self.programs else ""
         stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
-        skewed = " skewed" if self.skewed else ""
+        skewed = f" skewed{f' by {self.word}' if self.word != WORD else ''}" if self.skewed else ""
         tile = f"{self.block_rows} x {self.block_cols} {self.cols}{skewed}{split}"
-        registers = f", {self.registers} registers" if self.registers else ""
-        return f"{tile}{loop}, {self.num_warps} warps{stages}{registers}"
+        limit = f", {self.registers} registers" if self.registers else ""
+        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}"
+
+    @property
+    def skewed(self) -> bool:
+        return self.word > 0
 
     @property
     def in_passes(self) -> bool:
@@ -112,6 +117,14 @@ class Analysis:
 
     def lies_in_rows(self, index: Index) -> bool:
         """Whether an access goes through a tensor row by row, without gaps, from the beginning of a word."""
+        return self._steps_from_a_word(index) == {ROWS: self.size(COLS), COLS: 1}
+
+    def lies_along_cols(self, index: Index) -> bool:
+        """Whether an access reads the same for every row, without gaps, from the beginning of a word."""
+        return self._steps_from_a_word(index) == {COLS: 1}
+
+    def _steps_from_a_word(self, index: Index) -> dict[str, Dim] | None:
+        """Elements from one row and column to the next; None where that is not all, or a word is cut."""
         merged, whole = self.merged(index)
         steps: dict[str, Dim] = {}
         for key, step in merged.terms:
@@ -119,7 +132,7 @@ class Analysis:
             if group and (key in whole or len(self.axes[group]) == 1):
                 steps[group] = step
         known = len(steps) == len(merged.terms) and isinstance(index.const, int)
-        return known and index.const % WORD == 0 and steps == {ROWS: self.size(COLS), COLS: 1}
+        return steps if known and index.const % WORD == 0 else None
 
     @cached_property
     def contiguous(self) -> dict[str, int]:
@@ -347,6 +360,27 @@ def accumulated_groups(a: Analysis, s: Schedule, number: int) -> frozenset[str]:
     (operand,) = operands_of(a.loops.nodes[number])
     groups = a.groups[operand] | a.over(number)
     return groups - {ROWS} if s.splits > 1 else groups
+
+
+def inner_cols(a: Analysis, s: Schedule) -> Dim:
+    """How many columns a loop takes in whole blocks that lie within the row; the rest is a tile of its own.
+
+    All of them where their number is unknown or one block has them, which is masked then. In a skewed loop
+    the rest has both ends of the row: the word in which it begins, and what follows the last block.
+    """
+    size = a.size(COLS)
+    if not isinstance(size, int) or size <= s.block_cols:
+        return size
+    return (size - s.word) // s.block_cols * s.block_cols
+
+
+def end_lanes(a: Analysis, s: Schedule) -> int:
+    """Lanes of the tile that has the rest of a loop's columns, at any skew; 0 where none are left."""
+    size, inner = a.size(COLS), inner_cols(a, s)
+    if inner == size:
+        return 0
+    assert isinstance(size, int) and isinstance(inner, int)  # only rows of known size have an end
+    return 1 << (size - inner + max(s.word, 1) - 2).bit_length()
 
 
 def along_rows_first(loops: LoopNest) -> LoopNest:

@@ -289,7 +289,7 @@ class _Assembly:
             if self.s.cols is Cols.WHOLE:
                 p.cols_at(None)
             return program, (share,)
-        blocks = ceil_div(self.a.size(COLS), self.s.block_cols)
+        blocks = ceil_div(self.a.size(COLS) + max(self.s.word - 1, 0), self.s.block_cols)
         if share == 1:
             p.line(f"first_col = {program} * {self.s.block_cols}")
             p.cols_at("first_col")
@@ -299,6 +299,8 @@ class _Assembly:
         else:
             p.line(f"first_col = {program} % {dim_text(blocks)} * {self.s.block_cols}")
             program = f"({program} // {dim_text(blocks)})"
+        if self.s.skewed:
+            p.skew_at(program)
         p.cols_at("first_col")
         return program, (product((blocks, share)),)
 
@@ -325,7 +327,7 @@ class _Assembly:
             p.rows_at("first_row")
             self.block(p)
             for number in self.a.across_rows:
-                p.accumulate(number, accumulators[number], self.a.over(number))
+                p.accumulate(number, accumulators[number], p.block_of_rows(number))
         return accumulators
 
     def tile_accumulators(self, p: Printer) -> dict[int, str]:

@@ -420,6 +420,37 @@ def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
     return mean + move * share, squares + other_squares + move * move * (count * share)
 
 
+@triton.jit
+def load_behind(pointer, first, skew, count: tl.constexpr):
+    """`count` elements from `first - skew` on: whole words are loaded, and moved by `skew` elements.
+
+    pointer: of elements of two or four bytes, the first of a word of 16 bytes. first: a multiple of a word's
+    elements; skew: from 0 to `first`.
+    """
+    bits: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
+    size: tl.constexpr = 128 // bits  # elements of a word
+    words = (first - skew // size * size) // size + tl.arange(0, count // size)[:, None]
+    halves = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + words * 2 + tl.arange(0, 2)[None, :]
+    low, middle = tl.split(tl.load(halves - 2))
+    high, last = tl.split(tl.load(halves))
+    bits_behind = skew % size * bits
+    near = bits_behind < 64
+    low, middle, high = tl.where(near, middle, low), tl.where(near, high, middle), tl.where(near, last, high)
+    shift = (bits_behind % 64).to(tl.uint64)
+    low = (middle << shift) | (low >> 1 >> (63 - shift))
+    high = (high << shift) | (middle >> 1 >> (63 - shift))
+    return apart(tl.join(low, high), pointer.dtype.element_ty, count)
+
+
+@triton.jit
+def apart(words, dtype: tl.constexpr, count: tl.constexpr):
+    """The elements of 64-bit numbers, the lowest bits first."""
+    halves = tl.join(words.to(tl.uint32), (words >> 32).to(tl.uint32))
+    if dtype.primitive_bitwidth == 16:
+        halves = tl.join(halves.to(tl.uint16), (halves >> 16).to(tl.uint16))
+    return tl.reshape(halves, [count]).to(dtype, bitcast=True)
+
+
 UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it every letter differs from zero
 
 

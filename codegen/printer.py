@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -107,13 +108,20 @@ class Printer:
         self.lines.append("    " * self.depth + text)
 
     @contextmanager
-    def scope(self, header: str | None) -> Generator[None]:
-        """A block whose variables end with it; without a header it is not indented."""
+    def scope(self, header: str | None, cols: int | None = None) -> Generator[None]:
+        """A block whose variables end with it; without a header it is not indented.
+
+        cols: how many columns its tiles have, where that is not the schedule's number.
+        """
         if header is not None:
             self.line(header)
         env, index_env, masks = dict(self.env), dict(self.index_env), (self.row_mask, self.col_mask)
+        schedule = self.s
+        if cols is not None:
+            self.s = replace(schedule, block_cols=cols)
         self.depth += header is not None
         yield
+        self.s = schedule
         self.depth -= header is not None
         self.env, self.index_env = env, index_env
         self.row_mask, self.col_mask = masks
@@ -142,7 +150,7 @@ class Printer:
             if start != "row":
                 self.line(f"row = {start}")
             if self.s.skewed:
-                self.line(f"begin = row * {dim_text(self.a.size(COLS))} // {WORD} * {WORD}")
+                self.line(f"begin = row * {dim_text(self.a.size(COLS))} // {self.s.word} * {self.s.word}")
             return
         if self.s.splits > 1 and start != "first_row":  # which the exchange asks for
             self.line(f"first_row = {start}")
@@ -159,11 +167,11 @@ class Printer:
         """
         self.col_start = start
         lanes = f"tl.arange(0, {self.s.block_cols})"
+        if self.s.skewed:
+            self.skewed_cols(start, lanes, inside)
+            return
         lanes = lanes if self.flat else f"{lanes}[None, :]"
         lanes = lanes if start is None else f"{start} + {lanes}"
-        if self.s.skewed:
-            self.skewed_cols(lanes)
-            return
         self.line(f"col = {lanes}")
         size = self.a.size(COLS)
         covered = self.s.block_cols * (self.s.splits if self.s.cols is Cols.WHOLE else 1)
@@ -173,25 +181,48 @@ class Printer:
 
     def skew_at(self, row: str) -> None:
         """Define `skew`, which is that of every row of a program (`codegen.skew`)."""
-        skew = f"{row} * {dim_text(self.a.size(COLS))} % {WORD}"
+        skew = f"{row} * {dim_text(self.a.size(COLS))} % {self.s.word}"
         self.line(f"skew = {f'({skew}).to(tl.int32)' if self.wide else skew}")
 
-    def skewed_cols(self, lanes: str) -> None:
-        """Define `col` for lanes that are counted from the word in which the row begins."""
-        width = self.a.size(COLS)
+    def skewed_cols(self, start: str | None, lanes: str, inside: bool) -> None:
+        """Define `col` for lanes that are counted from the word in which the row begins.
+
+        A loop's blocks follow that word; the tile after it has the word, and what follows the blocks.
+        """
+        width, word = self.a.size(COLS), self.s.word
         assert isinstance(width, int) and self.flat
-        self.line(f"lane = {lanes}")
+        if inside:
+            self.line(f"lane = {start} + {word} + {lanes}")
+            self.line("col = lane - skew")
+            return
+        looped = self.s.cols is Cols.LOOP
+        self.line(f"lane = {lanes if start is None or looped else f'{start} + {lanes}'}")
+        if looped:  # both ends of the row
+            self.line(f"lane += tl.where(lane < {word}, 0, {start})")
         self.line("col = lane - skew")
         self.line(f"col_inside = (col >= 0) & (col < {width})")
-        self.line(f"in_words = lane < (skew + {width + WORD - 1}) // {WORD} * {WORD}")
+        self.line(f"in_words = lane < (skew + {width + word - 1}) // {word} * {word}")
         if any(self.in_words(s.index, s.within) for s in self.loops.stores):
-            first, end = f"(skew + {WORD - 1}) // {WORD} * {WORD}", f"(skew + {width}) // {WORD} * {WORD}"
+            first, end = f"(skew + {word - 1}) // {word} * {word}", f"(skew + {width}) // {word} * {word}"
             self.line(f"whole_words = (lane >= {first}) & (lane < {end})")
         self.col_mask = "col_inside"
 
     def in_words(self, index: Index, within: int | None) -> bool:
         """Whether an access moves whole words of a row that may begin anywhere."""
         return self.s.skewed and within is None and self.a.lies_in_rows(index)
+
+    def is_behind(self, node: Load) -> bool:
+        """Whether a load is of what serves all rows, the words of which are not those of a skewed row.
+
+        Where a loop has blocks within the row, whole words of it are loaded and moved by the skew.
+        """
+        within_row = self.s.word == WORD and self.col_mask is None and self.col_start is not None
+        return (
+            within_row
+            and node.within is None
+            and self.a.lies_along_cols(node.index)
+            and self.dtypes[node.buffer].itemsize in (2, 4)
+        )
 
     def word_text(self, buffer: str, index: Index) -> str:
         """The addresses of the tile's lanes, from the word in which the row begins."""
@@ -348,8 +379,12 @@ class Printer:
         ):  # a block needs a mask's shape
             pointer += f" + tl.zeros({self.shape(own | more)}, tl.int32)"
         mask = self.mask(own, node.within)
+        if self.is_behind(node):
+            name = self.pointers[node.buffer] + (f" + {node.index.const}" if node.index.const else "")
+            loaded = f"fm.load_behind({name}, {self.col_start} + {WORD}, skew, {self.s.block_cols})"
+            return convert(loaded, self.dtypes[node.buffer], node.dtype)
         if self.in_words(node.index, node.within):
-            pointer, mask = self.word_text(node.buffer, node.index), "in_words"
+            pointer, mask = self.word_text(node.buffer, node.index), self.col_mask and "in_words"
         held = self.dtypes[node.buffer]
         zero = "0.0" if held.is_floating_point and held.itemsize == 1 else "0"  # no integer becomes a float8
         options = (f", mask={mask}, other={zero}" if mask else "") + self.load_options
@@ -482,8 +517,12 @@ class Printer:
         value = self.variable(store.value)
         if self.in_words(store.index, store.within):
             target = self.word_text(store.buffer, store.index)
+            if self.col_mask is None:
+                self.line(f"tl.store({target}, {value})")
+                return
             self.line(f"tl.store({target}, {value}, mask=whole_words)")
-            self.line(f"tl.store({target}, {value}, mask=col_inside ^ whole_words)")
+            with self.scope(self.at_an_end()):
+                self.line(f"tl.store({target}, {value}, mask=col_inside ^ whole_words)")
             return
         groups = self.index_groups(store.index)
         mask = self.once(groups, self.mask(groups, store.within))
@@ -491,6 +530,14 @@ class Printer:
         if not groups and not self.flat:  # one element from a [1, 1] tile
             target = f"{target} + tl.zeros([1, 1], tl.int32)"
         self.line(f"tl.store({target}, {value}{f', mask={mask}' if mask else ''})")
+
+    def at_an_end(self) -> str | None:
+        """The header of what only tiles with an end of their skewed row do; None where every tile has one."""
+        if self.s.cols is Cols.GRID:
+            last = f"first_col + {self.s.block_cols} >= {dim_text(self.a.size(COLS))}"
+            return f"if (first_col == 0) | ({last}):"
+        shared = self.s.cols is Cols.WHOLE and self.s.splits > 1
+        return f"if (part == 0) | (part == {self.s.splits - 1}):" if shared else None
 
     def print_nodes(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -541,22 +588,29 @@ class Printer:
         self.line(f"{name} = tl.full({shape}, {self.neutral(node)}, {dtype})")
         return name
 
-    def accumulate(self, number: int, name: str, over: frozenset[str]) -> None:
+    def block_of_rows(self, number: int) -> str:
+        """What a block adds to a sum over rows: its tile, or the sum of it where the rows have no lanes."""
         node = self.loops.nodes[number]
         assert isinstance(node, Reduce)
-        text = self.tile(number, over)
-        if ROWS in over - accumulated_groups(self.a, self.s, number) and not self.flat:
-            text = self.fold(node, text, "0", keep=True)
-            text = f"({text}).to(tl.int32)" if node.combine in ("any", "all") else text
+        text = self.tile(number, node.over)
+        if self.flat or ROWS in accumulated_groups(self.a, self.s, number):
+            return text
+        text = self.fold(node, text, "0", keep=True)
+        return f"({text}).to(tl.int32)" if node.combine in ("any", "all") else text
+
+    def accumulate(self, number: int, name: str, text: str) -> None:
+        """Print what adds `text` to a reduction's state: tiles, or what they were folded to."""
+        node = self.loops.nodes[number]
+        assert isinstance(node, Reduce)
         match node.combine:
             case "sum":
                 self.line(f"{name} += {text}")
             case "prod":
                 self.line(f"{name} *= {text}")
             case "any":
-                self.line(f"{name} = tl.maximum({name}, {text})")
+                self.line(f"{name} |= {text}")
             case "all":
-                self.line(f"{name} = tl.minimum({name}, {text})")
+                self.line(f"{name} &= {text}")
             case _:
                 nan = ", propagate_nan=tl.PropagateNan.ALL" if node.dtype.is_floating_point else ""
                 self.line(f"{name} = tl.{node.combine}imum({name}, {text}{nan})")

@@ -16,10 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.codegen.analysis import Analysis, Cols, accumulator_dtype, part_cols
+from fusion_compiler.codegen.analysis import (
+    Analysis,
+    Cols,
+    accumulator_dtype,
+    end_lanes,
+    inner_cols,
+    part_cols,
+)
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
 from fusion_compiler.codegen.printer import Printer
-from fusion_compiler.dims import product, quotient
+from fusion_compiler.dims import Dim, product, quotient
 from fusion_compiler.loops import COLS, ROWS, Reduce, Store, operands_of, store_operands
 
 ALONG = frozenset({COLS})
@@ -39,13 +46,17 @@ class Plain:
         return (p.start_accumulator(self.total, p.a.groups[_reduce(p, self.total).operand] | ALONG),)
 
     def step(self, p: Printer, names: Sequence[str]) -> None:
-        p.accumulate(self.total, names[0], ALONG)
+        p.accumulate(self.total, names[0], p.tile(self.total, ALONG))
 
     def single(self, p: Printer, names: Sequence[str]) -> None:
         p.line(f"{names[0]} = {p.tile(self.total, ALONG)}")
 
     def fold(self, p: Printer, names: Sequence[str]) -> None:
         p.line(f"{names[0]} = {p.fold_cols(_reduce(p, self.total), names[0])}")
+
+    def end(self, p: Printer, names: Sequence[str]) -> None:
+        tile = p.tile(self.total, ALONG)
+        p.accumulate(self.total, names[0], p.fold_cols(_reduce(p, self.total), tile))
 
     def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
         p.line(f"{names[0]} = {p.fold_cols(_reduce(p, self.total), parts[0])}")
@@ -85,6 +96,9 @@ class Softmax:
 
     def fold(self, p: Printer, names: Sequence[str]) -> None:
         """The state is one value a row already."""
+
+    def end(self, p: Printer, names: Sequence[str]) -> None:
+        self.step(p, names)
 
     def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
         top, total = names
@@ -136,6 +150,9 @@ class Moments:
 
     def fold(self, p: Printer, names: Sequence[str]) -> None:
         """The state is one value a row already."""
+
+    def end(self, p: Printer, names: Sequence[str]) -> None:
+        self.step(p, names)
 
     def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
         mean, squares = names
@@ -223,77 +240,78 @@ def print_passes(p: Printer) -> None:
 
 
 def _read_columns(p: Printer, states: Sequence[Running], stores: Sequence[Store]) -> list[tuple[str, ...]]:
-    """A loop over this program's columns, or the tile where it holds them all; the folded states' names.
-
-    Where the blocks do not divide the row, its end is a block of its own, and no mask is in the loop.
-    """
+    """A loop over this program's columns, or the tile where it holds them all; the folded states' names."""
     first = [state.numbers[0] for state in states]  # what else a state needs it makes itself
     wanted = [o for i in first for o in operands_of(p.loops.nodes[i])]
     wanted += [o for s in stores for o in store_operands(s)]
     p.print_nodes(i for i in p.need(wanted) if COLS not in p.a.groups[i])
     if p.s.cols is Cols.LOOP:
-        names = [state.start(p) for state in states]
-        loop, end = _blocks(p)
-        with p.scope(loop):
-            p.cols_at("start", inside=end is not None)
-            _one_block(p, states, names, wanted, stores)
-        if end is not None:
-            with p.scope(end[0]):
-                p.cols_at(end[1])
-                _one_block(p, states, names, wanted, stores)
-    else:
-        names = [tuple(p.fresh(p.base_of(n)) for n in state.numbers) for state in states]
-        p.print_nodes(p.need(wanted))
-        for state, own in zip(states, names, strict=True):
-            state.single(p, own)
-        for store in stores:
-            p.store(store)
+        return _loop(p, states, wanted, stores)
+    names = [tuple(p.fresh(p.base_of(n)) for n in state.numbers) for state in states]
+    p.print_nodes(p.need(wanted))
+    for state, own in zip(states, names, strict=True):
+        state.single(p, own)
+    for store in stores:
+        p.store(store)
     for state, own in zip(states, names, strict=True):
         state.fold(p, own)
     return names
 
 
-def _one_block(
-    p: Printer,
-    states: Sequence[Running],
-    names: Sequence[Sequence[str]],
-    wanted: Sequence[int],
-    stores: Sequence[Store],
-) -> None:
-    """The body of the loop over columns."""
-    p.print_nodes(p.need(wanted))
+def _loop(
+    p: Printer, states: Sequence[Running], wanted: Sequence[int], stores: Sequence[Store]
+) -> list[tuple[str, ...]]:
+    """Whole blocks in a loop, without a mask; then what is left of the row, in a tile that is as narrow."""
+    inner, lanes = inner_cols(p.a, p.s), end_lanes(p.a, p.s)
+    names = [state.start(p) for state in states]
+    with p.scope(_blocks(p, inner)):
+        p.cols_at("start", inside=lanes > 0)
+        p.print_nodes(p.need(wanted))
+        for state, own in zip(states, names, strict=True):
+            state.step(p, own)
+        for store in stores:
+            p.store(store)
     for state, own in zip(states, names, strict=True):
-        state.step(p, own)
-    for store in stores:
-        p.store(store)
+        state.fold(p, own)
+    if lanes:
+        with p.scope(_end(p, inner, lanes), lanes):
+            p.cols_at(str(inner))
+            p.print_nodes(p.need(wanted))
+            for state, own in zip(states, names, strict=True):
+                state.end(p, own)
+            for store in stores:
+                p.store(store)
+    return names
 
 
-def _blocks(p: Printer) -> tuple[str, tuple[str | None, str] | None]:
-    """The header of the loop over this program's columns; header and start of the block at the row's end."""
+def _blocks(p: Printer, inner: Dim) -> str:
+    """The header of the loop over this program's columns."""
     size, block, stages = p.a.size(COLS), p.s.block_cols, p.stages()
-    full = size
-    end: tuple[str | None, str] | None = None
-    if isinstance(size, int) and size > block and size % block and not p.s.skewed:
-        full = size // block * block
-        end = (None, str(full))
-    lanes = dim_text(full) + (" + skew" if p.s.skewed else "")
     if p.s.splits == 1:
-        return f"for start in tl.range(0, {lanes}, {block}{stages}):", end
+        return f"for start in tl.range(0, {dim_text(inner)}, {block}{stages}):"
     part = part_cols(p.a, p.s)
     last = f"first_col + {dim_text(part)}"
-    if end is not None:
-        assert isinstance(full, int) and isinstance(part, int)  # only rows of known size have an end
-        end = (f"if part == {full // part}:", str(full))
     if quotient(size, product((part, p.s.splits))) is None:
-        last = f"tl.minimum({last}, {lanes})"
-    return f"for start in tl.range(first_col, {last}, {block}{stages}):", end
+        last = f"tl.minimum({last}, {dim_text(inner)})"
+    return f"for start in tl.range(first_col, {last}, {block}{stages}):"
+
+
+def _end(p: Printer, inner: Dim, lanes: int) -> str:
+    """The header of what follows the loop: one of the programs that share a row has it.
+
+    Where no other has the row it is a loop as well, of one turn: its tiles are not the next loop's.
+    """
+    part = part_cols(p.a, p.s)
+    assert isinstance(inner, int) and isinstance(part, int)
+    if p.s.splits > 1:
+        return f"if part == {inner // part}:"
+    return f"for start in tl.range({inner}, {dim_text(p.a.size(COLS))}, {lanes}):"
 
 
 def _seen(p: Printer) -> str:
     """How many columns of its part a program has been through before the block at hand."""
     assert p.col_start is not None  # a pass begins somewhere
-    here = _column(p, p.col_start)
-    return here if p.s.splits == 1 else f"{here} - {_column(p, 'first_col')}"
+    return p.col_start if p.s.splits == 1 else f"{p.col_start} - first_col"
 
 
 def _column(p: Printer, lane: str) -> str:
@@ -303,19 +321,23 @@ def _column(p: Printer, lane: str) -> str:
 
 def _count(p: Printer) -> str:
     """How many columns the block at hand has."""
+    start, size = p.col_start, p.a.size(COLS)
     if p.col_mask is None:
         return str(p.s.block_cols)
-    assert p.col_start is not None  # a pass begins somewhere
-    end = f"{p.col_start} + {p.s.block_cols}{' - skew' if p.s.skewed else ''}"
-    return f"(tl.minimum({end}, {dim_text(p.a.size(COLS))}) - {_column(p, p.col_start)})"
+    assert start is not None and isinstance(size, int)  # a pass begins somewhere
+    if start.isdecimal():  # behind the loop
+        return str(size - int(start))
+    end = f"{start} + {p.s.block_cols}{' - skew' if p.s.skewed else ''}"
+    return f"(tl.minimum({end}, {size}) - {_column(p, start)})"
 
 
 def _part_counts(p: Printer) -> str:
-    """How many columns each part of a row has, as float32."""
+    """How many columns each part of a row has, as float32: with a loop the same at any skew."""
     size, part = p.a.size(COLS), part_cols(p.a, p.s)
     first = f"parts * {dim_text(part)}"
-    end = f"tl.minimum({first} + {dim_text(part)}{' - skew' if p.s.skewed else ''}, {dim_text(size)})"
-    return f"tl.maximum({end} - {_column(p, first)}, 0).to(tl.float32)"
+    skewed = p.s.skewed and p.s.cols is Cols.WHOLE
+    end = f"tl.minimum({first} + {dim_text(part)}{' - skew' if skewed else ''}, {dim_text(size)})"
+    return f"tl.maximum({end} - {_column(p, first) if skewed else first}, 0).to(tl.float32)"
 
 
 def _exchange(p: Printer, states: Sequence[Running], names: Sequence[Sequence[str]]) -> None:

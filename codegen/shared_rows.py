@@ -8,7 +8,10 @@ under way.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.codegen.wide_rows import MOST_PARTS, can_be_shared
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
@@ -19,6 +22,9 @@ from fusion_compiler.loops import COLS, ROWS
 ONE_SUM = ((2, 4096, 2, 8, 3), (2, 8192, 1, 16, 3))
 SHAPES = ((1, 4096, 2, 8, 3), (4, 4096, 1, 16, 3), (1, 8192, 1, 16, 3), (1, 4096, 2, 4, 3))
 WIDEST = MOST_PARTS * 8192
+# Left alone the compiler takes more registers than a program's share of a multiprocessor's, and half of the
+# programs run when the others are done; ROOM of a share is for tiles.
+ROOM = 0.8
 
 
 def fits(a: Analysis) -> bool:
@@ -37,7 +43,8 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         parts = -(-width // block)
         if 1 < parts <= MOST_PARTS:
             groups = max(1, min(share * device.sms // parts, -(-count // rows)))
-            own = device.registers_per_sm // (share * warps * device.warp_size)
-            registers = own if rows > 1 and share > 1 else None
-            found.append(Schedule(rows, block, Cols.WHOLE, groups, warps, stages, parts, registers=registers))
+            s = Schedule(rows, block, Cols.WHOLE, groups, warps, stages, parts)
+            limit = device.registers_per_sm // (device.warp_size * warps * share)
+            fits_in = limit < 255 and (rows > 1 or tile_registers(a, s) <= ROOM * limit)
+            found.append(replace(s, registers=limit) if fits_in else s)
     return tuple(found)

@@ -7,7 +7,11 @@ hold elements of its neighbours: what is loaded of them counts nowhere, and the 
 stored one by one.
 
 A program that goes through rows keeps its skew, and so the column that each lane is: from one of its rows to
-the next is a whole number of words.
+the next is a whole number of words. So their number is a multiple of eight where the width is odd, or of four
+in words of half the size.
+
+A loop over columns has the word in which the row begins, and what is left at its end, in one tile behind it:
+its blocks lie within the row and have no masks.
 """
 
 from __future__ import annotations
@@ -16,9 +20,18 @@ from dataclasses import replace
 from itertools import zip_longest
 from math import gcd
 
-from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule, part_cols
+from fusion_compiler.codegen.analysis import (
+    WORD,
+    Analysis,
+    Cols,
+    Schedule,
+    end_lanes,
+    inner_cols,
+    part_cols,
+)
 from fusion_compiler.loops import COLS, ROWS, Load, Random
 
+WORDS = (WORD, WORD // 2)
 NARROWEST = 512  # columns of a tile; narrower ones have several rows, each with a skew of its own
 
 
@@ -37,33 +50,62 @@ def fits(a: Analysis) -> bool:
 def skewed(a: Analysis, s: Schedule) -> Schedule | None:
     """The skewed form of a schedule, one row a block; None if it has none."""
     width = a.size(COLS)
-    if s.cols is Cols.GRID or not isinstance(width, int) or s.block_cols < WORD:
-        return None
-    if (s.cols is Cols.WHOLE or s.splits > 1) and not _covers(a, s, width):
+    if not isinstance(width, int) or s.block_cols < WORD:
         return None
     warps = max(1, s.num_warps // s.block_rows)
+    form = replace(s, block_rows=1, num_warps=warps, word=WORD)
+    if s.cols is Cols.GRID:
+        row_each = s.programs is None and not a.across_rows and a.size(ROWS) != 1
+        return form if row_each else None
+    if s.cols is Cols.LOOP:
+        form = _with_room_for_its_ends(a, form)
+    if not _covers(a, form, width):
+        return None
     if s.programs is None:
-        return replace(s, block_rows=1, num_warps=warps, skewed=True)
-    words_apart = WORD // gcd(width, WORD)
-    programs = s.programs * (s.num_warps // warps) // words_apart * words_apart
-    return replace(s, block_rows=1, num_warps=warps, programs=programs, skewed=True) if programs else None
+        return form
+    return _in_step(form, s.programs * (s.num_warps // warps), width)
+
+
+def _in_step(s: Schedule, programs: int, width: int) -> Schedule | None:
+    """The form for at most so many programs that go through rows: a multiple of the rows from one to the next
+    with its skew. Where a tenth of them is lost so, words of half the size may lose fewer."""
+    in_step = {word: programs // apart * apart for word in WORDS if (apart := word // gcd(width, word))}
+    word = next((w for w in WORDS if 10 * in_step[w] >= 9 * programs), max(WORDS, key=in_step.__getitem__))
+    return replace(s, programs=in_step[word], word=word) if in_step[word] else None
+
+
+def _with_room_for_its_ends(a: Analysis, s: Schedule) -> Schedule:
+    """A loop over blocks so narrow that one as wide as `s` has both ends of the row."""
+    form = s
+    while form.block_cols > WORD and not (inner_cols(a, form) and 0 < end_lanes(a, form) <= s.block_cols):
+        form = replace(form, block_cols=form.block_cols // 2)
+    return form
 
 
 def _covers(a: Analysis, s: Schedule, width: int) -> bool:
-    """Whether the programs of a row have room for it at every skew, and each without a loop has a column."""
-    part = part_cols(a, s)
-    assert isinstance(part, int)
-    return s.splits * part >= width + WORD - 1 and (s.cols is Cols.LOOP or (s.splits - 1) * part < width)
+    """Whether the programs of a row have room for it at every skew, and each without a loop has a column.
+
+    In a loop the program with the row's end has the last of its columns.
+    """
+    part, inner = part_cols(a, s), inner_cols(a, s)
+    assert isinstance(part, int) and isinstance(inner, int)
+    if s.cols is Cols.LOOP:
+        return 0 < inner < width <= (inner // part + 1) * part
+    return s.splits * part >= width + s.word - 1 and (s.splits - 1) * part < width
 
 
 def with_skewed(a: Analysis, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
     """Schedules in turn with skewed forms of them, those that loop over rows before the others.
 
-    The first stays the first: it serves inputs that do not begin with a word.
+    The first stays the first: it serves inputs that do not begin with a word. Of rows in passes, which are
+    read twice, all skewed forms come next.
     """
     if not fits(a):
         return schedules
-    forms = (skewed(a, s) for s in schedules if s.block_cols >= NARROWEST)
-    known = dict.fromkeys(s for s in forms if s is not None)
-    in_turn = zip_longest(schedules, sorted(known, key=lambda s: s.programs is None))
+    plain = tuple(replace(s, registers=None) for s in schedules)  # to move single elements takes more
+    found = (skewed(a, s) for s in schedules if s.block_cols >= NARROWEST)
+    forms = sorted(dict.fromkeys(s for s in found if s is not None), key=lambda s: s.programs is None)
+    if schedules[0].in_passes:
+        return (plain[0], *forms, *plain[1:])
+    in_turn = zip_longest(plain, forms)
     return tuple(s for pair in in_turn for s in pair if s is not None)

@@ -117,9 +117,10 @@ class Launch:
             for a in k.arguments
         )
         grid = ", ".join(map(str, k.grid))
+        limit = f", {k.registers} registers" if k.registers else ""
         return (
-            f"{MARK}{k.name} | {self.schedule} | grid {grid} | {k.num_warps} warps | {k.num_stages} stages"
-            f" | {arguments}"
+            f"{MARK}{k.name} | {self.schedule} | grid {grid} | {k.num_warps} warps"
+            f" | {k.num_stages} stages{limit} | {arguments}"
         )
 
 
@@ -142,6 +143,7 @@ def parse_kernels(text: str) -> list[Kernel]:
 def _parse_kernel(part: str) -> Kernel:
     head, _, source = part.partition("\n")
     name, _, _, warps, stages, arguments = head.split(" | ")
+    stages, _, limit = stages.partition(", ")
     return Kernel(
         name=name,
         source=source.rstrip() + "\n",
@@ -149,6 +151,7 @@ def _parse_kernel(part: str) -> Kernel:
         grid=(1,),
         num_warps=int(warps.split()[0]),
         num_stages=int(stages.split()[0]),
+        registers=int(limit.split()[0]) if limit else None,
     )
 
 

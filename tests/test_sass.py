@@ -36,7 +36,8 @@ def _key(kernel: Kernel) -> object:
     """What decides the machine code: not the name, nor the lines of the model in the docstring."""
     head, _, rest = kernel.source.partition('"""')
     body = rest.partition('"""')[2]
-    return head.replace(kernel.name, "kernel"), body, kernel.arguments, kernel.num_warps, kernel.num_stages
+    options = kernel.num_warps, kernel.num_stages, kernel.registers
+    return head.replace(kernel.name, "kernel"), body, kernel.arguments, options
 
 
 def allowed(binary: Binary) -> int:

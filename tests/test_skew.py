@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, _interpreter
 
-from benchmarks.case import Case
+from benchmarks.case import Case, as_tuple
 from benchmarks.clusters import CASES
 from fusion_compiler.codegen import skew, wide_rows
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, inner_cols
 from fusion_compiler.codegen.templates import schedules_of
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.kernel import Program
@@ -26,18 +31,23 @@ from tests.fake_gpu import FakeGpu
 WITHOUT_ROWS = ("SwiGLU", "4 x (tanh, sigmoid, mul, sub)")  # no value serves a row or a column
 
 
-FORMS = range(5)  # of `skewed`
+FORMS = range(7)  # of `skewed`
 
 
 def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """A skewed form alone, where there is any: eight programs with several rows each, and where nothing is
-    summed over these a row each, in one block, in a loop over blocks, and shared by programs in both ways."""
+    """A skewed form alone, where there is any: eight programs with several rows each, four of them or pairs
+    (in words of half the size), and where nothing is summed over these a row each, in one block, in a loop
+    over blocks, and shared by programs in both ways; where nothing is reduced, a grid of blocks."""
     plain, a = schedules_of(loops, name, device), Analysis(loops)
     width = a.size(COLS)
     if not skew.fits(a) or not isinstance(width, int):
         return plain
     block = 1 << (width - 1).bit_length()
     kinds = [Schedule(1, block, Cols.WHOLE, programs=8, num_stages=2)]
+    if wide_rows.can_be_shared(a):
+        kinds.append(Schedule(1, block // 2, Cols.WHOLE, programs=4, num_stages=2, splits=2))
+    else:
+        kinds.append(Schedule(1, block, Cols.WHOLE, programs=4, num_stages=2))
     if not a.across_rows:
         kinds += [Schedule(1, block, Cols.WHOLE), Schedule(1, block // 4, Cols.LOOP)]
         if wide_rows.can_be_shared(a):
@@ -45,6 +55,8 @@ def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[S
                 Schedule(1, block // 8, Cols.LOOP, splits=4),
                 Schedule(1, block // 2, Cols.WHOLE, splits=2),
             ]
+    if not a.reductions:
+        kinds.append(Schedule(1, block // 4, Cols.GRID))
     forms = [s for s in (skew.skewed(a, s) for s in kinds) if s is not None]
     return (forms[min(form, len(forms) - 1)],)
 
@@ -62,7 +74,7 @@ def computed(results: Tensor | Sequence[Tensor], inputs: list[Tensor], seed: int
     return [o.detach() for o in (*outputs, *torch.autograd.grad(outputs, leaves, weights))]
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(45, torch.float32), (531, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(("columns", "dtype"), [(135, torch.float32), (531, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if "columns" in c.quick], ids=lambda case: case.name)
 def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> None:
     fn, made = case.without_randomness(), case.make(rows=19, columns=columns)
@@ -80,6 +92,61 @@ def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> N
 
 def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, w.shape, w, b)
+
+
+def softmax(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.softmax(x, -1) * w + b
+
+
+def four_reductions(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    total, top = x.sum(-1, keepdim=True), x.amax(-1, keepdim=True)
+    seldom, often = (x > 3.2).any(-1, keepdim=True), (x > -3.2).all(-1, keepdim=True)
+    return torch.where(seldom, x + total, x * top) * w, torch.where(often, x, b)
+
+
+BLOCK = 64
+# Around what decides how a row is divided: its first word, a whole number of blocks, and what a block has
+# room for beside them at any skew.
+AT_EDGES = (BLOCK + 9, BLOCK + 58, 3 * BLOCK - 7, 3 * BLOCK - 1, 3 * BLOCK + 1, 3 * BLOCK + 7, 3 * BLOCK + 9,
+            4 * BLOCK + 57, 4 * BLOCK + 58)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(AT_EDGES)))
+def test_each_element_counts_once_and_is_stored_once(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In loops by one program and by several that share the row, at every skew: no program stores what its
+    neighbour has, be it the same value."""
+    columns, fn = AT_EDGES[number], (layer_norm, softmax, four_reductions)[number % 3]
+    stored: Counter[int] = Counter()
+
+    def store(_: object, pointers: Any, value: Any, mask: Any, *__: object) -> None:
+        stored.update(pointers.data[mask.data].flatten().tolist())
+        _interpreter.store(pointers.data, value.data, mask.data)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", store)
+    dtype = torch.float32 if fn is four_reductions else torch.bfloat16
+    x, w, b = (t.to(dtype) for t in tensors(8, columns))
+    truth, eager = fn(*wide((x, w, b))), fn(x, w, b)
+    for splits in (1, 2 + number // 3):
+        schedule = Schedule(1, BLOCK, Cols.LOOP, splits=splits)
+        compiled = Compiled(fn, schedules=functools.partial(form_of, schedule))
+        stored.clear()
+        ours = compiled(x, w, b)
+        for got, *others in zip(*map(as_tuple, (ours, eager, truth)), strict=True):
+            assert not (problem := not_as_close(got, *others)), problem
+            begin, size = got.data_ptr(), got.element_size()
+            assert all(stored[begin + i * size] == 1 for i in range(got.numel()))
+
+
+def form_of(schedule: Schedule, loops: LoopNest, *_: object) -> tuple[Schedule, ...]:
+    """The skewed form of a schedule, which has to have one at these widths unless too many share a row."""
+    a = Analysis(loops)
+    form = skew.skewed(a, schedule)
+    while form is None:
+        assert schedule.splits > 1
+        schedule = replace(schedule, splits=schedule.splits - 1)
+        form = skew.skewed(a, schedule)
+    assert form.skewed and 0 < inner_cols(a, form) < a.size(COLS)
+    return (form,)
 
 
 def tensors(rows: int = 40, columns: int = 531) -> list[Tensor]:
@@ -135,3 +202,22 @@ def test_rows_are_moved_in_words_and_copied_ahead() -> None:
         for access in ("cp.async.cg.shared.global", "st.global.v4.b32"):  # 16 bytes each
             assert access in looped.asm["ptx"] and access not in plain.asm["ptx"]
         assert looped.spills == 0
+
+
+def test_blocks_within_the_row_are_moved_in_words_without_masks() -> None:
+    """Those of both passes, weights included; the tiles with the row's ends are half as wide."""
+    schedule = Schedule(1, 4096, Cols.LOOP, num_warps=4)
+    compiled = Compiled(layer_norm, schedules=functools.partial(form_of, schedule))
+    compiled(*(t.bfloat16() for t in tensors(3, 9301)))
+    ((kernel,),) = (p.kernels for p in programs(compiled))
+    binary = compile_for(kernel, "sm_90")
+    accesses = re.findall(
+        r"^\s+(@%p\d+ )?(?:ld|st)\.global\S*\.v([24])\S*(32|64)", binary.asm["ptx"], re.MULTILINE
+    )
+    assert all(int(count) * int(bits) == 128 for _, count, bits in accesses)
+    blocks, ends = 4096 // (32 * 4 * 8), 2048 // (32 * 4 * 8)
+    assert Counter(bool(masked) for masked, *_ in accesses) == {
+        False: blocks * (2 + 2 + 2 + 1),  # the row twice, weight and bias by two words each, the result
+        True: ends * (2 + 1),
+    }
+    assert binary.spills == 0 and binary.registers < 128
