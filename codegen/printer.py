@@ -64,7 +64,7 @@ BASES = {ROWS: "row", COLS: "col"}  # the variable with a group's element number
 RESERVED = frozenset(
     {"tl", "fm", "libdevice", "row", "col", "sum", "max", "min", "all", "any", "pow", "abs", "round"}
     | {"lane", "skew", "begin", "in_words", "whole_words", "group", "part", "parts", "first_col"}
-    | {"first_row", "r"}
+    | {"first_row", "r", "x", "new_max", "shift", "tops", "off", "counts"}
 )
 
 

@@ -19,6 +19,7 @@ from fusion_compiler.builds import Build
 from fusion_compiler.codegen.analysis import Cols, Schedule
 from fusion_compiler.codegen.grid import neighbours
 from fusion_compiler.launch import Runner
+from tests.exactness import Compiled
 from tests.fake_gpu import FakeGpu
 
 NAMES = (
@@ -160,3 +161,16 @@ def test_the_summary_counts_choices_within_five_percent() -> None:
     assert summary["first choice / best, worst"] == pytest.approx(1.5)
     assert summary["prediction against the tuned: mean error"] == pytest.approx(0.1)
     assert summary["prediction against the tuned: rank correlation"] == 1
+
+
+@pytest.mark.parametrize("width", [1000, 1024, 5000])
+def test_a_maximum_in_each_lane_is_the_rows(width: int) -> None:
+    """Rows that are read once by threads of many elements, with a tile of their end and without."""
+    by_lanes = Schedule(1, 1024, Cols.LOOP, num_warps=1)
+    compiled = Compiled(lambda x: torch.logsumexp(x, -1), schedules=lambda *_: (by_lanes,))
+    x = torch.randn(5, width) * 3
+    x[0] = torch.arange(width) / 50
+    x[1], x[2, 7], x[3, -1], x[4, : width // 2] = -torch.inf, torch.nan, torch.inf, -torch.inf
+    torch.testing.assert_close(
+        compiled(x).double(), torch.logsumexp(x.double(), -1), rtol=1e-6, atol=1e-6, equal_nan=True
+    )
