@@ -6,6 +6,7 @@ index arithmetic, widening casts) belong to every part that reads them.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fusion_compiler.loops import Load, LoopNest
 from fusion_compiler.ops import Kind, spec_of
 from fusion_compiler.passes import layout
 from fusion_compiler.passes.cost import BufferInfo, cost_of
+from fusion_compiler.passes.cuts import Cut, cuts_of
 from fusion_compiler.passes.legality import first_refusal
 from fusion_compiler.passes.lower import lower
 from fusion_compiler.passes.memo import Memo
@@ -156,8 +158,21 @@ class Parts:
         return Part(ops, kept, outputs, loops, cost)
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
-        """The tile program of a set of ops, and what it takes. Raises Illegal."""
-        loops = simplify(lower(self.dag, ops, outputs, round_like_eager=self.rounded))
+        """The fastest tile program of a set of ops, and what it takes. Raises Illegal."""
+        found: list[tuple[LoopNest, Cost]] = []
+        for cut in cuts_of(self.dag, ops, outputs):
+            with contextlib.suppress(Illegal):  # the reason is that of the uncut one
+                found.append(self.form(ops, outputs, cut))
+        try:
+            found.append(self.form(ops, outputs, None))
+        except Illegal:
+            if not found:
+                raise
+        return min(found, key=lambda form: form[1].us)
+
+    def form(self, ops: tuple[str, ...], outputs: tuple[str, ...], cut: Cut | None) -> tuple[LoopNest, Cost]:
+        """One tile program of a set of ops, checked and priced. Raises Illegal."""
+        loops = simplify(lower(self.dag, ops, outputs, cut=cut, round_like_eager=self.rounded))
         refusal = first_refusal(loops, self.device)
         if refusal is not None:
             raise Illegal(*refusal)

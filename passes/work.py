@@ -82,7 +82,7 @@ class Work:
         self.early = self.late = 0  # tile loads that are reduced; that a stored value needs after that
         self.tile_loads: list[str] = []
         self.reads: dict[str, float] = {}  # elements moved from each buffer
-        self.writes: dict[str, float] = {}
+        self.writes: dict[str, float] = {}  # to each, the same sector again and again where stores share it
         self.gathered: set[str] = set()
         self.seen: set[object] = set()
         self.inside: dict[int, float] = {}  # part of the space in which a condition holds
@@ -243,6 +243,13 @@ class Work:
                 break
             run = max(run, stride * size)
         return max(1.0, min(SECTOR / (run * itemsize), gap / run)) if gap else 1.0
+
+    def rewritten(self) -> float:
+        """Bytes of sectors that several stores write, a part of them each, beyond the first time."""
+        whole = {name: hint(self.buffers[name].numel, self.hints) for name in self.writes}
+        return sum(
+            max(0.0, moved - whole[name]) * self.buffers[name].itemsize for name, moved in self.writes.items()
+        )
 
     def bytes_of(self, table: dict[str, float], buffer: str, device: DeviceSpec) -> float:
         """Bytes that an entry of reads or writes moves: no more than the buffer has, unless it is gathered
