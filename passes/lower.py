@@ -110,8 +110,8 @@ class Lowering:
         for name in self.ops:  # reductions first: they fix where everything upstream lies
             if self.dag.op(name).kind is Kind.REDUCTION and name not in self.reduced:
                 coords = self.place(name)
-                if coords is not None:
-                    self.value(name, coords, None)
+                for piece in self.pieces(coords) if coords is not None else ():
+                    self.value(name, piece, None)
         for name in self.outputs:
             coords = self.place(name)
             meta = self.dag.op(name).outputs[0]
@@ -154,11 +154,6 @@ class Lowering:
         if cut is None or all(k != number for c in coords for k, _ in c.terms):
             return [coords]
         return [tuple(fixed(c, number, i) for c in coords) for i in range(cut.count)]
-
-    def is_cut(self, shape: tuple[Dim, ...]) -> bool:
-        """Whether a tensor has as many elements as all pieces together."""
-        cut = self.space.cut
-        return cut is not None and product(shape) == product(cut.shape)
 
     def place(self, name: str) -> Coords | None:
         """Coordinates at which a value fills the space: where it was needed already, where its operands
@@ -258,7 +253,7 @@ class Lowering:
             return self.memo[key]
         if name in self.inside:
             node = self.compute(op, coords, within)
-            if not self.is_cut(shape):  # of which this is one piece only
+            if self.space.cut is None or is_bijection(coords, shape, self.extents):  # and no piece of it
                 self.placed.setdefault(name, coords)
         elif layout.is_view(op):
             node = self.through(op, coords, within)
@@ -348,6 +343,11 @@ class Lowering:
         source = op.inputs[0]
         shape = self.dag.op(source).outputs[0].shape
         dims = reduced_dims(op, len(shape))
+        cut = self.space.cut
+        if cut is not None and shape == cut.shape:
+            if cut.dim in dims:
+                raise Illegal("rows", f"{op.name} reduces across the pieces of {source}")
+            return self.reduce_piece(op, coords, dims)
         keepdim = len(op.outputs[0].shape) == len(shape)
         kept_dims = [d for d in range(len(shape)) if d not in dims]
         kept = tuple(coords[d] for d in kept_dims) if keepdim else coords
@@ -366,6 +366,20 @@ class Lowering:
         )
         self.reduced[op.name] = (coords, node)
         return node
+
+    def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
+        """A reduction of a tensor in pieces that keeps the dimension of the cut: one for each piece."""
+        shape, groups = op.outputs[0].shape, self.space.groups
+        live = [d for d, factors in enumerate(self.space.factors) if product(factors) != 1]
+        over = frozenset(groups[d] for d in live if d in dims)
+        if over and not over & {groups[d] for d in live if d not in dims}:
+            for piece in self.pieces(self.space.whole()):
+                kept = _reduced_coords(op, piece, dims)
+                if coords == tuple(ZERO if s == 1 else c for s, c in zip(shape, kept, strict=True)):
+                    inner = tuple(piece[d] for d in dims)
+                    sizes = tuple(product(self.space.factors[d]) for d in dims)
+                    return self.combine(op, op.inputs[0], piece, over, flatten(inner, strides_of(sizes)))
+        raise Illegal("rows", f"{op.name} does not keep whole axes")
 
     def spread_like_operand(
         self, source: str, axes: tuple[int, ...], dims: tuple[int, ...], shape: tuple[Dim, ...]

@@ -33,6 +33,9 @@ from fusion_compiler.plan import Cost, Leftover
 
 FUSIBLE = frozenset({Kind.ELEMENTWISE, Kind.REDUCTION, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT})
 REASONS = {Kind.CONTRACTION: "library call"}
+# Of the speed predicted for them, what kernels reach that choose among the parts of a concatenation at every
+# element: measured on an H200, 0.67 to 0.85.
+CHOOSING = 0.85
 SEEDS: dict[object, str] = {
     torch.ops.fusion_compiler.seed.default: "draws the seed from PyTorch's generator, once a graph"
 }
@@ -159,16 +162,18 @@ class Parts:
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """The fastest tile program of a set of ops, and what it takes. Raises Illegal."""
-        found: list[tuple[LoopNest, Cost]] = []
+        found: list[tuple[float, tuple[LoopNest, Cost]]] = []
         for cut in cuts_of(self.dag, ops, outputs):
-            with contextlib.suppress(Illegal):  # the reason is that of the uncut one
-                found.append(self.form(ops, outputs, cut))
+            with contextlib.suppress(Illegal):
+                pieces = self.form(ops, outputs, cut)
+                found.append((pieces[1].us, pieces))
         try:
-            found.append(self.form(ops, outputs, None))
-        except Illegal:
+            whole = self.form(ops, outputs, None)
+            found.append((whole[1].us / CHOOSING, whole))
+        except Illegal:  # whose reason is the one to tell
             if not found:
                 raise
-        return min(found, key=lambda form: form[1].us)
+        return min(found, key=lambda form: form[0])[1]
 
     def form(self, ops: tuple[str, ...], outputs: tuple[str, ...], cut: Cut | None) -> tuple[LoopNest, Cost]:
         """One tile program of a set of ops, checked and priced. Raises Illegal."""

@@ -121,8 +121,6 @@ def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], cut
     inside = set(ops)
     best = max(reductions, key=lambda op: (_is_broadcast_back(dag, op, inside), _input_size(dag, op)))
     source = dag.op(best.inputs[0]).outputs[0]
-    if cut is not None and source.shape != cut.piece:
-        raise Illegal("space", f"{best.name} reduces {list(source.shape)}, pieces are {list(cut.piece)}")
     reduced = reduced_dims(best, len(source.shape))
     contiguous = next(
         (d for d, s in enumerate(source.stride) if s == 1 and source.shape[d] != 1), len(source.shape) - 1
@@ -130,7 +128,19 @@ def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], cut
     inner = COLS if contiguous in reduced else ROWS
     outer = ROWS if inner == COLS else COLS
     groups = tuple(inner if d in reduced else outer for d in range(len(source.shape)))
-    return Space(tuple((s,) for s in source.shape), groups, cut)
+    if cut is None:
+        return Space(tuple((s,) for s in source.shape), groups)
+    whole = source.shape == cut.shape and cut.dim not in reduced
+    if not whole and _long(source.shape) != _long(cut.piece):
+        raise Illegal("space", f"{best.name} reduces {list(source.shape)}, pieces are {list(cut.piece)}")
+    if not whole:  # they may lie in it side by side, in a dimension of their own
+        left = iter(g for g, s in zip(groups, source.shape, strict=True) if s != 1)
+        groups = tuple(outer if s == 1 else next(left) for s in cut.piece)
+    return Space(tuple((s,) for s in cut.piece), groups, cut)
+
+
+def _long(shape: tuple[Dim, ...]) -> list[Dim]:
+    return [s for s in shape if s != 1]
 
 
 def largest(dag: OpDag, outputs: tuple[str, ...]) -> Op:

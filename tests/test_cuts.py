@@ -15,6 +15,9 @@ from torch import Tensor
 import fusion_compiler as fc
 from fusion_compiler.codegen.templates import schedules_of
 from fusion_compiler.loops import InRange, LoopNest
+from fusion_compiler.passes.cuts import cuts_of
+from fusion_compiler.passes.lower import lower
+from fusion_compiler.passes.space import Illegal
 from fusion_compiler.plan import FusionPlan
 from tests.exactness import Compiled, Schedules, cramped, not_as_close, rounding_noise, wide
 
@@ -62,6 +65,22 @@ def norms_of_pairs(q: Tensor) -> Tensor:
     return torch.stack([torch.softmax(q[..., ::2], -1), q[..., 1::2].exp()], -1)
 
 
+def summed(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    joined = torch.cat([a * b, a + b], -1)
+    return joined, joined.sum(0), joined.amax(0, keepdim=True) * 2, (a * b).sum(0)
+
+
+def summed_across(a: Tensor) -> tuple[Tensor, ...]:
+    """Softmaxes of parts, so that a piece is the space, beside sums that no piece has."""
+    joined = torch.cat([torch.softmax(a, -1), torch.softmax(-a, -1)], -1)
+    return joined, joined.sum(-1), joined.sum(), joined.view(-1, 2, 5).sum((0, 2))
+
+
+def gated(x: Tensor, bias: Tensor) -> Tensor:
+    first, second = (x + bias).chunk(2, -1)
+    return F.silu(first) * second
+
+
 CASES = {
     "first": Joined(lambda a, b: torch.cat([a.sin(), b.cos()]), (x(3, 5), x(3, 5)), 2),
     "middle, with an input": Joined(
@@ -89,6 +108,14 @@ CASES = {
     "beside what reads it": Joined(read_again, (x(4, 5), x(4, 5)), 2),
     "reduced": Joined(lambda a: torch.cat([a, a.sin()], -1).sum(-1), (x(4, 5),), 1),
     "of reductions": Joined(softmaxes, (x(4, 15),), 3),
+    "of reductions, side by side": Joined(
+        lambda a, b: torch.stack([torch.softmax(a, -1), torch.softmax(b, -1), b], 1),
+        (x(4, 2, 5), x(4, 2, 5)),
+        3,
+    ),
+    "summed over rows": Joined(summed, (x(4, 5), x(4, 5)), 2),
+    "summed across": Joined(summed_across, (x(4, 5),), 1),
+    "gradient summed over rows": Joined(gated, (x(9, 10), x(10)), 1),
     "rotated": Joined(rotated, (x(2, 3, 8), x(3, 8)), 2),
     "padded": Joined(lambda a: F.pad(a.sin(), (0, 0, 3, 0)), (x(3, 5),), 2),
     "padded by less": Joined(lambda a: F.pad(a.sin(), (1, 0)), (x(3, 5),), 6),
@@ -141,6 +168,25 @@ def gradients(fn: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor
     results = list(results) if isinstance(results, tuple | list) else [results]
     weights = [torch.arange(1, y.numel() + 1, dtype=y.dtype).div(y.numel()).view(y.shape) for y in results]
     return [y.detach() for y in results] + list(torch.autograd.grad(results, inputs, weights))
+
+
+@pytest.mark.parametrize("dim", [-1, 0, (0, 1)])
+def test_a_reduction_has_pieces_only_where_it_keeps_the_cut(dim: int | tuple[int, ...]) -> None:
+    def joined(a: Tensor) -> tuple[Tensor, ...]:
+        both = torch.cat([torch.softmax(a, 0), torch.softmax(-a, 0)], -1)
+        return both, both.sum(dim)
+
+    compiled = Compiled(joined)
+    compiled(x(4, 5))
+    dag = compiled.plans[0].dag
+    ops = tuple(n for n in dag.order if n not in dag.inputs)
+    (cut,) = cuts_of(dag, ops, dag.outputs)
+    if dim == 0:
+        stores = lower(dag, ops, dag.outputs, cut=cut).stores
+        assert Counter(s.buffer for s in stores) == dict.fromkeys(dag.outputs, 2)
+    else:
+        with pytest.raises(Illegal, match="across the pieces"):
+            lower(dag, ops, dag.outputs, cut=cut)
 
 
 def test_symbolic_sizes_are_pieces_too() -> None:
