@@ -125,6 +125,9 @@ CASES = {
         lambda a, b: torch.slice_scatter(a, b.sin(), 1, 3, 6, 2), (x(4, 8), x(4, 2)), 2, True
     ),
     "interleaved": Joined(interleaved, (x(2, 3, 8), x(3, 4)), 2),
+    "interleaved, of another order, from an odd place": Joined(
+        lambda q, cos: interleaved(q.transpose(0, 1), cos), (x(81)[1:].view(5, 2, 8), x(5, 4)), 2
+    ),
     "interleaved by row": Joined(norms_of_pairs, (x(7, 10),), 2),
     "interleaved by four": Joined(
         lambda a: torch.stack([a[..., i::4] * (i + 1.5) for i in range(4)], -1), (x(3, 20),), 4
