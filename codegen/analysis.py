@@ -29,6 +29,7 @@ from fusion_compiler.loops import (
     operands_of,
     renumber,
     renumber_index,
+    right_neighbours,
     store_operands,
 )
 
@@ -145,6 +146,12 @@ class Analysis:
                 if key >= 0 and coeff == 1 and groups == {ROWS, COLS}:
                     votes[self.loops.axes[key].group] += 1
         return votes
+
+    @cached_property
+    def pairs(self) -> dict[int, int]:
+        """Loads of every other element, with the loads of their right neighbours."""
+        loads = ((i, n) for i, n in enumerate(self.loops.nodes) if isinstance(n, Load))
+        return right_neighbours(self.loops.axes, loads)
 
     @property
     def tall(self) -> bool:

@@ -61,9 +61,9 @@ class Signature:
 
 
 def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> Signature:
-    """Inputs in order of first load, outputs in order of store, symbols in order of name."""
+    """Inputs in order of first load, outputs in order of first store, symbols in order of name."""
     loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
-    stored = [s.buffer for loops in nests for s in loops.stores]
+    stored = dict.fromkeys(s.buffer for loops in nests for s in loops.stores)
     dims: set[sympy.Symbol] = set()
     for name in (*loaded, *stored):
         for dim in (*buffers[name].shape, *buffers[name].stride):

@@ -38,6 +38,7 @@ from fusion_compiler.codegen.expression import (
     literal,
     scalar_text,
 )
+from fusion_compiler.codegen.pairs import load_with_neighbour, pairs_last, store_all
 from fusion_compiler.dims import Dim, product, quotient
 from fusion_compiler.loops import (
     COLS,
@@ -64,7 +65,7 @@ BASES = {ROWS: "row", COLS: "col"}  # the variable with a group's element number
 RESERVED = frozenset(
     {"tl", "fm", "libdevice", "row", "col", "sum", "max", "min", "all", "any", "pow", "abs", "round"}
     | {"lane", "skew", "begin", "in_words", "whole_words", "group", "part", "parts", "first_col"}
-    | {"first_row", "r", "x", "new_max", "shift", "tops", "off", "counts"}
+    | {"first_row", "r", "x", "new_max", "shift", "tops", "off", "counts", "pair", "pair_inside"}
 )
 
 
@@ -97,7 +98,8 @@ class Printer:
         self.flat = schedule.block_rows == 1  # tiles are vectors
         self.row_mask: str | None = None
         self.col_mask: str | None = None
-        self.wide = analysis.furthest < 0 or analysis.furthest >= 2**31
+        beyond = 2 * schedule.block_cols  # the last block counts on, by twos where it is of pairs
+        self.wide = analysis.furthest < 0 or analysis.furthest + beyond >= 2**31
         self.last_pass = True
         self.program = "tl.program_id(0)"
         self.col_start: str | None = None  # where the block of columns begins
@@ -291,6 +293,8 @@ class Printer:
     def node(self, number: int) -> None:
         """Print one node; its operands print themselves where they are missing."""
         node = self.loops.nodes[number]
+        if isinstance(node, Load) and load_with_neighbour(self, number):
+            return
         match node:
             case Load():
                 text, base = self.load(number, node), self.pointers[node.buffer].removesuffix("_ptr")
@@ -385,13 +389,17 @@ class Printer:
             return convert(loaded, self.dtypes[node.buffer], node.dtype)
         if self.in_words(node.index, node.within):
             pointer, mask = self.word_text(node.buffer, node.index), self.col_mask and "in_words"
+        text = self.loaded(node, pointer, mask, groups)
+        return text if self.can_be_kept(number) else convert(text, self.dtypes[node.buffer], node.dtype)
+
+    def loaded(self, node: Load, pointer: str, mask: str | None, groups: frozenset[str]) -> str:
+        """A load from some addresses, in the dtype of the buffer."""
         held = self.dtypes[node.buffer]
         zero = "0.0" if held.is_floating_point and held.itemsize == 1 else "0"  # no integer becomes a float8
         options = (f", mask={mask}, other={zero}" if mask else "") + self.load_options
         if self.s.cols is Cols.LOOP and groups == frozenset({ROWS, COLS}):
             options += f', eviction_policy="{"evict_first" if self.last_pass else "evict_last"}"'
-        text = f"tl.load({pointer}{options})"
-        return text if self.can_be_kept(number) else convert(text, held, node.dtype)
+        return f"tl.load({pointer}{options})"
 
     def can_be_kept(self, number: int) -> bool:
         """Whether a tile stays in registers as it was loaded, while programs wait for each other.
@@ -556,9 +564,8 @@ class Printer:
         stores = self.stores_of("main")
         roots = [o for s in stores for o in store_operands(s)]
         self.print_row_values([*roots, *self.accumulated()])
-        self.print_nodes(self.need([*roots, *self.accumulated()]))
-        for store in stores:
-            self.store(store)
+        self.print_nodes(pairs_last(self, self.need([*roots, *self.accumulated()])))
+        store_all(self, stores)
 
     def accumulated(self) -> list[int]:
         """Operands of the reductions over rows."""

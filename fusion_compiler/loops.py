@@ -6,7 +6,7 @@
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
               | Compute(target, operands) | Reduce(combine, operand, over)
-    store    := buffer, index, value, within
+    store    := buffer, index, value, within    several to one buffer have elements of their own each
 
 Nodes are in SSA order and name each other by position. Every node has a dtype: that in which
 it is computed (float32 for all floats but float64). A node's `groups` are the axis groups it
@@ -15,13 +15,13 @@ varies over; a tile holds it as [ROWS, COLS], [ROWS, 1], [1, COLS] or [1, 1].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.dims import Dim
+from fusion_compiler.dims import Dim, quotient
 
 ROWS, COLS = "rows", "cols"
 
@@ -160,6 +160,28 @@ def _indirect(index: Index) -> tuple[int, ...]:
 def store_operands(store: Store) -> tuple[int, ...]:
     within = () if store.within is None else (store.within,)
     return (store.value, *within, *_indirect(store.index))
+
+
+def right_neighbours(axes: Sequence[Axis], accesses: Iterable[tuple[int, Load | Store]]) -> dict[int, int]:
+    """Of accesses to every other element along the columns, those with the ones between them.
+
+    2 i -> 2 i + 1, by the numbers that the accesses come with: each is one half of aligned pairs.
+    """
+    wide = {n: a for n, a in accesses if a.within is None and _by_twos(axes, a.index)}
+    at = {(a.buffer, a.index): n for n, a in wide.items()}
+    right = {n: at.get((a.buffer, replace(a.index, const=a.index.const + 1))) for n, a in wide.items()}
+    return {n: other for n, other in right.items() if other is not None and wide[n].index.const % 2 == 0}
+
+
+def _by_twos(axes: Sequence[Axis], index: Index) -> bool:
+    """Whether an index goes along the innermost columns in steps of two, and elsewhere in even ones."""
+    last = len(axes) - 1
+    innermost = dict(index.terms).get(last) == 2 and axes[last].group == COLS
+    return (
+        innermost
+        and isinstance(index.const, int)
+        and all(k >= 0 and quotient(c, 2) is not None for k, c in index.terms)
+    )
 
 
 def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:

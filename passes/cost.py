@@ -164,6 +164,7 @@ def cost_of(
             near += moved
         else:
             dram += moved
+    near += work.rewritten()
     written = sum(work.bytes_of(work.writes, name, device) for name in work.writes)
     arithmetic = _arithmetic_us(work, device)
     best: Cost | None = None

@@ -48,6 +48,23 @@ def shifted(index: Index, offset: Dim) -> Index:
     return index if offset == 0 else Index(simple(index.const + offset), index.terms)
 
 
+def fixed(index: Index, key: int, value: int) -> Index:
+    """An index where one of its axes has a value."""
+    at = dict(index.terms).get(key)
+    if at is None:
+        return index
+    return Index(simple(index.const + at * value), tuple((k, c) for k, c in index.terms if k != key))
+
+
+def divided(index: Index, step: int) -> tuple[Index, int] | None:
+    """(index // step, index % step) where the latter is the same for every element; else None."""
+    terms = [(k, quotient(c, step)) for k, c in index.terms]
+    if not isinstance(index.const, int) or any(c is None for _, c in terms):
+        return None
+    whole, over = divmod(index.const, step)
+    return Index(whole, tuple((k, c) for k, c in terms if c is not None)), over
+
+
 def flatten(coords: tuple[Index, ...], strides: tuple[Dim, ...]) -> Index:
     """The element number of coordinates under strides."""
     return (

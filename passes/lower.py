@@ -34,6 +34,7 @@ from fusion_compiler.loops import (
 from fusion_compiler.loops import Ref as Value
 from fusion_compiler.ops import Kind, spec_of
 from fusion_compiler.passes import layout
+from fusion_compiler.passes.cuts import Cut
 from fusion_compiler.passes.index import (
     ZERO,
     Extents,
@@ -42,6 +43,7 @@ from fusion_compiler.passes.index import (
     axis,
     combine,
     digits,
+    fixed,
     flatten,
     is_bijection,
     regroup,
@@ -61,10 +63,16 @@ aten = torch.ops.aten
 
 
 def lower(
-    dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], *, round_like_eager: bool = False
+    dag: OpDag,
+    ops: tuple[str, ...],
+    outputs: tuple[str, ...],
+    *,
+    cut: Cut | None = None,
+    round_like_eager: bool = False,
 ) -> LoopNest:
-    """The tile program of `ops` (topological order), storing `outputs`. Raises Illegal."""
-    space = anchor_space(dag, ops, outputs)
+    """The tile program of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
+    a cut is given. Raises Illegal."""
+    space = anchor_space(dag, ops, outputs, cut)
     for _ in range(24):
         try:
             return Lowering(dag, ops, outputs, space, round_like_eager).run()
@@ -85,7 +93,7 @@ class Lowering:
     ) -> None:
         self.dag, self.ops, self.outputs, self.space, self.rounded = dag, ops, outputs, space, rounded
         self.inside = set(ops)
-        self.extents = Extents(space.axes)
+        self.extents = Extents(space.extents)
         self.nodes: list[Node] = []
         self.names: list[str] = []
         self.numbering: dict[Node, int] = {}
@@ -102,8 +110,8 @@ class Lowering:
         for name in self.ops:  # reductions first: they fix where everything upstream lies
             if self.dag.op(name).kind is Kind.REDUCTION and name not in self.reduced:
                 coords = self.place(name)
-                if coords is not None:
-                    self.value(name, coords, None)
+                for piece in self.pieces(coords) if coords is not None else ():
+                    self.value(name, piece, None)
         for name in self.outputs:
             coords = self.place(name)
             meta = self.dag.op(name).outputs[0]
@@ -111,8 +119,8 @@ class Lowering:
                 raise Illegal(
                     "space", f"{name} is {list(meta.shape)}, and the others' space is {list(self.space.axes)}"
                 )
-            node = self.value(name, coords, None)
-            stores.append(Store(name, flatten(coords, meta.stride), node))
+            for piece in self.pieces(coords):
+                stores.append(Store(name, flatten(piece, meta.stride), self.value(name, piece, None)))
         groups = self.space.axis_groups
         axes = tuple(Axis(f"a{i}", s, groups[i]) for i, s in enumerate(self.space.axes))
         return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
@@ -122,7 +130,9 @@ class Lowering:
     def seed_anchor(self) -> None:
         """Pull the anchor at the identity: the reduction's input, or the largest output."""
         if not any(self.dag.op(n).kind is Kind.REDUCTION for n in self.ops):
-            self.value(largest(self.dag, self.outputs).name, self.space.identity(), None)
+            anchor, cut = largest(self.dag, self.outputs), self.space.cut
+            if cut is None or anchor.outputs[0].shape == cut.shape:
+                self.value(anchor.name, self.pieces(self.space.whole())[0], None)
             return
         for name in self.ops:
             op = self.dag.op(name)
@@ -137,6 +147,13 @@ class Lowering:
                 if not groups & kept:
                     self.value(name, _reduced_coords(op, identity, dims), None)
                     return
+
+    def pieces(self, coords: Coords) -> list[Coords]:
+        """The same coordinates in each of the pieces into which the space is cut, if they differ there."""
+        cut, number = self.space.cut, len(self.space.axes)
+        if cut is None or all(k != number for c in coords for k, _ in c.terms):
+            return [coords]
+        return [tuple(fixed(c, number, i) for c in coords) for i in range(cut.count)]
 
     def place(self, name: str) -> Coords | None:
         """Coordinates at which a value fills the space: where it was needed already, where its operands
@@ -193,6 +210,8 @@ class Lowering:
         """The elements of the whole space, or of one group of it, in row-major order if that is affine."""
         if shape == tuple(product(f) for f in self.space.factors):
             return self.space.identity()
+        if self.space.cut is not None and shape == self.space.cut.shape:
+            return self.space.whole()
         size = product(shape)
         every = tuple(sorted(self.group_axes[ROWS] + self.group_axes[COLS]))
         for axes in (every, self.group_axes[ROWS], self.group_axes[COLS]):
@@ -234,7 +253,8 @@ class Lowering:
             return self.memo[key]
         if name in self.inside:
             node = self.compute(op, coords, within)
-            self.placed.setdefault(name, coords)
+            if self.space.cut is None or is_bijection(coords, shape, self.extents):  # and no piece of it
+                self.placed.setdefault(name, coords)
         elif layout.is_view(op):
             node = self.through(op, coords, within)
         else:
@@ -323,6 +343,11 @@ class Lowering:
         source = op.inputs[0]
         shape = self.dag.op(source).outputs[0].shape
         dims = reduced_dims(op, len(shape))
+        cut = self.space.cut
+        if cut is not None and shape == cut.shape:
+            if cut.dim in dims:
+                raise Illegal("rows", f"{op.name} reduces across the pieces of {source}")
+            return self.reduce_piece(op, coords, dims)
         keepdim = len(op.outputs[0].shape) == len(shape)
         kept_dims = [d for d in range(len(shape)) if d not in dims]
         kept = tuple(coords[d] for d in kept_dims) if keepdim else coords
@@ -341,6 +366,20 @@ class Lowering:
         )
         self.reduced[op.name] = (coords, node)
         return node
+
+    def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
+        """A reduction of a tensor in pieces that keeps the dimension of the cut: one for each piece."""
+        shape, groups = op.outputs[0].shape, self.space.groups
+        live = [d for d, factors in enumerate(self.space.factors) if product(factors) != 1]
+        over = frozenset(groups[d] for d in live if d in dims)
+        if over and not over & {groups[d] for d in live if d not in dims}:
+            for piece in self.pieces(self.space.whole()):
+                kept = _reduced_coords(op, piece, dims)
+                if coords == tuple(ZERO if s == 1 else c for s, c in zip(shape, kept, strict=True)):
+                    inner = tuple(piece[d] for d in dims)
+                    sizes = tuple(product(self.space.factors[d]) for d in dims)
+                    return self.combine(op, op.inputs[0], piece, over, flatten(inner, strides_of(sizes)))
+        raise Illegal("rows", f"{op.name} does not keep whole axes")
 
     def spread_like_operand(
         self, source: str, axes: tuple[int, ...], dims: tuple[int, ...], shape: tuple[Dim, ...]
@@ -419,10 +458,13 @@ class Lowering:
 
     def widened(self, reduce: Reduce, name: str) -> int:
         """A reduction to an integer, as int64."""
-        node = self.emit(reduce, name)
-        if reduce.dtype is torch.int64:
+        return self.converted(self.emit(reduce, name), torch.int64, name)
+
+    def converted(self, node: int, dtype: torch.dtype, name: str) -> int:
+        """A value in the dtype in which a result is computed."""
+        if self.nodes[node].dtype == dtype:
             return node
-        return self.emit(Compute(aten._to_copy.default, (("self", Value(node)),), torch.int64), name)
+        return self.emit(Compute(aten._to_copy.default, (("self", Value(node)),), dtype), name)
 
     # -- predicates -----------------------------------------------------------------------------
 

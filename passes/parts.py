@@ -6,6 +6,7 @@ index arithmetic, widening casts) belong to every part that reads them.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fusion_compiler.loops import Load, LoopNest
 from fusion_compiler.ops import Kind, spec_of
 from fusion_compiler.passes import layout
 from fusion_compiler.passes.cost import BufferInfo, cost_of
+from fusion_compiler.passes.cuts import Cut, cuts_of
 from fusion_compiler.passes.legality import first_refusal
 from fusion_compiler.passes.lower import lower
 from fusion_compiler.passes.memo import Memo
@@ -31,6 +33,9 @@ from fusion_compiler.plan import Cost, Leftover
 
 FUSIBLE = frozenset({Kind.ELEMENTWISE, Kind.REDUCTION, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT})
 REASONS = {Kind.CONTRACTION: "library call"}
+# Of the speed predicted for them, what kernels reach that choose among the parts of a concatenation at every
+# element: measured on an H200, 0.67 to 0.85.
+CHOOSING = 0.85
 SEEDS: dict[object, str] = {
     torch.ops.fusion_compiler.seed.default: "draws the seed from PyTorch's generator, once a graph"
 }
@@ -156,8 +161,23 @@ class Parts:
         return Part(ops, kept, outputs, loops, cost)
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
-        """The tile program of a set of ops, and what it takes. Raises Illegal."""
-        loops = simplify(lower(self.dag, ops, outputs, round_like_eager=self.rounded))
+        """The fastest tile program of a set of ops, and what it takes. Raises Illegal."""
+        found: list[tuple[float, tuple[LoopNest, Cost]]] = []
+        for cut in cuts_of(self.dag, ops, outputs):
+            with contextlib.suppress(Illegal):
+                pieces = self.form(ops, outputs, cut)
+                found.append((pieces[1].us, pieces))
+        try:
+            whole = self.form(ops, outputs, None)
+            found.append((whole[1].us / CHOOSING, whole))
+        except Illegal:  # whose reason is the one to tell
+            if not found:
+                raise
+        return min(found, key=lambda form: form[0])[1]
+
+    def form(self, ops: tuple[str, ...], outputs: tuple[str, ...], cut: Cut | None) -> tuple[LoopNest, Cost]:
+        """One tile program of a set of ops, checked and priced. Raises Illegal."""
+        loops = simplify(lower(self.dag, ops, outputs, cut=cut, round_like_eager=self.rounded))
         refusal = first_refusal(loops, self.device)
         if refusal is not None:
             raise Illegal(*refusal)

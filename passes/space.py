@@ -11,6 +11,7 @@ from fusion_compiler.dims import Dim, numel, simple, strides_of
 from fusion_compiler.loops import COLS, ROWS, Index
 from fusion_compiler.ops import Kind
 from fusion_compiler.passes import layout
+from fusion_compiler.passes.cuts import Cut
 from fusion_compiler.passes.index import ZERO, axis, combine
 
 Coords = tuple[Index, ...]
@@ -41,20 +42,32 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Space:
-    """Dimensions of the anchor, each cut into factors from the outside in, with their groups."""
+    """Dimensions of the anchor, each cut into factors from the outside in, with their groups.
+
+    cut: where the anchor is one of several pieces of a larger tensor, all of which every element makes. The
+    number of the piece is then one key more than the axes, and no axis.
+    """
 
     factors: tuple[tuple[Dim, ...], ...]
     groups: tuple[str, ...]
+    cut: Cut | None = None
 
     @property
     def axes(self) -> tuple[Dim, ...]:
         return tuple(f for factors in self.factors for f in factors)
 
     @property
+    def extents(self) -> tuple[Dim, ...]:
+        """Sizes of all keys: the axes', and the number of pieces."""
+        return self.axes if self.cut is None else (*self.axes, self.cut.count)
+
+    @property
     def axis_groups(self) -> tuple[str, ...]:
         return tuple(g for factors, g in zip(self.factors, self.groups, strict=True) for _ in factors)
 
     def split(self, number: int, inner: Dim) -> Space:
+        if number >= len(self.axes):
+            raise Illegal("layout", "a view cuts across the pieces of a concatenation")
         position = 0
         cut: list[tuple[Dim, ...]] = []
         for factors in self.factors:
@@ -65,7 +78,7 @@ class Space:
                 position -= 1
             cut.append(factors)
             position += len(factors)
-        return Space(tuple(cut), self.groups)
+        return Space(tuple(cut), self.groups, self.cut)
 
     def identity(self) -> Coords:
         """Coordinates of the anchor: one index a dimension."""
@@ -79,6 +92,10 @@ class Space:
             live = [p for p, f in zip(parts, factors, strict=True) if f != 1]
             coords.append(combine(live) if live else ZERO)
         return tuple(coords)
+
+    def whole(self) -> Coords:
+        """Coordinates of the tensor of which the anchor is a piece, or of the anchor itself."""
+        return self.identity() if self.cut is None else self.cut.whole(self.identity(), axis(len(self.axes)))
 
 
 def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
@@ -94,12 +111,13 @@ def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
     return () if rank == 0 else tuple(sorted(layout.wrap(d, rank) for d in dims))  # type: ignore[arg-type]
 
 
-def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> Space:
-    """The iteration space: a reduction's input, best one that is broadcast back; else the largest output."""
+def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], cut: Cut | None = None) -> Space:
+    """The iteration space: a reduction's input, best one that is broadcast back; else the largest output, or
+    a piece of it. Raises Illegal where a reduction's input is no piece."""
     reductions = [dag.op(n) for n in ops if dag.op(n).kind is Kind.REDUCTION]
     if not reductions:
-        shape = largest(dag, outputs).outputs[0].shape
-        return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape))
+        shape = largest(dag, outputs).outputs[0].shape if cut is None else cut.piece
+        return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), cut)
     inside = set(ops)
     best = max(reductions, key=lambda op: (_is_broadcast_back(dag, op, inside), _input_size(dag, op)))
     source = dag.op(best.inputs[0]).outputs[0]
@@ -110,7 +128,19 @@ def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> 
     inner = COLS if contiguous in reduced else ROWS
     outer = ROWS if inner == COLS else COLS
     groups = tuple(inner if d in reduced else outer for d in range(len(source.shape)))
-    return Space(tuple((s,) for s in source.shape), groups)
+    if cut is None:
+        return Space(tuple((s,) for s in source.shape), groups)
+    whole = source.shape == cut.shape and cut.dim not in reduced
+    if not whole and _long(source.shape) != _long(cut.piece):
+        raise Illegal("space", f"{best.name} reduces {list(source.shape)}, pieces are {list(cut.piece)}")
+    if not whole:  # they may lie in it side by side, in a dimension of their own
+        left = iter(g for g, s in zip(groups, source.shape, strict=True) if s != 1)
+        groups = tuple(outer if s == 1 else next(left) for s in cut.piece)
+    return Space(tuple((s,) for s in cut.piece), groups, cut)
+
+
+def _long(shape: tuple[Dim, ...]) -> list[Dim]:
+    return [s for s in shape if s != 1]
 
 
 def largest(dag: OpDag, outputs: tuple[str, ...]) -> Op:

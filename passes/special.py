@@ -17,7 +17,7 @@ from fusion_compiler.dims import Dim, simple, strides_of
 from fusion_compiler.loops import Compute, Coordinate, Index, Random
 from fusion_compiler.loops import Ref as Value
 from fusion_compiler.passes import layout
-from fusion_compiler.passes.index import ZERO, combine, flatten, shifted
+from fusion_compiler.passes.index import ZERO, combine, divided, flatten, shifted
 from fusion_compiler.passes.space import Coords, Illegal, compute_dtype
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _cat(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
         )
     if result is None:
         return self.constant(0, dtype, op.name)
-    return result
+    return self.converted(result, dtype, op.name)
 
 
 def _stack(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
@@ -68,7 +68,7 @@ def _stack(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
             else self.choose(inside, value, result, dtype, op.name)
         )
     assert result is not None
-    return result
+    return self.converted(result, dtype, op.name)
 
 
 def _pad(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
@@ -135,10 +135,10 @@ def _overlay(
         return self.value(base, coords, within)
     moved = (shifted(coords[dim], simple(-start)),) if keep else ()
     value = self.value(source, (*coords[:dim], *moved, *coords[dim + 1 :]), inside)
+    dtype = compute_dtype(op.outputs[0].dtype)
     if not partial or inside is None:
-        return value
-    rest = self.value(base, coords, within)
-    return self.choose(inside, value, rest, compute_dtype(op.outputs[0].dtype), op.name)
+        return self.converted(value, dtype, op.name)
+    return self.choose(inside, value, self.value(base, coords, within), dtype, op.name)
 
 
 def _overlay_with_steps(
@@ -155,6 +155,17 @@ def _overlay_with_steps(
     base, source = op.inputs[0], op.inputs[1]
     rest = self.value(base, coords, within)
     moved = shifted(coords[dim], simple(-start))
+    dtype = compute_dtype(op.outputs[0].dtype)
+    known = divided(moved, step)
+    if known is not None:  # all are as far from an element that is written
+        number, away = known
+        inside, partial = self.in_range(number, 0, length, within)
+        if away or (inside is None and partial):
+            return rest
+        value = self.value(source, (*coords[:dim], number, *coords[dim + 1 :]), inside)
+        if not partial or inside is None:
+            return self.converted(value, dtype, op.name)
+        return self.choose(inside, value, rest, dtype, op.name)
     inside, partial = self.in_range(moved, 0, simple((length - 1) * step + 1), within)
     if inside is None and partial:
         return rest
@@ -170,7 +181,7 @@ def _overlay_with_steps(
     number = self.emit(Compute(aten.floor_divide.default, here, torch.int64), f"{op.name}_number")
     position = _indirect(self, op, number, length, signed=False)
     value = self.value(source, (*coords[:dim], position, *coords[dim + 1 :]), hit)
-    return self.choose(hit, value, rest, compute_dtype(op.outputs[0].dtype), op.name)
+    return self.choose(hit, value, rest, dtype, op.name)
 
 
 def _flip(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:

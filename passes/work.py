@@ -30,6 +30,7 @@ from fusion_compiler.loops import (
     Random,
     Reduce,
     Ref,
+    right_neighbours,
 )
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
@@ -82,7 +83,7 @@ class Work:
         self.early = self.late = 0  # tile loads that are reduced; that a stored value needs after that
         self.tile_loads: list[str] = []
         self.reads: dict[str, float] = {}  # elements moved from each buffer
-        self.writes: dict[str, float] = {}
+        self.writes: dict[str, float] = {}  # to each, the same sector again and again where stores share it
         self.gathered: set[str] = set()
         self.seen: set[object] = set()
         self.inside: dict[int, float] = {}  # part of the space in which a condition holds
@@ -92,10 +93,12 @@ class Work:
                 self._compute(node)
             else:
                 self._other(node)
-        for store in loops.stores:
+        pairs = right_neighbours(loops.axes, enumerate(loops.stores))
+        for number, store in enumerate(loops.stores):
             varies, axes, _ = self._index(store.index)
             self.moves += self.count[varies]
-            self._touch(True, store.buffer, store.index, axes, store.within)
+            run = 2 if number in pairs or number in pairs.values() else 1
+            self._touch(True, store.buffer, store.index, axes, store.within, run)
             if self.phase[store.value]:
                 self.late |= self.needs[store.value]
         for (written, buffer, terms), (moved, most) in self.partial.items():
@@ -199,8 +202,12 @@ class Work:
         low, high = max(first, hint(node.low, self.hints)), min(last + 1, hint(node.high, self.hints))
         return max(0, high - low) / (last + 1 - first)
 
-    def _touch(self, written: bool, buffer: str, index: Index, axes: int, within: int | None) -> None:
+    def _touch(
+        self, written: bool, buffer: str, index: Index, axes: int, within: int | None, together: int = 1
+    ) -> None:
         """Count the elements that an access moves, in whole sectors; the same access only once.
+
+        together: neighbours that are accessed at once, each of which counts for itself.
 
         Accesses under a condition count for the part of the space where it holds. Those that differ only by
         an offset (the halves of a rotation, the sides of a concatenation) share the space out among
@@ -221,7 +228,7 @@ class Work:
                 run = self.sizes[key]
         itemsize = self.buffers[buffer].itemsize
         if run * itemsize < SECTOR:
-            moved *= self._waste(index, itemsize)
+            moved *= self._waste(index, itemsize, together)
         if within is not None:
             before, _ = self.partial.get(where, (0.0, 0.0))
             self.partial[where] = (before + moved * self.inside.get(within, 1.0), moved)
@@ -230,12 +237,14 @@ class Work:
         table = self.writes if written else self.reads
         table[buffer] = table.get(buffer, 0.0) + moved
 
-    def _waste(self, index: Index, itemsize: int) -> float:
-        """Bytes moved per byte used: every contiguous run is rounded up to whole sectors."""
+    def _waste(self, index: Index, itemsize: int, run: int) -> float:
+        """Bytes moved per byte used: every contiguous run is rounded up to whole sectors.
+
+        run: elements that are contiguous to begin with.
+        """
         gap = (
             SECTOR if any(key < 0 for key, _ in index.terms) else 0
         )  # between runs; gathered ones lie anywhere
-        run = 1
         steps = [(abs(hint(c, self.hints)), self.sizes[key]) for key, c in index.terms if key >= 0]
         for stride, size in sorted(steps):
             if size > 1 and stride > run:
@@ -243,6 +252,13 @@ class Work:
                 break
             run = max(run, stride * size)
         return max(1.0, min(SECTOR / (run * itemsize), gap / run)) if gap else 1.0
+
+    def rewritten(self) -> float:
+        """Bytes of sectors that several stores write, a part of them each, beyond the first time."""
+        whole = {name: hint(self.buffers[name].numel, self.hints) for name in self.writes}
+        return sum(
+            max(0.0, moved - whole[name]) * self.buffers[name].itemsize for name, moved in self.writes.items()
+        )
 
     def bytes_of(self, table: dict[str, float], buffer: str, device: DeviceSpec) -> float:
         """Bytes that an entry of reads or writes moves: no more than the buffer has, unless it is gathered

@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 
 import fusion_compiler as fc
 from benchmarks.clusters import CASES, Case
+from benchmarks.families import CAT_CASES
 from benchmarks.kernels import leaves
 from benchmarks.workloads import WORKLOADS, Workload, result_of
 from fusion_compiler.api import Compiler
@@ -65,10 +66,11 @@ def _model_plans(workload: Workload) -> tuple[FusionPlan, ...]:
     return tuple(fast.plan)
 
 
+JOINED = tuple(case for case in CAT_CASES if case.fn.__name__ in ("lstm_cell", "rope_interleaved"))
 # A decoding step fills its cache before: that needs values, which FakeTensors do not have.
 _MODELS = {w.build.__name__: w for w in WORKLOADS if "decode" not in w.name}
 MAKERS: dict[str, Make] = {
-    **{case.fn.__name__: functools.partial(_cluster_plans, case) for case in CASES},
+    **{case.fn.__name__: functools.partial(_cluster_plans, case) for case in (*CASES, *JOINED)},
     **{name: functools.partial(_model_plans, workload) for name, workload in _MODELS.items()},
 }
 

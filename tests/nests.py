@@ -78,13 +78,14 @@ class Nest:
         value: Ref,
         *axes: str,
         at: dict[str | Ref, int] | None = None,
+        const: int = 0,
         dtype: torch.dtype = torch.bfloat16,
         numel: int | None = None,
         within: Ref | None = None,
     ) -> None:
         terms = self.whole(axes) if at is None else at
         self.describe(name, terms, dtype, numel)
-        self.stores.append(Store(name, self.index(terms), value.node, within.node if within else None))
+        self.stores.append(Store(name, self.index(terms, const), value.node, within.node if within else None))
 
     def op(self, target: str, *operands: object, dtype: torch.dtype = torch.float32) -> Ref:
         names = [argument.name for argument in TARGETS[target]._schema.arguments]

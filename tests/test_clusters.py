@@ -11,6 +11,7 @@ import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
 from benchmarks.case import Case
 from benchmarks.clusters import CASES
+from benchmarks.families import CAT_CASES
 from benchmarks.kernels import leaves, run, truth_of
 
 # Clusters forward and backward where it is not one each: what is left to win.
@@ -21,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *CAT_CASES), ids=lambda case: case.name)
 def test_values_and_gradients_are_as_close_as_eagers(case: Case, dtype: torch.dtype) -> None:
     truth = truth_of(case, case.inputs("cpu", quick=True, dtype=dtype), case.differentiate)
     fast = fc.compile(case.without_randomness(), backend="interpret", strict=True)
@@ -35,7 +36,7 @@ def test_values_and_gradients_are_as_close_as_eagers(case: Case, dtype: torch.dt
     assert not wrong
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *CAT_CASES), ids=lambda case: case.name)
 def test_one_cluster_forward_and_one_backward_at_the_sizes_that_count(case: Case) -> None:
     """Planned on meta tensors, for the device that the figures are of."""
     made = case.inputs("meta")

@@ -289,6 +289,21 @@ def test_short_runs_move_whole_sectors():
     assert cost(n).bytes_read == (1 << 20) * 32
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_sectors_that_stores_share_are_written_again(count: int):
+    """But by pairs they are written whole."""
+    together, apart = tile(8192, 1024), tile(8192, 1024)
+    for i in range(count):
+        step: dict[str | Ref, int] = {"r": 1024 * count, "c": count}
+        x = together.load(f"x{i}", "r", "c")
+        together.store("y", x, at=step, const=i, numel=8192 * 1024 * count)
+        apart.store(f"y{i}", apart.load(f"x{i}", "r", "c"), "r", "c")
+    mine, theirs = cost(together), cost(apart)
+    assert mine.bytes_written == theirs.bytes_written == 8192 * 1024 * count * 2
+    again = 8192 * 1024 * 2 * (count * count - count) / H200.l2_bandwidth if count > 2 else 0
+    assert mine.us - theirs.us == pytest.approx(1e6 * again)
+
+
 def test_a_transposed_read_wastes_nothing():
     n = tile(4096, 4096)
     n.store("y", n.load("x", "c", "r"), "r", "c")

@@ -17,6 +17,8 @@ from fusion_compiler.passes.index import (
     axis,
     combine,
     digits,
+    divided,
+    fixed,
     flatten,
     is_bijection,
     regroup,
@@ -108,6 +110,20 @@ def test_a_bijection_visits_every_element_once(
     visited = sorted(at(flatten(coords, row_major(shape)), p) for p in points(sizes))
     count = len(visited)
     assert is_bijection(coords, shape, Extents(sizes)) == (visited == list(range(count)))
+
+
+@given(shapes, st.integers(-9, 9), st.sampled_from((2, 3, 4)), st.data())
+@settings(derandomize=True, deadline=None)
+def test_an_index_at_a_value_and_in_steps(
+    sizes: tuple[int, ...], const: int, step: int, data: st.DataObject
+) -> None:
+    index = shifted(combine([(axis(i), 12 * (i + 1)) for i in range(len(sizes))]), const)
+    key, found = data.draw(st.integers(0, len(sizes) - 1)), divided(index, step)
+    assert found is not None
+    for point in points(sizes):
+        assert at(fixed(index, key, point[key]), (*point[:key], 99, *point[key + 1 :])) == at(index, point)
+        assert (at(found[0], point), found[1]) == divmod(at(index, point), step)
+    assert divided(combine([(axis(0), 7)]), step) is None
 
 
 def test_digits_divide_exactly_or_not_at_all() -> None:
