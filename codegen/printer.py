@@ -24,6 +24,7 @@ from fusion_compiler.codegen.analysis import (
     Schedule,
     accumulator_dtype,
     operand_of,
+    pieces_of,
 )
 from fusion_compiler.codegen.expression import (
     TRITON_TYPES,
@@ -426,8 +427,9 @@ class Printer:
     # -- regions ------------------------------------------------------------------------------------
 
     def stores_of(self, stage: str) -> tuple[Store, ...]:
-        late = stage == "finish"
-        return tuple(s for s in self.loops.stores if (s.value in self.a.finish) == late)
+        if stage == "finish":
+            return tuple(s for s in self.loops.stores if s.value in self.a.after_rows)
+        return tuple(s for s in self.loops.stores if s.value not in self.a.finish)
 
     def store(self, store: Store) -> None:
         if isinstance(self.loops.nodes[store.value], Constant):
@@ -455,12 +457,44 @@ class Printer:
         stores = self.stores_of("main")
         roots = [o for s in stores for o in store_operands(s)]
         self.print_nodes(self.need([*roots, *self.accumulated()]))
+        for number in self.a.segmented:
+            self.partial_results(number)
         for store in stores:
             self.store(store)
 
     def accumulated(self) -> list[int]:
-        """Operands of the reductions over rows."""
-        return [o for i in self.a.across_rows for o in operands_of(self.loops.nodes[i])]
+        """Operands of the reductions over rows, whole or by segments."""
+        numbers = (*self.a.across_rows, *self.a.segmented)
+        return [o for i in numbers for o in operands_of(self.loops.nodes[i])]
+
+    def partial_results(self, number: int) -> None:
+        """Store what the block at hand adds to a reduction over segments: one value a piece of each row."""
+        node = self.loops.nodes[number]
+        assert isinstance(node, Reduce)
+        pieces = pieces_of(self.a, self.s, number)
+        here, text = self.s.block_cols // pieces.columns, self.tile(number, frozenset({COLS}))
+        if here > 1:
+            tall = not self.flat and ROWS in self.a.groups[node.operand]
+            shape = [*([] if self.flat else [self.s.block_rows if tall else 1]), here, pieces.columns]
+            text = self.fold(node, f"tl.reshape({text}, {shape})", str(len(shape) - 1), keep=False)
+        else:
+            text = self.fold_cols(node, text)
+        piece = self.pieces_here(pieces.columns, here)
+        row = f"row * {pieces.count} + " if self.a.axes[ROWS] else ""
+        masks = [self.row_mask] if self.row_mask else []
+        masks += [f"({piece} < {pieces.count})"] if self.col_mask else []
+        mask = f", mask={' & '.join(masks)}" if masks else ""
+        self.line(f"tl.store({self.pointers[partials_name(number)]} + {row}{piece}, {text}{mask})")
+
+    def pieces_here(self, columns: int, here: int) -> str:
+        """The variable of the numbers of the block's pieces in the row."""
+        key = ("piece", columns)
+        if key not in self.index_env:
+            start = [] if self.col_start is None else [f"{self.col_start} // {columns}"]
+            lanes = f"tl.arange(0, {here})" + ("" if self.flat else "[None, :]")
+            self.index_env[key] = name = self.fresh("piece")
+            self.line(f"{name} = {' + '.join([*start, *([lanes] if here > 1 else [])]) or 0}")
+        return self.index_env[key]
 
     def along(self, function: str, text: str) -> str:
         """A reduction along the row; tiles of several rows keep the dimension."""
@@ -516,6 +550,11 @@ class Printer:
         if COLS in node.over and COLS in groups:
             text = self.fold(node, text, "1", keep=True)
         return self.fold(node, text, "0", keep=True)
+
+
+def partials_name(number: int) -> str:
+    """What the printer knows the partial results of a reduction over segments as."""
+    return f"pieces_{number}"
 
 
 def axes_strides(axes: tuple[Axis, ...], first: int) -> tuple[tuple[int, Dim], ...]:

@@ -202,14 +202,15 @@ def print_passes(p: Printer) -> None:
     stores = list(p.stores_of("main"))
     by_row = [s for s in stores if COLS not in p.index_groups(s.index)]
     full = [s for s in stores if s not in by_row]
-    levels = [p.a.level[i] for i in reductions] + [p.a.level[s.value] + 1 for s in full]
+    levels = [p.a.level[i] for i in (*reductions, *p.a.segmented)] + [p.a.level[s.value] + 1 for s in full]
     for number in range(max(levels, default=0)):
         mine = _complete_after(p.a, number + 1)
         writes = [s for s in full if p.a.level[s.value] == number]
+        pieces = [i for i in p.a.segmented if p.a.level[i] == number + 1]
         p.last_pass = number == max(levels) - 1
-        if mine or writes:
+        if mine or writes or pieces:
             states = running(p.a, mine)
-            names = _read_columns(p, states, writes)
+            names = _read_columns(p, states, pieces, writes)
             if p.s.splits > 1 and states:
                 _exchange(p, states, names)
             for state, own in zip(states, names, strict=True):
@@ -219,13 +220,17 @@ def print_passes(p: Printer) -> None:
         p.store(store)
 
 
-def _read_columns(p: Printer, states: Sequence[Running], stores: Sequence[Store]) -> list[tuple[str, ...]]:
+def _read_columns(
+    p: Printer, states: Sequence[Running], pieces: Sequence[int], stores: Sequence[Store]
+) -> list[tuple[str, ...]]:
     """A loop over this program's columns, or the tile where it holds them all; the folded states' names.
+
+    pieces: reductions over segments, of which every block stores its part.
 
     Where the blocks do not divide the row, its end is a block of its own, and no mask is in the loop.
     """
     first = [state.numbers[0] for state in states]  # what else a state needs it makes itself
-    wanted = [o for i in first for o in operands_of(p.loops.nodes[i])]
+    wanted = [o for i in (*first, *pieces) for o in operands_of(p.loops.nodes[i])]
     wanted += [o for s in stores for o in store_operands(s)]
     p.print_nodes(i for i in p.need(wanted) if COLS not in p.a.groups[i])
     if p.s.cols is Cols.LOOP:
@@ -233,16 +238,18 @@ def _read_columns(p: Printer, states: Sequence[Running], stores: Sequence[Store]
         loop, end = _blocks(p)
         with p.scope(loop):
             p.cols_at("start", inside=end is not None)
-            _one_block(p, states, names, wanted, stores)
+            _one_block(p, states, names, wanted, pieces, stores)
         if end is not None:
             with p.scope(end[0]):
                 p.cols_at(end[1])
-                _one_block(p, states, names, wanted, stores)
+                _one_block(p, states, names, wanted, pieces, stores)
     else:
         names = [tuple(p.fresh(p.base_of(n)) for n in state.numbers) for state in states]
         p.print_nodes(p.need(wanted))
         for state, own in zip(states, names, strict=True):
             state.single(p, own)
+        for number in pieces:
+            p.partial_results(number)
         for store in stores:
             p.store(store)
     for state, own in zip(states, names, strict=True):
@@ -255,12 +262,15 @@ def _one_block(
     states: Sequence[Running],
     names: Sequence[Sequence[str]],
     wanted: Sequence[int],
+    pieces: Sequence[int],
     stores: Sequence[Store],
 ) -> None:
     """The body of the loop over columns."""
     p.print_nodes(p.need(wanted))
     for state, own in zip(states, names, strict=True):
         state.step(p, own)
+    for number in pieces:
+        p.partial_results(number)
     for store in stores:
         p.store(store)
 

@@ -1,0 +1,85 @@
+"""Sums over segments: of some of the rows, and of the inner columns in each of them.
+
+A norm of channels in groups needs the sums of each channel over all samples, beside those along its rows,
+which are the groups of each sample. What such a sum keeps is neither a row nor a column of a tile. So each
+block of a row leaves one partial result for every piece of a segment in it, and a second kernel adds up the
+pieces and rows that belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fusion_compiler.codegen.analysis import Analysis, Cols, Pieces, Schedule, accumulator_dtype, pieces_of
+from fusion_compiler.codegen.finishing import completed
+from fusion_compiler.codegen.printer import axes_strides, partials_name
+from fusion_compiler.dims import Dim, product, strides_of
+from fusion_compiler.kernel import Buffer
+from fusion_compiler.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, segment_of
+
+TILE = (256, 16, 4)  # rows, columns and warps of what adds up the partial results: two sectors of each row
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The partial results of a tile program, by the name that its printer knows them under, and what adds
+    them up and computes all that waits for them: a tile program for all that keep the same axes."""
+
+    partials: Mapping[str, Buffer]
+    finishings: tuple[tuple[LoopNest, Schedule], ...]
+
+
+def segments_of(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) -> Segments:
+    """numbers: what the names of a cluster's partial results are made of."""
+    partials = {n: _partial(analysis, schedule, n, next(numbers)) for n in analysis.segmented}
+    nests = [
+        _finishing(analysis, schedule, kept, partials)
+        for kept in dict.fromkeys(analysis.kept(n) for n in analysis.segmented)
+    ]
+    named = {partials_name(n): buffer for n, buffer in partials.items()}
+    return Segments(named, tuple((nest, _schedule(nest)) for nest in nests))
+
+
+def _partial(analysis: Analysis, schedule: Schedule, number: int, position: int) -> Buffer:
+    node, rows = analysis.loops.nodes[number], analysis.size(ROWS)
+    assert isinstance(node, Reduce)
+    shape = (rows, pieces_of(analysis, schedule, number).count)
+    return Buffer(f"partial_{position}", shape, strides_of(shape), accumulator_dtype(node))
+
+
+def _finishing(
+    analysis: Analysis, schedule: Schedule, kept: frozenset[int], partials: Mapping[int, Buffer]
+) -> LoopNest:
+    """The tile program whose rows are what is left to reduce and whose columns are what is kept."""
+    loops, sums = analysis.loops, [n for n in partials if analysis.kept(n) == kept]
+    reduced, steps = _partial_axes(analysis, kept, pieces_of(analysis, schedule, sums[0]))
+    moved = {k: len(reduced) + i for i, k in enumerate(sorted(kept))}
+    terms = {**{i: step for i, (_, step) in enumerate(reduced)}, **{moved[k]: steps[k] for k in kept}}
+    axes = [Axis(f"row_{i}", size, ROWS) for i, (size, _) in enumerate(reduced)]
+    axes += [Axis(f"col_{i}", loops.axes[k].size, COLS) for i, k in enumerate(sorted(kept))]
+    index = Index(0, tuple(sorted(terms.items())))
+    loads = {n: Load(partials[n].name, index, None, partials[n].dtype) for n in sums}
+    return completed(loops, loads, tuple(axes), ROWS, moved)
+
+
+def _partial_axes(
+    analysis: Analysis, kept: frozenset[int], pieces: Pieces
+) -> tuple[list[tuple[Dim, Dim]], dict[int, Dim]]:
+    """How the partial results lie: (size, step) of all that is left to reduce, the step of each kept axis."""
+    steps = {k: product((step, pieces.count)) for k, step in axes_strides(analysis.axes[ROWS], 0)}
+    reduced = [(analysis.loops.axes[k].size, step) for k, step in steps.items() if k not in kept]
+    segment = segment_of(analysis.loops, kept)
+    reduced.append((pieces.count if segment is None else segment // pieces.columns, 1))
+    for k, step in axes_strides(analysis.axes[COLS], analysis.first[COLS]):
+        assert isinstance(step, int), "segments have a known size"
+        steps[k] = step // pieces.columns
+    return [pair for pair in reduced if pair[0] != 1] or [(1, 1)], steps
+
+
+def _schedule(nest: LoopNest) -> Schedule:
+    rows = product(a.size for a in nest.axes if a.group == ROWS)
+    assert isinstance(rows, int), "segments have a known size"
+    height, width, warps = TILE
+    tall = 1 << max(0, rows - 1).bit_length()
+    return Schedule(min(height, tall), width, Cols.GRID, programs=1, num_warps=warps)
