@@ -27,7 +27,7 @@ from fusion_compiler.codegen.finishing import Finishing, finishing_of
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.codegen.running import letters, mailbox, print_passes
-from fusion_compiler.codegen.segments import segments_of
+from fusion_compiler.codegen.segments import partial_results, segments_of
 from fusion_compiler.codegen.shorten import shortened
 from fusion_compiler.dims import Dim, product, simple, strides_of
 from fusion_compiler.kernel import Argument, Buffer, Kernel, Program, Role
@@ -309,6 +309,8 @@ class _Assembly:
         if self.s.in_passes:
             print_passes(p)
         else:
+            for number in self.a.segmented:
+                partial_results(p, number)
             p.whole_block()
 
     def row_loop(self, p: Printer, program: str, programs: int) -> dict[int, str]:

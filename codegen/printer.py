@@ -24,7 +24,6 @@ from fusion_compiler.codegen.analysis import (
     Schedule,
     accumulator_dtype,
     operand_of,
-    pieces_of,
 )
 from fusion_compiler.codegen.expression import (
     TRITON_TYPES,
@@ -322,6 +321,8 @@ class Printer:
         groups = self.a.groups[number]
         if node.buffer in self.empty:  # nothing is made of it but what an empty reduction gives
             return f"tl.full({self.shape(groups)}, 0, {TRITON_TYPES[node.dtype]})"
+        if self.same_in_block(node):
+            return self.load_once(node, groups)
         pointer = f"{self.pointers[node.buffer]} + {self.index(node.index)}"
         if not node.index.terms and node.index.const == 0:
             pointer = self.pointers[node.buffer]
@@ -339,6 +340,36 @@ class Printer:
         if self.s.cols is Cols.LOOP and groups == frozenset({ROWS, COLS}):
             options += f', eviction_policy="{"evict_first" if self.last_pass else "evict_last"}"'
         return convert(f"tl.load({pointer}{options})", held, node.dtype)
+
+    def same_in_block(self, node: Load) -> bool:
+        """Whether a load moves with outer columns alone, of which all lanes of the block have the same."""
+        axes, first = self.a.axes[COLS], self.a.first[COLS]
+        cols = [key for key, _ in node.index.terms if key >= first]
+        inner = product(a.size for a in axes[max(cols, default=first) - first + 1 :])
+        alone = node.within is None and not self.s.skewed and self.col_start is not None
+        direct = all(key >= 0 for key, _ in node.index.terms)
+        return bool(cols) and alone and direct and quotient(inner, self.s.block_cols) is not None
+
+    def load_once(self, node: Load, groups: frozenset[str]) -> str:
+        """One element a row of the block, where addresses for each lane would be as many loads."""
+        held = self.dtypes[node.buffer]
+        pointer = f"{self.pointers[node.buffer]} + {index_text(node.index, self.block_axis, self.variable)}"
+        masks = [self.row_mask] if self.row_mask and ROWS in groups else []
+        masks += [f"({self.col_start} < {dim_text(self.a.size(COLS))})"] if self.col_mask else []
+        options = (f", mask={' & '.join(masks)}, other=0" if masks else "") + self.load_options
+        value = convert(f"tl.load({pointer}{options})", held, node.dtype)
+        return f"tl.broadcast_to({value}, {self.shape(groups)})"
+
+    def block_axis(self, number: int) -> str:
+        """The variable of an axis, for outer columns that of the block's first lane."""
+        axes, first = self.a.axes[COLS], self.a.first[COLS]
+        if number < first:
+            return self.axis(number)
+        key = ("block", number)
+        if key not in self.index_env:
+            self.index_env[key] = name = self.fresh(f"block_{self.loops.axes[number].name}")
+            self.line(f"{name} = {decompose(axes, number - first, self.col_start or '0')}")
+        return self.index_env[key]
 
     def index_groups(self, index: Index) -> frozenset[str]:
         groups: set[str] = set()
@@ -457,8 +488,6 @@ class Printer:
         stores = self.stores_of("main")
         roots = [o for s in stores for o in store_operands(s)]
         self.print_nodes(self.need([*roots, *self.accumulated()]))
-        for number in self.a.segmented:
-            self.partial_results(number)
         for store in stores:
             self.store(store)
 
@@ -466,35 +495,6 @@ class Printer:
         """Operands of the reductions over rows, whole or by segments."""
         numbers = (*self.a.across_rows, *self.a.segmented)
         return [o for i in numbers for o in operands_of(self.loops.nodes[i])]
-
-    def partial_results(self, number: int) -> None:
-        """Store what the block at hand adds to a reduction over segments: one value a piece of each row."""
-        node = self.loops.nodes[number]
-        assert isinstance(node, Reduce)
-        pieces = pieces_of(self.a, self.s, number)
-        here, text = self.s.block_cols // pieces.columns, self.tile(number, frozenset({COLS}))
-        if here > 1:
-            tall = not self.flat and ROWS in self.a.groups[node.operand]
-            shape = [*([] if self.flat else [self.s.block_rows if tall else 1]), here, pieces.columns]
-            text = self.fold(node, f"tl.reshape({text}, {shape})", str(len(shape) - 1), keep=False)
-        else:
-            text = self.fold_cols(node, text)
-        piece = self.pieces_here(pieces.columns, here)
-        row = f"row * {pieces.count} + " if self.a.axes[ROWS] else ""
-        masks = [self.row_mask] if self.row_mask else []
-        masks += [f"({piece} < {pieces.count})"] if self.col_mask else []
-        mask = f", mask={' & '.join(masks)}" if masks else ""
-        self.line(f"tl.store({self.pointers[partials_name(number)]} + {row}{piece}, {text}{mask})")
-
-    def pieces_here(self, columns: int, here: int) -> str:
-        """The variable of the numbers of the block's pieces in the row."""
-        key = ("piece", columns)
-        if key not in self.index_env:
-            start = [] if self.col_start is None else [f"{self.col_start} // {columns}"]
-            lanes = f"tl.arange(0, {here})" + ("" if self.flat else "[None, :]")
-            self.index_env[key] = name = self.fresh("piece")
-            self.line(f"{name} = {' + '.join([*start, *([lanes] if here > 1 else [])]) or 0}")
-        return self.index_env[key]
 
     def along(self, function: str, text: str) -> str:
         """A reduction along the row; tiles of several rows keep the dimension."""
@@ -550,11 +550,6 @@ class Printer:
         if COLS in node.over and COLS in groups:
             text = self.fold(node, text, "1", keep=True)
         return self.fold(node, text, "0", keep=True)
-
-
-def partials_name(number: int) -> str:
-    """What the printer knows the partial results of a reduction over segments as."""
-    return f"pieces_{number}"
 
 
 def axes_strides(axes: tuple[Axis, ...], first: int) -> tuple[tuple[int, Dim], ...]:

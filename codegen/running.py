@@ -19,6 +19,7 @@ import torch
 from fusion_compiler.codegen.analysis import Analysis, Cols, accumulator_dtype, part_cols
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
 from fusion_compiler.codegen.printer import Printer
+from fusion_compiler.codegen.segments import partial_results
 from fusion_compiler.dims import product, quotient
 from fusion_compiler.loops import COLS, ROWS, Reduce, Store, operands_of, store_operands
 
@@ -249,7 +250,7 @@ def _read_columns(
         for state, own in zip(states, names, strict=True):
             state.single(p, own)
         for number in pieces:
-            p.partial_results(number)
+            partial_results(p, number)
         for store in stores:
             p.store(store)
     for state, own in zip(states, names, strict=True):
@@ -270,7 +271,7 @@ def _one_block(
     for state, own in zip(states, names, strict=True):
         state.step(p, own)
     for number in pieces:
-        p.partial_results(number)
+        partial_results(p, number)
     for store in stores:
         p.store(store)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from fusion_compiler.codegen.analysis import Analysis, Cols, Pieces, Schedule, accumulator_dtype, pieces_of
 from fusion_compiler.codegen.finishing import completed
-from fusion_compiler.codegen.printer import axes_strides, partials_name
+from fusion_compiler.codegen.printer import Printer, axes_strides
 from fusion_compiler.dims import Dim, product, strides_of
 from fusion_compiler.kernel import Buffer
-from fusion_compiler.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, segment_of
+from fusion_compiler.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, operands_of, segment_of
 
 TILE = (256, 16, 4)  # rows, columns and warps of what adds up the partial results: two sectors of each row
 
@@ -39,6 +39,43 @@ def segments_of(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) 
     ]
     named = {partials_name(n): buffer for n, buffer in partials.items()}
     return Segments(named, tuple((nest, _schedule(nest)) for nest in nests))
+
+
+def partial_results(p: Printer, number: int) -> None:
+    """Store what the block at hand adds to a reduction over segments: one value a piece of each row."""
+    node = p.loops.nodes[number]
+    assert isinstance(node, Reduce)
+    p.print_nodes(p.need(operands_of(node)))
+    pieces = pieces_of(p.a, p.s, number)
+    here, text = p.s.block_cols // pieces.columns, p.tile(number, frozenset({COLS}))
+    if here > 1:
+        tall = not p.flat and ROWS in p.a.groups[node.operand]
+        shape = [*([] if p.flat else [p.s.block_rows if tall else 1]), here, pieces.columns]
+        text = p.fold(node, f"tl.reshape({text}, {shape})", str(len(shape) - 1), keep=False)
+    else:
+        text = p.fold_cols(node, text)
+    piece = _pieces_here(p, pieces.columns, here)
+    row = f"row * {pieces.count} + " if p.a.axes[ROWS] else ""
+    masks = [p.row_mask] if p.row_mask else []
+    masks += [f"({piece} < {pieces.count})"] if p.col_mask else []
+    mask = f", mask={' & '.join(masks)}" if masks else ""
+    p.line(f"tl.store({p.pointers[partials_name(number)]} + {row}{piece}, {text}{mask})")
+
+
+def _pieces_here(p: Printer, columns: int, here: int) -> str:
+    """The variable of the numbers of the block's pieces in the row."""
+    key = ("piece", columns)
+    if key not in p.index_env:
+        start = [] if p.col_start is None else [f"{p.col_start} // {columns}"]
+        lanes = [f"tl.arange(0, {here})" + ("" if p.flat else "[None, :]")] if here > 1 else []
+        p.index_env[key] = name = p.fresh("piece")
+        p.line(f"{name} = {' + '.join(start + lanes) or '0'}")
+    return p.index_env[key]
+
+
+def partials_name(number: int) -> str:
+    """What the printer knows the partial results of a reduction over segments as."""
+    return f"pieces_{number}"
 
 
 def _partial(analysis: Analysis, schedule: Schedule, number: int, position: int) -> Buffer:

@@ -76,7 +76,7 @@ def segments(loops: LoopNest, device: DeviceSpec) -> str | None:
             return reason
     for store in loops.stores:
         kept = frozenset[int]().union(*(_kept(loops, n) for n in behind[store.value]))
-        if kept and (store.within is not None or kept != {k for k, _ in store.index.terms}):
+        if kept and (store.within is not None or kept != frozenset(k for k, _ in store.index.terms)):
             return f"{store.buffer} has other elements than the sums that it is made of"
     return None
 

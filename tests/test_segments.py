@@ -66,6 +66,7 @@ SCHEDULES = (
     Schedule(1, 256, Cols.WHOLE), Schedule(2, 256, Cols.WHOLE), Schedule(4, 256, Cols.WHOLE, programs=2),
     Schedule(1, 16, Cols.LOOP), Schedule(2, 64, Cols.LOOP), Schedule(1, 128, Cols.WHOLE, splits=2),
     Schedule(1, 32, Cols.LOOP, splits=3), Schedule(1, 128, Cols.WHOLE, programs=2, splits=2),
+    Schedule(1, 64, Cols.WHOLE, splits=4),
 )  # fmt: skip
 
 
