@@ -55,11 +55,13 @@ def partial_results(p: Printer, number: int) -> None:
     else:
         text = p.fold_cols(node, text)
     piece = _pieces_here(p, pieces.columns, here)
-    row = f"row * {pieces.count} + " if p.a.axes[ROWS] else ""
-    masks = [p.row_mask] if p.row_mask else []
-    masks += [f"({piece} < {pieces.count})"] if p.col_mask else []
+    masks = [p.row_mask] if p.row_mask and p.a.axes[ROWS] else []
+    only = here == 1 and p.col_start is None
+    masks += [f"({piece} < {pieces.count})"] if p.col_mask and not only else []
     mask = f", mask={' & '.join(masks)}" if masks else ""
-    p.line(f"tl.store({p.pointers[partials_name(number)]} + {row}{piece}, {text}{mask})")
+    block = "" if p.flat else " + tl.zeros([1, 1], tl.int32)"  # a pointer to a block's only piece
+    row = f" + row * {pieces.count}" if p.a.axes[ROWS] else block
+    p.line(f"tl.store({p.pointers[partials_name(number)]}{row} + {piece}, {text}{mask})")
 
 
 def _pieces_here(p: Printer, columns: int, here: int) -> str:

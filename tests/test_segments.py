@@ -77,6 +77,7 @@ SCHEDULES = (
         *(((3, 2, 3, 64), kept) for kept in ("gc", "c", "g", "ngc", "nc")),
         *(((5, 1, 6, 32), kept) for kept in ("gc", "n")),
         ((1, 3, 12, 16), "gc"),
+        ((1, 1, 3, 64), "c"),
     ],
     ids=str,
 )
