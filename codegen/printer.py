@@ -322,7 +322,7 @@ class Printer:
         if node.buffer in self.empty:  # nothing is made of it but what an empty reduction gives
             return f"tl.full({self.shape(groups)}, 0, {TRITON_TYPES[node.dtype]})"
         if self.same_in_block(node):
-            return self.load_once(node, groups)
+            return f"tl.broadcast_to({self.loaded_once(number, node)}, {self.shape(groups)})"
         pointer = f"{self.pointers[node.buffer]} + {self.index(node.index)}"
         if not node.index.terms and node.index.const == 0:
             pointer = self.pointers[node.buffer]
@@ -350,15 +350,18 @@ class Printer:
         direct = all(key >= 0 for key, _ in node.index.terms)
         return bool(cols) and alone and direct and quotient(inner, self.s.block_cols) is not None
 
-    def load_once(self, node: Load, groups: frozenset[str]) -> str:
-        """One element a row of the block, where addresses for each lane would be as many loads."""
-        held = self.dtypes[node.buffer]
+    def loaded_once(self, number: int, node: Load) -> str:
+        """The variable of the one element that each row of the block has: for each lane it were a load."""
+        key, held = ("once", number), self.dtypes[node.buffer]
+        if key in self.index_env:
+            return self.index_env[key]
         pointer = f"{self.pointers[node.buffer]} + {index_text(node.index, self.block_axis, self.variable)}"
-        masks = [self.row_mask] if self.row_mask and ROWS in groups else []
+        masks = [self.row_mask] if self.row_mask and ROWS in self.a.groups[number] else []
         masks += [f"({self.col_start} < {dim_text(self.a.size(COLS))})"] if self.col_mask else []
         options = (f", mask={' & '.join(masks)}, other=0" if masks else "") + self.load_options
-        value = convert(f"tl.load({pointer}{options})", held, node.dtype)
-        return f"tl.broadcast_to({value}, {self.shape(groups)})"
+        self.index_env[key] = name = self.fresh(f"block_{self.pointers[node.buffer].removesuffix('_ptr')}")
+        self.line(f"{name} = {convert(f'tl.load({pointer}{options})', held, node.dtype)}")
+        return name
 
     def block_axis(self, number: int) -> str:
         """The variable of an axis, for outer columns that of the block's first lane."""

@@ -19,9 +19,9 @@ import torch
 from fusion_compiler.codegen.analysis import Analysis, Cols, accumulator_dtype, part_cols
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
 from fusion_compiler.codegen.printer import Printer
-from fusion_compiler.codegen.segments import partial_results
+from fusion_compiler.codegen.segments import partial_results, scaled_sum
 from fusion_compiler.dims import product, quotient
-from fusion_compiler.loops import COLS, ROWS, Reduce, Store, operands_of, store_operands
+from fusion_compiler.loops import COLS, ROWS, Load, Reduce, Store, operands_of, store_operands
 
 ALONG = frozenset({COLS})
 
@@ -53,6 +53,22 @@ class Plain:
 
     def bind(self, p: Printer, names: Sequence[str]) -> None:
         p.env[self.total] = names[0]
+
+
+@dataclass(frozen=True)
+class Scaled(Plain):
+    """A sum that is one over the segment in which the block lies, times what the block shares."""
+
+    segment: int
+    shared: tuple[int, ...]
+
+    def single(self, p: Printer, names: Sequence[str]) -> None:
+        loads = [(i, p.loops.nodes[i]) for i in self.shared]
+        factors = [p.loaded_once(i, node) for i, node in loads if isinstance(node, Load)]
+        p.line(f"{names[0]} = {' * '.join([p.index_env['sum', self.segment], *factors])}")
+
+    def fold(self, p: Printer, names: Sequence[str]) -> None:
+        """The state is one value a row already."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +226,7 @@ def print_passes(p: Printer) -> None:
         pieces = [i for i in p.a.segmented if p.a.level[i] == number + 1]
         p.last_pass = number == max(levels) - 1
         if mine or writes or pieces:
-            states = running(p.a, mine)
+            states = [_scaled(p, state) for state in running(p.a, mine)]
             names = _read_columns(p, states, pieces, writes)
             if p.s.splits > 1 and states:
                 _exchange(p, states, names)
@@ -219,6 +235,12 @@ def print_passes(p: Printer) -> None:
     for store in by_row:
         p.print_nodes(p.need(store_operands(store)))
         p.store(store)
+
+
+def _scaled(p: Printer, state: Running) -> Running:
+    """A state in terms of a sum over segments that the block computes anyway, where it has such terms."""
+    found = scaled_sum(p, state.total) if isinstance(state, Plain) and p.s.cols is Cols.WHOLE else None
+    return state if found is None else Scaled(state.total, *found)
 
 
 def _read_columns(
@@ -230,7 +252,7 @@ def _read_columns(
 
     Where the blocks do not divide the row, its end is a block of its own, and no mask is in the loop.
     """
-    first = [state.numbers[0] for state in states]  # what else a state needs it makes itself
+    first = [s.numbers[0] for s in states if not isinstance(s, Scaled)]  # what else a state needs it makes
     wanted = [o for i in (*first, *pieces) for o in operands_of(p.loops.nodes[i])]
     wanted += [o for s in stores for o in store_operands(s)]
     p.print_nodes(i for i in p.need(wanted) if COLS not in p.a.groups[i])
@@ -247,10 +269,10 @@ def _read_columns(
     else:
         names = [tuple(p.fresh(p.base_of(n)) for n in state.numbers) for state in states]
         p.print_nodes(p.need(wanted))
-        for state, own in zip(states, names, strict=True):
-            state.single(p, own)
         for number in pieces:
             partial_results(p, number)
+        for state, own in zip(states, names, strict=True):
+            state.single(p, own)
         for store in stores:
             p.store(store)
     for state, own in zip(states, names, strict=True):

@@ -8,15 +8,40 @@ pieces and rows that belong together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fusion_compiler.codegen.analysis import Analysis, Cols, Pieces, Schedule, accumulator_dtype, pieces_of
+import torch
+
+from fusion_compiler.codegen.analysis import (
+    Analysis,
+    Cols,
+    Pieces,
+    Schedule,
+    accumulator_dtype,
+    operand_of,
+    pieces_of,
+)
 from fusion_compiler.codegen.finishing import completed
 from fusion_compiler.codegen.printer import Printer, axes_strides
 from fusion_compiler.dims import Dim, product, strides_of
 from fusion_compiler.kernel import Buffer
-from fusion_compiler.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, operands_of, segment_of
+from fusion_compiler.loops import (
+    COLS,
+    ROWS,
+    Axis,
+    Compute,
+    Index,
+    Load,
+    LoopNest,
+    Reduce,
+    Ref,
+    operands_of,
+    segment_of,
+)
+
+aten = torch.ops.aten
 
 TILE = (256, 16, 4)  # rows, columns and warps of what adds up the partial results: two sectors of each row
 
@@ -59,9 +84,51 @@ def partial_results(p: Printer, number: int) -> None:
     only = here == 1 and p.col_start is None
     masks += [f"({piece} < {pieces.count})"] if p.col_mask and not only else []
     mask = f", mask={' & '.join(masks)}" if masks else ""
+    if here == 1:
+        p.index_env["sum", number] = name = p.fresh("segment_sum")
+        p.line(f"{name} = {text}")
+        text = name
     block = "" if p.flat else " + tl.zeros([1, 1], tl.int32)"  # a pointer to a block's only piece
     row = f" + row * {pieces.count}" if p.a.axes[ROWS] else block
     p.line(f"tl.store({p.pointers[partials_name(number)]}{row} + {piece}, {text}{mask})")
+
+
+def scaled_sum(p: Printer, number: int) -> tuple[int, tuple[int, ...]] | None:
+    """A sum along the row as one over segments times values that the block shares: sum(w * x) = w * sum(x).
+
+    (the reduction over segments, the loads of those values), where the block lies in one segment.
+    """
+    nodes, factors = p.loops.nodes, _factors(p.loops)
+    reduce = nodes[number]
+    assert isinstance(reduce, Reduce)
+    for segment in p.a.segmented:
+        other = nodes[segment]
+        assert isinstance(other, Reduce)
+        alike = other.combine == reduce.combine == "sum" and p.a.level[segment] == p.a.level[number]
+        mine, theirs = factors[reduce.operand], factors[other.operand]
+        if alike and theirs <= mine and pieces_of(p.a, p.s, segment).columns == p.s.block_cols:
+            shared = tuple((mine - theirs).elements())
+            if all(isinstance(n := nodes[i], Load) and p.same_in_block(n) for i in shared):
+                return segment, shared
+    return None
+
+
+def _factors(loops: LoopNest) -> list[Counter[int]]:
+    """The values that each node is the product of, by how often; all others are their own only factor."""
+    found: list[Counter[int]] = []
+    for i, node in enumerate(loops.nodes):
+        own = Counter((i,))
+        if isinstance(node, Compute) and node.dtype is torch.float32:
+            given = [found[a.node] for _, a in node.operands if isinstance(a, Ref)]
+            product = node.target is aten.mul.Tensor and len(given) == len(node.operands) == 2
+            passed = node.target is aten._to_copy.default and "rounding" not in dict(node.operands)
+            source = operand_of(node, "self")
+            if product:
+                own = given[0] + given[1]
+            elif passed and source is not None and loops.nodes[source].dtype is torch.float32:
+                own = given[0]
+        found.append(own)
+    return found
 
 
 def _pieces_here(p: Printer, columns: int, here: int) -> str:

@@ -38,7 +38,7 @@ def norm_like(sizes: dict[str, int], kept: str) -> Nest:
     scaled = nest.mul(x, nest.load("w", *(n for n in live if n in "gc"), dtype=torch.float32))
     y = nest.sub(scaled, nest.reduce("sum", scaled))
     nest.store("y", y, *live, dtype=torch.float32)
-    nest.store("before", nest.mul(nest.segments("sum", scaled, *left), nest.constant(0.5)), *left)
+    nest.store("before", nest.mul(nest.segments("sum", x, *left), nest.constant(0.5)), *left)
     nest.store("after", nest.segments("sum", y, *left), *left)
     nest.store("most", nest.segments("max", y, *left), *left)
     return nest
@@ -48,7 +48,7 @@ def expected(x: Tensor, w: Tensor, kept: str) -> list[Tensor]:
     dims = [d for d, name in enumerate(GROUPS) if name not in kept]
     scaled = x * w[None, :, :, None]
     y = scaled - scaled.sum((2, 3), keepdim=True)
-    return [y, scaled.sum(dims) * 0.5, y.sum(dims), y.amax(dims)]
+    return [y, x.sum(dims) * 0.5, y.sum(dims), y.amax(dims)]
 
 
 def built(loops: LoopNest, schedule: Schedule, shapes: dict[str, tuple[int, ...]]) -> Program:
@@ -97,6 +97,16 @@ def test_every_part_is_summed_once(
     ours = interpret(program, [given[b.name] for b in program.inputs])
     for result, truth in zip(ours, expected(x.double(), w.double(), kept), strict=True):
         torch.testing.assert_close(result, truth.float(), rtol=1e-5, atol=1e-4)
+
+
+def test_what_a_segment_comes_to_is_summed_once() -> None:
+    """sum(x * w) along a block with one w is w times sum(x), which is stored anyway."""
+    shape, nest = (3, 2, 3, 64), norm_like({"n": 3, "g": 2, "c": 3, "s": 64}, "gc")
+    shapes = {"x": shape, "w": (2, 3), "y": shape, "before": (2, 3), "after": (2, 3), "most": (2, 3)}
+    narrow, wide = (built(nest.nest(), Schedule(1, n, Cols.WHOLE, splits=192 // n), shapes) for n in (64, 32))
+    mixed = built(nest.nest(), Schedule(1, 128, Cols.WHOLE, splits=2), shapes)
+    sums = [p.kernels[0].source.count("tl.sum(") for p in (narrow, wide, mixed)]
+    assert sums == [3, 3, 4]  # before and after the row's sum, and what the others sent of that
 
 
 def test_a_piece_crosses_no_segment() -> None:
