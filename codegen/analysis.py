@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -30,7 +30,9 @@ from fusion_compiler.loops import (
     renumber,
     renumber_index,
     right_neighbours,
+    segment_of,
     store_operands,
+    word_of,
 )
 
 aten = torch.ops.aten
@@ -170,7 +172,17 @@ class Analysis:
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
         """Reductions over the rows: complete only when every program is done."""
-        return tuple(i for i in self.reductions if ROWS in self.over(i))
+        return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in self.segmented)
+
+    @cached_property
+    def segmented(self) -> tuple[int, ...]:
+        """Reductions that keep axes of both groups, or of the rows: each block stores its part of them."""
+        return tuple(i for i in self.reductions if self.kept(i))
+
+    def kept(self, node: int) -> frozenset[int]:
+        reduce = self.loops.nodes[node]
+        assert isinstance(reduce, Reduce)
+        return reduce.kept
 
     def over(self, node: int) -> frozenset[str]:
         reduce = self.loops.nodes[node]
@@ -179,19 +191,25 @@ class Analysis:
 
     @cached_property
     def finish(self) -> frozenset[int]:
+        """Nodes that no program of the main kernel can complete alone."""
+        return self.after_rows | self.after_segments
+
+    @cached_property
+    def after_rows(self) -> frozenset[int]:
         """Nodes that wait for a reduction over the rows."""
-        late = set(self.across_rows)
-        for i, node in enumerate(self.loops.nodes):
-            if any(o in late for o in operands_of(node)):
-                late.add(i)
-        return frozenset(late)
+        return waiting(self.loops, self.across_rows)
+
+    @cached_property
+    def after_segments(self) -> frozenset[int]:
+        """Nodes that wait for a reduction over segments."""
+        return waiting(self.loops, self.segmented)
 
     @cached_property
     def ends_in_a_row(self) -> bool:
         """Whether what follows the sums over rows is a row rather than one element."""
-        stored = (s.index for s in self.loops.stores if s.value in self.finish)
+        stored = (s.index for s in self.loops.stores if s.value in self.after_rows)
         axes = (self.loops.axes[k] for index in stored for k, _ in index.terms if k >= 0)
-        return any(a.group == COLS for a in axes) or any(COLS in self.groups[i] for i in self.finish)
+        return any(a.group == COLS for a in axes) or any(COLS in self.groups[i] for i in self.after_rows)
 
     @cached_property
     def online(self) -> dict[int, int]:
@@ -347,6 +365,15 @@ class Analysis:
         return max(worst, hint(self.size(ROWS)) * hint(self.size(COLS)))
 
 
+def waiting(loops: LoopNest, numbers: Iterable[int]) -> frozenset[int]:
+    """Some nodes, and all that are made of them."""
+    late = set(numbers)
+    for i, node in enumerate(loops.nodes):
+        if any(o in late for o in operands_of(node)):
+            late.add(i)
+    return frozenset(late)
+
+
 def ceil_div(a: Dim, b: int) -> Dim:
     if isinstance(a, int):
         return -(-a // b)
@@ -390,6 +417,22 @@ def end_lanes(a: Analysis, s: Schedule) -> int:
     return 1 << (size - inner + max(s.word, 1) - 2).bit_length()
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """Of each row, `count` pieces of so many columns, which have one partial result each."""
+
+    columns: int
+    count: int
+
+
+def pieces_of(a: Analysis, s: Schedule, number: int) -> Pieces:
+    """What one block of a row adds up for a reduction over segments: none crosses a segment's end."""
+    segment, width = segment_of(a.loops, a.kept(number)), a.size(COLS)
+    assert isinstance(width, int), "segments have a known size"
+    columns = s.block_cols if segment is None else min(word_of(segment), s.block_cols)
+    return Pieces(columns, -(-width // columns))
+
+
 def along_rows_first(loops: LoopNest) -> LoopNest:
     """Every reduction over both groups as one along the row and one over the rows, with what it reads.
 
@@ -400,7 +443,7 @@ def along_rows_first(loops: LoopNest) -> LoopNest:
     names: list[str] = []
     for i, node in enumerate(loops.nodes):
         node = renumber(node, numbers)
-        if isinstance(node, Reduce) and node.over == frozenset({ROWS, COLS}):
+        if isinstance(node, Reduce) and node.over == frozenset({ROWS, COLS}) and not node.kept:
             nodes.append(replace(node, over=frozenset({COLS})))
             names.append(loops.names[i])
             node = replace(node, operand=len(nodes) - 1, over=frozenset({ROWS}))

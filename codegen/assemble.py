@@ -28,6 +28,7 @@ from fusion_compiler.codegen.finishing import Finishing, finishing_of
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.codegen.running import letters, mailbox, print_passes
+from fusion_compiler.codegen.segments import partial_results, segments_of
 from fusion_compiler.codegen.shorten import shortened
 from fusion_compiler.dims import Dim, product, simple, strides_of
 from fusion_compiler.kernel import Argument, Buffer, Kernel, Program, Role
@@ -96,20 +97,22 @@ def build(
     ]
     numbers, tickets = itertools.count(), itertools.count()
     finishings = [finishing_of(a, s, numbers, tickets) for a, s in zip(analyses, schedules, strict=True)]
-    mails = [mailboxes(a, s, i) for i, (a, s) in enumerate(zip(analyses, schedules, strict=True))]
+    segments = [segments_of(a, s, numbers) for a, s in zip(analyses, schedules, strict=True)]
+    named = [
+        {**parts.partials, **mailboxes(a, s, i)}
+        for i, (a, s, parts) in enumerate(zip(analyses, schedules, segments, strict=True))
+    ]
     scratch = (
         *(b for f in finishings if f is not None for b in f.scratch),
-        *(b for mail in mails for b in mail.values()),
+        *(b for own in named for b in own.values()),
     )
     main = [
-        _Assembly(analysis, schedule, signature, scratch, finishing, mail)
-        for analysis, schedule, finishing, mail in zip(analyses, schedules, finishings, mails, strict=True)
+        _Assembly(analysis, schedule, signature, scratch, finishing, own)
+        for analysis, schedule, finishing, own in zip(analyses, schedules, finishings, named, strict=True)
     ]
-    after = [
-        _Assembly(Analysis(f.loops), f.schedule, signature, scratch)
-        for f in finishings
-        if f is not None and f.counter is None
-    ]
+    rest = [(f.loops, f.schedule) for f in finishings if f is not None and f.counter is None]
+    rest += [pair for parts in segments for pair in parts.finishings]
+    after = [_Assembly(Analysis(loops), schedule, signature, scratch) for loops, schedule in rest]
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
     shown = " beside ".join(str(s) for s in dict.fromkeys(schedules))
@@ -198,9 +201,9 @@ class _Assembly:
         signature: Signature,
         scratch: tuple[Buffer, ...],
         finishing: Finishing | None = None,
-        mail: Mapping[str, Buffer] | None = None,
+        named: Mapping[str, Buffer] | None = None,
     ) -> None:
-        self.a, self.s, self.finishing, self.mail = analysis, schedule, finishing, mail or {}
+        self.a, self.s, self.finishing, self.named = analysis, schedule, finishing, named or {}
         self.registers = tile_registers(analysis, schedule)
         self.empty = frozenset(b.name for b in signature.inputs if 0 in b.shape)
         self.parameters: dict[str, Argument] = {}
@@ -219,7 +222,7 @@ class _Assembly:
 
     def printer(self, analysis: Analysis, schedule: Schedule, load_options: str = "") -> Printer:
         pointers = {b: p.name for b, p in self.parameters.items()}
-        pointers |= {name: pointers[buffer.name] for name, buffer in self.mail.items()}
+        pointers |= {name: pointers[buffer.name] for name, buffer in self.named.items()}
         dtypes = {b: p.dtype for b, p in self.parameters.items()}
         return Printer(analysis, schedule, pointers, dtypes, set(pointers.values()), load_options, self.empty)
 
@@ -308,6 +311,8 @@ class _Assembly:
         if self.s.in_passes:
             print_passes(p)
         else:
+            for number in self.a.segmented:
+                partial_results(p, number)
             p.whole_block()
 
     def row_loop(self, p: Printer, program: str, programs: int) -> dict[int, str]:

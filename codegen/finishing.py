@@ -8,12 +8,12 @@ second kernel does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, ceil_div
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, accumulator_dtype, ceil_div, waiting
 from fusion_compiler.codegen.printer import axes_strides
 from fusion_compiler.dims import Dim, strides_of
 from fusion_compiler.kernel import Buffer
@@ -86,8 +86,8 @@ def _partial(analysis: Analysis, position: int, number: int, programs: int) -> B
     node = analysis.loops.nodes[number]
     assert isinstance(node, Reduce)
     width = analysis.size(COLS) if COLS in analysis.groups[number] else 1
-    dtype = torch.int32 if node.combine in ("any", "all") else node.dtype
-    return Buffer(f"partial_{position}", (programs, width), strides_of((programs, width)), dtype)
+    shape = (programs, width)
+    return Buffer(f"partial_{position}", shape, strides_of(shape), accumulator_dtype(node))
 
 
 def finishing(analysis: Analysis, programs: int, partials: tuple[str, ...]) -> LoopNest:
@@ -97,29 +97,46 @@ def finishing(analysis: Analysis, programs: int, partials: tuple[str, ...]) -> L
     group = ROWS if cols else COLS  # one element wide: the partials are the row
     axes = (Axis("row" if cols else "col", programs, group), *cols)
     shift = 1 - len(analysis.axes[ROWS])
-    roots = [s.value for s in loops.stores if s.value in analysis.finish]
+    moved = {i: i + shift for i in range(len(analysis.axes[ROWS]), len(loops.axes))}
+    loads: dict[int, Load] = {}
+    for number, buffer in zip(analysis.across_rows, partials, strict=True):
+        node = loops.nodes[number]
+        assert isinstance(node, Reduce)
+        wide = COLS in analysis.groups[number]
+        width = analysis.size(COLS) if wide else 1
+        terms = ((0, width), *(axes_strides(cols, 1) if wide else ()))
+        loads[number] = Load(buffer, Index(0, tuple(terms)), None, accumulator_dtype(node))
+    return completed(loops, loads, axes, group, moved)
+
+
+def completed(
+    loops: LoopNest,
+    partials: Mapping[int, Load],
+    axes: tuple[Axis, ...],
+    group: str,
+    moved: Mapping[int, int],
+) -> LoopNest:
+    """Some reductions over their partial results, in `group` of `axes`, and the stores that wait for them.
+
+    partials: by the reduction. moved: the axes that are left, by those of `loops`.
+    """
+    late = waiting(loops, partials)
+    roots = [s.value for s in loops.stores if s.value in late]
     needed: set[int] = set()
     stack = list(roots)
     while stack:
         number = stack.pop()
         if number not in needed:
             needed.add(number)
-            stack.extend(() if number in analysis.across_rows else operands_of(loops.nodes[number]))
+            stack.extend(() if number in partials else operands_of(loops.nodes[number]))
     numbers: dict[int, int] = {}
     nodes: list[Node] = []
     names: list[str] = []
-    moved = {i: i + shift for i in range(len(analysis.axes[ROWS]), len(loops.axes))}
     for number in sorted(needed):
         node = loops.nodes[number]
-        if number in analysis.across_rows:
+        if number in partials:
             assert isinstance(node, Reduce)
-            wide = COLS in analysis.groups[number]
-            width = analysis.size(COLS) if wide else 1
-            terms = ((0, width), *(axes_strides(cols, 1) if wide else ()))
-            dtype = torch.int32 if node.combine in ("any", "all") else node.dtype
-            nodes.append(
-                Load(partials[analysis.across_rows.index(number)], Index(0, tuple(terms)), None, dtype)
-            )
+            nodes.append(partials[number])
             names.append("partial")
             node = Reduce(node.combine, len(nodes) - 1, frozenset({group}), node.dtype)
         else:
@@ -132,7 +149,7 @@ def finishing(analysis: Analysis, programs: int, partials: tuple[str, ...]) -> L
             s.buffer, Index(s.index.const, tuple((moved[k], c) for k, c in s.index.terms)), numbers[s.value]
         )
         for s in loops.stores
-        if s.value in analysis.finish
+        if s.value in late
     )
     return LoopNest(axes, tuple(nodes), stores, tuple(names))
 

@@ -374,6 +374,8 @@ class Printer:
         groups = self.a.groups[number]
         if node.buffer in self.empty:  # nothing is made of it but what an empty reduction gives
             return f"tl.full({self.shape(groups)}, 0, {TRITON_TYPES[node.dtype]})"
+        if self.same_in_block(node):
+            return f"tl.broadcast_to({self.loaded_once(number, node)}, {self.shape(groups)})"
         pointer = f"{self.pointers[node.buffer]} + {self.index(node.index)}"
         if not node.index.terms and node.index.const == 0:
             pointer = self.pointers[node.buffer]
@@ -428,6 +430,39 @@ class Printer:
                 spec = spec_of(node.target)
                 if spec is not None and not spec.special:
                     del self.env[number]
+
+    def same_in_block(self, node: Load) -> bool:
+        """Whether a load moves with outer columns alone, of which all lanes of the block have the same."""
+        axes, first = self.a.axes[COLS], self.a.first[COLS]
+        cols = [key for key, _ in node.index.terms if key >= first]
+        inner = product(a.size for a in axes[max(cols, default=first) - first + 1 :])
+        alone = node.within is None and not self.s.skewed and self.col_start is not None
+        direct = all(key >= 0 for key, _ in node.index.terms)
+        return bool(cols) and alone and direct and quotient(inner, self.s.block_cols) is not None
+
+    def loaded_once(self, number: int, node: Load) -> str:
+        """The variable of the one element that each row of the block has: for each lane it were a load."""
+        key, held = ("once", number), self.dtypes[node.buffer]
+        if key in self.index_env:
+            return self.index_env[key]
+        pointer = f"{self.pointers[node.buffer]} + {index_text(node.index, self.block_axis, self.variable)}"
+        masks = [self.row_mask] if self.row_mask and ROWS in self.a.groups[number] else []
+        masks += [f"({self.col_start} < {dim_text(self.a.size(COLS))})"] if self.col_mask else []
+        options = (f", mask={' & '.join(masks)}, other=0" if masks else "") + self.load_options
+        self.index_env[key] = name = self.fresh(f"block_{self.pointers[node.buffer].removesuffix('_ptr')}")
+        self.line(f"{name} = {convert(f'tl.load({pointer}{options})', held, node.dtype)}")
+        return name
+
+    def block_axis(self, number: int) -> str:
+        """The variable of an axis, for outer columns that of the block's first lane."""
+        axes, first = self.a.axes[COLS], self.a.first[COLS]
+        if number < first:
+            return self.axis(number)
+        key = ("block", number)
+        if key not in self.index_env:
+            self.index_env[key] = name = self.fresh(f"block_{self.loops.axes[number].name}")
+            self.line(f"{name} = {decompose(axes, number - first, self.col_start or '0')}")
+        return self.index_env[key]
 
     def index_groups(self, index: Index) -> frozenset[str]:
         groups: set[str] = set()
@@ -516,8 +551,9 @@ class Printer:
     # -- regions ------------------------------------------------------------------------------------
 
     def stores_of(self, stage: str) -> tuple[Store, ...]:
-        late = stage == "finish"
-        return tuple(s for s in self.loops.stores if (s.value in self.a.finish) == late)
+        if stage == "finish":
+            return tuple(s for s in self.loops.stores if s.value in self.a.after_rows)
+        return tuple(s for s in self.loops.stores if s.value not in self.a.finish)
 
     def store(self, store: Store) -> None:
         if isinstance(self.loops.nodes[store.value], Constant):
@@ -568,8 +604,9 @@ class Printer:
         store_all(self, stores)
 
     def accumulated(self) -> list[int]:
-        """Operands of the reductions over rows."""
-        return [o for i in self.a.across_rows for o in operands_of(self.loops.nodes[i])]
+        """Operands of the reductions over rows, whole or by segments."""
+        numbers = (*self.a.across_rows, *self.a.segmented)
+        return [o for i in numbers for o in operands_of(self.loops.nodes[i])]
 
     def along(self, function: str, text: str) -> str:
         """A reduction along the row; tiles of several rows keep the dimension."""

@@ -50,7 +50,7 @@ def _reductions_in_a_pass(a: Analysis) -> int:
     by_row = {*a.online, *a.online.values(), *a.moments, *(total for total, _ in a.moments.values())}
     for i, node in enumerate(a.loops.nodes):
         level = max((passes[o] for o in operands_of(node)), default=0)
-        if i in a.reductions and COLS in a.over(i):
+        if i in a.reductions and COLS in a.over(i) and i not in a.segmented:
             counts[level] = counts.get(level, 0) + (i not in by_row)  # which keep a number a row
             level += 1
         passes.append(level)

@@ -27,8 +27,9 @@ from fusion_compiler.codegen.analysis import (
 )
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
 from fusion_compiler.codegen.printer import Printer
+from fusion_compiler.codegen.segments import partial_results, scaled_sum
 from fusion_compiler.dims import Dim, product, quotient
-from fusion_compiler.loops import COLS, ROWS, Reduce, Store, operands_of, store_operands
+from fusion_compiler.loops import COLS, ROWS, Load, Reduce, Store, operands_of, store_operands
 
 ALONG = frozenset({COLS})
 LEAST_TURNS = 4  # of a block, for a state in each lane, which costs as much as one element of them
@@ -65,6 +66,22 @@ class Plain:
 
     def bind(self, p: Printer, names: Sequence[str]) -> None:
         p.env[self.total] = names[0]
+
+
+@dataclass(frozen=True)
+class Scaled(Plain):
+    """A sum that is one over the segment in which the block lies, times what the block shares."""
+
+    segment: int
+    shared: tuple[int, ...]
+
+    def single(self, p: Printer, names: Sequence[str]) -> None:
+        loads = [(i, p.loops.nodes[i]) for i in self.shared]
+        factors = [p.loaded_once(i, node) for i, node in loads if isinstance(node, Load)]
+        p.line(f"{names[0]} = {' * '.join([p.index_env['sum', self.segment], *factors])}")
+
+    def fold(self, p: Printer, names: Sequence[str]) -> None:
+        """The state is one value a row already."""
 
 
 @dataclass(frozen=True)
@@ -251,14 +268,15 @@ def print_passes(p: Printer) -> None:
     by_row = [s for s in stores if COLS not in p.index_groups(s.index)]
     full = [s for s in stores if s not in by_row]
     p.print_row_values(o for s in by_row for o in store_operands(s))
-    levels = [p.a.level[i] for i in reductions] + [p.a.level[s.value] + 1 for s in full]
+    levels = [p.a.level[i] for i in (*reductions, *p.a.segmented)] + [p.a.level[s.value] + 1 for s in full]
     for number in range(max(levels, default=0)):
         mine = _complete_after(p.a, number + 1)
         writes = [s for s in full if p.a.level[s.value] == number]
+        pieces = [i for i in p.a.segmented if p.a.level[i] == number + 1]
         p.last_pass = number == max(levels) - 1
-        if mine or writes:
-            states = running(p.a, mine)
-            names = _read_columns(p, states, writes)
+        if mine or writes or pieces:
+            states = [_scaled(p, state) for state in running(p.a, mine)]
+            names = _read_columns(p, states, pieces, writes)
             if p.s.splits > 1 and states:
                 _exchange(p, states, names)
                 if p.kept:
@@ -270,16 +288,29 @@ def print_passes(p: Printer) -> None:
         p.store(store)
 
 
-def _read_columns(p: Printer, states: Sequence[Running], stores: Sequence[Store]) -> list[tuple[str, ...]]:
-    """A loop over this program's columns, or the tile where it holds them all; the folded states' names."""
-    first = [state.numbers[0] for state in states]  # what else a state needs it makes itself
-    wanted = [o for i in first for o in operands_of(p.loops.nodes[i])]
+def _scaled(p: Printer, state: Running) -> Running:
+    """A state in terms of a sum over segments that the block computes anyway, where it has such terms."""
+    found = scaled_sum(p, state.total) if isinstance(state, Plain) and p.s.cols is Cols.WHOLE else None
+    return state if found is None else Scaled(state.total, *found)
+
+
+def _read_columns(
+    p: Printer, states: Sequence[Running], pieces: Sequence[int], stores: Sequence[Store]
+) -> list[tuple[str, ...]]:
+    """A loop over this program's columns, or the tile where it holds them all; the folded states' names.
+
+    pieces: reductions over segments, of which every block stores its part.
+    """
+    first = [s.numbers[0] for s in states if not isinstance(s, Scaled)]  # what else a state needs it makes
+    wanted = [o for i in (*first, *pieces) for o in operands_of(p.loops.nodes[i])]
     wanted += [o for s in stores for o in store_operands(s)]
     p.print_nodes(i for i in p.need(wanted) if COLS not in p.a.groups[i])
     if p.s.cols is Cols.LOOP:
-        return _loop(p, states, wanted, stores)
+        return _loop(p, states, wanted, pieces, stores)
     names = [tuple(p.fresh(p.base_of(n)) for n in state.numbers) for state in states]
     p.print_nodes(p.need(wanted))
+    for number in pieces:
+        partial_results(p, number)
     for state, own in zip(states, names, strict=True):
         state.single(p, own)
     for store in stores:
@@ -290,7 +321,11 @@ def _read_columns(p: Printer, states: Sequence[Running], stores: Sequence[Store]
 
 
 def _loop(
-    p: Printer, states: Sequence[Running], wanted: Sequence[int], stores: Sequence[Store]
+    p: Printer,
+    states: Sequence[Running],
+    wanted: Sequence[int],
+    pieces: Sequence[int],
+    stores: Sequence[Store],
 ) -> list[tuple[str, ...]]:
     """Whole blocks in a loop, without a mask; then what is left of the row, in a tile that is as narrow."""
     inner, lanes = inner_cols(p.a, p.s), end_lanes(p.a, p.s)
@@ -300,6 +335,8 @@ def _loop(
         p.print_nodes(p.need(wanted))
         for state, own in zip(states, names, strict=True):
             state.step(p, own)
+        for number in pieces:
+            partial_results(p, number)
         for store in stores:
             p.store(store)
     for state, own in zip(states, names, strict=True):
@@ -310,6 +347,8 @@ def _loop(
             p.print_nodes(p.need(wanted))
             for state, own in zip(states, names, strict=True):
                 state.end(p, own)
+            for number in pieces:
+                partial_results(p, number)
             for store in stores:
                 p.store(store)
     return names

@@ -5,7 +5,7 @@
     index    := const + sum(coeff * axis) + sum(coeff * value)
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
-              | Compute(target, operands) | Reduce(combine, operand, over)
+              | Compute(target, operands) | Reduce(combine, operand, over, kept)
     store    := buffer, index, value, within    several to one buffer have elements of their own each
 
 Nodes are in SSA order and name each other by position. Every node has a dtype: that in which
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.dims import Dim, quotient
+from fusion_compiler.dims import Dim, product, quotient
 
 ROWS, COLS = "rows", "cols"
 
@@ -108,12 +108,17 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Combine `operand` over whole axis groups."""
+    """Combine `operand` over whole axis groups.
+
+    kept: axes of these groups that the result keeps: one value for each of their points, which no tile holds
+    as a row or a column. It is only stored.
+    """
 
     combine: str
     operand: int
     over: frozenset[str]
     dtype: torch.dtype
+    kept: frozenset[int] = frozenset()
 
 
 Node = Load | Coordinate | Constant | InRange | Random | Compute | Reduce
@@ -147,8 +152,8 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return (seed, *_indirect(index))
         case Compute(_, operands):
             return tuple(a.node for _, a in operands if isinstance(a, Ref))
-        case Reduce(_, operand, _, _):
-            return (operand,)
+        case Reduce():
+            return (node.operand,)
         case _:
             return ()
 
@@ -197,6 +202,22 @@ def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
     return tuple(out)
 
 
+def segment_of(loops: LoopNest, kept: frozenset[int]) -> int | None:
+    """The columns that a reduction which keeps these axes combines in each row to one value, of the outer
+    columns that it keeps; None where it keeps no columns, and a row is one segment."""
+    cols = [k for k, a in enumerate(loops.axes) if a.group == COLS]
+    if not kept & set(cols):
+        return None
+    segment = product(loops.axes[k].size for k in cols if k not in kept)
+    assert isinstance(segment, int), "segments have a known size"
+    return segment
+
+
+def word_of(segment: int) -> int:
+    """The largest power of two of columns that a segment consists of: no block of them crosses its end."""
+    return segment & -segment
+
+
 def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Node:
     """A node whose operands, and axes where given, go by new numbers."""
     match node:
@@ -211,7 +232,8 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
             operands = tuple((n, Ref(numbers[a.node]) if isinstance(a, Ref) else a) for n, a in node.operands)
             return replace(node, operands=operands)
         case Reduce():
-            return replace(node, operand=numbers[node.operand])
+            kept = node.kept if axes is None else frozenset(axes[k] for k in node.kept)
+            return replace(node, operand=numbers[node.operand], kept=kept)
         case _:
             return node
 

@@ -69,7 +69,7 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
 
 def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) -> tuple[int, int, int] | None:
     """(t, v, n) of a reduction that has the form; n is the row's length."""
-    if not isinstance(node, Reduce) or node.combine != "sum":
+    if not isinstance(node, Reduce) or node.combine != "sum" or node.kept:
         return None
     choice = loops.nodes[_origin(loops, node.operand)]
     if not isinstance(choice, Compute) or choice.target is not aten.where.self:

@@ -29,6 +29,7 @@ from fusion_compiler.passes.work import BufferInfo, Work
 from fusion_compiler.plan import Cost
 
 BLOCK = 1024  # elements that one program of a flat kernel holds
+SEGMENT_BLOCK = 16  # segments of which one program adds up the partial results
 COLUMN_BLOCK = 64  # columns of which one program can sum all rows
 # Bandwidth drawn with P programs resident on a multiprocessor is P / (P + STALL): a program loads, reduces
 # and stores in turn, and another covers its pauses. Softmax over 32768 columns in registers, P = 1: 0.76.
@@ -83,7 +84,7 @@ def _schedules(work: Work, device: DeviceSpec) -> tuple[_Schedule, ...]:
         finishing = device.floor_us if partial and blocks > device.sms else 0.0
         share = STAGED_SHARED if work.phases and work.row_of_sums and cols > HELD else STAGED
         return (_Schedule(min(blocks, device.sms), share, finishing_us=finishing),)
-    if not work.reduced:
+    if not work.reduced and not work.partials:
         return (_Schedule(blocks, 1.0),)
     passes = max(1, work.phases - 1) + bool(work.early & work.late)
     found: list[_Schedule] = []
@@ -142,6 +143,15 @@ def _arithmetic_us(work: Work, device: DeviceSpec) -> float:
     )
 
 
+def _segments_us(work: Work, device: DeviceSpec) -> float:
+    """To store the partial results of sums over segments, and what a second kernel takes to add them up."""
+    if not work.partials:
+        return 0.0
+    parallel = min(1.0, ceil(work.totals / SEGMENT_BLOCK) / device.sms)
+    moved = work.partials * work.row_bytes
+    return device.floor_us + 1e6 * moved * (1 / device.copy_bandwidth + 1 / (device.l2_bandwidth * parallel))
+
+
 def cost_of(
     loops: LoopNest,
     device: DeviceSpec,
@@ -172,10 +182,11 @@ def cost_of(
         memory, extra = _memory_us(work, schedule, device, dram + written, near)
         parallel = min(1.0, schedule.programs / device.sms)
         body = max(memory, arithmetic / parallel) + (1 + work.phases) * device.dram_latency_us
-        us = device.launch_us - device.floor_us + max(device.floor_us, body + schedule.finishing_us)
+        finishing = schedule.finishing_us + _segments_us(work, device)
+        us = device.launch_us - device.floor_us + max(device.floor_us, body + finishing)
         if best is None or us < best.us:
             bound = "arithmetic" if arithmetic / parallel > memory else "memory"
-            if body + schedule.finishing_us <= 2 * device.floor_us:
+            if body + finishing <= 2 * device.floor_us:
                 bound = "launch"
             elif parallel < 1.0:
                 bound = "latency"

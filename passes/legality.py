@@ -10,11 +10,22 @@ from collections.abc import Callable
 
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import numel
-from fusion_compiler.loops import COLS, ROWS, Load, LoopNest, Reduce, groups_of, operands_of
+from fusion_compiler.loops import (
+    COLS,
+    ROWS,
+    Load,
+    LoopNest,
+    Reduce,
+    groups_of,
+    operands_of,
+    segment_of,
+    word_of,
+)
 from fusion_compiler.passes.cost import MOST_PARTS
 
 MOST_OPS = 96
 MOST_BUFFERS = 24
+LEAST_PIECE = 16  # columns of a partial sum: what is stored of each is little beside what was read
 
 Law = Callable[[LoopNest, DeviceSpec], str | None]
 
@@ -31,7 +42,8 @@ def _after_sums_over_rows(loops: LoopNest) -> set[int]:
     """Reductions over rows, and the values that wait for them."""
     late: set[int] = set()
     for i, node in enumerate(loops.nodes):
-        if (isinstance(node, Reduce) and ROWS in node.over) or any(o in late for o in operands_of(node)):
+        over_rows = isinstance(node, Reduce) and ROWS in node.over and not node.kept
+        if over_rows or any(o in late for o in operands_of(node)):
             late.add(i)
     return late
 
@@ -46,6 +58,44 @@ def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
     for store in loops.stores:
         if store.value in late and any(k >= 0 and loops.axes[k].group == ROWS for k, _ in store.index.terms):
             return f"{store.buffer} repeats a reduction over all rows in each of them"
+    return None
+
+
+def segments(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """A reduction that keeps some rows' axes and the outer columns' leaves a partial result for each piece of
+    each row, of sizes known to the code; only stores may follow it."""
+    behind: list[frozenset[int]] = []  # reductions that a value is made of
+    groups = groups_of(loops)
+    for i, node in enumerate(loops.nodes):
+        before = frozenset[int]().union(*(behind[o] for o in operands_of(node)))
+        waits = [n for n in before if _kept(loops, n)]
+        if waits and (isinstance(node, Reduce) or groups[i] or len({_kept(loops, n) for n in before}) > 1):
+            return f"{loops.names[i]} needs {loops.names[waits[0]]}, of which each row has only a part"
+        behind.append(frozenset({i}) if isinstance(node, Reduce) else before)
+        if _kept(loops, i) and (reason := _no_pieces(loops, i)) is not None:
+            return reason
+    for store in loops.stores:
+        kept = frozenset[int]().union(*(_kept(loops, n) for n in behind[store.value]))
+        if kept and (store.within is not None or kept != frozenset(k for k, _ in store.index.terms)):
+            return f"{store.buffer} has other elements than the sums that it is made of"
+    return None
+
+
+def _kept(loops: LoopNest, number: int) -> frozenset[int]:
+    node = loops.nodes[number]
+    return node.kept if isinstance(node, Reduce) else frozenset()
+
+
+def _no_pieces(loops: LoopNest, number: int) -> str | None:
+    name, kept = loops.names[number], _kept(loops, number)
+    if not all(isinstance(a.size, int) and a.size > 0 for a in loops.axes):
+        return f"{name} keeps a part of axes that may be empty"
+    cols = [k for k, a in enumerate(loops.axes) if a.group == COLS]
+    if any(k in kept and k - 1 in cols and k - 1 not in kept for k in cols):
+        return f"{name} keeps columns inside of those that it reduces"
+    segment = segment_of(loops, kept)
+    if segment is not None and word_of(segment) < LEAST_PIECE:
+        return f"{name} reduces segments of {segment} columns, which do not divide into blocks"
     return None
 
 
@@ -84,7 +134,7 @@ def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
 def width(loops: LoopNest, device: DeviceSpec) -> str | None:
     """Row reductions beside a row of sums over rows, or made of one: programs keep it in registers, each the
     part of the row that it has. They can share a row where what they tell each other has 32 bits."""
-    over = [n.over for n in loops.nodes if isinstance(n, Reduce)]
+    over = [n.over for n in loops.nodes if isinstance(n, Reduce) and not n.kept]
     along_row = any(o == frozenset({COLS}) for o in over)
     both = any(o == frozenset({ROWS, COLS}) for o in over)
     late, groups = _after_sums_over_rows(loops), groups_of(loops)
@@ -92,7 +142,7 @@ def width(loops: LoopNest, device: DeviceSpec) -> str | None:
     row_of_sums = any(COLS in groups[i] for i in late) or any(loops.axes[k].group == COLS for k in stored)
     cols = [a.size for a in loops.axes if a.group == COLS]
     alone = widest = device.registers_per_sm // 4
-    told = [n for n in loops.nodes if isinstance(n, Reduce) and COLS in n.over]
+    told = [n for n in loops.nodes if isinstance(n, Reduce) and COLS in n.over and not n.kept]
     if all(n.combine in ("any", "all") or n.dtype.itemsize == 4 for n in told):
         widest = MOST_PARTS * alone // 2
     if (along_row or both) and row_of_sums:
@@ -110,6 +160,7 @@ def width(loops: LoopNest, device: DeviceSpec) -> str | None:
 LAWS: tuple[tuple[str, Law], ...] = (
     ("size", size),
     ("grid", grid_wide),
+    ("segments", segments),
     ("fill", fills),
     ("registers", width),
 )

@@ -351,19 +351,18 @@ class Lowering:
         keepdim = len(op.outputs[0].shape) == len(shape)
         kept_dims = [d for d in range(len(shape)) if d not in dims]
         kept = tuple(coords[d] for d in kept_dims) if keepdim else coords
-        over = self.reduced_groups(
+        over, kept_axes = self.reduced_groups(
             op, kept, tuple(shape[d] for d in kept_dims), tuple(shape[d] for d in dims)
         )
-        axes = tuple(sorted(i for g in over for i in self.group_axes[g]))
+        axes = tuple(sorted(i for g in over for i in self.group_axes[g] if i not in kept_axes))
         inner = self.spread_like_operand(source, axes, dims, shape)
         full: list[Index] = [ZERO] * len(shape)
         for d, c in zip(kept_dims, kept, strict=True):
             full[d] = c
         for d, c in zip(dims, inner, strict=True):
             full[d] = c
-        node = self.combine(
-            op, source, tuple(full), over, flatten(inner, strides_of(tuple(shape[d] for d in dims)))
-        )
+        position = flatten(inner, strides_of(tuple(shape[d] for d in dims)))
+        node = self.combine(op, source, tuple(full), over, kept_axes, position)
         self.reduced[op.name] = (coords, node)
         return node
 
@@ -378,7 +377,8 @@ class Lowering:
                 if coords == tuple(ZERO if s == 1 else c for s, c in zip(shape, kept, strict=True)):
                     inner = tuple(piece[d] for d in dims)
                     sizes = tuple(product(self.space.factors[d]) for d in dims)
-                    return self.combine(op, op.inputs[0], piece, over, flatten(inner, strides_of(sizes)))
+                    position = flatten(inner, strides_of(sizes))
+                    return self.combine(op, op.inputs[0], piece, over, frozenset(), position)
         raise Illegal("rows", f"{op.name} does not keep whole axes")
 
     def spread_like_operand(
@@ -396,8 +396,8 @@ class Lowering:
 
     def reduced_groups(
         self, op: Op, kept: Coords, kept_shape: tuple[Dim, ...], reduced: tuple[Dim, ...]
-    ) -> frozenset[str]:
-        """Which axis groups a reduction at these coordinates runs over."""
+    ) -> tuple[frozenset[str], frozenset[int]]:
+        """Which axis groups a reduction at these coordinates runs over, and which axes of them it keeps."""
         if not is_bijection(kept, kept_shape, self.extents):
             raise Illegal("rows", f"{op.name} does not keep whole axes")
         keys = {k for c in kept for k, _ in c.terms}
@@ -406,19 +406,24 @@ class Lowering:
         both = simple(sizes[ROWS] * sizes[COLS])
         for candidate, kept_group in ((COLS, ROWS), (ROWS, COLS)):
             if keys == set(self.group_axes[kept_group]) and count == sizes[candidate]:
-                return frozenset({candidate})
+                return frozenset({candidate}), frozenset()
         if not keys:
             if count == both:
-                return frozenset({ROWS, COLS})
+                return frozenset({ROWS, COLS}), frozenset()
             for candidate in (ROWS, COLS):
                 if count == sizes[candidate]:
-                    return frozenset({candidate})
+                    return frozenset({candidate}), frozenset()
+        elif set(self.group_axes[COLS]) - keys:
+            if simple(count * product(self.space.axes[k] for k in keys)) == both:
+                return frozenset({ROWS, COLS}), frozenset(keys)
         raise Illegal(
             "rows",
             f"{op.name} reduces {count} elements of {sizes[ROWS]} rows x {sizes[COLS]}: no whole axis",
         )
 
-    def combine(self, op: Op, source: str, coords: Coords, over: frozenset[str], position: Index) -> int:
+    def combine(
+        self, op: Op, source: str, coords: Coords, over: frozenset[str], kept: frozenset[int], position: Index
+    ) -> int:
         """The reduction node; argmax and argmin as the first position that holds the extremum."""
         spec = spec_of(op.target)
         assert spec is not None and spec.combine is not None
@@ -426,12 +431,12 @@ class Lowering:
         dtype = compute_dtype(op.outputs[0].dtype)
         small = self.counts_in_32_bits(over)
         if spec.combine == "sum" and dtype is torch.int64 and self.nodes[value].dtype is torch.bool and small:
-            return self.widened(Reduce("sum", value, over, torch.int32), op.name)
+            return self.widened(Reduce("sum", value, over, torch.int32, kept), op.name)
         if spec.combine not in ("argmax", "argmin"):
-            node = self.emit(Reduce(spec.combine, value, over, dtype), op.name)
+            node = self.emit(Reduce(spec.combine, value, over, dtype, kept), op.name)
             return self.rounded_like(op, node)
         operand_dtype = self.nodes[value].dtype
-        best = self.emit(Reduce(spec.combine[3:], value, over, operand_dtype), f"{op.name}_value")
+        best = self.emit(Reduce(spec.combine[3:], value, over, operand_dtype, kept), f"{op.name}_value")
         hit = self.emit(
             Compute(aten.eq.Tensor, (("self", Value(value)), ("other", Value(best))), torch.bool),
             f"{op.name}_hit",
@@ -449,7 +454,7 @@ class Lowering:
         never = self.emit(Constant(torch.iinfo(integer).max, integer), "never")
         first = (("condition", Value(hit)), ("self", Value(here)), ("other", Value(never)))
         candidates = self.emit(Compute(aten.where.self, first, integer), f"{op.name}_candidate")
-        return self.widened(Reduce("min", candidates, over, integer), op.name)
+        return self.widened(Reduce("min", candidates, over, integer, kept), op.name)
 
     def counts_in_32_bits(self, over: frozenset[str]) -> bool:
         """Whether the elements of some axis groups can be counted in int32, which programs can exchange."""

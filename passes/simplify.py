@@ -173,7 +173,9 @@ def coalesce(loops: LoopNest) -> LoopNest:
     i = 0
     while i + 1 < len(loops.axes):
         outer, inner = loops.axes[i], loops.axes[i + 1]
-        if outer.group == inner.group and all(_merges(x, i, inner.size) for x in _all_indices(loops)):
+        parted = any((i in n.kept) != (i + 1 in n.kept) for n in loops.nodes if isinstance(n, Reduce))
+        alike = outer.group == inner.group and not parted
+        if alike and all(_merges(x, i, inner.size) for x in _all_indices(loops)):
             loops = _merge(loops, i)
         else:
             i += 1
@@ -196,6 +198,8 @@ def _merge(loops: LoopNest, outer: int) -> LoopNest:
         return Index(index.const, tuple(sorted(terms)))
 
     def rewrite(node: Node) -> Node:
+        if isinstance(node, Reduce):
+            return replace(node, kept=frozenset(k - (k > outer) for k in node.kept))
         return (
             replace(node, index=merged(node.index))
             if isinstance(node, Load | Coordinate | InRange | Random)

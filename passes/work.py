@@ -31,10 +31,12 @@ from fusion_compiler.loops import (
     Reduce,
     Ref,
     right_neighbours,
+    word_of,
 )
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
 SECTOR = 32  # bytes: the smallest piece of device memory that is moved
+PIECE = 4096  # columns of a row that a program adds up before it stores what they come to, at most
 FP64_SPECIAL = 16  # arithmetic operations of a float64 function: no unit for them, a polynomial each
 
 
@@ -77,6 +79,8 @@ class Work:
         self.phase: list[int] = []
         self.fp32 = self.fp64 = self.special = self.integer = self.random = self.moves = 0
         self.reduced = 0  # groups that some node reduces
+        self.partials = 0  # of sums over segments: results of single rows, which a second kernel adds up
+        self.totals = 0  # the sums that it makes of them
         self.row_of_sums = False  # whether a sum over the rows is one for each column
         self.phases = 0  # the longest chain of reductions
         self.row_bytes = 4  # of the widest value in a row
@@ -163,6 +167,8 @@ class Work:
 
     def _reduce(self, node: Reduce) -> tuple[int, int, int]:
         operand = node.operand
+        if node.kept:
+            return self._reduce_segments(node)
         over = (ROWS in node.over) | 2 * (COLS in node.over)
         self.reduced |= over
         self.row_of_sums |= over == 1 and self.varies[operand] & 2 != 0
@@ -177,6 +183,20 @@ class Work:
             self.early |= self.needs[operand]
             self.phases = max(self.phases, phase)
         return self.varies[operand] & ~over, axes, phase
+
+    def _reduce_segments(self, node: Reduce) -> tuple[int, int, int]:
+        """A partial result for every piece of a row, the sums of which do not exist in the tile."""
+        operand = node.operand
+        self.fp32 += self.count[3]
+        kept = [(self.sizes[k], self.group_of[k]) for k in node.kept]
+        segment = self.count[2] // max(1, prod(size for size, group in kept if group == 2))
+        whole = all(group == 1 for _, group in kept)
+        piece = min(PIECE, segment if whole else word_of(segment))
+        self.partials += self.count[1] * -(-self.count[2] // max(1, piece))
+        self.totals = max(self.totals, prod(size for size, _ in kept))
+        if self.phase[operand]:
+            self.late |= self.needs[operand]
+        return 0, sum(1 << k for k in node.kept), self.phase[operand]
 
     def _index(self, index: Index) -> tuple[int, int, int]:
         """(groups, axis bits, phase) of what an index varies over."""

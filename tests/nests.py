@@ -10,6 +10,7 @@ import torch
 from fusion_compiler.dims import Dim, hint
 from fusion_compiler.loops import (
     COLS,
+    ROWS,
     Axis,
     Compute,
     Constant,
@@ -105,6 +106,10 @@ class Nest:
 
     def reduce(self, combine: str, value: Ref, *over: str) -> Ref:
         return self.push(Reduce(combine, value.node, frozenset(over or (COLS,)), torch.float32))
+
+    def segments(self, combine: str, value: Ref, *kept: str) -> Ref:
+        numbers = frozenset(list(self.axes).index(name) for name in kept)
+        return self.push(Reduce(combine, value.node, frozenset({ROWS, COLS}), torch.float32, numbers))
 
     def mean(self, value: Ref) -> Ref:
         cols = prod(hint(size) for size, group in self.axes.values() if group == COLS)
