@@ -26,13 +26,13 @@ from fusion_compiler.loops import (
     Reduce,
     Ref,
     groups_of,
+    longest_piece,
     operands_of,
     renumber,
     renumber_index,
     right_neighbours,
     segment_of,
     store_operands,
-    word_of,
 )
 
 aten = torch.ops.aten
@@ -429,7 +429,7 @@ def pieces_of(a: Analysis, s: Schedule, number: int) -> Pieces:
     """What one block of a row adds up for a reduction over segments: none crosses a segment's end."""
     segment, width = segment_of(a.loops, a.kept(number)), a.size(COLS)
     assert isinstance(width, int), "segments have a known size"
-    columns = s.block_cols if segment is None else min(word_of(segment), s.block_cols)
+    columns = s.block_cols if segment is None else min(longest_piece(segment), s.block_cols)
     return Pieces(columns, -(-width // columns))
 
 

@@ -213,7 +213,7 @@ def segment_of(loops: LoopNest, kept: frozenset[int]) -> int | None:
     return segment
 
 
-def word_of(segment: int) -> int:
+def longest_piece(segment: int) -> int:
     """The largest power of two of columns that a segment consists of: no block of them crosses its end."""
     return segment & -segment
 

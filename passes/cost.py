@@ -29,7 +29,8 @@ from fusion_compiler.passes.work import BufferInfo, Work
 from fusion_compiler.plan import Cost
 
 BLOCK = 1024  # elements that one program of a flat kernel holds
-SEGMENT_BLOCK = 16  # segments of which one program adds up the partial results
+SEGMENT_BLOCK = 16  # segments of which one program adds up the partial results,
+ADDENDS = 256  # as many of each at a time
 COLUMN_BLOCK = 64  # columns of which one program can sum all rows
 # Bandwidth drawn with P programs resident on a multiprocessor is P / (P + STALL): a program loads, reduces
 # and stores in turn, and another covers its pauses. Softmax over 32768 columns in registers, P = 1: 0.76.
@@ -147,9 +148,10 @@ def _segments_us(work: Work, device: DeviceSpec) -> float:
     """To store the partial results of sums over segments, and what a second kernel takes to add them up."""
     if not work.partials:
         return 0.0
+    stored = 1e6 * work.partials * work.row_bytes / device.copy_bandwidth
     parallel = min(1.0, ceil(work.totals / SEGMENT_BLOCK) / device.sms)
-    moved = work.partials * work.row_bytes
-    return device.floor_us + 1e6 * moved * (1 / device.copy_bandwidth + 1 / (device.l2_bandwidth * parallel))
+    read = 1e6 * work.partials * work.row_bytes / (device.l2_bandwidth * parallel)
+    return stored + max(device.floor_us, read + ceil(work.addends / ADDENDS) * device.dram_latency_us)
 
 
 def cost_of(

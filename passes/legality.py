@@ -17,9 +17,9 @@ from fusion_compiler.loops import (
     LoopNest,
     Reduce,
     groups_of,
+    longest_piece,
     operands_of,
     segment_of,
-    word_of,
 )
 from fusion_compiler.passes.cost import MOST_PARTS
 
@@ -64,6 +64,8 @@ def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
 def segments(loops: LoopNest, device: DeviceSpec) -> str | None:
     """A reduction that keeps some rows' axes and the outer columns' leaves a partial result for each piece of
     each row, of sizes known to the code; only stores may follow it."""
+    if not any(_kept(loops, i) for i in range(len(loops.nodes))):
+        return None
     behind: list[frozenset[int]] = []  # reductions that a value is made of
     groups = groups_of(loops)
     for i, node in enumerate(loops.nodes):
@@ -94,7 +96,7 @@ def _no_pieces(loops: LoopNest, number: int) -> str | None:
     if any(k in kept and k - 1 in cols and k - 1 not in kept for k in cols):
         return f"{name} keeps columns inside of those that it reduces"
     segment = segment_of(loops, kept)
-    if segment is not None and word_of(segment) < LEAST_PIECE:
+    if segment is not None and longest_piece(segment) < LEAST_PIECE:
         return f"{name} reduces segments of {segment} columns, which do not divide into blocks"
     return None
 

@@ -30,8 +30,8 @@ from fusion_compiler.loops import (
     Random,
     Reduce,
     Ref,
+    longest_piece,
     right_neighbours,
-    word_of,
 )
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
@@ -80,7 +80,7 @@ class Work:
         self.fp32 = self.fp64 = self.special = self.integer = self.random = self.moves = 0
         self.reduced = 0  # groups that some node reduces
         self.partials = 0  # of sums over segments: results of single rows, which a second kernel adds up
-        self.totals = 0  # the sums that it makes of them
+        self.totals = self.addends = 0  # the sums that it makes of them, and how many partials one has
         self.row_of_sums = False  # whether a sum over the rows is one for each column
         self.phases = 0  # the longest chain of reductions
         self.row_bytes = 4  # of the widest value in a row
@@ -191,9 +191,11 @@ class Work:
         kept = [(self.sizes[k], self.group_of[k]) for k in node.kept]
         segment = self.count[2] // max(1, prod(size for size, group in kept if group == 2))
         whole = all(group == 1 for _, group in kept)
-        piece = min(PIECE, segment if whole else word_of(segment))
-        self.partials += self.count[1] * -(-self.count[2] // max(1, piece))
-        self.totals = max(self.totals, prod(size for size, _ in kept))
+        piece = min(PIECE, segment if whole else longest_piece(segment))
+        partials, totals = self.count[1] * -(-self.count[2] // max(1, piece)), prod(size for size, _ in kept)
+        self.partials += partials
+        self.totals = max(self.totals, totals)
+        self.addends = max(self.addends, partials // max(1, totals))
         if self.phase[operand]:
             self.late |= self.needs[operand]
         return 0, sum(1 << k for k in node.kept), self.phase[operand]

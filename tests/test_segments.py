@@ -210,3 +210,8 @@ def test_images_of_odd_size_take_two_kernels_as_the_report_says() -> None:
     report, _ = backward(32, 320, 63, 65)
     assert len(report.plans[1].clusters) == 2
     assert "segments of 4095 columns, which do not divide into blocks" in " ".join(str(report).split())
+
+
+def test_more_partial_results_than_they_save_are_two_kernels() -> None:
+    report, _ = backward(65536, 64, 4, 4)
+    assert len(report.plans[1].clusters) == 2
