@@ -34,6 +34,7 @@ _WHOLE = (
     aten._scaled_dot_product_attention_math.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten.embedding_dense_backward.default,
+    aten.select_scatter.default,  # PyTorch's gives the dtype of both, eager that of the first
 )
 
 # Right as they are in PyTorch, and not part of its core table. They call var_mean and friends,

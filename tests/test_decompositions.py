@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import fusion_compiler as fc
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.ops import Kind, spec_of
 from tests.samples import opinfo_samples
@@ -297,3 +299,13 @@ def test_bools_add_and_multiply_logically() -> None:
         mine, left = decomposed(function, x, y)
         assert torch.equal(mine, function(x, y))
         assert left <= {aten.logical_or.default, aten.logical_and.default}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16], ids=str)
+def test_what_is_scattered_into_keeps_its_dtype(dtype: torch.dtype) -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return torch.select_scatter(x * 2, y * 5, 1, -1)
+
+    x, y = (torch.randn(3, 4) * 9).to(dtype), torch.randn(3)
+    ours = fc.compile(fn, backend="interpret", strict=True)(x, y)
+    assert ours.dtype is dtype and torch.equal(ours, fn(x, y))
