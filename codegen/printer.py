@@ -590,10 +590,13 @@ class Printer:
 
     def print_row_values(self, numbers: Iterable[int]) -> None:
         """What belongs to the row and waits for no reduction along it: loaded while the row itself is, since
-        the compiler moves no load over a reduction."""
-        self.print_nodes(
-            i for i in self.need(numbers) if COLS not in self.a.groups[i] and not self.a.level[i]
-        )
+        the compiler moves no load over a reduction.
+
+        A loop that copies loads ahead would wait for the row values' copy before it begins to load the row.
+        """
+        if self.s.num_stages == 1:
+            wanted = self.need(numbers)
+            self.print_nodes(i for i in wanted if COLS not in self.a.groups[i] and not self.a.level[i])
 
     def whole_block(self) -> None:
         """Everything for one block of rows that lies in the tile entirely, stores included."""
