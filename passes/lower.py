@@ -351,6 +351,13 @@ class Lowering:
         keepdim = len(op.outputs[0].shape) == len(shape)
         kept_dims = [d for d in range(len(shape)) if d not in dims]
         kept = tuple(coords[d] for d in kept_dims) if keepdim else coords
+        if product(shape[d] for d in dims) == 1:
+            one = dict(zip(kept_dims, kept, strict=True))
+            node = self.of_one(
+                op, self.value(source, tuple(one.get(d, ZERO) for d in range(len(shape))), None)
+            )
+            self.reduced[op.name] = (coords, node)
+            return node
         over, kept_axes = self.reduced_groups(
             op, kept, tuple(shape[d] for d in kept_dims), tuple(shape[d] for d in dims)
         )
@@ -365,6 +372,17 @@ class Lowering:
         node = self.combine(op, source, tuple(full), over, kept_axes, position)
         self.reduced[op.name] = (coords, node)
         return node
+
+    def of_one(self, op: Op, value: int) -> int:
+        """A reduction of one element: the element, in the dtype of the result."""
+        spec = spec_of(op.target)
+        assert spec is not None
+        dtype = compute_dtype(op.outputs[0].dtype)
+        if spec.combine in ("argmax", "argmin"):
+            return self.constant(0, dtype, op.name)
+        if self.nodes[value].dtype is not dtype:
+            value = self.emit(Compute(aten._to_copy.default, (("self", Value(value)),), dtype), op.name)
+        return self.rounded_like(op, value)
 
     def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
         """A reduction of a tensor in pieces that keeps the dimension of the cut: one for each piece."""

@@ -23,7 +23,7 @@ from fusion_compiler.codegen.templates import schedules_of
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
-from fusion_compiler.loops import COLS, ROWS, LoopNest
+from fusion_compiler.loops import COLS, LoopNest
 from fusion_compiler.options import Options
 from fusion_compiler.partition import partition
 from fusion_compiler.plan import FusionPlan
@@ -96,8 +96,7 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
             kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
     if any(COLS in analysis.over(i) for i in analysis.reductions) and wide_rows.can_be_shared(analysis):
         half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
-        if hint(analysis.size(ROWS)) > 1:
-            kinds[Schedule(1, half, Cols.WHOLE, 3, splits=2)] = None
+        kinds[Schedule(1, half, Cols.WHOLE, 3, splits=2)] = None
         if wide_rows.fits(analysis):
             kinds[Schedule(1, few, Cols.LOOP, splits=3)] = None
             kinds[Schedule(1, half, Cols.WHOLE, splits=2)] = None

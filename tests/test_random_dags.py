@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 import fusion_compiler as fc
 from fusion_compiler.codegen.templates import schedules_of
 from tests.dags import NAMES, WIDE, Dag, dags
-from tests.exactness import Compiled, cramped, not_as_close, rounding_noise, wide
+from tests.exactness import Compiled, Schedules, cramped, not_as_close, rounding_noise, wide
 
 LONG = int(os.environ.get("FUSION_RANDOM_DAGS", "0"))
 
@@ -124,3 +125,16 @@ def test_values(dag: Dag) -> None:
     inputs = dag.tensors()
     compiled = Compiled(dag)
     check(dag, compiled(*inputs), inputs)
+
+
+@pytest.mark.parametrize("schedules", [schedules_of, cramped])
+def test_reductions_of_one_element_are_that_element(schedules: Schedules) -> None:
+    def fn(x: Tensor) -> Tensor:
+        whole = x.sum()
+        return whole.abs().sum() + whole + x
+
+    for shape in ((5, 7), (300, 70)):
+        x = torch.randn(shape)
+        for schedule in range(4):
+            ours = Compiled(fn, schedule, schedules)(x)
+            torch.testing.assert_close(ours.double(), fn(x.double()), rtol=1e-5, atol=1e-3)
