@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import schedules
 from benchmarks.__main__ import parse
@@ -16,8 +17,10 @@ from benchmarks.case import Case
 from benchmarks.schedules import Found, GpuClock, InterpreterClock, Search, clusters_of, summarize
 from benchmarks.sizes import ALL_CASES
 from fusion_compiler.builds import Build
+from fusion_compiler.codegen import finishing
 from fusion_compiler.codegen.analysis import Cols, Schedule
 from fusion_compiler.codegen.grid import neighbours
+from fusion_compiler.kernel import Kernel
 from fusion_compiler.launch import Runner
 from tests.exactness import Compiled
 from tests.fake_gpu import FakeGpu
@@ -163,14 +166,37 @@ def test_the_summary_counts_choices_within_five_percent() -> None:
     assert summary["prediction against the tuned: rank correlation"] == 1
 
 
+def kernels_of(compiled: Compiled) -> tuple[Kernel, ...]:
+    """Those of its only cluster."""
+    (runner,) = compiled.compiler.runners.values()
+    return runner.candidates[0].kernels
+
+
 @pytest.mark.parametrize("width", [1000, 1024, 5000])
 def test_a_maximum_in_each_lane_is_the_rows(width: int) -> None:
     """Rows that are read once by threads of many elements, with a tile of their end and without."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x - x.amax(-1, keepdim=True)).exp().sum(-1).log()
+
     by_lanes = Schedule(1, 1024, Cols.LOOP, num_warps=1)
-    compiled = Compiled(lambda x: torch.logsumexp(x, -1), schedules=lambda *_: (by_lanes,))
+    compiled = Compiled(fn, schedules=lambda *_: (by_lanes,))
     x = torch.randn(5, width) * 3
     x[0] = torch.arange(width) / 50
     x[1], x[2, 7], x[3, -1], x[4, : width // 2] = -torch.inf, torch.nan, torch.inf, -torch.inf
+    torch.testing.assert_close(compiled(x).double(), fn(x.double()), rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert "tl.reshape" in kernels_of(compiled)[0].source
+
+
+@pytest.mark.parametrize("most", [5, 4])
+def test_partial_results_of_many_programs_are_added_by_a_second_kernel(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finishing, "MOST_TICKETS", most)
+    by_row = Schedule(1, 8, Cols.WHOLE, num_warps=1)
+    compiled = Compiled(lambda x: torch.logsumexp(x, -1).mean(), schedules=lambda *_: (by_row,))
+    x = torch.randn(5, 7)
     torch.testing.assert_close(
-        compiled(x).double(), torch.logsumexp(x.double(), -1), rtol=1e-6, atol=1e-6, equal_nan=True
+        compiled(x).double(), torch.logsumexp(x.double(), -1).mean(), rtol=1e-6, atol=0
     )
+    assert len(kernels_of(compiled)) == (1 if most == 5 else 2)
