@@ -330,27 +330,24 @@ def _loop(
     """Whole blocks in a loop, without a mask; then what is left of the row, in a tile that is as narrow."""
     inner, lanes = inner_cols(p.a, p.s), end_lanes(p.a, p.s)
     names = [state.start(p) for state in states]
-    with p.scope(_blocks(p, inner)):
-        p.cols_at("start", inside=lanes > 0)
+
+    def block(start: str, inside: bool, ending: bool) -> None:
+        p.cols_at(start, inside)
         p.print_nodes(p.need(wanted))
         for state, own in zip(states, names, strict=True):
-            state.step(p, own)
+            (state.end if ending else state.step)(p, own)
         for number in pieces:
             partial_results(p, number)
         for store in stores:
             p.store(store)
+
+    with p.scope(_blocks(p, inner)):
+        block("start", inside=lanes > 0, ending=False)
     for state, own in zip(states, names, strict=True):
         state.fold(p, own)
     if lanes:
         with p.scope(_end(p, inner, lanes), lanes):
-            p.cols_at(str(inner))
-            p.print_nodes(p.need(wanted))
-            for state, own in zip(states, names, strict=True):
-                state.end(p, own)
-            for number in pieces:
-                partial_results(p, number)
-            for store in stores:
-                p.store(store)
+            block(str(inner), inside=False, ending=True)
     return names
 
 
