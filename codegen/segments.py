@@ -98,6 +98,8 @@ def scaled_sum(p: Printer, number: int) -> tuple[int, tuple[int, ...]] | None:
 
     (the reduction over segments, the loads of those values), where the block lies in one segment.
     """
+    if not p.a.segmented:
+        return None
     nodes, factors = p.loops.nodes, _factors(p.loops)
     reduce = nodes[number]
     assert isinstance(reduce, Reduce)
