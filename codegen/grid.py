@@ -90,9 +90,8 @@ def _coverings(a: Analysis, width: int) -> Iterator[tuple[Cols, int, int]]:
 
 def _shared(width: int) -> Iterator[tuple[Cols, int, int]]:
     """Rows shared by programs, each with a part that it holds or goes through."""
-    for splits in _powers(2, min(MOST_SPLITS, width // LEAST_PART)):
-        if splits < 2:
-            return
+    most = min(MOST_SPLITS, width // LEAST_PART)
+    for splits in _powers(2, most) if most > 1 else ():
         part = width // splits
         if part <= WIDEST_BLOCK:
             yield Cols.WHOLE, part, splits

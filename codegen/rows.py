@@ -13,9 +13,9 @@ WIDEST = 16384
 WARPS = 64  # that a multiprocessor holds
 MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the others are done
 # (elements, warps) of short rows of which nothing is stored: four times as many, by loads of a loop, which do
-# not stay in the caches. With exponentials, half as many a thread.
+# not stay in the caches; and of those with sums of exponentials, which take registers.
 ONLY_REDUCED = ((4096, 4), (2048, 4), (8192, 8), (16384, 32))
-ONLY_SUMMED_UP = ((4096, 2), (8192, 4), (2048, 1), (8192, 8))
+WITH_EXPONENTIALS = ((4096, 2), (8192, 4), (2048, 1), (8192, 8))
 LOOPED = 2048  # columns: rows that are longer and only reduced are gone through by threads of 64 elements
 
 
@@ -33,7 +33,7 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     most = 1 << max(0, (count - 1).bit_length())
     only_reduced = not a.tall and not any(COLS in a.groups[s.value] for s in a.loops.stores)
     if block <= 256 and only_reduced and a.online:
-        shapes, cols = [(n // block, w) for n, w in ONLY_SUMMED_UP], Cols.WHOLE
+        shapes, cols = [(n // block, w) for n, w in WITH_EXPONENTIALS], Cols.WHOLE
     elif block <= 256 and only_reduced:
         shapes, cols = [(n // block, w) for n, w in ONLY_REDUCED], Cols.LOOP
     else:

@@ -380,9 +380,7 @@ class Lowering:
         dtype = compute_dtype(op.outputs[0].dtype)
         if spec.combine in ("argmax", "argmin"):
             return self.constant(0, dtype, op.name)
-        if self.nodes[value].dtype is not dtype:
-            value = self.emit(Compute(aten._to_copy.default, (("self", Value(value)),), dtype), op.name)
-        return self.rounded_like(op, value)
+        return self.rounded_like(op, self.converted(value, dtype, op.name))
 
     def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
         """A reduction of a tensor in pieces that keeps the dimension of the cut: one for each piece."""
