@@ -169,6 +169,11 @@ class Analysis:
     def reductions(self) -> tuple[int, ...]:
         return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce))
 
+    def is_sum(self, number: int) -> bool:
+        """Whether a node adds up float32."""
+        node = self.loops.nodes[number]
+        return isinstance(node, Reduce) and node.combine == "sum" and node.dtype is torch.float32
+
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
         """Reductions over the rows: complete only when every program is done."""

@@ -311,8 +311,7 @@ class _Assembly:
         if self.s.in_passes:
             print_passes(p)
         else:
-            for number in self.a.segmented:
-                partial_results(p, number)
+            partial_results(p, self.a.segmented)
             p.whole_block()
 
     def row_loop(self, p: Printer, program: str, programs: int) -> dict[int, str]:
@@ -330,9 +329,9 @@ class _Assembly:
         rows = dim_text(self.a.size(ROWS))
         with p.scope(f"for first_row in tl.range({start}, {rows}, {step}{p.stages()}):"):
             p.rows_at("first_row")
+            p.pending = dict(accumulators)
             self.block(p)
-            for number in self.a.across_rows:
-                p.accumulate(number, accumulators[number], p.block_of_rows(number))
+            p.accumulate_rows(max(self.a.level, default=0))
         return accumulators
 
     def tile_accumulators(self, p: Printer) -> dict[int, str]:

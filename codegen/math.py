@@ -396,6 +396,21 @@ def multiply(a, b):
 
 
 @triton.jit
+def add_both(a, b, c, d):
+    """The combining function of two sums."""
+    return a + c, b + d
+
+
+@triton.jit
+def sums(x, y, axis: tl.constexpr, keep_dims: tl.constexpr):
+    """The sums of two tiles along an axis, as one reduction: the threads wait for each other once."""
+    if compiles_to_ptx():
+        return tl.reduce((x, y), axis, add_both, keep_dims=keep_dims)
+    else:
+        return tl.sum(x, axis=axis, keep_dims=keep_dims), tl.sum(y, axis=axis, keep_dims=keep_dims)
+
+
+@triton.jit
 def maximum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
     """The maximum along an axis; NaN where there is one, which tl.max would pass over."""
     nan = tl.max((x != x).to(tl.int32), axis=axis, keep_dims=keep_dims)

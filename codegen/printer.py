@@ -12,7 +12,7 @@ and end in one partial result a program.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -93,6 +93,7 @@ class Printer:
         self.depth = 1
         self.env: dict[int, str] = {}
         self.kept: dict[int, str] = {}  # tiles as they were loaded
+        self.pending: dict[int, str] = {}  # sums over rows that the block at hand is not yet added to
         self.index_env: dict[tuple[str, int], str] = {}
         self.taken = taken | RESERVED
         self.flat = schedule.block_rows == 1  # tiles are vectors
@@ -319,7 +320,8 @@ class Printer:
             case Compute():
                 text, base = self.compute(number, node), self.base_name(node)
             case Reduce():
-                text, base = self.reduce(number, node), self.base_of(number)
+                self.reduce(number)
+                return
         if text.isidentifier():  # a cast within the compute dtype, an operand that passes through
             self.env[number] = text
             return
@@ -406,10 +408,12 @@ class Printer:
     def can_be_kept(self, number: int) -> bool:
         """Whether a tile stays in registers as it was loaded, while programs wait for each other.
 
-        What is computed from it is computed again after that: of several rows, registers would not hold it.
+        What is computed from it is computed again after that: of several rows, or beside sums over rows,
+        registers would not hold it.
         """
         node = self.loops.nodes[number]
-        if self.flat or self.s.splits == 1 or self.s.cols is Cols.LOOP or not isinstance(node, Load):
+        room = self.flat and self.s.programs is None
+        if room or self.s.splits == 1 or self.s.cols is Cols.LOOP or not isinstance(node, Load):
             return False
         held = self.dtypes[node.buffer]
         whole = self.a.groups[number] == frozenset({ROWS, COLS})
@@ -524,12 +528,45 @@ class Printer:
             float(NEUTRAL[reduce.combine]) if reduce.dtype.is_floating_point else NEUTRAL[reduce.combine]
         )
 
-    def reduce(self, number: int, node: Reduce) -> str:
+    def reduce(self, number: int) -> None:
         """A reduction over the columns of a tile that holds whole rows."""
-        text = self.tile(number, frozenset({COLS}))
-        return self.fold(
-            node, text, "0" if self.flat else "1", keep=not self.flat, plain=number in self.a.nan_safe_max
+        together = [number, *self.sum_beside(number)]
+        tiles = [self.tile(n, frozenset({COLS})) for n in together]
+        names = [self.fresh(self.base_of(n)) for n in together]
+        self.fold_along(together, names, tiles)
+        self.env.update(zip(together, names, strict=True))
+
+    def sum_beside(self, number: int) -> list[int]:
+        """Another sum along the row that what this one waits for completes as well, if both are sums."""
+        own = (self.a.level[number], self.a.groups[number])
+        late = {*self.a.finish, *self.a.online, *self.a.moments, *(n for n, _ in self.a.moments.values())}
+        alike = (
+            n
+            for n in self.a.reductions
+            if self.a.is_sum(n)
+            and COLS in self.a.over(n)
+            and n not in late
+            and n not in self.env
+            and (self.a.level[n], self.a.groups[n]) == own
+            and n != number
         )
+        return [n for n in alike if self.a.is_sum(number) and number not in late][:1]
+
+    def fold_along(self, numbers: Sequence[int], names: Sequence[str], tiles: Sequence[str]) -> None:
+        """`print_folds` along the row; tiles of several rows keep the dimension."""
+        self.print_folds(numbers, names, tiles, "0" if self.flat else "1", keep=not self.flat)
+
+    def print_folds(
+        self, numbers: Sequence[int], names: Sequence[str], tiles: Sequence[str], axis: str, keep: bool
+    ) -> None:
+        """One reduction of a tile along an axis, or two sums, for which threads wait for each other once."""
+        if len(numbers) == 2:
+            self.line(f"{', '.join(names)} = fm.sums({', '.join(tiles)}, {axis}, {keep})")
+            return
+        node = self.loops.nodes[numbers[0]]
+        assert isinstance(node, Reduce)
+        plain = numbers[0] in self.a.nan_safe_max
+        self.line(f"{names[0]} = {self.fold(node, tiles[0], axis, keep, plain)}")
 
     def fold(self, node: Reduce, text: str, axis: str, keep: bool, plain: bool = False) -> str:
         """The tile reduced along one dimension."""
@@ -663,6 +700,11 @@ class Printer:
                 self.line(f"{name} = tl.{node.combine}imum({name}, {text}{nan})")
 
     # -- reductions over rows ----------------------------------------------------------------------
+
+    def accumulate_rows(self, passes: int) -> None:
+        """Add the block at hand to the sums over rows whose operands so many passes over it complete."""
+        for number in [n for n in self.pending if self.a.level[n] <= passes]:
+            self.accumulate(number, self.pending.pop(number), self.block_of_rows(number))
 
     def fold_rows(self, number: int, name: str) -> str:
         """An accumulator over row blocks, folded to this program's result: [1, cols], or one element."""

@@ -5,6 +5,7 @@ reductions keeps a state that goes on with each block, is folded to one value a 
 programs share the row, merged with theirs:
 
     Plain      sum(x), max(x), ...             an accumulator for each lane of the block
+    Sums       sum(x), sum(y)                  two of those, folded together
     Softmax    max(x), sum(exp(x - max))       one running maximum a row (Milakov and Gimelshein, 2018)
     Moments    sum(x), sum((x - mean)^2)       one running mean a row (Chan, Golub and LeVeque, 1983)
 """
@@ -82,6 +83,41 @@ class Scaled(Plain):
 
     def fold(self, p: Printer, names: Sequence[str]) -> None:
         """The state is one value a row already."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Two sums, for which the threads of a program wait for each other once."""
+
+    members: tuple[Plain, Plain]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(state.total for state in self.members)
+
+    def start(self, p: Printer) -> tuple[str, ...]:
+        return tuple(name for state in self.members for name in state.start(p))
+
+    def step(self, p: Printer, names: Sequence[str]) -> None:
+        for state, name in zip(self.members, names, strict=True):
+            state.step(p, (name,))
+
+    def single(self, p: Printer, names: Sequence[str]) -> None:
+        for state, name in zip(self.members, names, strict=True):
+            state.single(p, (name,))
+
+    def fold(self, p: Printer, names: Sequence[str]) -> None:
+        p.fold_along(self.numbers, names, names)
+
+    def end(self, p: Printer, names: Sequence[str]) -> None:
+        for state, name in zip(self.members, names, strict=True):
+            state.end(p, (name,))
+
+    def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
+        p.fold_along(self.numbers, names, parts)
+
+    def bind(self, p: Printer, names: Sequence[str]) -> None:
+        p.env.update(zip(self.numbers, names, strict=True))
 
 
 @dataclass(frozen=True)
@@ -208,7 +244,7 @@ class Moments:
         p.env[self.mean], p.env[self.squares] = names
 
 
-Running = Plain | Softmax | Moments
+Running = Plain | Sums | Softmax | Moments
 
 
 def _lanes(p: Printer) -> int:
@@ -275,8 +311,8 @@ def print_passes(p: Printer) -> None:
         pieces = [i for i in p.a.segmented if p.a.level[i] == number + 1]
         p.last_pass = number == max(levels) - 1
         if mine or writes or pieces:
-            states = [_scaled(p, state) for state in running(p.a, mine)]
-            names = _read_columns(p, states, pieces, writes)
+            states = _two_by_two(p.a, [_scaled(p, state) for state in running(p.a, mine)])
+            names = _read_columns(p, number, states, pieces, writes)
             if p.s.splits > 1 and states:
                 _exchange(p, states, names)
                 if p.kept:
@@ -288,29 +324,54 @@ def print_passes(p: Printer) -> None:
         p.store(store)
 
 
+def _two_by_two(a: Analysis, states: Sequence[Running]) -> list[Running]:
+    """Neighbours that are sums of float32 as one state."""
+    found: list[Running] = []
+    for state in states:
+        last = found[-1] if found else None
+        if isinstance(last, Plain) and isinstance(state, Plain) and _adds(a, last) and _adds(a, state):
+            found[-1] = Sums((last, state))
+        else:
+            found.append(state)
+    return found
+
+
+def _adds(a: Analysis, state: Plain) -> bool:
+    """Whether a state is the sum of tiles of float32 and nothing more."""
+    return type(state) is Plain and a.is_sum(state.total)
+
+
 def _scaled(p: Printer, state: Running) -> Running:
     """A state in terms of a sum over segments that the block computes anyway, where it has such terms."""
-    found = scaled_sum(p, state.total) if isinstance(state, Plain) and p.s.cols is Cols.WHOLE else None
+    if not isinstance(state, Plain) or p.s.cols is not Cols.WHOLE:
+        return state
+    found = scaled_sum(p, state.total)
     return state if found is None else Scaled(state.total, *found)
 
 
+def _first(states: Sequence[Running]) -> Iterator[int]:
+    """The reductions whose operands a pass computes; what else a state needs it makes."""
+    for state in states:
+        if not isinstance(state, Scaled):
+            yield from state.numbers if isinstance(state, Sums) else state.numbers[:1]
+
+
 def _read_columns(
-    p: Printer, states: Sequence[Running], pieces: Sequence[int], stores: Sequence[Store]
+    p: Printer, passes: int, states: Sequence[Running], pieces: Sequence[int], stores: Sequence[Store]
 ) -> list[tuple[str, ...]]:
     """A loop over this program's columns, or the tile where it holds them all; the folded states' names.
 
     pieces: reductions over segments, of which every block stores its part.
     """
-    first = [s.numbers[0] for s in states if not isinstance(s, Scaled)]  # what else a state needs it makes
-    wanted = [o for i in (*first, *pieces) for o in operands_of(p.loops.nodes[i])]
+    wanted = [o for i in (*_first(states), *pieces) for o in operands_of(p.loops.nodes[i])]
     wanted += [o for s in stores for o in store_operands(s)]
     p.print_nodes(i for i in p.need(wanted) if COLS not in p.a.groups[i])
     if p.s.cols is Cols.LOOP:
         return _loop(p, states, wanted, pieces, stores)
     names = [tuple(p.fresh(p.base_of(n)) for n in state.numbers) for state in states]
     p.print_nodes(p.need(wanted))
-    for number in pieces:
-        partial_results(p, number)
+    partial_results(p, pieces)
+    p.accumulate_rows(passes)
     for state, own in zip(states, names, strict=True):
         state.single(p, own)
     for store in stores:
@@ -336,8 +397,7 @@ def _loop(
         p.print_nodes(p.need(wanted))
         for state, own in zip(states, names, strict=True):
             (state.end if ending else state.step)(p, own)
-        for number in pieces:
-            partial_results(p, number)
+        partial_results(p, pieces)
         for store in stores:
             p.store(store)
 

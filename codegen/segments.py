@@ -9,7 +9,7 @@ pieces and rows that belong together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,28 +66,55 @@ def segments_of(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) 
     return Segments(named, tuple((nest, _schedule(nest)) for nest in nests))
 
 
-def partial_results(p: Printer, number: int) -> None:
-    """Store what the block at hand adds to a reduction over segments: one value a piece of each row."""
-    node = p.loops.nodes[number]
-    assert isinstance(node, Reduce)
-    p.print_nodes(p.need(operands_of(node)))
-    pieces = pieces_of(p.a, p.s, number)
-    here, text = p.s.block_cols // pieces.columns, p.tile(number, frozenset({COLS}))
-    if here > 1:
-        tall = not p.flat and ROWS in p.a.groups[node.operand]
-        shape = [*([] if p.flat else [p.s.block_rows if tall else 1]), here, pieces.columns]
-        text = p.fold(node, f"tl.reshape({text}, {shape})", str(len(shape) - 1), keep=False)
-    else:
-        text = p.fold_cols(node, text)
+def partial_results(p: Printer, numbers: Sequence[int]) -> None:
+    """Store what the block at hand adds to reductions over segments: one value a piece of each row."""
+    for alike in _two_by_two(p, numbers):
+        tiles: list[str] = []
+        for number in alike:
+            p.print_nodes(p.need(operands_of(p.loops.nodes[number])))
+            tiles.append(p.tile(number, frozenset({COLS})))
+        pieces = pieces_of(p.a, p.s, alike[0])
+        here = p.s.block_cols // pieces.columns
+        axis, keep = "0" if p.flat else "1", not p.flat
+        if here > 1:
+            (operand,) = operands_of(p.loops.nodes[alike[0]])
+            tall = not p.flat and ROWS in p.a.groups[operand]
+            shape = [*([] if p.flat else [p.s.block_rows if tall else 1]), here, pieces.columns]
+            tiles, axis, keep = [f"tl.reshape({t}, {shape})" for t in tiles], str(len(shape) - 1), False
+        names = [p.fresh("segment_sum") for _ in alike]
+        p.print_folds(alike, names, tiles, axis, keep)
+        for number, name in zip(alike, names, strict=True):
+            _store_pieces(p, number, name, pieces, here)
+
+
+def _two_by_two(p: Printer, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """Neighbours that are sums of tiles of the same shape together."""
+    found: list[tuple[int, ...]] = []
+    for number in numbers:
+        last = found[-1] if found else ()
+        if len(last) == 1 and _adds_alike(p, last[0], number):
+            found[-1] = (*last, number)
+        else:
+            found.append((number,))
+    return found
+
+
+def _adds_alike(p: Printer, one: int, other: int) -> bool:
+    """Whether two reductions are sums of float32 over the same pieces of the same axes."""
+    (mine,), (theirs,) = (operands_of(p.loops.nodes[n]) for n in (one, other))
+    shapes = [(pieces_of(p.a, p.s, n), p.a.groups[operand]) for n, operand in ((one, mine), (other, theirs))]
+    return p.a.is_sum(one) and p.a.is_sum(other) and shapes[0] == shapes[1]
+
+
+def _store_pieces(p: Printer, number: int, text: str, pieces: Pieces, here: int) -> None:
+    """Store the values of the pieces in the block; of a single one other sums may be made."""
     piece = _pieces_here(p, pieces.columns, here)
     masks = [p.row_mask] if p.row_mask and p.a.axes[ROWS] else []
     only = here == 1 and p.col_start is None
     masks += [f"({piece} < {pieces.count})"] if p.col_mask and not only else []
     mask = f", mask={' & '.join(masks)}" if masks else ""
     if here == 1:
-        p.index_env["sum", number] = name = p.fresh("segment_sum")
-        p.line(f"{name} = {text}")
-        text = name
+        p.index_env["sum", number] = text
     block = "" if p.flat else " + tl.zeros([1, 1], tl.int32)"  # a pointer to a block's only piece
     row = f" + row * {pieces.count}" if p.a.axes[ROWS] else block
     p.line(f"tl.store({p.pointers[partials_name(number)]}{row} + {piece}, {text}{mask})")

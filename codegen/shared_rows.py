@@ -8,23 +8,20 @@ under way.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
-from fusion_compiler.codegen.registers import tile_registers
-from fusion_compiler.codegen.wide_rows import MOST_PARTS, can_be_shared
+from fusion_compiler.codegen.wide_rows import MOST_AT_ONCE, MOST_PARTS, can_be_shared
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS
 
-# (rows, columns of a program, programs a multiprocessor, warps, stages): with fewer elements a program waits
-# longer than it works, with more its registers hold no sums beside them: those of ONE_SUM hold a single one.
-ONE_SUM = ((2, 4096, 2, 8, 3), (2, 8192, 1, 16, 3))
-SHAPES = ((1, 4096, 2, 8, 3), (4, 4096, 1, 16, 3), (1, 8192, 1, 16, 3), (1, 4096, 2, 4, 3))
-WIDEST = MOST_PARTS * 8192
+# (rows, columns of a program, programs a multiprocessor, warps, stages). With two rows an exchange programs
+# wait half as often; of programs that wait in turn, three have room where one sum over the rows is kept.
+TWO, NARROW, WIDE = (2, 4096, 2, 8, 3), (2, 2048, 4, 4, 3), (2, 8192, 1, 16, 3)
+ONE, THREE = (1, 4096, 2, 8, 3), (1, 4096, 3, 8, 3)
+WIDEST = MOST_AT_ONCE * 8192
 # Left alone the compiler takes more registers than a program's share of a multiprocessor's, and half of the
-# programs run when the others are done; ROOM of a share is for tiles.
-ROOM = 0.8
+# programs run when the others are done; it allocates them by eights.
+BY = 8
 
 
 def fits(a: Analysis) -> bool:
@@ -38,13 +35,21 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not isinstance(a.size(ROWS), int):
         count = 1 << 30
     found: list[Schedule] = []
-    shapes = (*ONE_SUM, *SHAPES) if len(a.across_rows) == 1 else SHAPES
-    for rows, block, share, warps, stages in shapes:
-        parts = -(-width // block)
-        if 1 < parts <= MOST_PARTS:
-            groups = max(1, min(share * device.sms // parts, -(-count // rows)))
-            s = Schedule(rows, block, Cols.WHOLE, groups, warps, stages, parts)
-            limit = device.registers_per_sm // (device.warp_size * warps * share)
-            fits_in = limit < 255 and (rows > 1 or tile_registers(a, s) <= ROOM * limit)
-            found.append(replace(s, registers=limit) if fits_in else s)
+    for rows, block, share, warps, stages in _shapes(width, len(a.across_rows)):
+        parts, slots = -(-width // block), share * device.sms
+        if 1 < parts <= (MOST_AT_ONCE if slots // parts == 1 else MOST_PARTS):
+            groups = max(1, min(slots // parts, -(-count // rows)))
+            limit = device.registers_per_sm // (device.warp_size * warps * share) // BY * BY
+            found.append(Schedule(rows, block, Cols.WHOLE, groups, warps, stages, parts, registers=limit))
     return tuple(found)
+
+
+def _shapes(width: int, sums: int) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Best guess first: the wider the row, the longer its programs wait, and the more each has to hold."""
+    if width <= 16384:
+        return NARROW, TWO, WIDE, ONE
+    if width <= 32768:
+        return TWO, NARROW, WIDE, ONE
+    if sums == 1:
+        return THREE, TWO, WIDE, ONE
+    return (TWO, WIDE, ONE, NARROW) if width <= 65536 else (WIDE, TWO, ONE, NARROW)

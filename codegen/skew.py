@@ -48,11 +48,14 @@ def fits(a: Analysis) -> bool:
 
 
 def skewed(a: Analysis, s: Schedule) -> Schedule | None:
-    """The skewed form of a schedule, one row a block; None if it has none."""
+    """The skewed form of a schedule, one row a block; None if it has none.
+
+    Of several rows each keeps its warps, but where programs share rows, which then have half as much to do.
+    """
     width = a.size(COLS)
     if not isinstance(width, int) or s.block_cols < WORD:
         return None
-    warps = max(1, s.num_warps // s.block_rows)
+    warps = s.num_warps if s.splits > 1 else max(1, s.num_warps // s.block_rows)
     form = replace(s, block_rows=1, num_warps=warps, word=WORD)
     if s.cols is Cols.GRID:
         row_each = s.programs is None and not a.across_rows and a.size(ROWS) != 1
