@@ -126,8 +126,13 @@ class Gpu(Protocol):
 class Variant:
     """Which builds of a program's kernels: see `target.build_of`."""
 
-    aligned: bool = True
+    loose: frozenset[str] = frozenset()
     wide: bool = False
+
+
+def misaligned(alignment: int, /, **values: int) -> frozenset[str]:
+    """The names of addresses and sizes that are no multiples of `alignment`."""
+    return frozenset(name for name, value in values.items() if value % alignment)
 
 
 # -- expressions ----------------------------------------------------------------------------------
@@ -252,7 +257,7 @@ def bind(
     variant: Variant,
     entries: Sequence[Entry],
     gpu: Gpu,
-    others: Callable[[bool, bool], Launcher],
+    others: Callable[[frozenset[str], bool], Launcher],
     elsewhere: Launcher,
     too_large: Launcher,
 ) -> Launcher:
@@ -286,7 +291,11 @@ def bind(
 
 
 def _write_variants(
-    text: _Text, program: Program, variant: Variant, parameters: str, others: Callable[[bool, bool], Launcher]
+    text: _Text,
+    program: Program,
+    variant: Variant,
+    parameters: str,
+    others: Callable[[frozenset[str], bool], Launcher],
 ) -> None:
     """Takes the addresses of the inputs, and hands calls that need other builds to those."""
     arguments = [argument for kernel in program.kernels for argument in kernel.arguments]
@@ -294,15 +303,17 @@ def _write_variants(
     narrow = sorted({a.index for a in arguments if a.role is Role.SIZE and a.dtype == torch.int32})
     if narrow and not variant.wide:
         text.add(f"if {' or '.join(f'n{i} > {INT32_MAX}' for i in narrow)}:")
-        text.add(f"    return variant({variant.aligned}, True)({parameters})")
+        text.add(f"    return variant({text.bind('loose', variant.loose)}, True)({parameters})")
     used = sorted({a.index for a in arguments if a.role is Role.INPUT})
     for i in used:
         text.add(f"p{i} = x{i}.data_ptr()")
-    letters = {Role.INPUT: "p", Role.SIZE: "n"}
-    checked = sorted({f"{letters[a.role]}{a.index}" for a in arguments if a.role in letters and a.aligned})
-    if checked and variant.aligned:
-        text.add(f"if ({' | '.join(checked)}) & {program.alignment - 1}:")
-        text.add(f"    return variant(False, {variant.wide})({parameters})")
+    claimed = sorted({a.given for a in arguments if a.given and a.aligned})
+    relied_on = [name for name in claimed if name not in variant.loose]
+    if relied_on:
+        text.bind("misaligned", misaligned)
+        found = f"misaligned({program.alignment}, {', '.join(f'{name}={name}' for name in claimed)})"
+        text.add(f"if ({' | '.join(relied_on)}) & {program.alignment - 1}:")
+        text.add(f"    return variant({found}, {variant.wide})({parameters})")
 
 
 def _write_grids(

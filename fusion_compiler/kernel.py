@@ -25,7 +25,7 @@ class Argument:
     index: position among the program's inputs, outputs, scratch buffers or sizes.
     dtype: of the buffer; int64 for sizes.
     aligned: the pointer (or size) is a multiple of 16 (bytes); the launcher checks it for
-        tensors that it did not allocate and takes the unaligned build when it is not.
+        tensors that it did not allocate and takes a build that does not rely on it when it is not.
     """
 
     name: str
@@ -33,6 +33,12 @@ class Argument:
     index: int
     dtype: torch.dtype
     aligned: bool = True
+
+    @property
+    def given(self) -> str:
+        """What the caller gives for it: "p0", "p1", ... (inputs), "n0", ... (sizes), or "" for nothing."""
+        letter = {Role.INPUT: "p", Role.SIZE: "n"}.get(self.role)
+        return f"{letter}{self.index}" if letter else ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Program:
 
     @property
     def alignment(self) -> int:
-        """Bytes: what the addresses of inputs are a multiple of, or the launcher takes an unaligned build."""
+        """Bytes: what the addresses of inputs are a multiple of, or the launcher takes another build."""
         return max(16, self.word)
 
     notes: dict[str, str] = field(default_factory=dict[str, str])

@@ -35,6 +35,7 @@ Backend = Literal["triton", "interpret", "eager"]
 
 # A later candidate is taken only where it beats every earlier one by more than timing noise.
 NOISE = 0.02
+MOST_VARIANTS = 4  # of a program's kernels that differ in which inputs are aligned
 
 
 def find_gpu(device: torch.device | None) -> Gpu:
@@ -163,7 +164,7 @@ class Runner:
         reasons: list[str] = []
         for i in order:
             try:
-                return _Bound(self, self.candidates[i], gpu).variant(True, False)
+                return _Bound(self, self.candidates[i], gpu).variant()
             except KernelError as error:
                 if len(order) == 1:
                     raise
@@ -183,7 +184,7 @@ class Runner:
         launchers: dict[int, Launcher] = {}
         for i, program in enumerate(self.candidates):
             try:
-                launchers[i] = _Bound(self, program, gpu).variant(True, False)
+                launchers[i] = _Bound(self, program, gpu).variant()
             except KernelError:
                 continue  # `_decide` reports it, if no other can be launched
         if len(launchers) < 2:
@@ -261,12 +262,12 @@ class _Bound:
         self._gpu = gpu
         self._variants: dict[Variant, Launcher] = {}
 
-    def variant(self, aligned: bool, wide: bool) -> Launcher:
+    def variant(self, loose: frozenset[str] = frozenset(), wide: bool = False) -> Launcher:
         """Raises KernelError when a kernel does not compile or needs more than the device has."""
-        wanted = Variant(aligned, wide)
+        wanted = Variant(loose, wide)
         found = self._variants.get(wanted)
         if found is None:
-            program = self._program if aligned else self._runner.for_any_address(self._program)
+            program = self._runner.for_any_address(self._program) if loose else self._program
             entries = [self._load(build) for build in program_builds(program, self._gpu.target, wanted)]
             found = self._variants[wanted] = bind(
                 program,
@@ -279,10 +280,16 @@ class _Bound:
             )
         return found
 
-    def _late_variant(self, aligned: bool, wide: bool) -> Launcher:
-        """A variant that a later call needs: when it cannot be built, the fallback takes that call."""
+    def _late_variant(self, loose: frozenset[str], wide: bool) -> Launcher:
+        """A variant that a later call needs: when it cannot be built, the fallback takes that call.
+
+        Where calls differ in what is aligned, those after the first few rely on nothing.
+        """
+        if len(self._variants) >= MOST_VARIANTS and Variant(loose, wide) not in self._variants:
+            kernels = self._program.kernels
+            loose = frozenset(a.given for kernel in kernels for a in kernel.arguments if a.given)
         try:
-            return self.variant(aligned, wide)
+            return self.variant(loose, wide)
         except KernelError as error:
             failure = error
         return lambda *arguments: self._runner._give_up(failure, arguments)
@@ -305,7 +312,7 @@ def program_builds(
 ) -> list[Build]:
     """The builds of a program's kernels, in order."""
     variant = variant or Variant()
-    return [build_of(kernel, target, variant.aligned, variant.wide) for kernel in program.kernels]
+    return [build_of(kernel, target, variant.loose, variant.wide) for kernel in program.kernels]
 
 
 @functools.cache

@@ -67,13 +67,12 @@ def parse_target(target: str) -> tuple[str, int | str, int]:
 def build_of(
     kernel: Kernel,
     target: tuple[str, int | str, int],
-    aligned: bool = True,
+    loose: frozenset[str] = frozenset(),
     wide_sizes: bool = False,
 ) -> Build:
     """What to compile for `kernel`.
 
-    aligned: False leaves out that the program's inputs and sizes are multiples of 16, which its
-        arguments may claim; what the launcher allocates is one in any case.
+    loose: inputs and sizes (`Argument.given`) that are no multiples of 16, whatever its arguments claim.
     wide_sizes: sizes are 64-bit even where the kernel would take them as 32-bit.
     """
 
@@ -82,7 +81,7 @@ def build_of(
         return "i64" if wide else argument_type(argument)
 
     def is_divisible(argument: Argument) -> bool:
-        return argument.aligned and (aligned or argument.role in (Role.OUTPUT, Role.SCRATCH))
+        return argument.aligned and argument.given not in loose
 
     arguments = kernel.arguments
     return Build(

@@ -34,7 +34,7 @@ from fusion_compiler.builds import Build
 from fusion_compiler.cache import Cache
 from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelError, MissingTritonError
 from fusion_compiler.kernel import Program, Role
-from fusion_compiler.launch import Runner, compile_all, find_gpu, interpret, tuning_key
+from fusion_compiler.launch import MOST_VARIANTS, Runner, compile_all, find_gpu, interpret, tuning_key
 from fusion_compiler.target import build_of
 from tests.fake_gpu import FakeGpu
 from tests.hand_made import argument, contiguous, elementwise, row_softmax, ticket_sum, two_kernel_sum
@@ -112,6 +112,26 @@ def test_unaligned_inputs_take_another_build() -> None:
     assert [build.divisible for build in gpu.loaded] == [(0, 1, 2), (2,)]
 
 
+def test_one_unaligned_input_leaves_the_others_aligned() -> None:
+    gpu = FakeGpu()
+    run = runner(gpu, add_bf16(100))
+    a, b = vectors(101)
+    for x, y in ((a[1:], b[:100]), (a[:100], b[1:]), (a[1:], b[1:]), (a[:100], b[:100]), (a[1:], b[:100])):
+        assert torch.equal(run(x, y)[0], x + y)
+    assert [build.divisible for build in gpu.loaded] == [(0, 1, 2), (1, 2), (0, 2), (2,)]
+
+
+def test_many_ways_of_not_being_aligned_share_a_build() -> None:
+    program = elementwise("x0 + x1 + x2", 96, (torch.bfloat16,) * 3, torch.bfloat16, block=128)
+    gpu = FakeGpu()
+    run = runner(gpu, program)
+    inputs = [torch.randn(97).bfloat16() for _ in range(3)]
+    for shifts in itertools.product((0, 1), repeat=3):
+        given = [x[s : 96 + s] for x, s in zip(inputs, shifts, strict=True)]
+        torch.testing.assert_close(run(*given)[0], sum(given), rtol=0.02, atol=0.02)
+    assert len(gpu.loaded) == MOST_VARIANTS + 1 and gpu.loaded[-1].divisible == (3,)
+
+
 def test_only_claimed_alignment_is_checked() -> None:
     program = add_bf16(100)
     (kernel,) = program.kernels
@@ -132,7 +152,7 @@ def test_a_size_may_claim_divisibility_too() -> None:
     for rows in (16, 5):
         x = torch.randn(rows, 100).bfloat16()
         assert_softmax(run(x, rows)[0], x)
-    assert [build.divisible for build in gpu.loaded] == [(0, 1, 2), (1,)]
+    assert [build.divisible for build in gpu.loaded] == [(0, 1, 2), (0, 1)]
 
 
 def test_sizes_beyond_int32_take_a_wide_build() -> None:
