@@ -57,7 +57,6 @@ from fusion_compiler.loops import (
     operands_of,
     store_operands,
 )
-from fusion_compiler.ops import spec_of
 
 aten = torch.ops.aten
 NEUTRAL = {"sum": 0, "prod": 1, "max": float("-inf"), "min": float("inf"), "any": False, "all": True}
@@ -408,12 +407,10 @@ class Printer:
     def can_be_kept(self, number: int) -> bool:
         """Whether a tile stays in registers as it was loaded, while programs wait for each other.
 
-        What is computed from it is computed again after that: of several rows, or beside sums over rows,
-        registers would not hold it.
+        What is computed from it is computed again after that, for which more programs have room.
         """
         node = self.loops.nodes[number]
-        room = self.flat and self.s.programs is None
-        if room or self.s.splits == 1 or self.s.cols is Cols.LOOP or not isinstance(node, Load):
+        if self.s.splits == 1 or self.s.cols is Cols.LOOP or not isinstance(node, Load):
             return False
         held = self.dtypes[node.buffer]
         whole = self.a.groups[number] == frozenset({ROWS, COLS})
@@ -422,7 +419,7 @@ class Printer:
         )
 
     def forget(self) -> None:
-        """Values of the tile are computed again from what was loaded, but for those that take long."""
+        """Values of the tile are computed again from what was loaded."""
         for number in sorted(self.env):
             node = self.loops.nodes[number] if number >= 0 else None
             if number in self.kept:
@@ -431,9 +428,7 @@ class Printer:
                 self.env[number] = name = self.fresh(self.env[number])
                 self.line(f"{name} = {convert(loaded, self.dtypes[node.buffer], node.dtype)}")
             elif isinstance(node, Compute) and self.a.groups[number] == frozenset({ROWS, COLS}):
-                spec = spec_of(node.target)
-                if spec is not None and not spec.special:
-                    del self.env[number]
+                del self.env[number]
 
     def same_in_block(self, node: Load) -> bool:
         """Whether a load moves with outer columns alone, of which all lanes of the block have the same."""

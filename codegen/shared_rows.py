@@ -37,7 +37,7 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     found: list[Schedule] = []
     for rows, block, share, warps, stages in _shapes(width, len(a.across_rows)):
         parts, slots = -(-width // block), share * device.sms
-        if 1 < parts <= (MOST_AT_ONCE if slots // parts == 1 else MOST_PARTS):
+        if 1 < parts <= min(slots, MOST_AT_ONCE if slots // parts == 1 else MOST_PARTS):
             groups = max(1, min(slots // parts, -(-count // rows)))
             limit = device.registers_per_sm // (device.warp_size * warps * share) // BY * BY
             found.append(Schedule(rows, block, Cols.WHOLE, groups, warps, stages, parts, registers=limit))

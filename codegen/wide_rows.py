@@ -7,6 +7,7 @@ they reduced; rows that are only reduced are shared where there are too few of t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, accumulator_dtype
@@ -19,6 +20,7 @@ MOST_PARTS = 64  # of a row, far fewer than the programs that run at once: they 
 MOST_AT_ONCE = 128  # the same where all programs of all rows run at once
 FEW = 16  # parts of a row: to wait for each other costs nothing yet; for twice as many, a little
 WARPS = 32  # of a multiprocessor: with fewer, rows that are only reduced are shared
+KEPT = 64  # registers of a thread that keeps 32 elements of two tensors
 LEAST_PART = 8192  # elements that are worth a program of their own, where programs only reduce
 
 
@@ -39,42 +41,47 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 def _reading_twice(a: Analysis, width: int, rows: int, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Where a row is read, reduced and read again: from L2 or L1 if it is one tensor; of several,
-    registers keep what was computed."""
+    registers keep what was read."""
+    most = min(MOST_PARTS, device.sms)
     simple = not (a.online or a.moments)  # an element is added and forgotten: registers for more warps
     if _full_loads(a) > 1:
-        alone, parts = ((16384, 16), (8192, 16)), _kept(width)
+        alone, shared = ((16384, 16), (8192, 16)), _kept(width, most)
     elif width <= FEW * 8192:
         alone = ((16384, 32 if simple else 8), (16384, 16), (8192, 16))
         warps = (8, 4) if simple else (4, 8)
         parts = ((8192, 4096, warps[0]), (16384, 8192, 8), (8192, 4096, warps[1]))
+        shared = [_shared(width, *shape, most) for shape in parts]
     else:
         alone = ((16384, 8), (8192, 16))
         parts = ((16384, 8192, 8), (16384, 4096, 8), (32768, 4096, 16), (32768, 8192, 8))
         if simple and width > 2 * FEW * 16384:  # half as many parts, if they fill the device
             filled = rows * width // 32768 * 16 >= WARPS * device.sms
             parts = (parts[2 if filled else 1], *parts)
-    shared = [s for shape in parts if (s := _shared(width, *shape)).splits > 1]
+        shared = [_shared(width, *shape, most) for shape in parts]
     loops = [_alone(width, *shape) for shape in alone]
     first = loops[:1] if width <= WIDEST_ALONE and _full_loads(a) == 1 else []
-    return (*first, *shared, *loops)
+    return (*first, *(s for s in shared if s.splits > 1), *loops)
 
 
-def _kept(width: int) -> tuple[tuple[int, int, int], ...]:
-    """(part, block, warps) of rows that registers keep: parts as small as they can be while they are few.
+def _kept(width: int, most: int) -> list[Schedule]:
+    """Registers keep the parts of rows, as small as they can be while they are few.
 
-    Parts of 16384 columns are read again instead, eight elements a thread at once.
+    Where much is computed of what is kept, more programs run if their registers are limited.
     """
+    small, part = _shared(width, 4096, 4096, 4, most), _shared(width, 8192, 8192, 8, most)
+    limited = replace(part, registers=KEPT)
     if width <= 2 * FEW * 4096:
-        return (4096, 4096, 4), (8192, 8192, 8), (2048, 2048, 4), (4096, 4096, 8)
-    if width <= 2 * FEW * 8192:
-        return (8192, 8192, 8), (8192, 8192, 16), (8192, 8192, 4), (16384, 4096, 16)
-    return (16384, 4096, 16), (16384, 8192, 16), (32768, 4096, 16), (16384, 8192, 8)
+        return [small, part, limited, replace(small, num_warps=8)]
+    if width <= most * 8192:
+        return [limited, part, replace(part, num_warps=16), _shared(width, 16384, 4096, 16, most)]
+    shapes = ((16384, 4096, 16), (16384, 8192, 16), (32768, 4096, 16), (16384, 8192, 8))
+    return [_shared(width, *shape, most) for shape in shapes]
 
 
 def _reading_once(a: Analysis, width: int, rows: int, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Where rows are only reduced: much in flight, and programs that end together."""
     slots = WARPS * device.sms
-    most = MOST_AT_ONCE if rows * MOST_AT_ONCE <= device.sms else MOST_PARTS
+    most = MOST_AT_ONCE if rows * MOST_AT_ONCE <= device.sms else min(MOST_PARTS, device.sms)
     most = max(1, min(most, _full_loads(a) * width // LEAST_PART)) if can_be_shared(a) else 1
     shapes = [(16384, 16), (8192, 8), (4096, 4), (4096, 8)]
     if rows * 16 <= slots and most > 1:  # shared even by programs of eight warps
@@ -99,7 +106,7 @@ def _alone(width: int, block: int, warps: int) -> Schedule:
     return Schedule(1, min(block, 1 << max(4, (width - 1).bit_length())), Cols.LOOP, num_warps=warps)
 
 
-def _shared(width: int, part: int, block: int, warps: int, most: int = MOST_PARTS) -> Schedule:
+def _shared(width: int, part: int, block: int, warps: int, most: int) -> Schedule:
     """At most `most` programs with at least `part` columns each, in whole blocks."""
     part = max(-(-part // block), -(-width // (most * block))) * block
     splits = -(-width // part)

@@ -21,7 +21,7 @@ from fusion_compiler.loops import (
     operands_of,
     segment_of,
 )
-from fusion_compiler.passes.cost import MOST_PARTS
+from fusion_compiler.passes.cost import MOST_AT_ONCE, MOST_PARTS
 
 MOST_OPS = 96
 MOST_BUFFERS = 24
@@ -146,7 +146,7 @@ def width(loops: LoopNest, device: DeviceSpec) -> str | None:
     alone = widest = device.registers_per_sm // 4
     told = [n for n in loops.nodes if isinstance(n, Reduce) and COLS in n.over and not n.kept]
     if all(n.combine in ("any", "all") or n.dtype.itemsize == 4 for n in told):
-        widest = MOST_PARTS * alone // 2
+        widest = (MOST_AT_ONCE if device.sms >= MOST_AT_ONCE else MOST_PARTS) * alone // 2
     if (along_row or both) and row_of_sums:
         if not all(isinstance(c, int) for c in cols):
             return "sums over rows beside sums along rows of unknown width"
