@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Case
+from benchmarks.case import Case, as_tuple
 from benchmarks.clusters import CASES
 from benchmarks.contenders import contenders
 from benchmarks.kernels import leaves
@@ -23,25 +23,23 @@ NAMES = ("RMSNorm written out", "SwiGLU", "softmax", "residual add + RMSNorm, 2 
 
 
 def microseconds(case: Case, compile_: Any, train: bool, device: torch.device) -> float:
-    """Per call: forward under no_grad, or forward and backward."""
+    """Per call: forward where no gradients are recorded, or forward and backward."""
     inputs = leaves(case.inputs(device, quick=True), case.differentiate if train else ())
     called = compile_(case.fn)
     wrt = [inputs[n] for n in case.differentiate]
+    given = tuple(inputs.values())
 
     def forward() -> object:
-        with torch.no_grad():
-            return called(*inputs.values())
+        return called(*given)
 
     def both() -> object:
-        result = called(*inputs.values())
-        outputs = result if isinstance(result, tuple) else (result,)
-        return torch.autograd.grad(outputs, wrt, gradients)
+        return torch.autograd.grad(as_tuple(called(*given)), wrt, gradients)
 
-    first = called(*inputs.values())
-    gradients = [torch.ones_like(o) for o in (first if isinstance(first, tuple) else (first,))]
-    for _ in range(20):
-        both() if train else forward()
-    return host_time(both if train else forward, device) * 1e6
+    with torch.set_grad_enabled(train):
+        gradients = [torch.ones_like(o) for o in as_tuple(called(*given))]
+        for _ in range(20):
+            both() if train else forward()
+        return host_time(both if train else forward, device) * 1e6
 
 
 def main(options: argparse.Namespace) -> Record:

@@ -16,6 +16,7 @@ MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the
 # not stay in the caches; and of those with sums of exponentials, which take registers.
 ONLY_REDUCED = ((4096, 4), (2048, 4), (8192, 8), (16384, 32))
 WITH_EXPONENTIALS = ((4096, 2), (8192, 4), (2048, 1), (8192, 8))
+SKEWED_LOOP = 4096  # columns of a block, in rows that begin anywhere: within the row it has no masks
 LOOPED = 2048  # columns: rows that are longer and only reduced are gone through by threads of 64 elements
 
 
@@ -37,7 +38,7 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     elif block <= 256 and only_reduced:
         shapes, cols = [(n // block, w) for n, w in ONLY_REDUCED], Cols.LOOP
     else:
-        shapes, cols = _shapes(a, block), Cols.WHOLE
+        shapes, cols = _shapes(a, width, block), Cols.WHOLE
     found = [
         Schedule(r, block, cols, num_warps=w) for r, w in dict.fromkeys((min(r, most), w) for r, w in shapes)
     ]
@@ -46,6 +47,8 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         found = [Schedule(1, b, Cols.LOOP, num_warps=b // LOOPED) for b in blocks] + found
     if a.across_rows:
         return tuple(_in_turn(s, count, device) for s in found)
+    if width % WORD and block > SKEWED_LOOP and not only_reduced:
+        found.insert(1, Schedule(1, SKEWED_LOOP, Cols.LOOP, num_warps=4))
     if _same_for_all_rows(a) and (width % WORD or block > 2048):
         known = isinstance(a.size(ROWS), int)
         found.insert(1 if width % WORD else 3, _looped(block, count if known else 1 << 30, device))
@@ -73,7 +76,7 @@ def _looped(block: int, count: int, device: DeviceSpec) -> Schedule:
     return Schedule(rows, block, Cols.WHOLE, programs, num_warps=8, num_stages=3)
 
 
-def _shapes(a: Analysis, block: int) -> tuple[tuple[int, int], ...]:
+def _shapes(a: Analysis, width: int, block: int) -> tuple[tuple[int, int], ...]:
     """(rows, warps), best guess first."""
     if a.tall and block <= 4096:  # neighbours in memory are rows: a sector of them at least
         return tuple((r, w) for r, w in ((16, 16), (32, 16), (8, 8)) if r * block <= 2 * WIDEST) or ((1, 8),)
@@ -90,4 +93,6 @@ def _shapes(a: Analysis, block: int) -> tuple[tuple[int, int], ...]:
         return ((1, 4), (1, 8), (1, 16))
     if block <= 8192:
         return ((1, 8), (1, 32), (1, 16), (1, 4))
+    if width % WORD:  # skewed: masks take issue slots, of which fewer threads need fewer
+        return ((1, 8), (1, 16), (1, 32))
     return ((1, 16), (1, 32), (1, 8))

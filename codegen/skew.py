@@ -17,7 +17,6 @@ its blocks lie within the row and have no masks.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import zip_longest
 from math import gcd
 
 from fusion_compiler.codegen.analysis import (
@@ -98,17 +97,13 @@ def _covers(a: Analysis, s: Schedule, width: int) -> bool:
 
 
 def with_skewed(a: Analysis, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """Schedules in turn with skewed forms of them, those that loop over rows before the others.
+    """Schedules with skewed forms of them, those that loop over rows before the others.
 
-    The first stays the first: it serves inputs that do not begin with a word. Of rows in passes, which are
-    read twice, all skewed forms come next.
+    The first stays the first: it serves inputs that do not begin with a word. Its own kind comes last.
     """
     if not fits(a):
         return schedules
     plain = tuple(replace(s, registers=None) for s in schedules)  # to move single elements takes more
     found = (skewed(a, s) for s in schedules if s.block_cols >= NARROWEST)
     forms = sorted(dict.fromkeys(s for s in found if s is not None), key=lambda s: s.programs is None)
-    if schedules[0].in_passes:
-        return (plain[0], *forms, *plain[1:])
-    in_turn = zip_longest(plain, forms)
-    return tuple(s for pair in in_turn for s in pair if s is not None)
+    return (plain[0], *forms, *plain[1:])
