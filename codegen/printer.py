@@ -57,6 +57,7 @@ from fusion_compiler.loops import (
     operands_of,
     store_operands,
 )
+from fusion_compiler.ops import spec_of
 
 aten = torch.ops.aten
 NEUTRAL = {"sum": 0, "prod": 1, "max": float("-inf"), "min": float("inf"), "any": False, "all": True}
@@ -418,8 +419,10 @@ class Printer:
             whole and held in (torch.float16, torch.bfloat16, torch.float32) and node.buffer not in self.empty
         )
 
-    def forget(self) -> None:
-        """Values of the tile are computed again from what was loaded."""
+    def forget(self, wanted: Iterable[int]) -> None:
+        """Before `wanted` is printed: tiles are computed again from what was loaded, but for those which it
+        reads that took special functions."""
+        read = {o for n in self.need(wanted) for o in operands_of(self.loops.nodes[n])}
         for number in sorted(self.env):
             node = self.loops.nodes[number] if number >= 0 else None
             if number in self.kept:
@@ -428,7 +431,16 @@ class Printer:
                 self.env[number] = name = self.fresh(self.env[number])
                 self.line(f"{name} = {convert(loaded, self.dtypes[node.buffer], node.dtype)}")
             elif isinstance(node, Compute) and self.a.groups[number] == frozenset({ROWS, COLS}):
-                del self.env[number]
+                if number not in read or not self.takes_long(number):
+                    del self.env[number]
+
+    def takes_long(self, number: int) -> bool:
+        """Whether a tile takes special functions to compute from what was loaded."""
+        node = self.loops.nodes[number]
+        if not isinstance(node, Compute) or self.a.groups[number] != frozenset({ROWS, COLS}):
+            return False
+        spec = spec_of(node.target)
+        return spec is None or spec.special > 0 or any(self.takes_long(o) for o in operands_of(node))
 
     def same_in_block(self, node: Load) -> bool:
         """Whether a load moves with outer columns alone, of which all lanes of the block have the same."""

@@ -316,7 +316,7 @@ def print_passes(p: Printer) -> None:
             if p.s.splits > 1 and states:
                 _exchange(p, states, names)
                 if p.kept:
-                    p.forget()
+                    p.forget([*(o for s in stores for o in store_operands(s)), *p.accumulated()])
             for state, own in zip(states, names, strict=True):
                 state.bind(p, own)
     for store in by_row:

@@ -69,11 +69,11 @@ def _kept(width: int, most: int) -> list[Schedule]:
     Where much is computed of what is kept, more programs run if their registers are limited.
     """
     small, part = _shared(width, 4096, 4096, 4, most), _shared(width, 8192, 8192, 8, most)
-    limited = replace(part, registers=KEPT)
     if width <= 2 * FEW * 4096:
-        return [small, part, limited, replace(small, num_warps=8)]
+        return [small, part, replace(small, registers=KEPT), replace(small, num_warps=8)]
     if width <= most * 8192:
-        return [limited, part, replace(part, num_warps=16), _shared(width, 16384, 4096, 16, most)]
+        wide = _shared(width, 16384, 4096, 16, most)
+        return [replace(part, registers=KEPT), part, replace(part, num_warps=16), wide]
     shapes = ((16384, 4096, 16), (16384, 8192, 16), (32768, 4096, 16), (16384, 8192, 8))
     return [_shared(width, *shape, most) for shape in shapes]
 

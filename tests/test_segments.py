@@ -206,6 +206,16 @@ def test_a_block_of_several_segments_does_not_spill() -> None:
     assert [compile_for(kernel, "sm_90").spills for kernel in first.kernels] == [0, 0]
 
 
+def test_what_took_special_functions_is_kept_and_the_rest_computed_again() -> None:
+    """Between the sums and dx: x as it was loaded, and the product in which the sigmoid is."""
+    _, (first, *_) = backward(16, 512, 128, 128)
+    kernel = first.kernels[0]
+    counts = [kernel.source.count(name) for name in ("_sigmoid(", "fm.again(in1_loaded)", "fm.sums(")]
+    assert counts == [1, 1, 1]
+    binary = compile_for(kernel, "sm_90")
+    assert binary.registers == kernel.registers == 64 and not binary.spills
+
+
 def test_images_of_odd_size_take_two_kernels_as_the_report_says() -> None:
     report, _ = backward(32, 320, 63, 65)
     assert len(report.plans[1].clusters) == 2
