@@ -411,17 +411,39 @@ def sums(x, y, axis: tl.constexpr, keep_dims: tl.constexpr):
 
 
 @triton.jit
+def larger(a, b):
+    """The combining function of maxima: NaN where there is one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL).to(a.dtype)
+
+
+@triton.jit
+def smaller(a, b):
+    """The combining function of minima: NaN where there is one."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL).to(a.dtype)
+
+
+@triton.jit
 def maximum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
     """The maximum along an axis; NaN where there is one, which tl.max would pass over."""
-    nan = tl.max((x != x).to(tl.int32), axis=axis, keep_dims=keep_dims)
-    return tl.where(nan != 0, float("nan"), tl.max(x, axis=axis, keep_dims=keep_dims))
+    if compiles_to_ptx():
+        return tl.reduce(x, axis, larger, keep_dims=keep_dims)
+    else:
+        return tl.where(has_nan(x, axis, keep_dims), float("nan"), tl.max(x, axis=axis, keep_dims=keep_dims))
 
 
 @triton.jit
 def minimum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
     """The minimum along an axis; NaN where there is one, which tl.min would pass over."""
-    nan = tl.max((x != x).to(tl.int32), axis=axis, keep_dims=keep_dims)
-    return tl.where(nan != 0, float("nan"), tl.min(x, axis=axis, keep_dims=keep_dims))
+    if compiles_to_ptx():
+        return tl.reduce(x, axis, smaller, keep_dims=keep_dims)
+    else:
+        return tl.where(has_nan(x, axis, keep_dims), float("nan"), tl.min(x, axis=axis, keep_dims=keep_dims))
+
+
+@triton.jit
+def has_nan(x, axis: tl.constexpr, keep_dims: tl.constexpr):
+    """Whether there is a NaN along an axis."""
+    return tl.max((x != x).to(tl.int32), axis=axis, keep_dims=keep_dims) != 0
 
 
 @triton.jit
