@@ -111,3 +111,14 @@ def test_inputs_that_are_not_aligned(shift: int) -> None:
     fast = fc.compile(gelu_norm, strict=True)
     assert_not_worse(gelu_norm, fast, storage[: 1024 * 512].view(1024, 512), weight)
     assert_not_worse(gelu_norm, fast, storage[shift:].view(1024, 512), weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [300, 5000, 70000])
+def test_a_maximum_is_nan_where_there_is_one(width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(64, width, device=CUDA, dtype=dtype)
+    x[3, 7] = x[9, -1] = float("nan")
+    x[5] = -float("inf")
+    for fn in (lambda x: x.amax(1), lambda x: x.amin(1), lambda x: x - x.amax(1, keepdim=True)):
+        assert torch.equal(fc.compile(fn, strict=True)(x).nan_to_num(), fn(x).nan_to_num())
+        assert torch.equal(fc.compile(fn, strict=True)(x).isnan(), fn(x).isnan())
