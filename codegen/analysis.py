@@ -57,7 +57,8 @@ class Schedule:
     same time and exchange what they reduced, in 32 bits a row and once a block. In a loop over rows,
     `programs` counts the groups of them.
     word: elements in which rows that begin anywhere are moved (`codegen.skew`): the columns are counted from
-    the word in which the row begins; 0 counts them from its first element. One row a block.
+    the word in which the row begins; 0 counts them from its first element. One row a block, or several of a
+    loop that programs share.
     registers: the most that a thread may take, so that as many programs as are to run at once do.
     """
 
@@ -83,6 +84,14 @@ class Schedule:
     @property
     def skewed(self) -> bool:
         return self.word > 0
+
+    @property
+    def rows_apart(self) -> int:
+        """From one row of a block to the next: skewed rows of a block begin at the same place of a word."""
+        if not self.skewed or self.block_rows == 1:
+            return 1
+        assert self.programs is not None
+        return self.programs
 
     @property
     def in_passes(self) -> bool:

@@ -326,7 +326,8 @@ class _Assembly:
             i: p.start_accumulator(i, accumulated_groups(self.a, self.s, i)) for i in self.a.across_rows
         }
         step = programs * self.s.block_rows
-        start = program if self.s.block_rows == 1 or program == "0" else f"{program} * {self.s.block_rows}"
+        alone = program == "0" or self.s.block_rows == 1 or self.s.skewed  # its first block begins there
+        start = program if alone else f"{program} * {self.s.block_rows}"
         rows = dim_text(self.a.size(ROWS))
         with p.scope(f"for first_row in tl.range({start}, {rows}, {step}{p.stages()}):"):
             p.rows_at("first_row")

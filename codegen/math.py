@@ -470,35 +470,38 @@ UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it ever
 
 
 @triton.jit
-def send(mail, value, part, parts, splits: tl.constexpr, rows=1):
+def send(mail, value, part, parts, splits: tl.constexpr, rows=1, apart: tl.constexpr = 1):
     """Leave a row's value for every one of the programs that share it, this one included.
 
     mail: int64 [splits, splits] of this row, by receiver and sender, zero before and after. value: a number
     of 32 bits. part: this program's number; parts: all numbers, 0, 1, ... to a power of two. A value of
-    [n, 1] is that of n rows, of which so many exist, with one row's mail behind the other's.
+    [n, 1] is that of n rows, each so many rows `apart` from the next; rows: how many exist from the first on.
 
     A letter is the value with a mark above it, in one store, so that nothing has to be ordered (the status
     words of Merrill and Garland's decoupled look-back, 2016). Programs start in the order of their numbers:
     those of one row run at the same time while they are far fewer than the device can hold.
     """
-    post(mail, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), part, parts, splits, rows)
+    post(mail, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), part, parts, splits, rows, apart)
 
 
 @triton.jit
-def send_pair(mail, first, second, part, parts, splits: tl.constexpr, rows=1):
+def send_pair(mail, first, second, part, parts, splits: tl.constexpr, rows=1, apart: tl.constexpr = 1):
     """The same for two float32 values in one letter, where no bit is left for a mark."""
     first = tl.where(first == first, first, float("nan"))  # a NaN of the user's may be any
     low, high = (first.to(tl.uint32, bitcast=True) ^ UNSENT).to(tl.int64), second.to(tl.uint32, bitcast=True)
-    post(mail, low | (high.to(tl.int64) << 32), part, parts, splits, rows)
+    post(mail, low | (high.to(tl.int64) << 32), part, parts, splits, rows, apart)
 
 
 @triton.jit
-def post(mail, letter, part, parts, splits: tl.constexpr, rows):
+def post(mail, letter, part, parts, splits: tl.constexpr, rows, apart: tl.constexpr):
     """The letter of one row, or of each, to all parts."""
     if len(letter.shape) == 2:
         for r in tl.static_range(letter.shape[0]):
             one = tl.sum(tl.sum(tl.where(row_numbers(letter.shape[0]) == r, letter, 0), axis=0), axis=0)
-            box, inside = mail + (r * splits + parts) * splits + part, (parts < splits) & (r < rows)
+            box, inside = (
+                mail + (r * apart * splits + parts) * splits + part,
+                (parts < splits) & (r * apart < rows),
+            )
             tl.atomic_xchg(box, one + parts * 0, mask=inside, sem="relaxed")
     else:
         tl.atomic_xchg(mail + parts * splits + part, letter + parts * 0, mask=parts < splits, sem="relaxed")
@@ -517,16 +520,16 @@ def with_row(values, r: tl.constexpr, value):
 
 
 @triton.jit
-def receive(mail, value, part, parts, splits: tl.constexpr, neutral, rows=1):
+def receive(mail, value, part, parts, splits: tl.constexpr, neutral, rows=1, apart: tl.constexpr = 1):
     """What each of the programs has sent, in the type of `value`; `neutral` past the last.
 
     Where `value` is that of several rows: a tuple of that for each of them.
     """
-    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows)
+    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
     if len(value.shape) == 2:
         theirs = ()
         for r in tl.static_range(value.shape[0]):
-            theirs = theirs + (opened(letters[r], value, (parts < splits) & (r < rows), neutral),)
+            theirs = theirs + (opened(letters[r], value, (parts < splits) & (r * apart < rows), neutral),)
         return theirs
     else:
         return opened(letters, value, parts < splits, neutral)
@@ -539,13 +542,15 @@ def opened(letters, value, inside, neutral):
 
 
 @triton.jit
-def receive_pair(mail, value, part, parts, splits: tl.constexpr, neutral, other_neutral, rows=1):
+def receive_pair(
+    mail, value, part, parts, splits: tl.constexpr, neutral, other_neutral, rows=1, apart: tl.constexpr = 1
+):
     """The same for two float32 values."""
-    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows)
+    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
     if len(value.shape) == 2:
         theirs = ()
         for r in tl.static_range(value.shape[0]):
-            inside = (parts < splits) & (r < rows)
+            inside = (parts < splits) & (r * apart < rows)
             theirs = theirs + (opened_pair(letters[r], inside, neutral, other_neutral),)
         return theirs
     else:
@@ -561,7 +566,7 @@ def opened_pair(letters, inside, neutral, other_neutral):
 
 
 @triton.jit
-def collected(mail, value, inside, splits: tl.constexpr, rows):
+def collected(mail, value, inside, splits: tl.constexpr, rows, apart: tl.constexpr):
     """The letters, once all have come, out of mailboxes that are empty then; 1 where none is expected.
 
     A first look, before the wait: in a loop it goes out early and sees nothing, yet programs that begin to
@@ -570,8 +575,8 @@ def collected(mail, value, inside, splits: tl.constexpr, rows):
     count: tl.constexpr = value.shape[0] if len(value.shape) == 2 else 1
     boxes, wanted, letters = (), (), ()
     for r in tl.static_range(count):
-        boxes = boxes + (mail + r * splits * splits,)
-        wanted = wanted + (inside & (r < rows) if count > 1 else inside,)
+        boxes = boxes + (mail + r * apart * splits * splits,)
+        wanted = wanted + (inside & (r * apart < rows) if count > 1 else inside,)
     if compiles_to_ptx():
         for r in tl.static_range(count):
             letters = letters + (delivered(boxes[r], wanted[r], 1),)

@@ -158,10 +158,13 @@ class Printer:
         if self.s.splits > 1 and start != "first_row":  # which the exchange asks for
             self.line(f"first_row = {start}")
             start = "first_row"
-        self.line(f"row = {start} + tl.arange(0, {self.s.block_rows})[:, None]")
-        if size == 0 or quotient(size, self.s.block_rows) is None:
+        rows, apart = self.s.block_rows, self.s.rows_apart
+        self.line(f"row = {start} + tl.arange(0, {rows})[:, None]{f' * {apart}' if apart > 1 else ''}")
+        if size == 0 or quotient(size, rows * apart) is None:
             self.line(f"row_inside = row < {dim_text(size)}")
             self.row_mask = "row_inside"
+        if self.s.skewed:
+            skewed_tiles.row_begins(self)
 
     def cols_at(self, start: str | None, inside: bool = False) -> None:
         """Define `col` for the block of columns that starts at `start` (None: the only one).
@@ -169,11 +172,10 @@ class Printer:
         inside: the whole block is known to lie within the row.
         """
         self.col_start = start
-        lanes = f"tl.arange(0, {self.s.block_cols})"
+        lanes = f"tl.arange(0, {self.s.block_cols})" + ("" if self.flat else "[None, :]")
         if self.s.skewed:
             skewed_tiles.cols_at(self, start, lanes, inside)
             return
-        lanes = lanes if self.flat else f"{lanes}[None, :]"
         lanes = lanes if start is None else f"{start} + {lanes}"
         self.line(f"col = {lanes}")
         size = self.a.size(COLS)
@@ -341,7 +343,7 @@ class Printer:
             return convert(skewed_tiles.load_behind(self, node), self.dtypes[node.buffer], node.dtype)
         if skewed_tiles.in_words(self, node.index, node.within):
             pointer = skewed_tiles.address(self, node.buffer, node.index)
-            mask = self.col_mask and "in_words"
+            mask = skewed_tiles.mask(self, "in_words")
         text = self.loaded(node, pointer, mask, groups)
         return text if self.can_be_kept(number) else convert(text, self.dtypes[node.buffer], node.dtype)
 

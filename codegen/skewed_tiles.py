@@ -39,7 +39,7 @@ def cols_at(p: Printer, start: str | None, lanes: str, inside: bool) -> None:
     A loop's blocks follow that word; the tile after it has the word, and what follows the blocks.
     """
     width, word = p.a.size(COLS), p.s.word
-    assert isinstance(width, int) and p.flat
+    assert isinstance(width, int)
     if inside:
         p.line(f"lane = {start} + {word} + {lanes}")
         p.line("col = lane - skew")
@@ -65,6 +65,13 @@ def in_words(p: Printer, index: Index, within: int | None) -> bool:
 def address(p: Printer, buffer: str, index: Index) -> str:
     """The addresses of the tile's lanes, from the word in which the row begins."""
     return f"{p.pointers[buffer]} + begin + lane{_plus(index)}"
+
+
+def mask(p: Printer, lanes: str) -> str | None:
+    """Some of a block's lanes in those of its rows that exist; None where every lane lies within the row."""
+    if p.col_mask is None:
+        return None
+    return f"{p.row_mask} & {lanes}" if p.row_mask else lanes
 
 
 def is_behind(p: Printer, node: Load) -> bool:
@@ -98,9 +105,10 @@ def store(p: Printer, buffer: str, index: Index, value: str) -> None:
     if p.col_mask is None:
         p.line(f"tl.store({target}, {value})")
         return
-    p.line(f"tl.store({target}, {value}, mask=whole_words)")
+    at_ends = "col_inside ^ whole_words"
+    p.line(f"tl.store({target}, {value}, mask={mask(p, 'whole_words')})")
     with p.scope(_at_an_end(p)):
-        p.line(f"tl.store({target}, {value}, mask=col_inside ^ whole_words)")
+        p.line(f"tl.store({target}, {value}, mask={mask(p, f'({at_ends})' if p.row_mask else at_ends)})")
 
 
 def _at_an_end(p: Printer) -> str | None:
