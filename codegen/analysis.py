@@ -38,6 +38,7 @@ from fusion_compiler.loops import (
 aten = torch.ops.aten
 
 
+KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # of zeros they make zero
 WORD = 8  # elements of two bytes in the widest access
 
 
@@ -202,6 +203,23 @@ class Analysis:
         reduce = self.loops.nodes[node]
         assert isinstance(reduce, Reduce)
         return reduce.over
+
+    @cached_property
+    def zero_in_missing_rows(self) -> frozenset[int]:
+        """Values that are zero in a row that does not exist, whose loads are: sums and products of those."""
+        zero: set[int] = set()
+        for i, node in enumerate(self.loops.nodes):
+            match node:
+                case Load(index=index):
+                    found = any(k >= 0 and self.loops.axes[k].group == ROWS for k, _ in index.terms)
+                case Compute(target, operands) if target in KEEP_ZERO:
+                    terms = [value for name, value in operands if name != "alpha"]
+                    found = all(isinstance(v, Ref) and v.node in zero for v in terms)
+                case _:
+                    found = False
+            if found:
+                zero.add(i)
+        return frozenset(zero)
 
     @cached_property
     def finish(self) -> frozenset[int]:

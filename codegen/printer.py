@@ -459,7 +459,8 @@ class Printer:
         missing = over - self.a.groups[reduce.operand]
         if missing or (self.flat and isinstance(self.loops.nodes[reduce.operand], Constant)):
             text = f"tl.broadcast_to({text}, {self.shape(self.a.groups[reduce.operand] | over)})"
-        mask = self.mask(over & frozenset({ROWS, COLS}), None)
+        zero = reduce.combine == "sum" and reduce.operand in self.a.zero_in_missing_rows
+        mask = self.mask(over & frozenset({COLS} if zero else {ROWS, COLS}), None)
         return text if mask is None else f"tl.where({mask}, {text}, {self.neutral(reduce)})"
 
     def shape(self, groups: frozenset[str]) -> str:
