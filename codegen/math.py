@@ -436,18 +436,25 @@ def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
 
 
 @triton.jit
-def load_behind(pointer, first, skew, count: tl.constexpr):
+def load_behind(pointer, first, skew, count: tl.constexpr, width: tl.constexpr = 0):
     """`count` elements from `first - skew` on: whole words are loaded, and moved by `skew` elements.
 
     pointer: of elements of two or four bytes, the first of a word of 16 bytes. first: a multiple of a word's
-    elements; skew: from 0 to `first`.
+    elements. width: how many elements there are; those before them are zero, those behind them anything.
+    Without it all that are asked for have to be there, and those of the word before them.
     """
     bits: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
     size: tl.constexpr = 128 // bits  # elements of a word
     words = (first - skew // size * size) // size + tl.arange(0, count // size)[:, None]
     halves = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + words * 2 + tl.arange(0, 2)[None, :]
-    low, middle = tl.split(tl.load(halves - 2))
-    high, last = tl.split(tl.load(halves))
+    if width == 0:
+        before, here = tl.load(halves - 2), tl.load(halves)
+    else:
+        count_of_words: tl.constexpr = (width + size - 1) // size
+        before = tl.load(halves - 2, mask=(words > 0) & (words <= count_of_words), other=0)
+        here = tl.load(halves, mask=(words >= 0) & (words < count_of_words), other=0)
+    low, middle = tl.split(before)
+    high, last = tl.split(here)
     bits_behind = skew % size * bits
     near = bits_behind < 64
     low, middle, high = tl.where(near, middle, low), tl.where(near, high, middle), tl.where(near, last, high)

@@ -77,11 +77,12 @@ def mask(p: Printer, lanes: str) -> str | None:
 def is_behind(p: Printer, node: Load) -> bool:
     """Whether a load is of what serves all rows, the words of which are not those of a skewed row.
 
-    Where a loop has blocks within the row, whole words of it are loaded and moved by the skew.
+    Where a loop has blocks within the row, whole words of it are loaded and moved by the skew; so it is for
+    tiles of several rows, which Triton would else lay out as it does a load of single elements.
     """
     within_row = p.s.word == WORD and p.col_mask is None and p.col_start is not None
     return (
-        within_row
+        (within_row or (p.s.skewed and not p.flat))
         and node.within is None
         and p.a.lies_along_cols(node.index)
         and p.dtypes[node.buffer].itemsize in (2, 4)
@@ -90,8 +91,11 @@ def is_behind(p: Printer, node: Load) -> bool:
 
 def load_behind(p: Printer, node: Load) -> str:
     """That load, in the dtype of the buffer."""
-    first = f"{p.pointers[node.buffer]}{_plus(node.index)}"
-    return f"fm.load_behind({first}, {p.col_start} + {WORD}, skew, {p.s.block_cols})"
+    pointer = f"{p.pointers[node.buffer]}{_plus(node.index)}"
+    if p.col_mask is None:
+        return f"fm.load_behind({pointer}, {p.col_start} + {WORD}, skew, {p.s.block_cols})"
+    width = dim_text(p.a.size(COLS))
+    return f"fm.load_behind({pointer}, {p.col_start}, skew, {p.s.block_cols}, {width})[None, :]"
 
 
 def _plus(index: Index) -> str:
@@ -112,9 +116,13 @@ def store(p: Printer, buffer: str, index: Index, value: str) -> None:
 
 
 def _at_an_end(p: Printer) -> str | None:
-    """The header of what only tiles with an end of their row do; None where every tile has one."""
+    """The header of what only tiles with an end of their row do; None where every tile has one.
+
+    In a loop over rows all do it: Triton puts a branch behind the loads of the next rows, and the tile would
+    stay in registers until then.
+    """
     if p.s.cols is Cols.GRID:
         last = f"first_col + {p.s.block_cols} >= {dim_text(p.a.size(COLS))}"
         return f"if (first_col == 0) | ({last}):"
-    shared = p.s.cols is Cols.WHOLE and p.s.splits > 1
+    shared = p.s.cols is Cols.WHOLE and p.s.splits > 1 and p.s.programs is None
     return f"if (part == 0) | (part == {p.s.splits - 1}):" if shared else None
