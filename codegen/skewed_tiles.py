@@ -1,13 +1,15 @@
 """What is printed of tiles that begin with the word in which their row begins (`codegen.skew`).
 
-skew = group * 531 % 8                                            # of every row of the program
-lane = tl.arange(0, 1024)
-col = lane - skew
-col_inside = (col >= 0) & (col < 531)                             # the row's own elements
-in_words = lane < (skew + 538) // 8 * 8                           # and the words in which they lie
-whole_words = (lane >= (skew + 7) // 8 * 8) & (lane < (skew + 531) // 8 * 8)
-begin = row * 531 // 8 * 8                                        # the word in which the row begins
-x = tl.load(in0_ptr + begin + lane, mask=in_words, other=0)
+Of a row of 531 elements, in a tile of 1024 lanes:
+
+    skew = group * 531 % 8                                            # of every row of the program
+    lane = tl.arange(0, 1024)
+    col = lane - skew
+    col_inside = col.to(tl.uint32) < 531                              # the row's own elements
+    in_words = lane < (skew + 538) // 8 * 8                           # and the words in which they lie
+    whole_words = (lane >= (skew + 7) // 8 * 8) & (lane < (skew + 531) // 8 * 8)
+    begin = row * 531 // 8 * 8                                        # the word in which the row begins
+    x = tl.load(in0_ptr + begin + lane, mask=in_words, other=0)
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def cols_at(p: Printer, start: str | None, lanes: str, inside: bool) -> None:
     if looped:  # both ends of the row
         p.line(f"lane += tl.where(lane < {word}, 0, {start})")
     p.line("col = lane - skew")
-    p.line(f"col_inside = (col >= 0) & (col < {width})")
+    p.line(f"col_inside = col.to(tl.uint32) < {width}")  # what is below zero is far beyond
     p.line(f"in_words = lane < (skew + {width + word - 1}) // {word} * {word}")
     if any(in_words(p, s.index, s.within) for s in p.loops.stores):
         first, end = f"(skew + {word - 1}) // {word} * {word}", f"(skew + {width}) // {word} * {word}"
