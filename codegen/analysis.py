@@ -38,6 +38,7 @@ from fusion_compiler.loops import (
 aten = torch.ops.aten
 
 
+KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # of zeros they make zero
 WORD = 8  # elements of two bytes in the widest access
 
 
@@ -57,7 +58,8 @@ class Schedule:
     same time and exchange what they reduced, in 32 bits a row and once a block. In a loop over rows,
     `programs` counts the groups of them.
     word: elements in which rows that begin anywhere are moved (`codegen.skew`): the columns are counted from
-    the word in which the row begins; 0 counts them from its first element. One row a block.
+    the word in which the row begins; 0 counts them from its first element. One row a block, or several of a
+    loop that programs share.
     registers: the most that a thread may take, so that as many programs as are to run at once do.
     """
 
@@ -83,6 +85,14 @@ class Schedule:
     @property
     def skewed(self) -> bool:
         return self.word > 0
+
+    @property
+    def rows_apart(self) -> int:
+        """From one row of a block to the next: skewed rows of a block begin at the same place of a word."""
+        if not self.skewed or self.block_rows == 1:
+            return 1
+        assert self.programs is not None
+        return self.programs
 
     @property
     def in_passes(self) -> bool:
@@ -193,6 +203,23 @@ class Analysis:
         reduce = self.loops.nodes[node]
         assert isinstance(reduce, Reduce)
         return reduce.over
+
+    @cached_property
+    def zero_in_missing_rows(self) -> frozenset[int]:
+        """Values that are zero in a row that does not exist, whose loads are: sums and products of those."""
+        zero: set[int] = set()
+        for i, node in enumerate(self.loops.nodes):
+            match node:
+                case Load(index=index):
+                    found = any(k >= 0 and self.loops.axes[k].group == ROWS for k, _ in index.terms)
+                case Compute(target, operands) if target in KEEP_ZERO:
+                    terms = [value for name, value in operands if name != "alpha"]
+                    found = all(isinstance(v, Ref) and v.node in zero for v in terms)
+                case _:
+                    found = False
+            if found:
+                zero.add(i)
+        return frozenset(zero)
 
     @cached_property
     def finish(self) -> frozenset[int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
+from fusion_compiler.codegen import skewed_tiles
 from fusion_compiler.codegen.analysis import (
     WORD,
     Analysis,
@@ -282,13 +283,13 @@ class _Assembly:
             p.line(f"part = {program} % {self.s.splits}")
             p.line(f"first_col = part * {dim_text(part_cols(self.a, self.s))}")
             if self.s.skewed:
-                p.skew_at(first)
+                skewed_tiles.skew_at(p, first)
             if self.s.cols is Cols.WHOLE:
                 p.cols_at("first_col")
             return first, (product((share, self.s.splits)),)
         if self.s.cols is not Cols.GRID:
             if self.s.skewed:
-                p.skew_at(program)
+                skewed_tiles.skew_at(p, program)
             if self.s.cols is Cols.WHOLE:
                 p.cols_at(None)
             return program, (share,)
@@ -303,7 +304,7 @@ class _Assembly:
             p.line(f"first_col = {program} % {dim_text(blocks)} * {self.s.block_cols}")
             program = f"({program} // {dim_text(blocks)})"
         if self.s.skewed:
-            p.skew_at(program)
+            skewed_tiles.skew_at(p, program)
         p.cols_at("first_col")
         return program, (product((blocks, share)),)
 
@@ -325,7 +326,8 @@ class _Assembly:
             i: p.start_accumulator(i, accumulated_groups(self.a, self.s, i)) for i in self.a.across_rows
         }
         step = programs * self.s.block_rows
-        start = program if self.s.block_rows == 1 or program == "0" else f"{program} * {self.s.block_rows}"
+        alone = program == "0" or self.s.block_rows == 1 or self.s.skewed  # its first block begins there
+        start = program if alone else f"{program} * {self.s.block_rows}"
         rows = dim_text(self.a.size(ROWS))
         with p.scope(f"for first_row in tl.range({start}, {rows}, {step}{p.stages()}):"):
             p.rows_at("first_row")

@@ -38,8 +38,8 @@ def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
                 if _fits_threads(tile, width * count, device) and tile_registers(a, tile) <= REGISTERS:
                     found.update(dict.fromkeys(_loops(a, tile, device)))
     if skew.fits(a):
-        forms = (skew.skewed(a, s) for s in tuple(found) if s.block_rows == 1)
-        found.update(dict.fromkeys(s for s in forms if s is not None))
+        forms = [(s, skew.skewed(a, s)) for s in found]
+        found.update((form, None) for s, form in forms if form and form.block_rows == s.block_rows)
     return tuple(s for s in found if tile_registers(a, s) <= REGISTERS)
 
 

@@ -458,18 +458,25 @@ def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
 
 
 @triton.jit
-def load_behind(pointer, first, skew, count: tl.constexpr):
+def load_behind(pointer, first, skew, count: tl.constexpr, width: tl.constexpr = 0):
     """`count` elements from `first - skew` on: whole words are loaded, and moved by `skew` elements.
 
     pointer: of elements of two or four bytes, the first of a word of 16 bytes. first: a multiple of a word's
-    elements; skew: from 0 to `first`.
+    elements. width: how many elements there are; those before them are zero, those behind them anything.
+    Without it all that are asked for have to be there, and those of the word before them.
     """
     bits: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
     size: tl.constexpr = 128 // bits  # elements of a word
     words = (first - skew // size * size) // size + tl.arange(0, count // size)[:, None]
     halves = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + words * 2 + tl.arange(0, 2)[None, :]
-    low, middle = tl.split(tl.load(halves - 2))
-    high, last = tl.split(tl.load(halves))
+    if width == 0:
+        before, here = tl.load(halves - 2), tl.load(halves)
+    else:
+        count_of_words: tl.constexpr = (width + size - 1) // size
+        before = tl.load(halves - 2, mask=(words > 0) & (words <= count_of_words), other=0)
+        here = tl.load(halves, mask=(words >= 0) & (words < count_of_words), other=0)
+    low, middle = tl.split(before)
+    high, last = tl.split(here)
     bits_behind = skew % size * bits
     near = bits_behind < 64
     low, middle, high = tl.where(near, middle, low), tl.where(near, high, middle), tl.where(near, last, high)
@@ -492,35 +499,38 @@ UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it ever
 
 
 @triton.jit
-def send(mail, value, part, parts, splits: tl.constexpr, rows=1):
+def send(mail, value, part, parts, splits: tl.constexpr, rows=1, apart: tl.constexpr = 1):
     """Leave a row's value for every one of the programs that share it, this one included.
 
     mail: int64 [splits, splits] of this row, by receiver and sender, zero before and after. value: a number
     of 32 bits. part: this program's number; parts: all numbers, 0, 1, ... to a power of two. A value of
-    [n, 1] is that of n rows, of which so many exist, with one row's mail behind the other's.
+    [n, 1] is that of n rows, each so many rows `apart` from the next; rows: how many exist from the first on.
 
     A letter is the value with a mark above it, in one store, so that nothing has to be ordered (the status
     words of Merrill and Garland's decoupled look-back, 2016). Programs start in the order of their numbers:
     those of one row run at the same time while they are far fewer than the device can hold.
     """
-    post(mail, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), part, parts, splits, rows)
+    post(mail, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), part, parts, splits, rows, apart)
 
 
 @triton.jit
-def send_pair(mail, first, second, part, parts, splits: tl.constexpr, rows=1):
+def send_pair(mail, first, second, part, parts, splits: tl.constexpr, rows=1, apart: tl.constexpr = 1):
     """The same for two float32 values in one letter, where no bit is left for a mark."""
     first = tl.where(first == first, first, float("nan"))  # a NaN of the user's may be any
     low, high = (first.to(tl.uint32, bitcast=True) ^ UNSENT).to(tl.int64), second.to(tl.uint32, bitcast=True)
-    post(mail, low | (high.to(tl.int64) << 32), part, parts, splits, rows)
+    post(mail, low | (high.to(tl.int64) << 32), part, parts, splits, rows, apart)
 
 
 @triton.jit
-def post(mail, letter, part, parts, splits: tl.constexpr, rows):
+def post(mail, letter, part, parts, splits: tl.constexpr, rows, apart: tl.constexpr):
     """The letter of one row, or of each, to all parts."""
     if len(letter.shape) == 2:
         for r in tl.static_range(letter.shape[0]):
             one = tl.sum(tl.sum(tl.where(row_numbers(letter.shape[0]) == r, letter, 0), axis=0), axis=0)
-            box, inside = mail + (r * splits + parts) * splits + part, (parts < splits) & (r < rows)
+            box, inside = (
+                mail + (r * apart * splits + parts) * splits + part,
+                (parts < splits) & (r * apart < rows),
+            )
             tl.atomic_xchg(box, one + parts * 0, mask=inside, sem="relaxed")
     else:
         tl.atomic_xchg(mail + parts * splits + part, letter + parts * 0, mask=parts < splits, sem="relaxed")
@@ -539,16 +549,16 @@ def with_row(values, r: tl.constexpr, value):
 
 
 @triton.jit
-def receive(mail, value, part, parts, splits: tl.constexpr, neutral, rows=1):
+def receive(mail, value, part, parts, splits: tl.constexpr, neutral, rows=1, apart: tl.constexpr = 1):
     """What each of the programs has sent, in the type of `value`; `neutral` past the last.
 
     Where `value` is that of several rows: a tuple of that for each of them.
     """
-    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows)
+    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
     if len(value.shape) == 2:
         theirs = ()
         for r in tl.static_range(value.shape[0]):
-            theirs = theirs + (opened(letters[r], value, (parts < splits) & (r < rows), neutral),)
+            theirs = theirs + (opened(letters[r], value, (parts < splits) & (r * apart < rows), neutral),)
         return theirs
     else:
         return opened(letters, value, parts < splits, neutral)
@@ -561,13 +571,15 @@ def opened(letters, value, inside, neutral):
 
 
 @triton.jit
-def receive_pair(mail, value, part, parts, splits: tl.constexpr, neutral, other_neutral, rows=1):
+def receive_pair(
+    mail, value, part, parts, splits: tl.constexpr, neutral, other_neutral, rows=1, apart: tl.constexpr = 1
+):
     """The same for two float32 values."""
-    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows)
+    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
     if len(value.shape) == 2:
         theirs = ()
         for r in tl.static_range(value.shape[0]):
-            inside = (parts < splits) & (r < rows)
+            inside = (parts < splits) & (r * apart < rows)
             theirs = theirs + (opened_pair(letters[r], inside, neutral, other_neutral),)
         return theirs
     else:
@@ -583,7 +595,7 @@ def opened_pair(letters, inside, neutral, other_neutral):
 
 
 @triton.jit
-def collected(mail, value, inside, splits: tl.constexpr, rows):
+def collected(mail, value, inside, splits: tl.constexpr, rows, apart: tl.constexpr):
     """The letters, once all have come, out of mailboxes that are empty then; 1 where none is expected.
 
     A first look, before the wait: in a loop it goes out early and sees nothing, yet programs that begin to
@@ -592,8 +604,8 @@ def collected(mail, value, inside, splits: tl.constexpr, rows):
     count: tl.constexpr = value.shape[0] if len(value.shape) == 2 else 1
     boxes, wanted, letters = (), (), ()
     for r in tl.static_range(count):
-        boxes = boxes + (mail + r * splits * splits,)
-        wanted = wanted + (inside & (r < rows) if count > 1 else inside,)
+        boxes = boxes + (mail + r * apart * splits * splits,)
+        wanted = wanted + (inside & (r * apart < rows) if count > 1 else inside,)
     if compiles_to_ptx():
         for r in tl.static_range(count):
             letters = letters + (delivered(boxes[r], wanted[r], 1),)

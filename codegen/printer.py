@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import torch
 
+from fusion_compiler.codegen import skewed_tiles
 from fusion_compiler.codegen.analysis import (
-    WORD,
     Analysis,
     Cols,
     Schedule,
@@ -153,15 +153,18 @@ class Printer:
             if start != "row":
                 self.line(f"row = {start}")
             if self.s.skewed:
-                self.line(f"begin = row * {dim_text(self.a.size(COLS))} // {self.s.word} * {self.s.word}")
+                skewed_tiles.row_begins(self)
             return
         if self.s.splits > 1 and start != "first_row":  # which the exchange asks for
             self.line(f"first_row = {start}")
             start = "first_row"
-        self.line(f"row = {start} + tl.arange(0, {self.s.block_rows})[:, None]")
-        if size == 0 or quotient(size, self.s.block_rows) is None:
+        rows, apart = self.s.block_rows, self.s.rows_apart
+        self.line(f"row = {start} + tl.arange(0, {rows})[:, None]{f' * {apart}' if apart > 1 else ''}")
+        if size == 0 or quotient(size, rows * apart) is None:
             self.line(f"row_inside = row < {dim_text(size)}")
             self.row_mask = "row_inside"
+        if self.s.skewed:
+            skewed_tiles.row_begins(self)
 
     def cols_at(self, start: str | None, inside: bool = False) -> None:
         """Define `col` for the block of columns that starts at `start` (None: the only one).
@@ -169,11 +172,10 @@ class Printer:
         inside: the whole block is known to lie within the row.
         """
         self.col_start = start
-        lanes = f"tl.arange(0, {self.s.block_cols})"
+        lanes = f"tl.arange(0, {self.s.block_cols})" + ("" if self.flat else "[None, :]")
         if self.s.skewed:
-            self.skewed_cols(start, lanes, inside)
+            skewed_tiles.cols_at(self, start, lanes, inside)
             return
-        lanes = lanes if self.flat else f"{lanes}[None, :]"
         lanes = lanes if start is None else f"{start} + {lanes}"
         self.line(f"col = {lanes}")
         size = self.a.size(COLS)
@@ -181,56 +183,6 @@ class Printer:
         if not inside and (size == 0 or quotient(size, covered) is None):
             self.line(f"col_inside = col < {dim_text(size)}")
             self.col_mask = "col_inside"
-
-    def skew_at(self, row: str) -> None:
-        """Define `skew`, which is that of every row of a program (`codegen.skew`)."""
-        skew = f"{row} * {dim_text(self.a.size(COLS))} % {self.s.word}"
-        self.line(f"skew = {f'({skew}).to(tl.int32)' if self.wide else skew}")
-
-    def skewed_cols(self, start: str | None, lanes: str, inside: bool) -> None:
-        """Define `col` for lanes that are counted from the word in which the row begins.
-
-        A loop's blocks follow that word; the tile after it has the word, and what follows the blocks.
-        """
-        width, word = self.a.size(COLS), self.s.word
-        assert isinstance(width, int) and self.flat
-        if inside:
-            self.line(f"lane = {start} + {word} + {lanes}")
-            self.line("col = lane - skew")
-            return
-        looped = self.s.cols is Cols.LOOP
-        self.line(f"lane = {lanes if start is None or looped else f'{start} + {lanes}'}")
-        if looped:  # both ends of the row
-            self.line(f"lane += tl.where(lane < {word}, 0, {start})")
-        self.line("col = lane - skew")
-        self.line(f"col_inside = (col >= 0) & (col < {width})")
-        self.line(f"in_words = lane < (skew + {width + word - 1}) // {word} * {word}")
-        if any(self.in_words(s.index, s.within) for s in self.loops.stores):
-            first, end = f"(skew + {word - 1}) // {word} * {word}", f"(skew + {width}) // {word} * {word}"
-            self.line(f"whole_words = (lane >= {first}) & (lane < {end})")
-        self.col_mask = "col_inside"
-
-    def in_words(self, index: Index, within: int | None) -> bool:
-        """Whether an access moves whole words of a row that may begin anywhere."""
-        return self.s.skewed and within is None and self.a.lies_in_rows(index)
-
-    def is_behind(self, node: Load) -> bool:
-        """Whether a load is of what serves all rows, the words of which are not those of a skewed row.
-
-        Where a loop has blocks within the row, whole words of it are loaded and moved by the skew.
-        """
-        within_row = self.s.word == WORD and self.col_mask is None and self.col_start is not None
-        return (
-            within_row
-            and node.within is None
-            and self.a.lies_along_cols(node.index)
-            and self.dtypes[node.buffer].itemsize in (2, 4)
-        )
-
-    def word_text(self, buffer: str, index: Index) -> str:
-        """The addresses of the tile's lanes, from the word in which the row begins."""
-        const = f" + {index.const}" if index.const else ""
-        return f"{self.pointers[buffer]} + begin + lane{const}"
 
     def axis(self, number: int) -> str:
         """The variable of one axis, taken out of its group's element number on first use."""
@@ -387,12 +339,11 @@ class Printer:
         ):  # a block needs a mask's shape
             pointer += f" + tl.zeros({self.shape(own | more)}, tl.int32)"
         mask = self.mask(own, node.within)
-        if self.is_behind(node):
-            name = self.pointers[node.buffer] + (f" + {node.index.const}" if node.index.const else "")
-            loaded = f"fm.load_behind({name}, {self.col_start} + {WORD}, skew, {self.s.block_cols})"
-            return convert(loaded, self.dtypes[node.buffer], node.dtype)
-        if self.in_words(node.index, node.within):
-            pointer, mask = self.word_text(node.buffer, node.index), self.col_mask and "in_words"
+        if skewed_tiles.is_behind(self, node):
+            return convert(skewed_tiles.load_behind(self, node), self.dtypes[node.buffer], node.dtype)
+        if skewed_tiles.in_words(self, node.index, node.within):
+            pointer = skewed_tiles.address(self, node.buffer, node.index)
+            mask = skewed_tiles.mask(self, "in_words")
         text = self.loaded(node, pointer, mask, groups)
         return text if self.can_be_kept(number) else convert(text, self.dtypes[node.buffer], node.dtype)
 
@@ -515,7 +466,8 @@ class Printer:
         missing = over - self.a.groups[reduce.operand]
         if missing or (self.flat and isinstance(self.loops.nodes[reduce.operand], Constant)):
             text = f"tl.broadcast_to({text}, {self.shape(self.a.groups[reduce.operand] | over)})"
-        mask = self.mask(over & frozenset({ROWS, COLS}), None)
+        zero = reduce.combine == "sum" and reduce.operand in self.a.zero_in_missing_rows
+        mask = self.mask(over & frozenset({COLS} if zero else {ROWS, COLS}), None)
         return text if mask is None else f"tl.where({mask}, {text}, {self.neutral(reduce)})"
 
     def shape(self, groups: frozenset[str]) -> str:
@@ -603,14 +555,8 @@ class Printer:
         if isinstance(self.loops.nodes[store.value], Constant):
             self.variable(store.value)
         value = self.variable(store.value)
-        if self.in_words(store.index, store.within):
-            target = self.word_text(store.buffer, store.index)
-            if self.col_mask is None:
-                self.line(f"tl.store({target}, {value})")
-                return
-            self.line(f"tl.store({target}, {value}, mask=whole_words)")
-            with self.scope(self.at_an_end()):
-                self.line(f"tl.store({target}, {value}, mask=col_inside ^ whole_words)")
+        if skewed_tiles.in_words(self, store.index, store.within):
+            skewed_tiles.store(self, store.buffer, store.index, value)
             return
         groups = self.index_groups(store.index)
         mask = self.once(groups, self.mask(groups, store.within))
@@ -618,14 +564,6 @@ class Printer:
         if not groups and not self.flat:  # one element from a [1, 1] tile
             target = f"{target} + tl.zeros([1, 1], tl.int32)"
         self.line(f"tl.store({target}, {value}{f', mask={mask}' if mask else ''})")
-
-    def at_an_end(self) -> str | None:
-        """The header of what only tiles with an end of their skewed row do; None where every tile has one."""
-        if self.s.cols is Cols.GRID:
-            last = f"first_col + {self.s.block_cols} >= {dim_text(self.a.size(COLS))}"
-            return f"if (first_col == 0) | ({last}):"
-        shared = self.s.cols is Cols.WHOLE and self.s.splits > 1
-        return f"if (part == 0) | (part == {self.s.splits - 1}):" if shared else None
 
     def print_nodes(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -499,10 +499,12 @@ def _exchange(p: Printer, states: Sequence[Running], names: Sequence[Sequence[st
 
 
 def _rows_left(p: Printer) -> str:
-    """How many rows of the block there are, as the last argument; one row has no number."""
+    """The last arguments for several rows: how many there are from the first on, and how far apart."""
     if p.flat:
         return ""
-    return f", {dim_text(p.a.size(ROWS))} - first_row" if p.row_mask else f", {p.s.block_rows}"
+    apart = p.s.rows_apart
+    rows = f"{dim_text(p.a.size(ROWS))} - first_row" if p.row_mask else str(p.s.block_rows * apart)
+    return f", {rows}{f', {apart}' if apart > 1 else ''}"
 
 
 def _merge_rows(

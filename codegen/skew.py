@@ -8,7 +8,8 @@ stored one by one.
 
 A program that goes through rows keeps its skew, and so the column that each lane is: from one of its rows to
 the next is a whole number of words. So their number is a multiple of eight where the width is odd, or of four
-in words of half the size.
+in words of half the size. A block of several rows has as many of the program's own, no neighbours: block `k`
+of program `i` the rows `i + (k * block_rows + r) * programs`.
 
 A loop over columns has the word in which the row begins, and what is left at its end, in one tile behind it:
 its blocks lie within the row and have no masks.
@@ -49,13 +50,15 @@ def fits(a: Analysis) -> bool:
 def skewed(a: Analysis, s: Schedule) -> Schedule | None:
     """The skewed form of a schedule, one row a block; None if it has none.
 
-    Of several rows each keeps its warps, but where programs share rows, which then have half as much to do.
+    Of several rows each keeps its warps, but where programs share rows, which then have half as much to do;
+    where these walk the rows with their own parts, they keep several rows a block.
     """
     width = a.size(COLS)
     if not isinstance(width, int) or s.block_cols < WORD:
         return None
     warps = s.num_warps if s.splits > 1 else max(1, s.num_warps // s.block_rows)
-    form = replace(s, block_rows=1, num_warps=warps, word=WORD)
+    walked = s.splits > 1 and s.cols is Cols.WHOLE and s.programs is not None
+    form = replace(s, block_rows=s.block_rows if walked else 1, num_warps=warps, word=WORD)
     if s.cols is Cols.GRID:
         row_each = s.programs is None and not a.across_rows and a.size(ROWS) != 1
         return form if row_each else None

@@ -55,28 +55,35 @@ def exchange(splits: int, warps: int = 4, pair: bool = False) -> Program:
     )
 
 
-def exchange_rows(splits: int, rows: int, block: int, warps: int = 4, pair: bool = False) -> Program:
-    """The same by programs that take `block` rows at once, each of which has numbers of its own."""
+def exchange_rows(
+    splits: int, rows: int, block: int, warps: int = 4, pair: bool = False, apart: int = 1
+) -> Program:
+    """The same by programs that take `block` rows at once, each of which has numbers of its own.
+
+    apart: from one row of a block to the next; between them lie those of as many other blocks.
+    """
     lanes = 1 << (splits - 1).bit_length()
     kind, sent = ("_pair", "-x, x") if pair else ("", "x")
     neutral = f"-{NEUTRAL}, {NEUTRAL}" if pair else f"{NEUTRAL}"
+    left = f"{rows} - first_row, {apart}"
     found = "tl.where(-theirs[r][0] == theirs[r][1], theirs[r][1], theirs[r][0])" if pair else "theirs[r]"
     source = "from fusion_compiler.codegen import math as fm\n" + HEADER + (
         f"def exchange(x_ptr, y_ptr, mail_ptr):\n"
         f"    program = tl.program_id(0)\n"
         f"    part = program % {splits}\n"
         f"    parts = tl.arange(0, {lanes})\n"
-        f"    first_row = program // {splits} * {block}\n"
+        f"    block = program // {splits}\n"
+        f"    first_row = block // {apart} * {apart * block} + block % {apart}\n"
         f"    mail = mail_ptr + first_row * {splits * splits}\n"
-        f"    row = first_row + tl.arange(0, {block})[:, None]\n"
+        f"    row = first_row + tl.arange(0, {block})[:, None] * {apart}\n"
         f"    x = tl.load(x_ptr + row * {splits} + part, mask=row < {rows}, other=-1.0)\n"
-        f"    fm.send{kind}(mail, {sent}, part, parts, {splits}, {rows} - first_row)\n"
-        f"    theirs = fm.receive{kind}(mail, x, part, parts, {splits}, {neutral}, {rows} - first_row)\n"
+        f"    fm.send{kind}(mail, {sent}, part, parts, {splits}, {left})\n"
+        f"    theirs = fm.receive{kind}(mail, x, part, parts, {splits}, {neutral}, {left})\n"
         f"    for r in tl.static_range({block}):\n"
-        f"        y = y_ptr + ((first_row + r) * {splits} + part) * {lanes} + parts\n"
-        f"        tl.store(y, {found}, mask=first_row + r < {rows})\n"
+        f"        row = first_row + r * {apart}\n"
+        f"        tl.store(y_ptr + (row * {splits} + part) * {lanes} + parts, {found}, mask=row < {rows})\n"
     )  # fmt: skip
-    blocks = -(-rows // block)
+    blocks = -(-rows // (block * apart)) * apart
     kernel = replace(exchange(splits, warps).kernels[0], source=source, grid=(blocks * splits,))
     return Program(
         (kernel,),
@@ -111,12 +118,15 @@ def test_all_letters_arrive_and_the_mailboxes_are_left_empty(splits: int, pair: 
 
 
 @pytest.mark.parametrize("pair", [False, True], ids=["alone", "pair"])
-@pytest.mark.parametrize(("splits", "rows", "block"), [(2, 7, 2), (3, 7, 4), (33, 2, 2), (5, 3, 4)])
+@pytest.mark.parametrize(
+    ("splits", "rows", "block", "apart"),
+    [(2, 7, 2, 1), (3, 7, 4, 1), (33, 2, 2, 1), (5, 3, 4, 1), (2, 11, 2, 4), (3, 5, 4, 2), (4, 8, 2, 4)],
+)
 def test_letters_of_several_rows_arrive_and_those_of_missing_rows_are_not_awaited(
-    splits: int, rows: int, block: int, pair: bool
+    splits: int, rows: int, block: int, apart: int, pair: bool
 ) -> None:
     x = numbers(splits, rows=rows)
-    (y,) = interpret(exchange_rows(splits, rows, block, pair=pair), (x,))
+    (y,) = interpret(exchange_rows(splits, rows, block, pair=pair, apart=apart), (x,))
     torch.testing.assert_close(y, received(x), rtol=0, atol=0, equal_nan=True)
 
 

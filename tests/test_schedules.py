@@ -200,3 +200,17 @@ def test_partial_results_of_many_programs_are_added_by_a_second_kernel(
         compiled(x).double(), torch.logsumexp(x.double(), -1).mean(), rtol=1e-6, atol=0
     )
     assert len(kernels_of(compiled)) == (1 if most == 5 else 2)
+
+
+def test_rows_that_do_not_exist_add_nothing_to_sums_over_rows() -> None:
+    """Loads of them are zero, and so is what is made of zeros alone; the rest is masked."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (x * y - x).sum(0), (x + 1).sum(0), (y * 0.5 + y.exp()).sum(0), x.amax(0)
+
+    by_blocks = Schedule(4, 16, Cols.GRID, programs=2, num_warps=1)
+    compiled = Compiled(fn, schedules=lambda *_: (by_blocks,))
+    x, y = torch.randn(13, 21) - 5, torch.randn(13, 21)
+    for got, want in zip(compiled(x, y), fn(x.double(), y.double()), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    assert kernels_of(compiled)[0].source.count("tl.where(row_inside") == 3

@@ -149,6 +149,48 @@ def form_of(schedule: Schedule, loops: LoopNest, *_: object) -> tuple[Schedule, 
     return (form,)
 
 
+def several_rows(
+    rows: int, programs: int, loops: LoopNest, name: str, device: DeviceSpec
+) -> tuple[Schedule, ...]:
+    """Groups of three programs that take several rows at once, where there is something to exchange."""
+    a = Analysis(loops)
+    if not skew.fits(a) or not any(COLS in a.over(i) for i in a.reductions):
+        return schedules_of(loops, name, device)
+    width = a.size(COLS)
+    assert isinstance(width, int)
+    block = 1 << (width // 3).bit_length()
+    form = skew.skewed(a, Schedule(rows, block, Cols.WHOLE, programs, num_stages=2, splits=3))
+    assert form is not None and form.word == programs
+    return (form,)
+
+
+@pytest.mark.parametrize(
+    ("block_rows", "groups", "rows", "dtype"),
+    [
+        (2, 8, 19, torch.float32),
+        (2, 4, 17, torch.bfloat16),
+        (4, 4, 21, torch.float32),
+        (2, 8, 32, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("number", range(3))
+def test_rows_of_one_skew_are_exchanged_at_once(
+    number: int, block_rows: int, groups: int, rows: int, dtype: torch.dtype
+) -> None:
+    """Blocks with rows that do not exist, and without; words of eight and of four elements."""
+    fn = (layer_norm, softmax, four_reductions)[number]
+    inputs = [t.to(dtype).requires_grad_() for t in tensors(rows, 267)]
+    exact = [t.requires_grad_() for t in wide(inputs)]
+    compiled = Compiled(fn, schedules=functools.partial(several_rows, block_rows, groups))
+    ours, eager, truth = (
+        computed(f(*given), given, 1) for f, given in ((compiled, inputs), (fn, inputs), (fn, exact))
+    )
+    problems = [not_as_close(*values) for values in zip(ours, eager, truth, strict=True)]
+    assert not any(problems), problems
+    assert any(f"{block_rows} x 128 whole skewed" in p.schedule for p in programs(compiled))
+
+
 def tensors(rows: int = 40, columns: int = 531) -> list[Tensor]:
     return [torch.randn(rows, columns), torch.randn(columns), torch.randn(columns)]
 
@@ -157,8 +199,9 @@ def test_what_neighbours_hold_counts_nowhere() -> None:
     x, w, b = tensors()
     x[::2] = torch.tensor([float("nan"), float("inf"), float("-inf"), 3e38]).repeat(133)[:531]
     want = layer_norm(x.double(), w.double(), b.double())[1::2]
-    for form in FORMS:
-        got = Compiled(layer_norm, schedules=functools.partial(skewed, form))(x, w, b)
+    forms = [functools.partial(skewed, form) for form in FORMS]
+    for schedules in (*forms, functools.partial(several_rows, 2, 8)):
+        got = Compiled(layer_norm, schedules=schedules)(x, w, b)
         assert got[::2].isnan().all()
         torch.testing.assert_close(got[1::2].double(), want, rtol=1e-5, atol=1e-5)
 

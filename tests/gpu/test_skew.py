@@ -15,18 +15,22 @@ from benchmarks.case import Case
 from benchmarks.clusters import CASES
 from benchmarks.kernels import leaves, run, truth_of
 from fusion_compiler.codegen import templates
-from tests.test_skew import FORMS, skewed
+from tests.test_skew import FORMS, several_rows, skewed
 
 CUDA = torch.device("cuda")
+SCHEDULES = (
+    *(functools.partial(skewed, form) for form in FORMS),
+    *(functools.partial(several_rows, 2, programs) for programs in (8, 4)),
+)
 NAMES = ("bias + GELU(tanh)", "LayerNorm", "RMSNorm written out", "softmax", "cross-entropy")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("number", range(len(SCHEDULES)))
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in NAMES], ids=lambda case: case.name)
-def test_values_and_gradients_are_as_close_as_eagers(case: Case, form: int) -> None:
+def test_values_and_gradients_are_as_close_as_eagers(case: Case, number: int) -> None:
     odd = replace(case, sizes={"rows": 4099, "columns": 5793})
     truth = truth_of(odd, odd.inputs(CUDA), odd.differentiate)
-    with patch.object(templates, "schedules_of", functools.partial(skewed, form)):
+    with patch.object(templates, "schedules_of", SCHEDULES[number]):
         fast = fc.compile(odd.without_randomness(), strict=True, tune=False)
         results = run(fast, leaves(truth.inputs, odd.differentiate), odd.differentiate, truth.gradients)
     wrong = map(not_worse, results, truth.eager, truth.exact)
