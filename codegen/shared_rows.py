@@ -8,7 +8,7 @@ under way.
 
 from __future__ import annotations
 
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule
 from fusion_compiler.codegen.wide_rows import MOST_AT_ONCE, MOST_PARTS, can_be_shared
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
@@ -45,9 +45,15 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 
 def _shapes(width: int, sums: int) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Best guess first: the wider the row, the longer its programs wait, and the more each has to hold."""
+    """Best guess first: the wider the row, the longer its programs wait, and the more each has to hold.
+
+    Skewed tiles need registers for masks: programs with few columns have more of them.
+    """
     if width <= 16384:
         return NARROW, TWO, WIDE, ONE
+    several = THREE if sums == 1 else TWO
+    if width % WORD:
+        return (NARROW, several, ONE, WIDE) if width <= MOST_PARTS * 2048 else (several, ONE, TWO, WIDE)
     if width <= 32768:
         return TWO, NARROW, WIDE, ONE
     if sums == 1:
