@@ -52,6 +52,8 @@ def _shapes(width: int, sums: int) -> tuple[tuple[int, int, int, int, int], ...]
     if width <= 16384:
         return NARROW, TWO, WIDE, ONE
     several = THREE if sums == 1 else TWO
+    if width % WORD and sums > 1 and width <= 32768:
+        return TWO, ONE, WIDE, NARROW
     if width % WORD:
         return (NARROW, several, ONE, WIDE) if width <= MOST_PARTS * 2048 else (several, ONE, TWO, WIDE)
     if width <= 32768:
