@@ -90,10 +90,9 @@ def schedules_text(result: Mapping[str, Any]) -> str:
                     best["schedule"],
                     figure(best["us"], ".1f"),
                 ]
-                lines.append(
-                    [f"{row['case']}: {c['cluster']}", figure(c["predicted_us"], ".1f"), *times, over]
-                )
-    header = ["cluster", "predicted us", "first choice", "us", "best found", "us", "first / best"]
+                predicted = figure(c["predicted_us"], ".1f")
+                lines.append([f"{row['case']}: {c['cluster']}", predicted, *times, over, row["commit"]])
+    header = ["cluster", "predicted us", "first choice", "us", "best found", "us", "first / best", "at"]
     means = "\n".join(f"- {name}: {value:.2f}" for name, value in result["summary"].items())
     return "\n\n".join(["## Schedules", means, markdown(header, lines), origin(result)])
 

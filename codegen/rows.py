@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule
+from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS, Load, Random
@@ -16,6 +17,7 @@ MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the
 # not stay in the caches; and of those with sums of exponentials, which take registers.
 ONLY_REDUCED = ((4096, 4), (2048, 4), (8192, 8), (16384, 32))
 WITH_EXPONENTIALS = ((4096, 2), (8192, 4), (2048, 1), (8192, 8))
+CROWDED = 128  # registers of a thread for tiles: with more, more threads are faster
 SKEWED_LOOP = 4096  # columns of a block, in rows that begin anywhere: within the row it has no masks
 LOOPED = 2048  # columns: rows that are longer and only reduced are gone through by threads of 64 elements
 
@@ -92,7 +94,8 @@ def _shapes(a: Analysis, width: int, block: int) -> tuple[tuple[int, int], ...]:
             return ((1, 8), (1, 4), (1, 16))
         return ((1, 4), (1, 8), (1, 16))
     if block <= 8192:
-        return ((1, 8), (1, 32), (1, 16), (1, 4))
+        crowded = tile_registers(a, Schedule(1, block, Cols.WHOLE, num_warps=8)) > CROWDED
+        return ((1, 16), (1, 32), (1, 8), (1, 4)) if crowded else ((1, 8), (1, 32), (1, 16), (1, 4))
     if width % WORD:  # skewed: masks take issue slots, of which fewer threads need fewer
         return ((1, 8), (1, 16), (1, 32))
     return ((1, 16), (1, 32), (1, 8))

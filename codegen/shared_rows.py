@@ -17,7 +17,7 @@ from fusion_compiler.loops import COLS, ROWS
 # (rows, columns of a program, programs a multiprocessor, warps, stages). With two rows an exchange programs
 # wait half as often; of programs that wait in turn, three have room where one sum over the rows is kept.
 TWO, NARROW, WIDE = (2, 4096, 2, 8, 3), (2, 2048, 4, 4, 3), (2, 8192, 1, 16, 3)
-ONE, THREE = (1, 4096, 2, 8, 3), (1, 4096, 3, 8, 3)
+ONE, THREE, WIDEST_PART = (1, 4096, 2, 8, 3), (1, 4096, 3, 8, 3), (1, 16384, 1, 16, 3)
 WIDEST = MOST_AT_ONCE * 8192
 # Left alone the compiler takes more registers than a program's share of a multiprocessor's, and half of the
 # programs run when the others are done; it allocates them by eights.
@@ -51,6 +51,8 @@ def _shapes(width: int, sums: int) -> tuple[tuple[int, int, int, int, int], ...]
     """
     if width <= 16384:
         return NARROW, TWO, WIDE, ONE
+    if width > MOST_PARTS * 8192:
+        return WIDE, WIDEST_PART
     several = THREE if sums == 1 else TWO
     if width % WORD and sums > 1 and width <= 32768:
         return TWO, ONE, WIDE, NARROW

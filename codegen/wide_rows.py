@@ -53,10 +53,12 @@ def _reading_twice(a: Analysis, width: int, rows: int, device: DeviceSpec) -> tu
         shared = [_shared(width, *shape, most) for shape in parts]
     else:
         alone = ((16384, 8), (8192, 16))
-        parts = ((16384, 8192, 8), (16384, 4096, 8), (32768, 4096, 16), (32768, 8192, 8))
-        if simple and width > 2 * FEW * 16384:  # half as many parts, if they fill the device
-            filled = rows * width // 32768 * 16 >= WARPS * device.sms
-            parts = (parts[2 if filled else 1], *parts)
+        warps = (4, 8) if not simple and width <= 2 * FEW * 8192 else (8, 4)
+        parts = ((16384, 8192, warps[0]), (16384, 4096, 8), (32768, 4096, 16), (16384, 8192, warps[1]))
+        if simple and width > 2 * FEW * 16384:
+            parts = ((32768, 16384, 16), (16384, 4096, 16), (16384, 8192, 16), (16384, 8192, 8))
+            if rows * width // 32768 * 16 < WARPS * device.sms:  # half as wide, or the device is not filled
+                parts = ((16384, 4096, 8), *parts[1:])
         shared = [_shared(width, *shape, most) for shape in parts]
     loops = [_alone(width, *shape) for shape in alone]
     first = loops[:1] if width <= WIDEST_ALONE and _full_loads(a) == 1 else []
@@ -69,12 +71,14 @@ def _kept(width: int, most: int) -> list[Schedule]:
     Where much is computed of what is kept, more programs run if their registers are limited.
     """
     small, part = _shared(width, 4096, 4096, 4, most), _shared(width, 8192, 8192, 8, most)
-    if width <= 2 * FEW * 4096:
+    if width < FEW * 4096:
         return [small, part, replace(small, registers=KEPT), replace(small, num_warps=8)]
+    if width <= 2 * FEW * 4096:
+        return [part, small, replace(part, registers=KEPT), replace(small, num_warps=8)]
     if width <= most * 8192:
         wide = _shared(width, 16384, 4096, 16, most)
         return [replace(part, registers=KEPT), part, replace(part, num_warps=16), wide]
-    shapes = ((16384, 4096, 16), (16384, 8192, 16), (32768, 4096, 16), (16384, 8192, 8))
+    shapes = ((16384, 8192, 8), (16384, 4096, 16), (16384, 8192, 16), (32768, 8192, 16))
     return [_shared(width, *shape, most) for shape in shapes]
 
 
