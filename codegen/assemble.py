@@ -24,11 +24,12 @@ from fusion_compiler.codegen.analysis import (
     ceil_div,
     part_cols,
 )
+from fusion_compiler.codegen.exchange import letters, mailbox
 from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.codegen.finishing import Finishing, finishing_of
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.codegen.registers import tile_registers
-from fusion_compiler.codegen.running import letters, mailbox, print_passes
+from fusion_compiler.codegen.running import print_passes
 from fusion_compiler.codegen.segments import partial_results, segments_of
 from fusion_compiler.codegen.shorten import shortened
 from fusion_compiler.dims import Dim, product, simple, strides_of

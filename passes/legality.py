@@ -146,7 +146,8 @@ def width(loops: LoopNest, device: DeviceSpec) -> str | None:
     alone = widest = device.registers_per_sm // 4
     told = [n for n in loops.nodes if isinstance(n, Reduce) and COLS in n.over and not n.kept]
     if all(n.combine in ("any", "all") or n.dtype.itemsize == 4 for n in told):
-        widest = (MOST_AT_ONCE if device.sms >= MOST_AT_ONCE else MOST_PARTS) * alone // 2
+        at_once = MOST_AT_ONCE if device.sms >= MOST_AT_ONCE else min(MOST_PARTS, device.sms)
+        widest = at_once * alone // 2
     if (along_row or both) and row_of_sums:
         if not all(isinstance(c, int) for c in cols):
             return "sums over rows beside sums along rows of unknown width"

@@ -262,7 +262,7 @@ def _reduction(draw: st.DrawFn, n: int, values: Values) -> Step | None:
             return Step(text, False, 2 * v.bound * _numel(v.shape))
         case "scale" if count and v.bound * count < values.top:
             return Step(f"v{n} / (1 + torch.sum(torch.abs(v{n}), {dims}, True))", False, 1)
-        case "var" if count > 1:
+        case "var" if count > 1 and _numel(v.shape):
             return Step(f"torch.var(v{n}, {dims}, correction=0, keepdim={keep})", False, v.bound**2)
         case ("amax" | "amin") as name if count:
             return Step(f"torch.{name}(v{n}, {dims}, {keep})", v.exact, v.bound)

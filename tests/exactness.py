@@ -87,15 +87,16 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
     analysis = Analysis(loops)
     few = max(4, 1 << (hint(analysis.size(COLS)) // 256).bit_length())
     kinds: dict[Schedule, None] = {}
+    along = any(COLS in analysis.over(i) for i in analysis.reductions)
     for template in templates.TEMPLATES:
         for s in template.schedules(analysis, device) if template.fits(analysis) else ():
-            if s.splits > 1:
-                continue  # see below
+            if s.splits > 1 or (s.cols is Cols.LOOP and not along):
+                continue  # see below; only what goes through a row knows the columns of a loop
             cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, few)
             programs = None if s.programs is None else 3
             kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
-    if any(COLS in analysis.over(i) for i in analysis.reductions) and wide_rows.can_be_shared(analysis):
-        half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
+    half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
+    if along and wide_rows.can_be_shared(analysis) and half < hint(analysis.size(COLS)):  # each has a column
         kinds[Schedule(1, half, Cols.WHOLE, 3, splits=2)] = None
         if wide_rows.fits(analysis):
             kinds[Schedule(1, few, Cols.LOOP, splits=3)] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
+from fusion_compiler import device as devices
 from fusion_compiler.canonical import canonical
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
 from fusion_compiler.codegen.templates import emit, schedules_of
 from fusion_compiler.device import DeviceSpec, device_spec
 from fusion_compiler.kernel import Program
 from fusion_compiler.loops import COLS, LoopNest
+from fusion_compiler.plan import FusionPlan
 from fusion_compiler.target import compile_for
 from tests.exactness import Compiled, not_as_close, wide
 
@@ -39,14 +42,17 @@ def with_gradients(fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> lis
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
-def backward_programs(fn: Any, width: int, rows: int = 512) -> tuple[Program, ...]:
-    """The candidates of the only cluster of the backward, for an H200."""
+def backward_plan(fn: Any, width: int, rows: int = 512, device: str = "h200") -> FusionPlan:
     with FakeTensorMode():
         vectors = [torch.randn(width, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
         x = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda")
         inputs = (x, *vectors[: fn.__code__.co_argcount - 1])
-        report = fc.explain(fn, *(t.requires_grad_() for t in inputs), device="h200")
-    plan = report.plans[1]
+        return fc.explain(fn, *(t.requires_grad_() for t in inputs), device=device).plans[1]
+
+
+def backward_programs(fn: Any, width: int, rows: int = 512) -> tuple[Program, ...]:
+    """The candidates of the only cluster of the backward, for an H200."""
+    plan = backward_plan(fn, width, rows)
     (cluster,) = plan.clusters
     key = canonical(cluster, plan.dag)
     buffers = {b.name: b for b in key.buffers}
@@ -98,6 +104,24 @@ def test_loads_are_under_way_and_nothing_spills(fn: Any, width: int) -> None:
     binary = compile_for(first.kernels[0], "sm_90")
     assert "of" in first.schedule and binary.asm["ptx"].count("cp.async.cg") and not binary.spills
     assert binary.asm["ptx"].count("bra WAIT") == 1  # two numbers are one letter
+
+
+@pytest.mark.parametrize(("sms", "widest"), [(20, 20 * 8192), (100, 64 * 8192), (132, 128 * 8192)])
+def test_programs_that_wait_for_each_other_run_at_once(
+    sms: int, widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few multiprocessors there are; what would take more programs is no single kernel."""
+    device = replace(device_spec("h200"), sms=sms)
+    monkeypatch.setitem(devices._BY_NAME, "few", device)
+    for width in (widest // 5, widest // 2 - 1, widest):
+        plan = backward_plan(rms_norm, width, device="few")
+        (cluster,) = plan.clusters
+        found = schedules_of(canonical(cluster, plan.dag).nests[0], cluster.name, device)
+        assert found
+        for s in found[:4]:
+            at_once = device.registers_per_sm // (32 * s.num_warps * (s.registers or 128))
+            assert s.splits <= sms * max(1, at_once)
+    assert len(backward_plan(rms_norm, widest + 8, device="few").clusters) == 2
 
 
 def test_sums_that_programs_cannot_exchange_are_refused_with_the_reason() -> None:
