@@ -79,7 +79,8 @@ def results(folder: Path) -> Path:
     (folder / "sweep.json").write_text(json.dumps(ORIGIN | {"rows": [row(256, 0.9), row(362, 0.6)]}))
     timed = {n: {"schedule": f"{n} one", "us": us} for n, us in (("first", 12), ("tuned", 11), ("best", 10))}
     cluster = {"cluster": "softmax", "predicted_us": 9.0, "fraction": 0.9, **timed}
-    schedules = {"rows": [{"case": "softmax", "clusters": [cluster]}], "summary": {"clusters": 1}}
+    searched = {"case": "softmax", "commit": "4567def", "clusters": [cluster]}
+    schedules = {"rows": [searched], "summary": {"clusters": 1}}
     (folder / "schedules.json").write_text(json.dumps(ORIGIN | schedules))
     return folder
 
@@ -93,7 +94,7 @@ def test_the_page_holds_results_to_their_bars_and_keeps_what_a_person_wrote(tmp_
     assert "| softmax, 4096 wide, fwd | 1 | 0.95 | 0.97 | met |" in text
     assert "| softmax, 3072 wide, fwd | 1 | 0.80 | 0.70 | MISSED |" in text
     assert "- softmax, forward: 0.90 at 256, 0.60 at 362" in text
-    assert "| softmax: softmax | 9.0 | first one | 12.0 | best one | 10.0 | 1.20 |" in text
+    assert "| softmax: softmax | 9.0 | first one | 12.0 | best one | 10.0 | 1.20 | 4567def |" in text
     assert "at 0123abc on GPU: torch 2.11" in text
     assert (tmp_path / "sweep.svg").exists()
     with pytest.raises(ValueError, match="needs the lines"):
