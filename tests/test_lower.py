@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "sum of nothing": (lambda a: (a.sum(1) + 2, a.sum(0), a.sum()), (x(3, 0),)),
     "sum over rows for each row": (lambda a: a.sum(0).sum(0) + a, (x(2, 1).expand(2, 2),)),
     "sums that are the same in every column": (lambda a: a.sum(0), (x(9, 1).expand(9, 30),)),
-    "sum of all for each column": (lambda a, w: (a.sin().sum() * w, a.amax(1)), (x(9, 30), x(30))),
+    "sum of all for each column": (lambda a, w: ((a.sin() + 1).sum() * w, a.amax(1)), (x(9, 30), x(30))),
     "sum of all of rows too wide for registers": (
         lambda a, w: ((b := a - a.mean(1, keepdim=True)), b.abs().sum() * w, (b > 3.8).any()),
         (x(2, 16500), x(16500)),
