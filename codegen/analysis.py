@@ -185,6 +185,13 @@ class Analysis:
         return isinstance(node, Reduce) and node.combine == "sum" and node.dtype is torch.float32
 
     @cached_property
+    def sums_along(self) -> tuple[int, ...]:
+        """Sums of float32 along the row that wait for no other reduction of their level."""
+        together = {*self.online, *self.moments, *(total for total, _ in self.moments.values())}
+        late = self.finish | together
+        return tuple(i for i in self.reductions if self.is_sum(i) and COLS in self.over(i) and i not in late)
+
+    @cached_property
     def across_rows(self) -> tuple[int, ...]:
         """Reductions over the rows: complete only when every program is done."""
         return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in self.segmented)

@@ -497,19 +497,11 @@ class Printer:
 
     def sum_beside(self, number: int) -> list[int]:
         """Another sum along the row that what this one waits for completes as well, if both are sums."""
+        if number not in self.a.sums_along:
+            return []
         own = (self.a.level[number], self.a.groups[number])
-        late = {*self.a.finish, *self.a.online, *self.a.moments, *(n for n, _ in self.a.moments.values())}
-        alike = (
-            n
-            for n in self.a.reductions
-            if self.a.is_sum(n)
-            and COLS in self.a.over(n)
-            and n not in late
-            and n not in self.env
-            and (self.a.level[n], self.a.groups[n]) == own
-            and n != number
-        )
-        return [n for n in alike if self.a.is_sum(number) and number not in late][:1]
+        others = (n for n in self.a.sums_along if n != number and n not in self.env)
+        return [n for n in others if (self.a.level[n], self.a.groups[n]) == own][:1]
 
     def fold_along(self, numbers: Sequence[int], names: Sequence[str], tiles: Sequence[str]) -> None:
         """`print_folds` along the row; tiles of several rows keep the dimension."""

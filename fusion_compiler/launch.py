@@ -261,6 +261,7 @@ class _Bound:
         self._program = program
         self._gpu = gpu
         self._variants: dict[Variant, Launcher] = {}
+        self._given = frozenset(a.given for k in program.kernels for a in k.arguments if a.given)
 
     def variant(self, loose: frozenset[str] = frozenset(), wide: bool = False) -> Launcher:
         """Raises KernelError when a kernel does not compile or needs more than the device has."""
@@ -286,8 +287,7 @@ class _Bound:
         Where calls differ in what is aligned, those after the first few rely on nothing.
         """
         if len(self._variants) >= MOST_VARIANTS and Variant(loose, wide) not in self._variants:
-            kernels = self._program.kernels
-            loose = frozenset(a.given for kernel in kernels for a in kernel.arguments if a.given)
+            loose = self._given
         try:
             return self.variant(loose, wide)
         except KernelError as error:
