@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -140,7 +140,12 @@ def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
         else:
             home.append(part)
     names = [name] if len(launches) == 1 else [f"{name}_{i}" for i in range(len(launches))]
-    return [_kernel(group, own, doc) for group, own in zip(launches, names, strict=True)]
+    return [
+        replace(
+            _kernel(group, own, doc), fp_fusion=not any(part.a.rounds_products for part in group)
+        )
+        for group, own in zip(launches, names, strict=True)
+    ]
 
 
 def _suit(one: _Assembly, other: _Assembly) -> bool:

@@ -93,12 +93,15 @@ class Compute:
     """`target` applied to operands: (schema name, node number or Python scalar).
 
     coarse: eager rounds the result to bfloat16, so that the table's coarse expression serves as well.
+    pinned: made in several kernels it has to be the same number in each (pinned.py): by the table's first
+        expression, and by no product fused into a sum.
     """
 
     target: OpOverload
     operands: tuple[tuple[str, object], ...]  # ("self", Ref(3)), ("alpha", 2)
     dtype: torch.dtype
     coarse: bool = False
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,13 @@ class Memo:
 
     price: (ops, outputs) -> tile program and cost; it raises Illegal, which is remembered too. It
     may look at the ops, at the views that lead to them, and at target and shape of what these show.
+    settled: what else it asks of an op.
     """
 
-    def __init__(self, dag: OpDag, price: Price) -> None:
-        self._dag, self._price = dag, price
+    def __init__(self, dag: OpDag, price: Price, settled: Callable[[str], bool] = lambda _: False) -> None:
+        self._dag, self._price, self._settled = dag, price, settled
         self._numbers: dict[object, int] = {}
-        self._records: dict[str, int] = {}
+        self._records: dict[tuple[str, bool], int] = {}
         self._known: dict[Key, tuple[Names, tuple[LoopNest, Cost] | Illegal]] = {}
 
     def __call__(self, ops: Names, outputs: Names) -> tuple[LoopNest, Cost]:
@@ -63,11 +64,14 @@ class Memo:
 
     def _record(self, name: str) -> int:
         """A number for all that an op is, its operands by their places."""
-        if name not in self._records:
+        key = name, self._settled(name)
+        if key not in self._records:
             op = self._dag.op(name)
             described = (_exact(op.args, op.inputs), _exact(op.kwargs, op.inputs))
-            self._records[name] = self._number((op.target, op.kind, described, op.outputs))
-        return self._records[name]
+            self._records[key] = self._number(
+                (op.target, op.kind, described, op.outputs, op.pinned, key[1])
+            )
+        return self._records[key]
 
     def _outside(self, name: str) -> int:
         op = self._dag.op(name)
