@@ -324,9 +324,9 @@ def tuning_key(candidates: Iterable[Program], device: str) -> str:
     """What a tuning record is kept under: everything that its outcome depends on."""
     kernels = [
         (
-            kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.registers,
-            kernel.fp_fusion, kernel.arguments,
-        )  # fmt: skip
+            *(kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.registers),
+            *(kernel.fp_fusion, kernel.arguments),
+        )
         for program in candidates
         for kernel in program.kernels
     ]
