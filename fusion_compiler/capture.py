@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusion_compiler.partition import partition
 from fusion_compiler.passes.origins import Origin, Origins, origins_of
 from fusion_compiler.passes.rewrites.record import Notes, Rewrite, RewriteNote
-from fusion_compiler.pre_autograd import UntraceableError, trace_pre_autograd
+from fusion_compiler.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
 from fusion_compiler.tangents import Backward, Boxed, leave_undefined, separable
 
 
@@ -90,7 +90,11 @@ def make_backend(
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False) -> Callable[..., Any]:
-        name = f"graph{next(numbers)}"
+        gm, held = lift_attributes(gm)
+        run = compiled(f"graph{next(numbers)}", gm, (*held, *inputs), traced)
+        return functools.partial(run, *held) if held else run
+
+    def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
         rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
         stages = _Stages(compile_graph, name)
         try:
