@@ -112,10 +112,13 @@ class RewriteNotEqualError(FusionError, ValueError):
     """A rewrite whose two sides differ. Fields: pattern, what (output or gradient), counterexample, error."""
 
     template = (
-        "the rewrite of pattern {pattern} is not equal to what it replaces: {what} differs by {error} "
-        "(float64)\n  counterexample: {counterexample}"
+        "the rewrite of pattern {pattern} is not equal to what it replaces: {what} differs by {error}\n"
+        "  counterexample: {counterexample}"
     )
-    next_step = "correct the replacement, or narrow the pattern so that it does not match such inputs"
+    next_step = (
+        "correct the replacement, or narrow the pattern; where the model never has such numbers, say so with "
+        "domain='finite' or domain=(low, high)"
+    )
 
 
 class PatternConflictError(FusionError, ValueError):
