@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +26,17 @@ from fusion_compiler.dag import OpDag, build
 from fusion_compiler.debug import Debug, DebugSettings
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DEFAULT, DeviceSpec, device_spec
-from fusion_compiler.errors import NotCallableError, UnsupportedDtypeError, WarnOnce
+from fusion_compiler.errors import (
+    FusionError,
+    InternalError,
+    NotCallableError,
+    TorchScriptError,
+    UnsupportedDtypeError,
+    WarnOnce,
+)
 from fusion_compiler.kernel import Program
 from fusion_compiler.launch import Runner, compile_all
-from fusion_compiler.module import Plans, wrap
+from fusion_compiler.module import Plans, compiled_class, plain, wrap
 from fusion_compiler.options import Options
 from fusion_compiler.passes.cluster import plan as plan_clusters
 from fusion_compiler.passes.indexed import key_of
@@ -49,25 +57,41 @@ from fusion_compiler.verify import KernelCheck, Verifier, coarsest
 
 
 def compile(
-    model: nn.Module | Callable[..., Any], *, patterns: Sequence[Pattern] = DEFAULT_PATTERNS, **options: Any
+    model: nn.Module | Callable[..., Any] | None = None,
+    *,
+    patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
+    mode: str | None = None,
+    **options: Any,
 ) -> Any:
     """Compile a module or function; the result is called, trained and saved like the original.
 
+    model: of what is compiled already, by torch.compile too, the original is compiled with these options
+        instead. A class gives a subclass whose instances are compiled (a decorator's use). Without a model
+        comes a decorator that has the options.
     patterns: what to recognise and replace, the first wins (`fusion_compiler.patterns`).
+    mode: a name for several options, as torch.compile has it (`options.MODES`).
     options: the fields of `Options`. The module returned shares the model's parameters, buffers and
     mode; its `.plan` holds the FusionPlan of every graph captured so far. Compilation happens at the
     first call, and again for inputs that do not fit what was compiled.
 
-    Raises NotCallableError, UnknownOptionError, InvalidOptionError, InvalidPatternError or
-    RewriteNotEqualError at once.
+    Raises NotCallableError, UnknownOptionError, InvalidOptionError, ContradictoryOptionsError,
+    InvalidPatternError or RewriteNotEqualError at once.
     """
-    if inspect.isclass(model) or not callable(model):
-        raise NotCallableError(got=model.__name__ if inspect.isclass(model) else type(model).__name__)
-    chosen = Options.of(**options)
+    chosen = Options.of(mode=mode, **options)
+    recompile = functools.partial(compile, patterns=patterns, mode=mode, **options)
+    if model is None:
+        return recompile
+    model = plain(model)
+    if inspect.isclass(model):
+        return compiled_class(model, recompile)
+    if not callable(model):
+        raise NotCallableError(got=type(model).__name__)
     compiler = Compiler(chosen, patterns)
+    if isinstance(model, torch.jit.ScriptModule):
+        compiler.warned.fall_back("TorchScript", TorchScriptError(model=type(model).__name__))
+        return model
     if chosen.backend == "auto" and torch.cuda.is_available():
         prepare()  # while the model is captured
-    recompile = functools.partial(compile, patterns=patterns, **options)
     return wrap(
         model,
         compiler.backend(),
@@ -79,8 +103,8 @@ def compile(
 
 
 def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(model, backend="fusion_compiler")`; `options=` are those of compile()."""
-    given = dict(options.get("options", options))
+    """`torch.compile(model, backend="fusion_compiler")`; `mode=` and `options=` are those of compile()."""
+    given = {**options.pop("options", {}), **options}
     patterns = given.pop("patterns", DEFAULT_PATTERNS)
     return Compiler(Options.of(**given), patterns).backend()(gm, inputs)
 
@@ -112,7 +136,9 @@ class Compiler:
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
         return self.progress.during(
-            make_backend(graph, rewrites=rewrites, decompositions=decomposition_table)
+            make_backend(
+                graph, rewrites=rewrites, decompositions=decomposition_table, give_up=self.give_up
+            )
         )
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
@@ -164,6 +190,19 @@ class Compiler:
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
+
+    def give_up(self, name: str, error: Exception) -> None:
+        """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""
+        if isinstance(error, FusionError):
+            raise error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {error}"
+        fault = InternalError(
+            graph=name, detail=reason, place=f"{os.path.basename(place.filename)}:{place.lineno}"
+        )
+        fault.__cause__ = error
+        self.warned.fall_back(f"give up {name}", fault)
+        self.plans.leave(name, reason)
 
     def recorded(
         self,
@@ -251,14 +290,16 @@ class Compiler:
                 name=cluster.name,
                 backend=backend,  # type: ignore[arg-type]
                 strict=self.options.strict,
-                tune=self.options.tune,
+                tune=bool(self.options.tune),
                 cache=self.cache,
             )
         return self.runners[key]
 
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}
-        return emit(key.nests, cluster.name, describe(cluster, dag), buffers, device)
+        return emit(
+            key.nests, cluster.name, describe(cluster, dag), buffers, device, self.options.schedules
+        )
 
 
 def deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -320,5 +361,6 @@ def size_hints(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
         dims: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)
         for dim in dims:
             if isinstance(dim, torch.SymInt) and isinstance(dim.node.expr, sympy.Symbol):
-                hints[dim.node.expr] = int(dim.node.hint) if dim.node.has_hint() else 64
+                hint = dim.node.hint  # None where data decides; a ragged dimension's is no number either
+                hints[dim.node.expr] = hint if isinstance(hint, int) else 64
     return hints

@@ -1,5 +1,5 @@
-"""Tensors that a function holds without taking them as arguments: capture leaves them alone, the compiled graph
-reads and writes those very tensors."""
+"""Tensors that a function holds without taking them as arguments: capture leaves them alone, the compiled
+graph reads and writes those very tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Late:
 
 
 def untouched_by_capture(function: Callable[..., Any], args: Sequence[Any], held: Iterable[Tensor]) -> Any:
-    """`function` compiled, after a capture in which no tensor of `held` was written, not even back and forth."""
+    """`function` compiled, after a capture that wrote no tensor of `held`, not even back and forth."""
     late, held = Late(), list(held)
     before = [(t._version, t.detach().clone()) for t in held]
     fast = torch.compile(function, backend=late)
