@@ -42,6 +42,7 @@ from fusion_compiler.loops import (
     Load,
     LoopNest,
     Random,
+    sizes_of,
 )
 
 # Of a thread, for tiles: with as many a multiprocessor still holds the dozen warps that keep memory busy.
@@ -61,15 +62,10 @@ def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> 
     """Inputs in order of first load, outputs in order of first store, symbols in order of name."""
     loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
     stored = dict.fromkeys(s.buffer for loops in nests for s in loops.stores)
-    dims: set[sympy.Symbol] = set()
-    for name in (*loaded, *stored):
-        for dim in (*buffers[name].shape, *buffers[name].stride):
-            dims |= set() if isinstance(dim, int) else dim.free_symbols  # type: ignore[arg-type]
-    for a in (a for loops in nests for a in loops.axes):
-        dims |= set() if isinstance(a.size, int) else a.size.free_symbols  # type: ignore[arg-type]
+    dims = [d for name in (*loaded, *stored) for d in (*buffers[name].shape, *buffers[name].stride)]
     salts = [n.salt for loops in nests for n in loops.nodes if isinstance(n, Random)]
     streams = dict.fromkeys(s for s in salts if isinstance(s, sympy.Symbol))
-    sizes = (*sorted(dims, key=lambda s: s.name), *streams)
+    sizes = (*sizes_of(nests, dims), *streams)
     return Signature(tuple(buffers[b] for b in loaded), tuple(buffers[b] for b in stored), sizes)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 
@@ -22,7 +21,7 @@ from fusion_compiler.canonical import Canonical, canonical, describe
 from fusion_compiler.capture import GraphInfo, Phase, make_backend
 from fusion_compiler.codegen.templates import emit
 from fusion_compiler.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings
-from fusion_compiler.dag import OpDag, build
+from fusion_compiler.dag import OpDag, build, size_hints
 from fusion_compiler.debug import Debug, DebugSettings
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DEFAULT, DeviceSpec, device_spec
@@ -169,7 +168,7 @@ class Compiler:
         backend = self.backend_for(kind)
         runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
         clock.lap("emit")
-        called = self.verified(plan, runners) if self.options.verify else runners
+        called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
         stitched = stitch(plan, called, owned=info.owned, view=view, ranges=ranges)
@@ -232,9 +231,17 @@ class Compiler:
                 error = UnsupportedDtypeError(left.source, op=left.target, dtype=complex_ones[0])
                 self.warned.fall_back("dtype", error)
 
-    def verified(self, plan: FusionPlan, runners: Mapping[str, Runner]) -> dict[str, Verifier]:
-        """The runners of a graph, each compared with its cluster's fx subgraph when first called."""
+    def verified(
+        self, plan: FusionPlan, runners: Mapping[str, Runner], kind: str, backend: str
+    ) -> Mapping[str, Callable[..., Any]]:
+        """The runners of a graph, each compared with its cluster's fx subgraph when first called; themselves,
+        and a warning, where nothing else runs."""
         table = self.plans.verification
+        if backend == "eager":
+            table.nothing = f"the clusters run as ATen ops on {kind}: there is no kernel to compare them with"
+            todo = "run the kernels: on a GPU, or here with backend='interpret'"
+            self.warned.warn("verify", f"verify=True: {table.nothing}\n  what to do: {todo}")
+            return runners
         return {
             c.name: Verifier(
                 runners[c.name],
@@ -292,6 +299,7 @@ class Compiler:
                 strict=self.options.strict,
                 tune=bool(self.options.tune),
                 cache=self.cache,
+                home=torch.device(key[0].device),
             )
         return self.runners[key]
 
@@ -352,15 +360,3 @@ def device_type(dag: OpDag) -> str:
     """The device kind of most tensors."""
     kinds = [m.device.split(":")[0] for name in dag.order for m in dag.op(name).outputs[:1]]
     return max(set(kinds), key=kinds.count) if kinds else "cpu"
-
-
-def size_hints(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
-    """The sizes that symbols had when the graph was captured."""
-    hints: dict[sympy.Symbol, int] = {}
-    for value in inputs:
-        dims: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)
-        for dim in dims:
-            if isinstance(dim, torch.SymInt) and isinstance(dim.node.expr, sympy.Symbol):
-                hint = dim.node.hint  # None where data decides; a ragged dimension's is no number either
-                hints[dim.node.expr] = hint if isinstance(hint, int) else 64
-    return hints

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,3 +243,15 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
         graph.add_node(node.name, op=op)
         graph.add_edges_from((name, node.name) for name in op.inputs)
     return OpDag(graph, tuple(inputs), outputs, gm)
+
+
+def size_hints(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
+    """The sizes that symbols had when the graph was captured."""
+    hints: dict[sympy.Symbol, int] = {}
+    for value in inputs:
+        dims: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for dim in dims:
+            if isinstance(dim, torch.SymInt) and isinstance(dim.node.expr, sympy.Symbol):
+                hint = dim.node.hint  # None where data decides; a ragged dimension's is no number either
+                hints[dim.node.expr] = hint if isinstance(hint, int) else 64
+    return hints

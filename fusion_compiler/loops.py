@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import sympy
 import torch
 from torch._ops import OpOverload
 
@@ -141,6 +142,22 @@ class LoopNest:
     nodes: tuple[Node, ...]
     stores: tuple[Store, ...]
     names: tuple[str, ...]  # of the values, for printing: one per node
+
+
+def sizes_of(nests: Iterable[LoopNest], dims: Iterable[Dim]) -> tuple[sympy.Symbol, ...]:
+    """The symbols that tile programs take as arguments, sorted by name: those of `dims` (the shapes and
+    strides of their tensors), of their axes, and of what they address."""
+    found = list(dims)
+    for loops in nests:
+        indices = [n.index for n in loops.nodes if isinstance(n, Load | Coordinate | InRange | Random)]
+        indices += [s.index for s in loops.stores]
+        found += [a.size for a in loops.axes]
+        found += [dim for i in indices for dim in (i.const, *(step for _, step in i.terms))]
+        found += [dim for n in loops.nodes if isinstance(n, InRange) for dim in (n.low, n.high)]
+    symbols: set[sympy.Symbol] = set()
+    for dim in found:
+        symbols |= set() if isinstance(dim, int) else dim.free_symbols  # type: ignore[arg-type]
+    return tuple(sorted(symbols, key=lambda s: s.name))
 
 
 def operands_of(node: Node) -> tuple[int, ...]:

@@ -34,7 +34,8 @@ class Options:
         interpreter, on CPU tensors), "eager" (fx subgraphs everywhere).
     numerics: "float32" inside clusters, or "eager" to round where eager rounds.
     dynamic: None (a second size makes that dimension symbolic), True or False, as torch.compile's.
-    verify: run each cluster beside its fx subgraph on the first call and keep an error table.
+    verify: run each kernel beside its cluster's fx subgraph on the first call and keep an error table; where
+        no kernels run, a warning says so.
     strict: raise where a part would otherwise run eager.
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
