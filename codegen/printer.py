@@ -293,12 +293,11 @@ class Printer:
         return str(node.target._opname).lstrip("_")
 
     def compute(self, number: int, node: Compute) -> str:
-        if all(
-            isinstance(self.loops.nodes[a.node], Constant) for _, a in node.operands if isinstance(a, Ref)
-        ):
-            for _, arg in node.operands:  # nothing else gives the expression a type
-                if isinstance(arg, Ref):
-                    self.variable(arg.node)
+        refs = [a.node for _, a in node.operands if isinstance(a, Ref)]
+        numbers = sum(isinstance(self.loops.nodes[n], Constant) for n in refs)
+        if numbers == len(refs) or (numbers > 1 and node.target is not aten.where.self):
+            for n in refs:  # two numbers have no type in Triton's functions
+                self.variable(n)
             return compute_text(node, lambda n: (self.variable(n), None, self.loops.nodes[n].dtype))
         rough = number in self.rough
         if rough and node.target is aten.div.Tensor:

@@ -60,10 +60,28 @@ class Coordinate:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
+def exact(value: object) -> object:
+    """A key for an argument: 1, 1.0 and True are different, as are 0.0 and -0.0, and a NaN equals itself."""
+    if isinstance(value, list | tuple):
+        return tuple(map(exact, value))
+    if isinstance(value, dict):
+        return tuple((k, exact(v)) for k, v in sorted(value.items()))
+    return type(value), repr(value) if isinstance(value, float | slice) else value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Constant:
     value: bool | int | float
     dtype: torch.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> object:
+        return exact(self.value), self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +107,7 @@ class Random:
     dtype: torch.dtype = torch.float32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Compute:
     """`target` applied to operands: (schema name, node number or Python scalar).
 
@@ -103,6 +121,15 @@ class Compute:
     dtype: torch.dtype
     coarse: bool = False
     pinned: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compute) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> object:
+        return self.target, exact(self.operands), self.dtype, self.coarse
 
 
 @dataclass(frozen=True, slots=True)

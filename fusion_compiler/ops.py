@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -86,9 +87,10 @@ class OpSpec:
 
 
 def number(text: str) -> float | None:
-    """The value of a literal; None if the text is anything else (a variable, None, a string)."""
+    """The value of a literal, typed or not; None if the text is anything else: a variable, None, a string."""
+    typed = re.fullmatch(r"tl\.full\(\(\), (\S+), tl\.\w+\)", text)
     try:
-        value: object = ast.literal_eval(text)
+        value: object = ast.literal_eval(typed[1] if typed else text)
     except (ValueError, SyntaxError):
         return None
     return value if isinstance(value, int | float) else None
@@ -388,13 +390,7 @@ _BITS = (
 )
 
 _ROUNDING = (
-    *_elementwise(
-        "tl.where({self} > 0, 1, tl.where({self} < 0, -1, 0))",
-        aten.sign.default,
-        aten.sgn.default,
-        flops=2,
-        jumps=True,
-    ),
+    *_elementwise("fm.sign({self})", aten.sign.default, aten.sgn.default, flops=2, jumps=True),
     *_elementwise("tl.floor({self})", aten.floor.default, jumps=True),
     *_elementwise("tl.ceil({self})", aten.ceil.default, jumps=True),
     *_elementwise("libdevice.trunc({self})", aten.trunc.default, jumps=True),
@@ -460,8 +456,8 @@ _FUNCTIONS = (
     *_elementwise("libdevice.asinh({self})", aten.asinh.default, flops=16, special=2),
     *_elementwise("libdevice.acosh({self})", aten.acosh.default, flops=16, special=2),
     *_elementwise("libdevice.atanh({self})", aten.atanh.default, flops=16, special=2),
-    *_elementwise("libdevice.atan2({self}, {other})", aten.atan2.default, flops=20, special=1),
-    *_elementwise("libdevice.hypot({self}, {other})", aten.hypot.default, flops=12, special=1),
+    *_elementwise("fm.atan2({self}, {other})", aten.atan2.default, flops=20, special=1),
+    *_elementwise("fm.hypot({self}, {other})", aten.hypot.default, flops=12, special=1),
     *_elementwise("tl.erf({self})", aten.erf.default, flops=20, special=1, rough="fm.rough_erf({self})"),
     *_elementwise(
         "libdevice.erfc({self})", aten.erfc.default, flops=24, special=2, rough="fm.rough_erfc({self})"

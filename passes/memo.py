@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fusion_compiler.dag import OpDag, Ref
-from fusion_compiler.loops import Load, LoopNest
+from fusion_compiler.loops import Load, LoopNest, exact
 from fusion_compiler.passes.layout import is_view
 from fusion_compiler.passes.space import Illegal
 from fusion_compiler.plan import Cost
@@ -82,12 +82,12 @@ class Memo:
 
 
 def _exact(value: object, inputs: Sequence[str]) -> object:
-    """Arguments as a key: 1, 1.0 and True are different, as are 0.0 and -0.0."""
+    """Arguments as a key, operands by their places."""
     if isinstance(value, Ref):
         return Ref, inputs.index(value.name)
     if isinstance(value, tuple):
         return tuple(_exact(v, inputs) for v in value)
-    return type(value), repr(value) if isinstance(value, float) else value
+    return exact(value)
 
 
 def _renamed(loops: LoopNest, renamed: Mapping[str, str]) -> LoopNest:
