@@ -34,7 +34,6 @@ from fusion_compiler.codegen.running import print_passes
 from fusion_compiler.codegen.segments import partial_results, segments_of
 from fusion_compiler.codegen.shorten import shortened
 from fusion_compiler.dims import Dim, product, simple, strides_of
-from fusion_compiler.errors import KernelError
 from fusion_compiler.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.loops import (
     COLS,
@@ -138,7 +137,7 @@ def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
     for kernel in kernels:
         wrong = problem(kernel.source)
         if wrong is not None:
-            raise KernelError(kernel=kernel.name, action="be printed", detail=wrong)
+            raise ValueError(f"the text of {kernel.name} is no kernel: {wrong}")
     return kernels
 
 
