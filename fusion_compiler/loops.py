@@ -129,7 +129,7 @@ class Compute:
         return hash(self._key())
 
     def _key(self) -> object:
-        return self.target, exact(self.operands), self.dtype, self.coarse
+        return self.target, exact(self.operands), self.dtype, self.coarse, self.pinned
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,7 +320,7 @@ def _same(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
 def _copy(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
     """The second operand in the first one's shape and dtype."""
     value = self.operand(op, op.inputs[-1], coords, within)
-    return self.rounded_like(op, self.converted(value, compute_dtype(op.outputs[0].dtype), op.name))
+    return self.converted(value, compute_dtype(op.outputs[0].dtype), op.name)
 
 
 def _special() -> dict[object, Handler]:
