@@ -422,6 +422,16 @@ def waiting(loops: LoopNest, numbers: Iterable[int]) -> frozenset[int]:
     return frozenset(late)
 
 
+# Blocks of rows that a program adds up one after the other: what rounding adds with each, 2^-26 of a sum of equal
+# terms, stays within what eager's order of summation comes to.
+MOST_TURNS = 256
+
+
+def enough(programs: int, count: int, rows: int) -> int:
+    """Programs that share `count` rows in blocks of `rows`: so many or as many as keep sums exact."""
+    return max(programs, -(-count // (rows * MOST_TURNS)))
+
+
 def ceil_div(a: Dim, b: int) -> Dim:
     if isinstance(a, int):
         return -(-a // b)
