@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._C._dynamo import guards
 
+from fusion_compiler import loops
 from fusion_compiler.canonical import salts_of
 from fusion_compiler.dag import OpDag
 from fusion_compiler.dims import hint
@@ -229,15 +230,8 @@ def _place(node: fx.Node, base: fx.Node) -> Place | None:
 
 def symbols_of(cluster: Cluster, dag: OpDag) -> tuple[sympy.Symbol, ...]:
     """The sizes that a cluster's kernel takes as arguments, sorted by name."""
-    found: set[sympy.Symbol] = set()
-    dims = [a.size for loops in cluster.nests for a in loops.axes]
-    for name in (*cluster.inputs, *cluster.outputs):
-        meta = dag.op(name).outputs[0]
-        dims += [*meta.shape, *meta.stride]
-    for dim in dims:
-        if not isinstance(dim, int):
-            found |= dim.free_symbols  # type: ignore[arg-type]
-    return tuple(sorted(found, key=lambda s: s.name))
+    metas = [dag.op(name).outputs[0] for name in (*cluster.inputs, *cluster.outputs)]
+    return loops.symbols_of(cluster.nests, [(*meta.shape, *meta.stride) for meta in metas])
 
 
 def subgraph(cluster: Cluster, dag: OpDag) -> Callable[..., tuple[torch.Tensor, ...]]:
