@@ -33,6 +33,7 @@ from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.codegen.running import print_passes
 from fusion_compiler.codegen.segments import partial_results, segments_of
 from fusion_compiler.codegen.shorten import shortened
+from fusion_compiler.codegen.sizes import given_names
 from fusion_compiler.dims import Dim, product, simple, strides_of
 from fusion_compiler.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.loops import (
@@ -41,7 +42,7 @@ from fusion_compiler.loops import (
     Load,
     LoopNest,
     Random,
-    sizes_of,
+    symbols_of,
 )
 
 # Of a thread, for tiles: with as many a multiprocessor still holds the dozen warps that keep memory busy.
@@ -50,21 +51,22 @@ ENOUGH_REGISTERS = 128
 
 @dataclass(frozen=True)
 class Signature:
-    """Buffers of a program by name, with their roles."""
+    """Buffers of a program by name, with their roles; sizes and derived as in `Program`."""
 
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
     sizes: tuple[sympy.Symbol, ...]
+    derived: tuple[tuple[sympy.Symbol, sympy.Expr], ...] = ()
 
 
 def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> Signature:
     """Inputs in order of first load, outputs in order of first store, symbols in order of name."""
     loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
     stored = dict.fromkeys(s.buffer for loops in nests for s in loops.stores)
-    dims = [d for name in (*loaded, *stored) for d in (*buffers[name].shape, *buffers[name].stride)]
+    tensors = [(*buffers[name].shape, *buffers[name].stride) for name in (*loaded, *stored)]
     salts = [n.salt for loops in nests for n in loops.nodes if isinstance(n, Random)]
     streams = dict.fromkeys(s for s in salts if isinstance(s, sympy.Symbol))
-    sizes = (*sizes_of(nests, dims), *streams)
+    sizes = (*symbols_of(nests, tensors), *streams)
     return Signature(tuple(buffers[b] for b in loaded), tuple(buffers[b] for b in stored), sizes)
 
 
@@ -82,6 +84,8 @@ def build(
     """
     name = f"{name}_" if name in GLOBAL else name
     signature = signature_of(nests, buffers)
+    nests, names = given_names(nests)
+    signature = replace(signature, derived=tuple((symbol, size) for size, symbol in names.items()))
     nests = tuple(shortened(loops, buffers) for loops in nests)
     analyses = [
         Analysis(along_rows_first(loops) if schedule.in_passes else loops)
@@ -115,6 +119,7 @@ def build(
         signature.outputs,
         scratch,
         signature.sizes,
+        signature.derived,
         shown,
         word=WORD * max((b.dtype.itemsize for b in signature.inputs), default=0) if skewed else 0,
     )
@@ -215,7 +220,7 @@ class _Assembly:
             for i, buffer in enumerate(buffers):
                 parameter = f"{PREFIX[role]}{i}_ptr" if role is not Role.SCRATCH else f"{buffer.name}_ptr"
                 self.parameters[buffer.name] = Argument(parameter, role, i, buffer.dtype)
-        for i, symbol in enumerate(signature.sizes):
+        for i, symbol in enumerate((*signature.sizes, *(symbol for symbol, _ in signature.derived))):
             self.parameters[f"size {symbol.name}"] = Argument(
                 symbol.name, Role.SIZE, i, torch.int64, aligned=False
             )
