@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 # them: nothing may be compiled in one thread while another interprets.
 TRITON_LOCK = threading.RLock()
 
+# Whatever Triton's defaults and environment variables say: products and sums become one operation, which
+# rounds once; indices are checked (`math.check_index`), and integers wrap around as in eager.
+OPTIONS = {"enable_fp_fusion": True, "debug": True, "sanitize_overflow": False}
+
 # What a server takes to start and what a kernel takes to compile: it is used where it gains.
 SERVER_SECONDS = 0.5
 KERNEL_SECONDS = 0.1
@@ -99,7 +103,7 @@ def _arguments(build: Build) -> dict[str, Any]:
 
     attrs = {(i,): [["tt.divisibility", 16]] for i in build.divisible}
     source = ASTSource(load_kernel(build.source, build.name), dict(build.signature), {}, attrs)
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages, **OPTIONS}
     if build.registers is not None and build.target[0] == "cuda":
         options["maxnreg"] = build.registers
     return {"src": source, "target": _target(build), "options": options}

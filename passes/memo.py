@@ -9,6 +9,7 @@ from dataclasses import replace
 from fusion_compiler.dag import OpDag, Ref
 from fusion_compiler.loops import Load, LoopNest
 from fusion_compiler.passes.layout import is_view
+from fusion_compiler.passes.ranges import lookups
 from fusion_compiler.passes.space import Illegal
 from fusion_compiler.plan import Cost
 
@@ -21,7 +22,8 @@ class Memo:
     """`price` remembered by structure: the ops in their order, the views between them, what they read.
 
     price: (ops, outputs) -> tile program and cost; it raises Illegal, which is remembered too. It
-    may look at the ops, at the views that lead to them, and at target and shape of what these show.
+    may look at the ops, at the views that lead to them, and at target and shape of what these show; of what
+    an op looks up, at whether its indices are known to lie inside.
     """
 
     def __init__(self, dag: OpDag, price: Price) -> None:
@@ -66,7 +68,8 @@ class Memo:
         if name not in self._records:
             op = self._dag.op(name)
             described = (_exact(op.args, op.inputs), _exact(op.kwargs, op.inputs))
-            self._records[name] = self._number((op.target, op.kind, described, op.outputs))
+            checks = tuple(lookup.unproved for lookup in lookups(self._dag, op))
+            self._records[name] = self._number((op.target, op.kind, described, op.outputs, checks))
         return self._records[name]
 
     def _outside(self, name: str) -> int:
