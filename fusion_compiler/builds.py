@@ -22,6 +22,7 @@ import importlib
 import linecache
 import os
 import pickle
+import re
 import select
 import shutil
 import signal
@@ -127,6 +128,11 @@ def cache_entry(build: Build) -> Path:
     return Path(manager.cache_dir)
 
 
+def is_entry(folder: Path) -> bool:
+    """Whether a folder is named as Triton names those of its cache, by a hash, and is no link to another."""
+    return re.fullmatch(r"[A-Z2-7]{52}", folder.name) is not None and not folder.is_symlink()
+
+
 def _cache_env_vars() -> dict[str, str]:
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
@@ -182,7 +188,7 @@ def _checksum(kernel: CompiledKernel) -> tuple[Path, str]:
 def _is_whole(kernel: CompiledKernel) -> bool:
     """False when the entry's checksum exists and differs. Without one there is nothing to compare."""
     file, digest = _checksum(kernel)
-    return not file.exists() or file.read_text(errors="replace") == digest
+    return not file.is_file() or file.read_text(errors="replace") == digest
 
 
 def _seal(kernel: CompiledKernel) -> None:
