@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusion_compiler.builds import is_entry
+from fusion_compiler.builds import checksum, is_entry
 from fusion_compiler.cache import Cache, read_plain, read_record
 
 BINARIES = (".cubin", ".hsaco")
@@ -87,10 +86,10 @@ def _kernel(seal: Path) -> Iterator[Entry]:
             arch = target["arch"]
             device = f"sm_{arch}" if target["backend"] == "cuda" else str(arch)
             versions = f"triton {fields['triton_version']}" if "triton_version" in fields else ""
-            digest = hashlib.sha256(read_plain(metadata))
-            digest.update(read_plain(next(f for e in BINARIES if (f := seal.with_suffix(e)).exists())))
-            problem = "" if digest.hexdigest().encode() == read_plain(seal) else "damaged"
-        except (OSError, ValueError, KeyError, TypeError, StopIteration):
+            problem = "" if checksum(seal).encode() == read_plain(seal) else "damaged"
+            if not any(seal.with_suffix(binary).is_file() for binary in BINARIES):
+                problem = "incomplete"
+        except (OSError, ValueError, KeyError, TypeError):
             problem = "incomplete"
         yield Entry("kernel", seal.stem, device, versions, age, size, problem, folder)
 
