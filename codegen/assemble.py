@@ -237,6 +237,7 @@ class _Assembly:
         p.program = program
         grid = self.body(p)
         functions = self.last_program(p, f"{name}_last")
+        p.print_checks()
         return functions, "\n".join(p.lines), grid
 
     def used(self, body: str) -> tuple[Argument, ...]:
@@ -382,6 +383,7 @@ class _Assembly:
         inner.print_nodes(inner.need([s.value for s in late.loops.stores]))
         for store in late.loops.stores:
             inner.store(store)
+        inner.print_checks()
         body = "\n".join(inner.lines)
         used = ", ".join(a.name for a in self.used(body))
         p.line("tl.debug_barrier()")

@@ -712,3 +712,27 @@ def awaited(boxes: Any, letters: Any, _semantic: Any = None) -> Any:
 
 
 awaited.__triton_builtin__ = True
+
+
+@triton.jit
+def last_wrong(before, index, low, high):
+    """index where it is not in low <= index < high, else what was wrong before."""
+    return tl.where((index >= low) & (index < high), before, index)
+
+
+def check_index(index: Any, low: Any, high: Any, what: Any, inside: Any = None, _semantic: Any = None) -> Any:
+    """Ends the kernel in an error unless low <= index < high in every lane that is `inside`.
+
+    what: whose index it is. It stands at a kernel's end: loads would wait for it, and in a loop it would end
+    the software pipelining. What was read outside is never seen: after that nothing can be had of the device.
+    It is no function of Triton's, so that the error names the kernel's line and not this one.
+    """
+    known = index.__ge__(low, _semantic=_semantic).__and__(
+        index.__lt__(high, _semantic=_semantic), _semantic=_semantic
+    )
+    ends = [getattr(end, "value", "its size") for end in (low, high)]
+    text = f"{getattr(what, 'value', what)}: an index is not in [{ends[0]}, {ends[1]})"
+    return tl.device_assert(known, text, inside, _semantic=_semantic)
+
+
+check_index.__triton_builtin__ = True

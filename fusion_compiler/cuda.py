@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusion_compiler.binding import Entry, direct_call
-from fusion_compiler.builds import Build, compile_build, forget
+from fusion_compiler.builds import Build, compile_build, forget, is_entry
 from fusion_compiler.errors import CacheError, FusionWarning
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ ROUNDS = 5
 WAIT_CYCLES = 400_000
 # A candidate slower than the best by this factor in the first round is not timed again.
 HOPELESS = 1.5
+# What a folder that looks writable says when it is written to.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def make_cache_writable() -> None:
@@ -44,9 +47,28 @@ def make_cache_writable() -> None:
         reason = "no permission to write"
     except OSError as error:
         reason = str(error)
+    _leave_cache(reason)
+
+
+def _leave_cache(reason: object) -> None:
+    """From now on Triton's cache is a temporary folder, which is said."""
+    from triton import knobs
+
+    folder = knobs.cache.dir
     knobs.cache.dir = tempfile.mkdtemp(prefix="fusion_compiler_")
     text = CacheError(path=folder, detail=f"{reason}; set TRITON_CACHE_DIR too")
-    warnings.warn(f"{text}; until then every process compiles every kernel", FusionWarning, stacklevel=3)
+    warnings.warn(f"{text}; until then every process compiles every kernel", FusionWarning, stacklevel=4)
+
+
+def _compiled(build: Build) -> CompiledKernel:
+    """`compile_build`, in a temporary folder where Triton's own has no room or turns out to be broken."""
+    try:
+        return compile_build(build)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _leave_cache(error)
+        return compile_build(build)
 
 
 class CudaGpu:
@@ -86,7 +108,7 @@ class CudaGpu:
 
             make_cache_writable()
             with torch.cuda.device(self.index):
-                kernel = compile_build(build)
+                kernel = _compiled(build)
                 try:
                     run: Any = kernel.run
                 except OutOfResources:
@@ -131,13 +153,21 @@ def gpu_of(index: int) -> CudaGpu:
 
 
 def _reload(build: Build, error: Exception) -> tuple[CompiledKernel, Any]:
-    # A launcher that Triton compiled with a C compiler lies in a folder of its own.
+    # A launcher that Triton compiled with a C compiler lies in a folder of its own. Errors of other imports
+    # name a file as well, which is nobody's to remove.
     library = getattr(error, "path", None)
-    if library is not None:
+    if library is not None and _is_cached(Path(library)):
         shutil.rmtree(Path(library).parent, ignore_errors=True)
     forget(build)
     kernel = compile_build(build)
     return kernel, kernel.run
+
+
+def _is_cached(file: Path) -> bool:
+    """Whether a file lies in an entry of Triton's cache."""
+    from triton import knobs
+
+    return is_entry(file.parent) and file.parent.parent.resolve() == Path(knobs.cache.dir).resolve()
 
 
 def _empty_function() -> Callable[[Any, Any, torch.dtype], torch.Tensor]:

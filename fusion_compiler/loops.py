@@ -5,6 +5,7 @@
     index    := const + sum(coeff * axis) + sum(coeff * value)
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
+              | Checked(operand, index, low, high, within)
               | Compute(target, operands) | Reduce(combine, operand, over, kept)
     store    := buffer, index, value, within    several to one buffer have elements of their own each
 
@@ -107,6 +108,22 @@ class Random:
     dtype: torch.dtype = torch.float32
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """`operand`, and an error unless low <= `index` < high wherever `within` holds.
+
+    index: a value that says where to read, mostly the operand itself. what: whose index it is.
+    """
+
+    operand: int
+    index: int
+    low: Dim
+    high: Dim
+    within: int | None
+    what: str
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
     """`target` applied to operands: (schema name, node number or Python scalar).
@@ -152,7 +169,7 @@ class Reduce:
     kept: frozenset[int] = frozenset()
 
 
-Node = Load | Coordinate | Constant | InRange | Random | Compute | Reduce
+Node = Load | Coordinate | Constant | InRange | Random | Checked | Compute | Reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +198,8 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return _indirect(index)
         case Random(seed, index, _, _):
             return (seed, *_indirect(index))
+        case Checked(operand, index, _, _, within):
+            return (operand, index) if within is None else (operand, index, within)
         case Compute(_, operands):
             return tuple(a.node for _, a in operands if isinstance(a, Ref))
         case Reduce():
@@ -243,6 +262,8 @@ def resized(loops: LoopNest, size: Callable[[Dim], Dim]) -> LoopNest:
         match n:
             case InRange():
                 return replace(n, index=index(n.index), low=size(n.low), high=size(n.high))
+            case Checked():
+                return replace(n, low=size(n.low), high=size(n.high))
             case Load() | Coordinate() | Random():
                 return replace(n, index=index(n.index))
             case _:
@@ -289,6 +310,10 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
             return replace(node, index=renumber_index(node.index, numbers, axes))
         case Random():
             return replace(node, seed=numbers[node.seed], index=renumber_index(node.index, numbers, axes))
+        case Checked():
+            operand, index = numbers[node.operand], numbers[node.index]
+            within = None if node.within is None else numbers[node.within]
+            return replace(node, operand=operand, index=index, within=within)
         case Compute():
             operands = tuple((n, Ref(numbers[a.node]) if isinstance(a, Ref) else a) for n, a in node.operands)
             return replace(node, operands=operands)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from fusion_compiler.dag import OpDag, Ref
 from fusion_compiler.loops import Load, LoopNest, exact
 from fusion_compiler.passes.layout import is_view
+from fusion_compiler.passes.ranges import lookups
 from fusion_compiler.passes.space import Illegal
 from fusion_compiler.plan import Cost
 
@@ -21,8 +22,8 @@ class Memo:
     """`price` remembered by structure: the ops in their order, the views between them, what they read.
 
     price: (ops, outputs) -> tile program and cost; it raises Illegal, which is remembered too. It
-    may look at the ops, at the views that lead to them, and at target and shape of what these show.
-    settled: what else it asks of an op.
+    may look at the ops, at the views that lead to them, and at target and shape of what these show; of what
+    an op looks up, at whether its indices are known to lie inside. settled: what else it asks of an op.
     """
 
     def __init__(self, dag: OpDag, price: Price, settled: Callable[[str], bool] = lambda _: False) -> None:
@@ -68,8 +69,9 @@ class Memo:
         if key not in self._records:
             op = self._dag.op(name)
             described = (_exact(op.args, op.inputs), _exact(op.kwargs, op.inputs))
+            checks = tuple(lookup.unproved for lookup in lookups(self._dag, op))
             self._records[key] = self._number(
-                (op.target, op.kind, described, op.outputs, op.pinned, key[1])
+                (op.target, op.kind, described, op.outputs, checks, op.pinned, key[1])
             )
         return self._records[key]
 

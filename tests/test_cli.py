@@ -279,12 +279,14 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Path]:
     cache.put(
         "tuning 12ab on NVIDIA H200, torch 2.13.0 triton 3.7.1", {"cluster": "softmax_2", "candidate": 1}
     )
-    (cache.path / "bad.json").write_text("{")
+    (cache.path / f"{'0' * 64}.json").write_text("{")
     compile_build(fresh_build(1))
     damaged = compile_build(fresh_build(2))
     Path(damaged.metadata_group["row_softmax.cubin"]).write_bytes(b"no cubin")
     (tmp_path / "kernels" / "OTHER").mkdir()
-    (tmp_path / "kernels" / "OTHER" / "theirs.json").write_text("{}")
+    for name in ("theirs.json", "theirs.sha256"):
+        (tmp_path / "kernels" / "OTHER" / name).write_text("{}")
+    Path(damaged.metadata_group["row_softmax.cubin"]).with_name("theirs.json").write_text("{}")
     return cache, tmp_path / "kernels"
 
 
@@ -309,7 +311,8 @@ def test_what_is_kept_is_listed_sized_and_cleared(run: Run, kept: tuple[Cache, P
     code, out, _ = run("cache", "clear", "--json", "-")
     total = sizes["tuning"]["bytes"] + sizes["kernel"]["bytes"]
     assert json.loads(out) == {"removed": 4, "bytes": total}
-    assert cache.size() == 0 and [folder.name for folder in kernels.iterdir()] == ["OTHER"]
+    left = sorted(path.name for path in kernels.rglob("*") if path.is_file())
+    assert cache.size() == 0 and left == ["theirs.json", "theirs.json", "theirs.sha256"]
     assert run("cache", "list") == (DONE, "nothing is kept\n", "")
 
 
