@@ -197,20 +197,25 @@ def _one_in_each_row(x: Tensor, dim: int, index: Tensor) -> Tensor | None:
 
 
 def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Any:
-    """Element-wise where each row gets one value: the gradient of max, one-hot, a target's probability."""
+    """Element-wise where each row gets one value: the gradient of max, one-hot, a target's probability.
+
+    Eager's result is in row order, whatever that of the operands.
+    """
     hit = _one_in_each_row(x, dim, index)
     if hit is None:
         return NotImplemented
     if isinstance(src, Tensor):
-        return torch.where(hit, src[tuple(slice(size) for size in index.shape)], x)
-    return torch.where(hit, torch.full((), src, dtype=x.dtype, device=x.device), x)
+        value = src[tuple(slice(size) for size in index.shape)]
+    else:
+        value = torch.full((), src, dtype=x.dtype, device=x.device)
+    return torch.where(hit, value, x).contiguous()
 
 
 def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     hit = _one_in_each_row(x, dim, index)
     if hit is None:
         return NotImplemented
-    return x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))
+    return (x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))).contiguous()
 
 
 # Normalizations

@@ -16,7 +16,9 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch._functorch import config, partitioners
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 
@@ -36,7 +38,39 @@ def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.Gr
     default = partitioners.get_default_op_list
     extended = functools.cache(lambda: _extended(default()))
     with config.patch(cse=False), patch.object(partitioners, "get_default_op_list", extended):
-        return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+        forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+    keep_old_values(forward, backward, options["num_fwd_outputs"])
+    return forward, backward
+
+
+def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
+    """What the backward gets of an argument that the forward writes into is a copy from before, in place.
+
+    outputs: how many results of the forward are the caller's; the others are saved.
+    """
+    returned = forward.graph.output_node()
+    results: list[Any] = list(returned.args[0])  # type: ignore[arg-type]
+    writes = forward.graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    written = {_storage(write.args[0]) for write in writes} - {None}  # type: ignore[arg-type]
+    saved = [i for i, n in enumerate(results) if i >= outputs and isinstance(n, fx.Node)]
+    stale = [i for i in saved if _storage(results[i]) in written]
+    if not stale:
+        return
+    last = forward.graph.find_nodes(op="placeholder")[-1]
+    held = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    for i in stale:
+        node = results[i]
+        with forward.graph.inserting_after(last if node.op == "placeholder" else node):
+            copy = results[i] = forward.graph.call_function(_aten.clone.default, (node,))
+        copy.meta = node.meta | {"val": node.meta["val"].clone()}
+        held[node.name]._rename(copy.name)  # not an argument of the caller's any more
+        held[node.name].target, held[node.name].meta = copy.name, dict(copy.meta)
+    returned.args = (type(returned.args[0])(results),)  # type: ignore[call-arg,arg-type]
+    forward.recompile()
+    backward.recompile()
+    # A copy is dense, where its original may have been part of a larger tensor.
+    inputs = [node.meta["val"] for node in held.values()]
+    FakeTensorProp(backward, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
 
 
 def merge_equal(graph: fx.Graph) -> None:

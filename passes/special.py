@@ -101,8 +101,9 @@ def _scatter_slice(self: Lowering, op: Op, coords: Coords, within: int | None) -
     dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
     step = layout.argument(op, 5, "step", 1)
     start = layout.argument(op, 3, "start") or 0
-    if isinstance(start, int) and start < 0:
-        start = max(start + shape[dim], 0)  # type: ignore[type-var]
+    if isinstance(start, int) and start < 0:  # a symbol that is smaller than that has been guarded against
+        start = start + shape[dim]
+        start = max(start, 0) if isinstance(start, int) else start
     length = self.dag.op(source).outputs[0].shape[dim]
     if isinstance(step, int) and step != 1:
         return _overlay_with_steps(self, op, coords, within, dim, start, length, step)  # type: ignore[arg-type]
