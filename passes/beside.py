@@ -19,26 +19,27 @@ SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
 def launches(search: Search) -> list[list[int]]:
     """The numbers of a finished search's parts, those that share a launch together."""
     groups: list[list[int]] = []
+    alike: dict[tuple[frozenset[str], int], list[list[int]]] = {}  # of small ones, that may take more
     for number in sorted(search.parts):
-        home = next((g for g in groups if _fits(search, g, number)), None)
+        part = search.parts[number]
+        near = alike.setdefault(style(part.loops, search.space.hints), []) if part.cost.us <= SMALL_US else []
+        home = next((g for g in near if _fits(search, g, number)), None)
         if home is None:
             groups.append([number])
-        else:
-            home.append(number)
-            search.reach.join(home[0], number)
+            near.append(groups[-1])
+            continue
+        home.append(number)
+        search.reach.join(home[0], number)
+        if len(home) == MOST:
+            near.remove(home)
     return groups
 
 
 def _fits(search: Search, group: Sequence[int], number: int) -> bool:
-    """Whether a part may run beside a group: small, scheduled alike, relatives, no path either way."""
-    if len(group) >= MOST or search.reach.path(group[0], number):
+    """Whether a part may run beside a group of its style: relatives, no path either way."""
+    if search.reach.path(group[0], number):
         return False
-    part, members = search.parts[number], [search.parts[n] for n in group]
-    if any(p.cost.us > SMALL_US for p in (part, *members)):
-        return False
-    hints = search.space.hints
-    alike = style(part.loops, hints) == style(members[0].loops, hints)
-    return alike and any(_related(search, part, other) for other in members)
+    return any(_related(search, search.parts[number], search.parts[other]) for other in group)
 
 
 def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset[str], int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -263,8 +264,10 @@ class Parts:
             if name not in self.owned and op.target is not operator.getitem and op.outputs:
                 reason = "a kernel of the user's" if _is_users(op) else "no row in the operator table"
                 self.leave(op, REASONS.get(op.kind) or SEEDS.get(op.target, reason))
+        counts = Counter(devices.values())
+        main = max(counts, key=counts.__getitem__, default="")
         for name in order:
-            reason = self.foreign(self.dag.op(name), devices) if name in self.owned else None
+            reason = self.foreign(self.dag.op(name), main) if name in self.owned else None
             if reason is not None:
                 self.give_up(name, reason)
         while not self.build_parts(order):  # an op that is given up needs its operands to exist
@@ -295,12 +298,11 @@ class Parts:
         if reason:
             self.leave(self.dag.op(name), reason)
 
-    def foreign(self, op: Op, devices: Mapping[str, str]) -> str | None:
+    def foreign(self, op: Op, main: str) -> str | None:
         """A tensor on another device than the graph's."""
         tensors = [m.device for i in op.inputs for m in self.dag.op(i).outputs]
         if any(d != op.outputs[0].device for d in tensors):
             return "reads a tensor on another device"
-        main = max(set(devices.values()), key=list(devices.values()).count)
         return (
             None if op.outputs[0].device == main else f"runs on {op.outputs[0].device}, the graph on {main}"
         )

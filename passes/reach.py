@@ -9,9 +9,12 @@ class Reach:
     """Ancestors and descendants of every unit, a cluster or an op beside them, by number.
 
     sources: the units that each one reads, in topological order. Descendants have larger numbers.
+    A unit that several became is in the others' sets by the numbers of all of them, so that a merge changes
+    the sets of those alone that reach, or are reached from, only one of the two.
     """
 
     def __init__(self, sources: Mapping[int, set[int]]) -> None:
+        self.members = {number: 1 << number for number in sources}
         self.above: dict[int, int] = {}
         self.below = dict.fromkeys(sources, 0)
         for number, read in sources.items():
@@ -35,22 +38,25 @@ class Reach:
         """No other unit lies on a path between some of them."""
         mask = above = below = 0
         for number in numbers:
-            mask |= 1 << number
+            mask |= self.members[number]
             above |= self.above[number]
             below |= self.below[number]
         return not above & below & ~mask
 
     def join(self, kept: int, gone: int) -> None:
         """`gone` becomes part of `kept`: everything above either is above both, likewise below."""
-        pair = (1 << kept) | (1 << gone)
-        above = (self.above[kept] | self.above[gone]) & ~pair
-        below = (self.below[kept] | self.below[gone]) & ~pair
-        del self.above[gone], self.below[gone]
-        self.above[kept], self.below[kept] = above, below
-        bit = 1 << kept
-        for numbers, reach, more in ((above, self.below, below | bit), (below, self.above, above | bit)):
-            for number in _bits(numbers):  # nothing else had either of the two in its reach
-                reach[number] = (reach[number] & ~pair) | more
+        pair = (kept, gone)
+        members = self.members[kept] | self.members[gone]
+        above, below = ([reach[n] & ~members for n in pair] for reach in (self.above, self.below))
+        for mine, reach, theirs in ((above, self.below, below), (below, self.above, above)):
+            for one, other in ((0, 1), (1, 0)):
+                more = theirs[other] | self.members[pair[other]]
+                for number in _bits(mine[one] & ~mine[other]):
+                    if number in reach:  # which has the numbers of those that became part of it
+                        reach[number] |= more
+        self.members[kept] = members
+        self.above[kept], self.below[kept] = above[0] | above[1], below[0] | below[1]
+        del self.members[gone], self.above[gone], self.below[gone]
 
 
 def _bits(mask: int) -> Iterator[int]:

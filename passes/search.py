@@ -27,7 +27,8 @@ class Search:
         self.space, self.dag, self.reads = space, space.dag, space.reads
         self.matches = matches
         self.parts = dict(space.first)
-        self.owner = {self.dag.order[number]: number for number in self.parts}
+        order = self.dag.order
+        self.owner = {order[number]: number for number in self.parts}
         self.rejections: dict[tuple[str, str], Rejected] = {}
         self.reach = Reach(self.units())
         self.version = dict.fromkeys(self.parts, 0)
