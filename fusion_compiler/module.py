@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,27 +17,37 @@ from typing import Any, overload
 
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
+from torch._dynamo.utils import counters, graph_break_reasons
 
+from fusion_compiler.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.capture import Backend
 from fusion_compiler.errors import FusionError
 from fusion_compiler.plan import FusionPlan
+from fusion_compiler.plan_text import breaks_text
 from fusion_compiler.verify import Verification
 
 
 class Plans(Sequence[FusionPlan]):
     """The plans of all graphs captured so far, in order of their compilation; str() joins them.
 
-    verification: the error table that verify=True fills.
+    verification: the error table that verify=True fills. breaks: the places at which graphs end early, and
+    the functions that no graph holds. called: whether the model was.
     """
 
     def __init__(self) -> None:
         self._plans: list[FusionPlan] = []
         self.verification = Verification()
+        self.breaks: tuple[GraphBreak, ...] = ()
+        self.called = False
 
     def record(self, plan: FusionPlan) -> None:
         """Add the plan of a graph that has just been compiled."""
         self._plans.append(plan)
+
+    def broke(self, found: Sequence[GraphBreak]) -> None:
+        """Add what a call has shown; the same place is found again by each recompilation."""
+        self.breaks = distinct((*self.breaks, *found))
 
     @overload
     def __getitem__(self, index: int) -> FusionPlan: ...
@@ -55,10 +66,18 @@ class Plans(Sequence[FusionPlan]):
         return f"Plans({', '.join(p.name for p in self._plans)})"
 
     def __str__(self) -> str:
-        if not self._plans:
-            return "no graph has been captured yet: call it once"
         table = [f"verified\n{self.verification}"] if self.verification.rows else []
-        return "\n\n".join([*(str(p) for p in self._plans), *table])
+        broken = [breaks_text(self.breaks)] if self.breaks else []
+        return "\n\n".join([*self._none(), *(str(p) for p in self._plans), *broken, *table])
+
+    def _none(self) -> list[str]:
+        """Why there is no plan."""
+        if self._plans:
+            return []
+        if not self.called:
+            return ["no graph has been captured yet: call it once"]
+        reason = "" if self.breaks else ": TorchDynamo is off, or found nothing that computes on tensors"
+        return [f"no graph was captured when it was called{reason}"]
 
 
 # Rebuilds a compiled object from the plain one: copies and unpickled modules are compiled anew.
@@ -118,13 +137,17 @@ def wrap(
     *,
     dynamic: bool | None = None,
     fullgraph: bool = False,
+    strict: bool = False,
+    broke: Callable[[Sequence[GraphBreak]], None] | None = None,
 ) -> Any:
     """`target` compiled through `backend`: a module of the same class, or a CompiledFunction.
 
     plans: filled by the backend; it becomes `.plan`.
     recompile: makes a compiled object of a plain one, for deepcopy and pickle (it is pickled too).
-    dynamic, fullgraph: as torch.compile's.
+    dynamic, fullgraph: as torch.compile's. strict: fullgraph, with an error of our own.
+    broke: told of the graph breaks of a call that compiled something; without it `plans` keeps them.
     """
+    broke = broke or plans.broke
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         settings: list[AbstractContextManager[None]] = []  # to be left when the call is over
@@ -139,18 +162,27 @@ def wrap(
 
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
-        run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=fullgraph)
+        whole = fullgraph or strict
+        run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=whole)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            plans.called = True
+            frames, known, began = counters["frames"]["total"], len(graph_break_reasons), time.time_ns()
             try:
                 return run(*args, **kwargs)
             except BackendCompilerFailed as failed:  # Dynamo's wrapping; the error names the place itself
                 if isinstance(failed.inner_exception, FusionError):
                     raise failed.inner_exception from None
                 raise
+            except (Unsupported, UserError, FailOnRecompileLimitHit) as error:
+                if strict:
+                    raise of_error(error).error from None
+                raise
             finally:
                 while settings:
                     settings.pop().__exit__(None, None, None)
+                if counters["frames"]["total"] != frames:
+                    broke(breaks_since(known, began))
 
         return call
 

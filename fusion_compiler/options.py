@@ -20,7 +20,8 @@ class Options:
     numerics: "float32" inside clusters, or "eager" to round where eager rounds.
     dynamic: None (a second size makes that dimension symbolic), True or False, as torch.compile's.
     verify: run each cluster beside its fx subgraph on the first call and keep an error table.
-    strict: raise where a part would otherwise run eager.
+    strict: raise where a part would otherwise run eager: a graph break, an operator that no kernel computes
+        (but for library calls, see passes/library.py), numbers or a device that none takes, a failed kernel.
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
     tune: time up to four schedules per distinct cluster on the device; off takes the model's first.
