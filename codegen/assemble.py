@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -27,6 +27,7 @@ from fusion_compiler.codegen.analysis import (
 from fusion_compiler.codegen.exchange import letters, mailbox
 from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.codegen.finishing import Finishing, finishing_of
+from fusion_compiler.codegen.names import GLOBAL, HEADER, problem
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.codegen.running import print_passes
@@ -40,16 +41,9 @@ from fusion_compiler.loops import (
     Load,
     LoopNest,
     Random,
+    sizes_of,
 )
 
-HEADER = """import triton
-import triton.language as tl
-from triton.language.extra import libdevice
-
-from fusion_compiler.codegen import math as fm
-
-
-"""
 # Of a thread, for tiles: with as many a multiprocessor still holds the dozen warps that keep memory busy.
 ENOUGH_REGISTERS = 128
 
@@ -67,15 +61,10 @@ def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> 
     """Inputs in order of first load, outputs in order of first store, symbols in order of name."""
     loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
     stored = dict.fromkeys(s.buffer for loops in nests for s in loops.stores)
-    dims: set[sympy.Symbol] = set()
-    for name in (*loaded, *stored):
-        for dim in (*buffers[name].shape, *buffers[name].stride):
-            dims |= set() if isinstance(dim, int) else dim.free_symbols  # type: ignore[arg-type]
-    for a in (a for loops in nests for a in loops.axes):
-        dims |= set() if isinstance(a.size, int) else a.size.free_symbols  # type: ignore[arg-type]
+    dims = [d for name in (*loaded, *stored) for d in (*buffers[name].shape, *buffers[name].stride)]
     salts = [n.salt for loops in nests for n in loops.nodes if isinstance(n, Random)]
     streams = dict.fromkeys(s for s in salts if isinstance(s, sympy.Symbol))
-    sizes = (*sorted(dims, key=lambda s: s.name), *streams)
+    sizes = (*sizes_of(nests, dims), *streams)
     return Signature(tuple(buffers[b] for b in loaded), tuple(buffers[b] for b in stored), sizes)
 
 
@@ -91,6 +80,7 @@ def build(
     buffers: describes every loaded or stored name. What the tile programs leave to a second kernel
     runs beside each other as well.
     """
+    name = f"{name}_" if name in GLOBAL else name
     signature = signature_of(nests, buffers)
     nests = tuple(shortened(loops, buffers) for loops in nests)
     analyses = [
@@ -140,7 +130,15 @@ def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
         else:
             home.append(part)
     names = [name] if len(launches) == 1 else [f"{name}_{i}" for i in range(len(launches))]
-    return [_kernel(group, own, doc) for group, own in zip(launches, names, strict=True)]
+    kernels = [
+        replace(_kernel(group, own, doc), fp_fusion=not any(part.a.rounds_products for part in group))
+        for group, own in zip(launches, names, strict=True)
+    ]
+    for kernel in kernels:
+        wrong = problem(kernel.source)
+        if wrong is not None:
+            raise ValueError(f"the text of {kernel.name} is no kernel: {wrong}")
+    return kernels
 
 
 def _suit(one: _Assembly, other: _Assembly) -> bool:
@@ -280,9 +278,9 @@ class _Assembly:
         program = p.program + wide
         if self.s.splits > 1:
             first = "row" if p.flat and self.s.programs is None else "group"  # which these programs share
-            p.line(f"{first} = {program} // {self.s.splits}")
-            p.line(f"part = {program} % {self.s.splits}")
-            p.line(f"first_col = part * {dim_text(part_cols(self.a, self.s))}")
+            p.define(first, f"{program} // {self.s.splits}")
+            p.define("part", f"{program} % {self.s.splits}")
+            p.define("first_col", f"part * {dim_text(part_cols(self.a, self.s))}")
             if self.s.skewed:
                 skewed_tiles.skew_at(p, first)
             if self.s.cols is Cols.WHOLE:
@@ -296,13 +294,13 @@ class _Assembly:
             return program, (share,)
         blocks = ceil_div(self.a.size(COLS) + max(self.s.word - 1, 0), self.s.block_cols)
         if share == 1:
-            p.line(f"first_col = {program} * {self.s.block_cols}")
+            p.define("first_col", f"{program} * {self.s.block_cols}")
             p.cols_at("first_col")
             return program, (blocks,)
         if blocks == 1:
-            p.line("first_col = 0")
+            p.define("first_col", "0")
         else:
-            p.line(f"first_col = {program} % {dim_text(blocks)} * {self.s.block_cols}")
+            p.define("first_col", f"{program} % {dim_text(blocks)} * {self.s.block_cols}")
             program = f"({program} // {dim_text(blocks)})"
         if self.s.skewed:
             skewed_tiles.skew_at(p, program)
@@ -330,7 +328,7 @@ class _Assembly:
         alone = program == "0" or self.s.block_rows == 1 or self.s.skewed  # its first block begins there
         start = program if alone else f"{program} * {self.s.block_rows}"
         rows = dim_text(self.a.size(ROWS))
-        with p.scope(f"for first_row in tl.range({start}, {rows}, {step}{p.stages()}):"):
+        with p.scope(p.each("first_row", f"tl.range({start}, {rows}, {step}{p.stages()})")):
             p.rows_at("first_row")
             p.pending = dict(accumulators)
             self.block(p)

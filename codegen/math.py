@@ -216,6 +216,36 @@ def copysign(x, y):
 
 
 @triton.jit
+def atan2(y, x):
+    """The angle of the point (x, y)."""
+    dtype: tl.constexpr = (x + y).dtype
+    return libdevice.atan2(tl.cast(y, dtype), tl.cast(x, dtype))
+
+
+@triton.jit
+def hypot(x, y):
+    """sqrt(x^2 + y^2), without overflow on the way."""
+    dtype: tl.constexpr = (x + y).dtype
+    return libdevice.hypot(tl.cast(x, dtype), tl.cast(y, dtype))
+
+
+@triton.jit
+def minus_zero():
+    """-0.0, for which Triton has no number."""
+    return tl.full((), -1.0, tl.float32) * 0.0
+
+
+@triton.jit
+def sign(x):
+    """-1, 0 or 1 in the type of x; 0 for NaN."""
+    if x.dtype == tl.int1:
+        return x
+    else:
+        one = tl.full((), 1, x.dtype)
+        return tl.where(x > 0, one, tl.where(x < 0, -one, one - one))
+
+
+@triton.jit
 def fmod(x, y):
     """Remainder with the sign of the dividend (C's fmod and %)."""
     dtype: tl.constexpr = (x + y).dtype

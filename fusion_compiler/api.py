@@ -6,12 +6,12 @@ import functools
 import inspect
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 
@@ -22,20 +22,24 @@ from fusion_compiler.canonical import Canonical, canonical, describe
 from fusion_compiler.capture import GraphInfo, Phase, make_backend
 from fusion_compiler.codegen.templates import emit
 from fusion_compiler.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings
-from fusion_compiler.dag import OpDag, build
+from fusion_compiler.dag import OpDag, build, size_hints
 from fusion_compiler.debug import Debug, DebugSettings
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DEFAULT, DeviceSpec, device_spec
 from fusion_compiler.errors import (
     EagerDeviceError,
     EagerOperatorError,
+    FusionError,
+    InternalError,
+    KernelError,
     NotCallableError,
+    TorchScriptError,
     UnsupportedDtypeError,
     WarnOnce,
 )
 from fusion_compiler.kernel import Program
 from fusion_compiler.launch import Runner, compile_all
-from fusion_compiler.module import Plans, wrap
+from fusion_compiler.module import Plans, compiled_class, plain, wrap
 from fusion_compiler.options import Options
 from fusion_compiler.passes.cluster import plan as plan_clusters
 from fusion_compiler.passes.indexed import key_of
@@ -56,25 +60,41 @@ from fusion_compiler.verify import KernelCheck, Verifier, coarsest
 
 
 def compile(
-    model: nn.Module | Callable[..., Any], *, patterns: Sequence[Pattern] = DEFAULT_PATTERNS, **options: Any
+    model: nn.Module | Callable[..., Any] | None = None,
+    *,
+    patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
+    mode: str | None = None,
+    **options: Any,
 ) -> Any:
     """Compile a module or function; the result is called, trained and saved like the original.
 
+    model: of what is compiled already, by torch.compile too, the original is compiled with these options
+        instead. A class gives a subclass whose instances are compiled (a decorator's use). Without a model
+        comes a decorator that has the options.
     patterns: what to recognise and replace, the first wins (`fusion_compiler.patterns`).
+    mode: a name for several options, as torch.compile has it (`options.MODES`).
     options: the fields of `Options`. The module returned shares the model's parameters, buffers and
     mode; its `.plan` holds the FusionPlan of every graph captured so far. Compilation happens at the
     first call, and again for inputs that do not fit what was compiled.
 
-    Raises NotCallableError, UnknownOptionError, InvalidOptionError, InvalidPatternError or
-    RewriteNotEqualError at once.
+    Raises NotCallableError, UnknownOptionError, InvalidOptionError, ContradictoryOptionsError,
+    InvalidPatternError or RewriteNotEqualError at once.
     """
-    if inspect.isclass(model) or not callable(model):
-        raise NotCallableError(got=model.__name__ if inspect.isclass(model) else type(model).__name__)
-    chosen = Options.of(**options)
+    chosen = Options.of(mode=mode, **options)
+    recompile = functools.partial(compile, patterns=patterns, mode=mode, **options)
+    if model is None:
+        return recompile
+    model = plain(model)
+    if inspect.isclass(model):
+        return compiled_class(model, recompile)
+    if not callable(model):
+        raise NotCallableError(got=type(model).__name__)
     compiler = Compiler(chosen, patterns)
+    if isinstance(model, torch.jit.ScriptModule):
+        compiler.warned.fall_back("TorchScript", TorchScriptError(model=type(model).__name__))
+        return model
     if chosen.backend == "auto" and torch.cuda.is_available():
         prepare()  # while the model is captured
-    recompile = functools.partial(compile, patterns=patterns, **options)
     return wrap(
         model,
         compiler.backend(),
@@ -88,8 +108,8 @@ def compile(
 
 
 def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(model, backend="fusion_compiler")`; `options=` are those of compile()."""
-    given = dict(options.get("options", options))
+    """`torch.compile(model, backend="fusion_compiler")`; `mode=` and `options=` are those of compile()."""
+    given = {**options.pop("options", {}), **options}
     patterns = given.pop("patterns", DEFAULT_PATTERNS)
     return Compiler(Options.of(**given), patterns).backend()(gm, inputs)
 
@@ -121,7 +141,9 @@ class Compiler:
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
         return self.progress.during(
-            make_backend(graph, rewrites=rewrites, decompositions=decomposition_table)
+            make_backend(
+                graph, rewrites=rewrites, decompositions=decomposition_table, give_up=self.give_up
+            )
         )
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
@@ -152,7 +174,7 @@ class Compiler:
         backend = self.backend_for(kind)
         runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
         clock.lap("emit")
-        called = self.verified(plan, runners) if self.options.verify else runners
+        called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
         stitched = stitch(plan, called, owned=info.owned, view=view, ranges=ranges)
@@ -173,6 +195,19 @@ class Compiler:
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
+
+    def give_up(self, name: str, error: Exception) -> None:
+        """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""
+        if isinstance(error, FusionError):
+            raise error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {error}"
+        fault = InternalError(
+            graph=name, detail=reason, place=f"{os.path.basename(place.filename)}:{place.lineno}"
+        )
+        fault.__cause__ = error
+        self.warned.fall_back(f"give up {name}", fault)
+        self.plans.leave(name, reason)
 
     def recorded(
         self,
@@ -214,9 +249,17 @@ class Compiler:
         for one in found[:1]:
             self.warned.fall_back("graph break", one.error)
 
-    def verified(self, plan: FusionPlan, runners: Mapping[str, Runner]) -> dict[str, Verifier]:
-        """The runners of a graph, each compared with its cluster's fx subgraph when first called."""
+    def verified(
+        self, plan: FusionPlan, runners: Mapping[str, Runner], kind: str, backend: str
+    ) -> Mapping[str, Callable[..., Any]]:
+        """The runners of a graph, each compared with its cluster's fx subgraph when first called; themselves,
+        and a warning, where nothing else runs."""
         table = self.plans.verification
+        if backend == "eager":
+            table.nothing = f"the clusters run as ATen ops on {kind}: there is no kernel to compare them with"
+            todo = "run the kernels: on a GPU, or here with backend='interpret'"
+            self.warned.warn("verify", f"verify=True: {table.nothing}\n  what to do: {todo}")
+            return runners
         return {
             c.name: Verifier(
                 runners[c.name],
@@ -257,7 +300,8 @@ class Compiler:
         """The runner of a cluster; identical clusters share one."""
         key = (canonical(cluster, plan.dag), backend)
         if key not in self.runners:
-            programs = () if backend == "eager" else self.emit(key[0], cluster, plan.dag, device)
+            programs = () if backend == "eager" else self.programs_of(key[0], cluster, plan, device)
+            backend = backend if programs else "eager"
             for program in programs[:1]:
                 for kernel in program.kernels:
                     self.debug.kernel(plan.name, kernel.name, kernel.source)
@@ -268,14 +312,30 @@ class Compiler:
                 name=cluster.name,
                 backend=backend,  # type: ignore[arg-type]
                 strict=self.options.strict,
-                tune=self.options.tune,
+                tune=bool(self.options.tune),
                 cache=self.cache,
+                home=torch.device(key[0].device),
             )
         return self.runners[key]
 
+    def programs_of(
+        self, key: Canonical, cluster: Cluster, plan: FusionPlan, device: DeviceSpec
+    ) -> tuple[Program, ...]:
+        """`emit`; nothing where it fails, for whatever reason: a warning tells, or it raises when strict."""
+        try:
+            return self.emit(key, cluster, plan.dag, device)
+        except Exception as error:
+            where = next((s for n in cluster.ops if (s := plan.dag.op(n).source) is not None), None)
+            fields = {"kernel": cluster.name, "detail": f"{type(error).__name__}: {error}"}
+            failure = KernelError(where, action="be printed", **fields)
+            self.warned.fall_back(f"{plan.name} {cluster.name}", failure)
+            return ()
+
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}
-        return emit(key.nests, cluster.name, describe(cluster, dag), buffers, device)
+        return emit(
+            key.nests, cluster.name, describe(cluster, dag), buffers, device, self.options.schedules
+        )
 
 
 def deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -328,14 +388,3 @@ def device_type(dag: OpDag) -> str:
     """The device kind of most tensors."""
     kinds = [m.device.split(":")[0] for name in dag.order for m in dag.op(name).outputs[:1]]
     return max(set(kinds), key=kinds.count) if kinds else "cpu"
-
-
-def size_hints(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
-    """The sizes that symbols had when the graph was captured."""
-    hints: dict[sympy.Symbol, int] = {}
-    for value in inputs:
-        dims: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)
-        for dim in dims:
-            if isinstance(dim, torch.SymInt) and isinstance(dim.node.expr, sympy.Symbol):
-                hints[dim.node.expr] = int(dim.node.hint) if dim.node.has_hint() else 64
-    return hints

@@ -59,6 +59,7 @@ class Build:
     divisible: positions of the parameters that are multiples of 16 (bytes, for a pointer).
     target: backend ("cuda", "hip"), architecture (90, "gfx942") and threads in a warp.
     registers: the most that a thread may take; "cuda" only.
+    fp_fusion: products and sums may become one instruction.
     """
 
     source: str
@@ -69,6 +70,7 @@ class Build:
     num_warps: int = 4
     num_stages: int = 1
     registers: int | None = None
+    fp_fusion: bool = True
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,7 +101,11 @@ def _arguments(build: Build) -> dict[str, Any]:
 
     attrs = {(i,): [["tt.divisibility", 16]] for i in build.divisible}
     source = ASTSource(load_kernel(build.source, build.name), dict(build.signature), {}, attrs)
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    options: dict[str, Any] = {
+        "num_warps": build.num_warps,
+        "num_stages": build.num_stages,
+        "enable_fp_fusion": build.fp_fusion,
+    }
     if build.registers is not None and build.target[0] == "cuda":
         options["maxnreg"] = build.registers
     return {"src": source, "target": _target(build), "options": options}
@@ -348,7 +354,7 @@ def _fields(build: Build) -> tuple[Any, ...]:
     # The server knows this class as __main__.Build: plain tuples travel between the two names.
     return (
         build.source, build.name, build.signature, build.divisible, build.target, build.num_warps,
-        build.num_stages, build.registers,
+        build.num_stages, build.registers, build.fp_fusion,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils._sympy.functions import Max
 
 from fusion_compiler.dims import Dim, hint, numel, simple
 from fusion_compiler.ops import Kind, spec_of
+from fusion_compiler.pinned import pinned_values
 
 aten = torch.ops.aten
 
@@ -64,6 +65,7 @@ class Op:
 
     args, kwargs: as in the fx node, with Ref(name) for tensors. outputs: one per result.
     flops, bytes: what it computes, and what it reads and writes when it runs alone.
+    pinned: its value is one number wherever it is made or held, as something that jumps depends on it.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Op:
     bytes: int
     source: Source | None
     call: EagerCall | None = None
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
     graph: nx.DiGraph[str] = nx.DiGraph()
     inputs: list[str] = []
     outputs: tuple[str, ...] = ()
+    pinned = pinned_values(gm.graph)
     for node in gm.graph.nodes:
         if node.op == "output":
             outputs = tuple(n.name for n in node.all_input_nodes)
@@ -234,7 +238,20 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             bytes=0 if is_input else sum(map(_bytes, metas)) + sum(map(_bytes, flat)),
             source=None if is_input else source_of(node),
             call=None if is_input else _call_of(node),
+            pinned=node in pinned,
         )
         graph.add_node(node.name, op=op)
         graph.add_edges_from((name, node.name) for name in op.inputs)
     return OpDag(graph, tuple(inputs), outputs, gm)
+
+
+def size_hints(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
+    """The sizes that symbols had when the graph was captured."""
+    hints: dict[sympy.Symbol, int] = {}
+    for value in inputs:
+        dims: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for dim in dims:
+            if isinstance(dim, torch.SymInt) and isinstance(dim.node.expr, sympy.Symbol):
+                hint = dim.node.hint  # None where data decides; a ragged dimension's is no number either
+                hints[dim.node.expr] = hint if isinstance(hint, int) else 64
+    return hints

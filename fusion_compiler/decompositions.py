@@ -506,6 +506,11 @@ def _whole_number(x: Tensor, **_: Any) -> Any:
     return NotImplemented if x.is_floating_point() else x.clone()
 
 
+def _relu_whole(x: Tensor) -> Any:
+    """Of integers a choice between two of their own type."""
+    return NotImplemented if x.is_floating_point() else torch.clamp_min(x, 0)
+
+
 def _pow_zero(x: Tensor, exponent: float) -> Any:
     return torch.ones_like(x) if exponent == 0 and not isinstance(exponent, float) else NotImplemented
 
@@ -643,6 +648,7 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.trunc.default: _whole_number,
     aten.round.default: _whole_number,
     aten.round.decimals: _whole_number,
+    aten.relu.default: _relu_whole,
     aten.pow.Tensor_Scalar: _pow_zero,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,

@@ -70,6 +70,13 @@ class NotCallableError(FusionError, TypeError):
     next_step = "pass the model itself, not its output, class or state_dict"
 
 
+class TorchScriptError(FusionError, TypeError):
+    """Fields: model (a type's name)."""
+
+    template = "a {model} has no Python code to capture"
+    next_step = "compile the nn.Module that it was scripted or traced from"
+
+
 class ArgumentMismatchError(FusionError, TypeError):
     """Example arguments that do not fit the model. Fields: model, detail."""
 
@@ -89,6 +96,13 @@ class InvalidOptionError(FusionError, ValueError):
 
     template = "option {option}={value!r} is not valid"
     next_step = "give {option} {expected}"
+
+
+class ContradictoryOptionsError(FusionError, ValueError):
+    """Fields: mode, option, means (what the mode says of the option), given."""
+
+    template = "mode={mode!r} means {option}={means!r}, but {option}={given!r} is given as well"
+    next_step = "leave out {option}, or the mode; docstring and README say what each mode means"
 
 
 class InvalidPatternError(FusionError, TypeError):
@@ -220,6 +234,13 @@ class HardwareExceededError(KernelError):
 
     template = "kernel {kernel} needs {needed} of {resource}, but {device} has {available}"
     next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
+
+
+class InternalError(FusionError, RuntimeError):
+    """A fault of the compiler's. Fields: graph, detail, place (in the compiler)."""
+
+    template = "{graph} could not be compiled: {detail}  ({place})"
+    next_step = "report it, with the traceback that strict=True shows"
 
 
 class NotCompiledError(FusionError, TypeError):

@@ -50,6 +50,7 @@ class Kernel:
     grid: up to three extents; integers, or expressions over the program's sizes.
     together: so many neighbouring programs wait for each other (`math.receive`) and run at the same time.
     registers: the most that a thread may take, where the compiler takes more than leave room for others.
+    fp_fusion: a product and the sum that takes it up may become one instruction, which rounds once.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Kernel:
     num_stages: int = 1
     together: int = 1
     registers: int | None = None
+    fp_fusion: bool = True
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class Runner:
         then on the fallback computes the cluster.
     tune: several candidates are timed on the first call, with its arguments; otherwise the first
         that compiles is taken. cache: where the outcome is kept between processes.
-    gpus: finds the GPU of the inputs' device, or of None where there are no inputs.
+    gpus: finds the GPU of the inputs' device, or of `home`, where there are no inputs.
+    home: the device of the outputs.
 
     While a CUDA graph is captured nothing is timed: the first candidate is taken. Out of memory
     while timing does the same; out of memory while launching raises, as in eager.
@@ -84,6 +85,7 @@ class Runner:
         cache: Cache | None = None,
         schedule: int = 0,
         gpus: Callable[[torch.device | None], Gpu] = find_gpu,
+        home: torch.device | None = None,
     ) -> None:
         if not candidates and backend != "eager":
             raise ValueError(f"cluster {name} has no program")
@@ -97,6 +99,7 @@ class Runner:
         self.cache = cache
         self.schedule = schedule
         self._gpus = gpus
+        self._home = home
         self._warned = WarnOnce(strict)
         self._lock = threading.RLock()
         self._launchers: dict[int, Launcher] = {}
@@ -144,7 +147,7 @@ class Runner:
         try:
             if len(devices) > 1:
                 raise ValueError(f"its inputs are on {' and '.join(devices)}; they must be on one device")
-            return self._gpus(torch.device(devices[0]) if devices else None)
+            return self._gpus(torch.device(devices[0]) if devices else self._home)
         except FusionError:
             raise
         except Exception as error:  # no driver, a device that cannot be launched on
@@ -323,7 +326,10 @@ def _versions() -> str:
 def tuning_key(candidates: Iterable[Program], device: str) -> str:
     """What a tuning record is kept under: everything that its outcome depends on."""
     kernels = [
-        (kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.registers, kernel.arguments)
+        (
+            *(kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.registers),
+            *(kernel.fp_fusion, kernel.arguments),
+        )
         for program in candidates
         for kernel in program.kernels
     ]

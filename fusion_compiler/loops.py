@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import sympy
 import torch
 from torch._ops import OpOverload
 
@@ -59,10 +60,28 @@ class Coordinate:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
+def exact(value: object) -> object:
+    """A key for an argument: 1, 1.0 and True are different, as are 0.0 and -0.0, and a NaN equals itself."""
+    if isinstance(value, list | tuple):
+        return tuple(map(exact, value))
+    if isinstance(value, dict):
+        return tuple((k, exact(v)) for k, v in sorted(value.items()))
+    return type(value), repr(value) if isinstance(value, float | slice) else value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Constant:
     value: bool | int | float
     dtype: torch.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> object:
+        return exact(self.value), self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +107,29 @@ class Random:
     dtype: torch.dtype = torch.float32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Compute:
     """`target` applied to operands: (schema name, node number or Python scalar).
 
     coarse: eager rounds the result to bfloat16, so that the table's coarse expression serves as well.
+    pinned: made in several kernels it has to be the same number in each (pinned.py): by the table's first
+        expression, and by no product fused into a sum.
     """
 
     target: OpOverload
     operands: tuple[tuple[str, object], ...]  # ("self", Ref(3)), ("alpha", 2)
     dtype: torch.dtype
     coarse: bool = False
+    pinned: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compute) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> object:
+        return self.target, exact(self.operands), self.dtype, self.coarse, self.pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +169,22 @@ class LoopNest:
     nodes: tuple[Node, ...]
     stores: tuple[Store, ...]
     names: tuple[str, ...]  # of the values, for printing: one per node
+
+
+def sizes_of(nests: Iterable[LoopNest], dims: Iterable[Dim]) -> tuple[sympy.Symbol, ...]:
+    """The symbols that tile programs take as arguments, sorted by name: those of `dims` (the shapes and
+    strides of their tensors), of their axes, and of what they address."""
+    found = list(dims)
+    for loops in nests:
+        indices = [n.index for n in loops.nodes if isinstance(n, Load | Coordinate | InRange | Random)]
+        indices += [s.index for s in loops.stores]
+        found += [a.size for a in loops.axes]
+        found += [dim for i in indices for dim in (i.const, *(step for _, step in i.terms))]
+        found += [dim for n in loops.nodes if isinstance(n, InRange) for dim in (n.low, n.high)]
+    symbols: set[sympy.Symbol] = set()
+    for dim in found:
+        symbols |= set() if isinstance(dim, int) else dim.free_symbols  # type: ignore[arg-type]
+    return tuple(sorted(symbols, key=lambda s: s.name))
 
 
 def operands_of(node: Node) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +18,13 @@ from typing import Any, overload
 
 import torch
 from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
 from torch._dynamo.utils import counters, graph_break_reasons
 
 from fusion_compiler.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.capture import Backend
-from fusion_compiler.errors import FusionError
+from fusion_compiler.errors import FusionError, NotCallableError
 from fusion_compiler.plan import FusionPlan
 from fusion_compiler.plan_text import breaks_text
 from fusion_compiler.verify import Verification
@@ -37,6 +39,7 @@ class Plans(Sequence[FusionPlan]):
 
     def __init__(self) -> None:
         self._plans: list[FusionPlan] = []
+        self._left: list[str] = []
         self.verification = Verification()
         self.breaks: tuple[GraphBreak, ...] = ()
         self.called = False
@@ -48,6 +51,10 @@ class Plans(Sequence[FusionPlan]):
     def broke(self, found: Sequence[GraphBreak]) -> None:
         """Add what a call has shown; the same place is found again by each recompilation."""
         self.breaks = distinct((*self.breaks, *found))
+
+    def leave(self, name: str, reason: str) -> None:
+        """Say that a graph runs as it is."""
+        self._left.append(f"graph {name} runs eager: {reason}")
 
     @overload
     def __getitem__(self, index: int) -> FusionPlan: ...
@@ -68,11 +75,12 @@ class Plans(Sequence[FusionPlan]):
     def __str__(self) -> str:
         table = [f"verified\n{self.verification}"] if self.verification.rows else []
         broken = [breaks_text(self.breaks)] if self.breaks else []
-        return "\n\n".join([*self._none(), *(str(p) for p in self._plans), *broken, *table])
+        plans = [*self._none(), *(str(p) for p in self._plans)]
+        return "\n\n".join([*plans, *self._left, *broken, *table])
 
     def _none(self) -> list[str]:
         """Why there is no plan."""
-        if self._plans:
+        if self._plans or self._left:
             return []
         if not self.called:
             return ["no graph has been captured yet: call it once"]
@@ -150,14 +158,13 @@ def wrap(
     broke = broke or plans.broke
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        settings: list[AbstractContextManager[None]] = []  # to be left when the call is over
+        settings = _Settings()
 
         @functools.wraps(backend)
         def quiet(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             # Dynamo writes the code around a graph once it is compiled, with two calls for a
             # profiler's ranges in it unless it is told not to: 2 us of every call of the code.
-            settings.append(torch._dynamo.config.patch(record_runtime_overhead=False))
-            settings[-1].__enter__()
+            settings.enter(torch._dynamo.config.patch(record_runtime_overhead=False))
             return backend(gm, inputs)
 
         # A frame of its own: Dynamo counts recompilations per code object, and many models
@@ -167,21 +174,21 @@ def wrap(
 
         def call(*args: Any, **kwargs: Any) -> Any:
             plans.called = True
-            frames, known, began = counters["frames"]["total"], len(graph_break_reasons), time.time_ns()
+            frames, known, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
             try:
                 return run(*args, **kwargs)
             except BackendCompilerFailed as failed:  # Dynamo's wrapping; the error names the place itself
-                if isinstance(failed.inner_exception, FusionError):
-                    raise failed.inner_exception from None
+                if isinstance(error := failed.inner_exception, FusionError):
+                    raise error from error.__cause__
                 raise
             except (Unsupported, UserError, FailOnRecompileLimitHit) as error:
                 if strict:
                     raise of_error(error).error from None
                 raise
             finally:
-                while settings:
-                    settings.pop().__exit__(None, None, None)
-                if counters["frames"]["total"] != frames:
+                if settings.entered:
+                    settings.leave()
+                if counters["frames"].get("total") != frames:  # something was compiled
                     broke(breaks_since(known, began))
 
         return call
@@ -192,6 +199,49 @@ def wrap(
         function = type(target).forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs)
         return _compiled_module(target, compiled(function), plans, recompile)
     return CompiledFunction(target, compiled(target), plans, recompile)
+
+
+class _Settings(threading.local):
+    """What a call has entered while it compiled, to be left when it is over; calls of other threads have
+    entered their own."""
+
+    def __init__(self) -> None:
+        self.entered: list[AbstractContextManager[None]] = []
+
+    def enter(self, setting: AbstractContextManager[None]) -> None:
+        setting.__enter__()
+        self.entered.append(setting)
+
+    def leave(self) -> None:
+        while self.entered:
+            self.entered.pop().__exit__(None, None, None)
+
+
+def plain(target: Any) -> Any:
+    """What `target` was made of, if compile() or torch.compile() made it; else itself."""
+    while True:
+        if isinstance(target, CompiledModule):
+            inner: Any = target._fusion_model
+        elif isinstance(target, CompiledFunction):
+            inner = target._function
+        elif isinstance(target, OptimizedModule):
+            inner = target._orig_mod
+        else:
+            inner = innermost_fn(target)
+        if inner is target:
+            return target
+        target = inner
+
+
+def compiled_class(cls: type, recompile: Recompile) -> type:
+    """A subclass of `cls` by the same name whose instances are compiled: a module's forward, another's
+    __call__. Raises NotCallableError for a class without."""
+    name = "forward" if issubclass(cls, nn.Module) else "__call__"
+    method = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+    if method is None:
+        raise NotCallableError(got=cls.__name__)
+    body = {n: getattr(cls, n) for n in ("__module__", "__qualname__", "__doc__")} | {name: recompile(method)}
+    return types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
 
 
 def plan_of(compiled: object) -> Plans:
@@ -206,8 +256,8 @@ def _compiled_module(
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        del self
-        return run(model, *args, **kwargs)
+        # A replica that another library made has tensors of its own.
+        return run(model if self.__dict__ is model.__dict__ else self, *args, **kwargs)
 
     body: dict[str, Any] = {
         "__module__": original.__module__,
@@ -239,7 +289,8 @@ def _own_frame(function: Callable[..., Any]) -> Callable[..., Any]:
     own = types.FunctionType(
         call.__code__.replace(), call.__globals__, call.__name__, call.__defaults__, call.__closure__
     )
-    return functools.update_wrapper(own, function) if hasattr(function, "__name__") else own
+    # Without its attributes: torch.compile keeps what it knows of a function in them.
+    return functools.update_wrapper(own, function, updated=()) if hasattr(function, "__name__") else own
 
 
 def _rebuild(recompile: Recompile, plain: Any) -> Any:

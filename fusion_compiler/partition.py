@@ -20,6 +20,8 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 
+from fusion_compiler.loops import exact
+from fusion_compiler.pinned import pin
 from fusion_compiler.random import merge_seeds
 
 _aten = torch.ops.aten
@@ -30,6 +32,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.Gr
     merge_seeds(joint)
     joint.graph.eliminate_dead_code()
     merge_equal(joint.graph)
+    pin(joint.graph)
     default = partitioners.get_default_op_list
     extended = functools.cache(lambda: _extended(default()))
     with config.patch(cse=False), patch.object(partitioners, "get_default_op_list", extended):
@@ -50,7 +53,7 @@ def merge_equal(graph: fx.Graph) -> None:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             known.clear()
         elif _repeatable(node) and _storage(node) not in returned:
-            first = known.setdefault((node.target, _exact(node.args), _exact(node.kwargs)), node)
+            first = known.setdefault((node.target, exact(node.args), exact(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
@@ -69,15 +72,6 @@ def _storage(node: fx.Node) -> StorageWeakRef | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return StorageWeakRef(value.untyped_storage())
-
-
-def _exact(value: Any) -> object:
-    """Arguments as a key: 1, 1.0 and True are different, as are 0.0 and -0.0."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_exact, value))
-    if isinstance(value, dict):
-        return tuple((k, _exact(v)) for k, v in sorted(value.items()))
-    return type(value), repr(value) if isinstance(value, float | slice) else value
 
 
 def _extended(ops: partitioners.OpTypes) -> partitioners.OpTypes:

@@ -89,7 +89,7 @@ class Parts:
         self.infos: dict[str, BufferInfo] = {}
         self.leftovers: list[Leftover] = []
         self.memo: dict[tuple[tuple[str, ...], frozenset[str]], Part | Illegal] = {}
-        self.priced = Memo(dag, self.price)
+        self.priced = Memo(dag, self.price, self.settled)
         self.again = frozenset(n for n in dag.order if self.fusible(dag.op(n)) and self.cheap(dag.op(n)))
         self.first: dict[int, Part] = {}
         self.start()
@@ -172,7 +172,8 @@ class Parts:
 
     def form(self, ops: tuple[str, ...], outputs: tuple[str, ...], cut: Cut | None) -> tuple[LoopNest, Cost]:
         """One tile program of a set of ops, checked and priced. Raises Illegal."""
-        loops = simplify(lower(self.dag, ops, outputs, cut=cut, round_like_eager=self.rounded))
+        stored = frozenset(n for n in ops if n in outputs or self.settled(n))
+        loops = simplify(lower(self.dag, ops, outputs, cut=cut, stored=stored, like_eager=self.rounded))
         refusal = first_refusal(loops, self.device)
         if refusal is not None:
             raise Illegal(*refusal)
@@ -200,6 +201,10 @@ class Parts:
     def must_exist(self, name: str) -> bool:
         """Whether something that cannot compute it again reads a value."""
         return name in self.reads.returned or any(u not in self.owned for u in self.reads.users[name])
+
+    def settled(self, name: str) -> bool:
+        """Whether one of the parts that compute a value stores it, so that it is rounded in all of them."""
+        return name in self.again and self.must_exist(name)
 
     def closure(self, name: str) -> tuple[str, ...]:
         """An op with all that is computed again for it, in topological order."""

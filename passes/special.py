@@ -317,6 +317,12 @@ def _same(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
     return self.value(op.inputs[0], coords, within)
 
 
+def _copy(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    """The second operand in the first one's shape and dtype."""
+    value = self.operand(op, op.inputs[-1], coords, within)
+    return self.converted(value, compute_dtype(op.outputs[0].dtype), op.name)
+
+
 def _special() -> dict[object, Handler]:
     table: dict[object, Handler] = {
         aten.cat.default: _cat,
@@ -331,6 +337,7 @@ def _special() -> dict[object, Handler]:
         aten.index.Tensor: _index,
         aten._unsafe_index.Tensor: _index,
         aten.clone.default: _same,
+        aten.copy.default: _copy,
         torch.ops.prims.iota.default: _iota,
         aten.arange.default: _iota,
         aten.arange.start: _iota,

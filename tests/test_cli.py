@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_compiler import cli, explanation
+from fusion_compiler import __version__, cli, explanation
 from fusion_compiler.cache import Cache
 from fusion_compiler.cli import DONE, EXIT_CODES, FAILED, USAGE, main
 from fusion_compiler.loading import brief, load, user_line
@@ -377,6 +377,11 @@ def _commands() -> dict[str, str]:
     choices = next(a.choices for a in cli.parser()._actions if a.choices)
     assert isinstance(choices, dict)
     return {str(name): sub.format_usage() for name, sub in choices.items()}
+
+
+def test_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == DONE
+    assert capsys.readouterr().out == f"fusion-compiler {__version__}\n"
 
 
 def test_it_runs_as_a_module_without_torch_for_help(tmp_path: Path) -> None:

@@ -504,6 +504,20 @@ def test_calls_of_other_devices_go_elsewhere_unless_there_are_none() -> None:
         assert (function(a, b) == ()) is taken and bool(gpu.launched) is not taken
 
 
+def test_programs_without_inputs_run_where_their_results_belong() -> None:
+    gpus = [FakeGpu(index=i) for i in range(2)]
+    asked: list[torch.device | None] = []
+
+    def find(device: torch.device | None) -> FakeGpu:
+        asked.append(device)
+        return gpus[device.index if device is not None else 0]
+
+    home = torch.device("cuda", 1)
+    run = Runner((elementwise("i", 9, (), torch.int32),), no_fallback, name="c", gpus=find, home=home)
+    assert torch.equal(run()[0], torch.arange(9, dtype=torch.int32)) and asked == [home]
+    assert gpus[1].launched and not gpus[0].launched
+
+
 # -- on a device --------------------------------------------------------------------------------------
 
 

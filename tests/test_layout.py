@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from dataclasses import fields
 from pathlib import Path
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fusion_compiler"
 # What stages hand to each other, and what that data needs to print itself: no stage, no api.
 LEAVES = ("ops", "dag", "plan", "errors", "device", "loops", "kernel", "options", "patterns")
-BELOW_LEAVES = ("dims", "pattern_text", "plan_text", "random", "schema")
+BELOW_LEAVES = ("dims", "pattern_text", "plan_text", "random", "row_widths", "schema")
 
 
 def modules() -> dict[str, Path]:
@@ -121,6 +122,15 @@ def test_only_the_api_sees_both() -> None:
     assert set(both) <= {"fusion_compiler.api"}
 
 
+def test_what_is_imported_is_installed_with_the_package() -> None:
+    text = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = (text["optional-dependencies"][extra] for extra in ("rich", "dot"))
+    named = {re.split(r"\W", line)[0] for lines in (text["dependencies"], *extras) for line in lines}
+    ours = {"fusion_compiler", "", *sys.stdlib_module_names}
+    imported = {i.split(".")[0] for name, file in modules().items() for i in imports_of(name, file)}
+    assert imported - ours <= named
+
+
 def test_short_names_are_never_imported() -> None:
     folders = ("passes", "codegen", "tests", "examples", "benchmarks")
     files = [f for folder in folders for f in (ROOT / folder).rglob("*.py")]
@@ -155,6 +165,7 @@ def check_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         entry_points = next(archive.read(n).decode() for n in names if n.endswith("entry_points.txt"))
+    assert wheel.name.split("-")[1] == fc.__version__
     tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"fusion_compiler"}
     expected = {name.replace(".", "/") for name in modules()}

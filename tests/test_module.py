@@ -183,6 +183,16 @@ def test_inside_another_module() -> None:
     assert "1.linear.weight" in outer.state_dict()
 
 
+def test_replicas_compute_with_their_own_parameters() -> None:
+    fast = compiled(Block())
+    x = torch.randn(3, 4)
+    fast(x)
+    replica = fast._replicate_for_data_parallel()  # as nn.DataParallel does for each device
+    replica.linear = nn.Linear(4, 4)
+    torch.testing.assert_close(replica(x), torch.tanh(replica.linear(x)))
+    torch.testing.assert_close(fast(x), torch.tanh(fast.linear(x)))
+
+
 def test_many_models_of_one_class_do_not_exhaust_recompilations() -> None:
     x = torch.randn(2, 4)
     with torch._dynamo.config.patch(recompile_limit=2):
