@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fusion_compiler.breaks import GraphBreak
 from fusion_compiler.builds import prepare
 from fusion_compiler.cache import Cache
 from fusion_compiler.canonical import Canonical, canonical, describe
@@ -26,6 +27,8 @@ from fusion_compiler.debug import Debug, DebugSettings
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DEFAULT, DeviceSpec, device_spec
 from fusion_compiler.errors import (
+    EagerDeviceError,
+    EagerOperatorError,
     FusionError,
     InternalError,
     KernelError,
@@ -99,6 +102,8 @@ def compile(
         recompile,
         dynamic=chosen.dynamic,
         fullgraph=chosen.fullgraph,
+        strict=chosen.strict,
+        broke=compiler.broke,
     )
 
 
@@ -164,7 +169,7 @@ class Compiler:
             matches=matches,
         )
         clock.lap("plan")
-        self.report_dtypes(plan)
+        self.report_left(plan)
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
         backend = self.backend_for(kind)
         runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
@@ -224,13 +229,25 @@ class Compiler:
             )
         return run, decision
 
-    def report_dtypes(self, plan: FusionPlan) -> None:
-        """Numbers that no kernel can hold stay eager with a warning, or raise UnsupportedDtypeError."""
-        for left in plan.leftovers:
+    def report_left(self, plan: FusionPlan) -> None:
+        """What no kernel computes stays eager: numbers that none can hold with a warning. `strict` raises."""
+        wanting = [left for left in plan.leftovers if not left.library]
+        for left in wanting:
             complex_ones = [m.dtype for m in plan.dag.op(left.op).outputs if m.dtype.is_complex]
             if complex_ones:
                 error = UnsupportedDtypeError(left.source, op=left.target, dtype=complex_ones[0])
                 self.warned.fall_back("dtype", error)
+        if wanting and self.options.strict:
+            first, others = wanting[0], {left.target for left in wanting[1:]} - {wanting[0].target}
+            more = f"; as would {', '.join(sorted(others))}" if others else ""
+            raise EagerOperatorError(first.source, op=first.target, reason=first.reason, others=more)
+
+    def broke(self, found: Sequence[GraphBreak]) -> None:
+        """Graph breaks of a call go into the plans; of the first there is a warning."""
+        self.plans.broke(found)
+        self.debug.breaks(found)
+        for one in found[:1]:
+            self.warned.fall_back("graph break", one.error)
 
     def verified(
         self, plan: FusionPlan, runners: Mapping[str, Runner], kind: str, backend: str
@@ -276,11 +293,7 @@ class Compiler:
             return self.options.backend
         if kind == "cuda":
             return "triton"
-        self.warned.warn(
-            "device",
-            f"the graph is on {kind}: its clusters run as ATen ops, one by one\n"
-            "  what to do: move the model to a GPU, or run the kernels here with backend='interpret'",
-        )
+        self.warned.fall_back("device", EagerDeviceError(device=kind))
         return "eager"
 
     def runner(self, cluster: Cluster, plan: FusionPlan, device: DeviceSpec, backend: str) -> Runner:

@@ -170,6 +170,30 @@ class UnsupportedDtypeError(FusionError, TypeError):
     next_step = "cast to a real floating, integer or bool dtype; strict=False runs this part eager"
 
 
+class GraphBreakError(FusionError, RuntimeError):
+    """Code that TorchDynamo cannot capture. Fields: reason, todo."""
+
+    template = "TorchDynamo breaks the graph: {reason}"
+    next_step = "{todo}"
+
+
+class EagerOperatorError(FusionError, RuntimeError):
+    """An operator that no kernel computes. Fields: op, reason, others (how many there are, "" for none)."""
+
+    template = "{op} would run eager: {reason}{others}"
+    next_step = (
+        "use another operator, or give one call of a kernel of your own with fc.user_kernel "
+        "(docs/patterns.md); strict=False runs it eager, and the plan lists it"
+    )
+
+
+class EagerDeviceError(FusionError, RuntimeError):
+    """A graph that no kernel runs on. Fields: device."""
+
+    template = "the graph is on {device}: its clusters run as ATen ops, one by one"
+    next_step = "move the model to a GPU, or run the kernels here with backend='interpret'"
+
+
 class MissingTritonError(FusionError, ImportError):
     """Fields: detail."""
 
@@ -237,7 +261,7 @@ class NothingToProfileError(FusionError, RuntimeError):
     """A step in which no compiled graph ran. Fields: model."""
 
     template = "no compiled graph of {model} ran in the step that was profiled"
-    next_step = "compile with fullgraph=True to see why nothing of it is captured"
+    next_step = "print(compiled.plan) says why nothing of it is captured"
 
 
 class ReplayedGraphError(FusionError, RuntimeError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,28 +19,38 @@ from typing import Any, overload
 import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
+from torch._dynamo.utils import counters, graph_break_reasons
 
+from fusion_compiler.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.capture import Backend
 from fusion_compiler.errors import FusionError, NotCallableError
 from fusion_compiler.plan import FusionPlan
+from fusion_compiler.plan_text import breaks_text
 from fusion_compiler.verify import Verification
 
 
 class Plans(Sequence[FusionPlan]):
     """The plans of all graphs captured so far, in order of their compilation; str() joins them.
 
-    verification: the error table that verify=True fills.
+    verification: the error table that verify=True fills. breaks: the places at which graphs end early, and
+    the functions that no graph holds. called: whether the model was.
     """
 
     def __init__(self) -> None:
         self._plans: list[FusionPlan] = []
         self._left: list[str] = []
         self.verification = Verification()
+        self.breaks: tuple[GraphBreak, ...] = ()
+        self.called = False
 
     def record(self, plan: FusionPlan) -> None:
         """Add the plan of a graph that has just been compiled."""
         self._plans.append(plan)
+
+    def broke(self, found: Sequence[GraphBreak]) -> None:
+        """Add what a call has shown; the same place is found again by each recompilation."""
+        self.breaks = distinct((*self.breaks, *found))
 
     def leave(self, name: str, reason: str) -> None:
         """Say that a graph runs as it is."""
@@ -62,10 +73,19 @@ class Plans(Sequence[FusionPlan]):
         return f"Plans({', '.join(p.name for p in self._plans)})"
 
     def __str__(self) -> str:
-        if not self._plans and not self._left:
-            return "no graph has been captured yet: call it once"
         table = [f"verified\n{self.verification}"] if self.verification.rows else []
-        return "\n\n".join([*(str(p) for p in self._plans), *self._left, *table])
+        broken = [breaks_text(self.breaks)] if self.breaks else []
+        plans = [*self._none(), *(str(p) for p in self._plans)]
+        return "\n\n".join([*plans, *self._left, *broken, *table])
+
+    def _none(self) -> list[str]:
+        """Why there is no plan."""
+        if self._plans or self._left:
+            return []
+        if not self.called:
+            return ["no graph has been captured yet: call it once"]
+        reason = "" if self.breaks else ": TorchDynamo is off, or found nothing that computes on tensors"
+        return [f"no graph was captured when it was called{reason}"]
 
 
 # Rebuilds a compiled object from the plain one: copies and unpickled modules are compiled anew.
@@ -125,13 +145,17 @@ def wrap(
     *,
     dynamic: bool | None = None,
     fullgraph: bool = False,
+    strict: bool = False,
+    broke: Callable[[Sequence[GraphBreak]], None] | None = None,
 ) -> Any:
     """`target` compiled through `backend`: a module of the same class, or a CompiledFunction.
 
     plans: filled by the backend; it becomes `.plan`.
     recompile: makes a compiled object of a plain one, for deepcopy and pickle (it is pickled too).
-    dynamic, fullgraph: as torch.compile's.
+    dynamic, fullgraph: as torch.compile's. strict: fullgraph, with an error of our own.
+    broke: told of the graph breaks of a call that compiled something; without it `plans` keeps them.
     """
+    broke = broke or plans.broke
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         settings = _Settings()
@@ -145,18 +169,27 @@ def wrap(
 
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
-        run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=fullgraph)
+        whole = fullgraph or strict
+        run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=whole)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            plans.called = True
+            frames, known, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
             try:
                 return run(*args, **kwargs)
             except BackendCompilerFailed as failed:  # Dynamo's wrapping; the error names the place itself
                 if isinstance(error := failed.inner_exception, FusionError):
                     raise error from error.__cause__
                 raise
+            except (Unsupported, UserError, FailOnRecompileLimitHit) as error:
+                if strict:
+                    raise of_error(error).error from None
+                raise
             finally:
                 if settings.entered:
                     settings.leave()
+                if counters["frames"].get("total") != frames:  # something was compiled
+                    broke(breaks_since(known, began))
 
         return call
 

@@ -36,7 +36,8 @@ class Options:
     dynamic: None (a second size makes that dimension symbolic), True or False, as torch.compile's.
     verify: run each kernel beside its cluster's fx subgraph on the first call and keep an error table; where
         no kernels run, a warning says so.
-    strict: raise where a part would otherwise run eager.
+    strict: raise where a part would otherwise run eager: a graph break, an operator that no kernel computes
+        (but for library calls, see passes/library.py), numbers or a device that none takes, a failed kernel.
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
     tune: time the four schedules per distinct cluster that look best, on the device; "all": every one that

@@ -46,7 +46,8 @@ class Compiled:
     compiler: Compiler = field(init=False)
 
     def __post_init__(self) -> None:
-        self.compiler = Compiler(Options.of(backend="interpret", strict=True))
+        # Not strict, as tests list what they leave to ATen; a kernel that fails warns, which pytest raises.
+        self.compiler = Compiler(Options.of(backend="interpret"))
         stage = functools.partial(self._stage, itertools.count())
         self.call = aot_function(
             self.fn,
