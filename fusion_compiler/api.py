@@ -198,7 +198,7 @@ class Compiler:
 
     def give_up(self, name: str, error: Exception) -> None:
         """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""
-        if isinstance(error, FusionError):
+        if isinstance(error, FusionError | Warning):  # the user's, or one that a filter made an error
             raise error
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {error}"

@@ -194,10 +194,7 @@ def wrap(
         return call
 
     if isinstance(target, nn.Module):
-        # A forward of the instance's own (set by hooks of other libraries) goes before the class's.
-        own = vars(target).get("forward")
-        function = type(target).forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs)
-        return _compiled_module(target, compiled(function), plans, recompile)
+        return _compiled_module(target, compiled, plans, recompile)
     return CompiledFunction(target, compiled(target), plans, recompile)
 
 
@@ -250,26 +247,42 @@ def plan_of(compiled: object) -> Plans:
 
 
 def _compiled_module(
-    model: nn.Module, run: Callable[..., Any], plans: Plans, recompile: Recompile
+    model: nn.Module,
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
+    plans: Plans,
+    recompile: Recompile,
 ) -> nn.Module:
     original = type(model)
 
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A replica that another library made has tensors of its own.
-        return run(model if self.__dict__ is model.__dict__ else self, *args, **kwargs)
+    @functools.cache
+    def forward_of(own: Callable[..., Any] | None) -> Callable[..., Any]:
+        run = compiled(original.forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs))
 
+        @functools.wraps(original.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # A replica that another library made has tensors of its own.
+            return run(model if self.__dict__ is model.__dict__ else self, *args, **kwargs)
+
+        return forward
+
+    # A forward of the instance's own, as other libraries set it, goes before the class's: the present one.
+    present = property(
+        lambda self: types.MethodType(forward_of(vars(self).get("forward")), self),
+        lambda self, value: vars(self).update(forward=value),
+        lambda self: vars(self).pop("forward", None),
+    )
     body: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "forward": forward
-        if "forward" not in vars(model)
-        else property(lambda self: types.MethodType(forward, self)),
+        "forward": present if "forward" in vars(model) else forward_of(None),
         "_fusion_model": model,
         "_fusion_plans": plans,
         "_fusion_recompile": staticmethod(recompile),
     }
+    if hasattr(model, "get_compiled_call"):
+        # transformers' generate() would hand the call to Inductor where its cache is static.
+        body["get_compiled_call"] = lambda self, config: self.__call__
     if not hasattr(model, "plan"):
         body["plan"] = property(lambda self: plans, doc=Plans.__doc__)
     if not hasattr(model, "verification"):

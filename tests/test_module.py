@@ -149,6 +149,11 @@ def test_a_forward_of_the_instance_is_compiled_too() -> None:
     fast = compiled(model)
     torch.testing.assert_close(fast(torch.ones(2)), torch.full((2,), 8.0))
     assert names(fast) == ["graph0.inference"]
+    fast.forward = lambda x: x * 3  # another in its place, and none
+    torch.testing.assert_close(fast(torch.ones(2)), torch.full((2,), 3.0))
+    del fast.forward
+    assert "forward" not in vars(model) and fast(torch.ones(2, 4)).shape == (2, 4)
+    assert names(fast) == ["graph0.inference", "graph1.inference", "graph2.forward"]
 
 
 def test_a_plan_attribute_of_the_model_stays_its_own() -> None:
