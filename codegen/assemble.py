@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -27,11 +27,13 @@ from fusion_compiler.codegen.analysis import (
 from fusion_compiler.codegen.exchange import letters, mailbox
 from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.codegen.finishing import Finishing, finishing_of
+from fusion_compiler.codegen.names import GLOBAL, HEADER, problem
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.codegen.running import print_passes
 from fusion_compiler.codegen.segments import partial_results, segments_of
 from fusion_compiler.codegen.shorten import shortened
+from fusion_compiler.codegen.sizes import given_names
 from fusion_compiler.dims import Dim, product, simple, strides_of
 from fusion_compiler.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.loops import (
@@ -40,38 +42,31 @@ from fusion_compiler.loops import (
     Load,
     LoopNest,
     Random,
-    sizes_of,
+    symbols_of,
 )
 
-HEADER = """import triton
-import triton.language as tl
-from triton.language.extra import libdevice
-
-from fusion_compiler.codegen import math as fm
-
-
-"""
 # Of a thread, for tiles: with as many a multiprocessor still holds the dozen warps that keep memory busy.
 ENOUGH_REGISTERS = 128
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Buffers of a program by name, with their roles."""
+    """Buffers of a program by name, with their roles; sizes and derived as in `Program`."""
 
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
     sizes: tuple[sympy.Symbol, ...]
+    derived: tuple[tuple[sympy.Symbol, sympy.Expr], ...] = ()
 
 
 def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> Signature:
     """Inputs in order of first load, outputs in order of first store, symbols in order of name."""
     loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
     stored = dict.fromkeys(s.buffer for loops in nests for s in loops.stores)
-    dims = [d for name in (*loaded, *stored) for d in (*buffers[name].shape, *buffers[name].stride)]
+    tensors = [(*buffers[name].shape, *buffers[name].stride) for name in (*loaded, *stored)]
     salts = [n.salt for loops in nests for n in loops.nodes if isinstance(n, Random)]
     streams = dict.fromkeys(s for s in salts if isinstance(s, sympy.Symbol))
-    sizes = (*sizes_of(nests, dims), *streams)
+    sizes = (*symbols_of(nests, tensors), *streams)
     return Signature(tuple(buffers[b] for b in loaded), tuple(buffers[b] for b in stored), sizes)
 
 
@@ -87,7 +82,10 @@ def build(
     buffers: describes every loaded or stored name. What the tile programs leave to a second kernel
     runs beside each other as well.
     """
+    name = f"{name}_" if name in GLOBAL else name
     signature = signature_of(nests, buffers)
+    nests, names = given_names(nests)
+    signature = replace(signature, derived=tuple((symbol, size) for size, symbol in names.items()))
     nests = tuple(shortened(loops, buffers) for loops in nests)
     analyses = [
         Analysis(along_rows_first(loops) if schedule.in_passes else loops)
@@ -121,6 +119,7 @@ def build(
         signature.outputs,
         scratch,
         signature.sizes,
+        signature.derived,
         shown,
         word=WORD * max((b.dtype.itemsize for b in signature.inputs), default=0) if skewed else 0,
     )
@@ -136,7 +135,12 @@ def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
         else:
             home.append(part)
     names = [name] if len(launches) == 1 else [f"{name}_{i}" for i in range(len(launches))]
-    return [_kernel(group, own, doc) for group, own in zip(launches, names, strict=True)]
+    kernels = [_kernel(group, own, doc) for group, own in zip(launches, names, strict=True)]
+    for kernel in kernels:
+        wrong = problem(kernel.source)
+        if wrong is not None:
+            raise ValueError(f"the text of {kernel.name} is no kernel: {wrong}")
+    return kernels
 
 
 def _suit(one: _Assembly, other: _Assembly) -> bool:
@@ -213,7 +217,7 @@ class _Assembly:
             for i, buffer in enumerate(buffers):
                 parameter = f"{PREFIX[role]}{i}_ptr" if role is not Role.SCRATCH else f"{buffer.name}_ptr"
                 self.parameters[buffer.name] = Argument(parameter, role, i, buffer.dtype)
-        for i, symbol in enumerate(signature.sizes):
+        for i, symbol in enumerate((*signature.sizes, *(symbol for symbol, _ in signature.derived))):
             self.parameters[f"size {symbol.name}"] = Argument(
                 symbol.name, Role.SIZE, i, torch.int64, aligned=False
             )
@@ -276,9 +280,9 @@ class _Assembly:
         program = p.program + wide
         if self.s.splits > 1:
             first = "row" if p.flat and self.s.programs is None else "group"  # which these programs share
-            p.line(f"{first} = {program} // {self.s.splits}")
-            p.line(f"part = {program} % {self.s.splits}")
-            p.line(f"first_col = part * {dim_text(part_cols(self.a, self.s))}")
+            p.define(first, f"{program} // {self.s.splits}")
+            p.define("part", f"{program} % {self.s.splits}")
+            p.define("first_col", f"part * {dim_text(part_cols(self.a, self.s))}")
             if self.s.skewed:
                 skewed_tiles.skew_at(p, first)
             if self.s.cols is Cols.WHOLE:
@@ -292,13 +296,13 @@ class _Assembly:
             return program, (share,)
         blocks = ceil_div(self.a.size(COLS) + max(self.s.word - 1, 0), self.s.block_cols)
         if share == 1:
-            p.line(f"first_col = {program} * {self.s.block_cols}")
+            p.define("first_col", f"{program} * {self.s.block_cols}")
             p.cols_at("first_col")
             return program, (blocks,)
         if blocks == 1:
-            p.line("first_col = 0")
+            p.define("first_col", "0")
         else:
-            p.line(f"first_col = {program} % {dim_text(blocks)} * {self.s.block_cols}")
+            p.define("first_col", f"{program} % {dim_text(blocks)} * {self.s.block_cols}")
             program = f"({program} // {dim_text(blocks)})"
         if self.s.skewed:
             skewed_tiles.skew_at(p, program)
@@ -326,7 +330,7 @@ class _Assembly:
         alone = program == "0" or self.s.block_rows == 1 or self.s.skewed  # its first block begins there
         start = program if alone else f"{program} * {self.s.block_rows}"
         rows = dim_text(self.a.size(ROWS))
-        with p.scope(f"for first_row in tl.range({start}, {rows}, {step}{p.stages()}):"):
+        with p.scope(p.each("first_row", f"tl.range({start}, {rows}, {step}{p.stages()})")):
             p.rows_at("first_row")
             p.pending = dict(accumulators)
             self.block(p)

@@ -35,7 +35,7 @@ def _letters(a: Analysis, states: Sequence[Running]) -> list[tuple[int, ...]]:
 def exchange(p: Printer, states: Sequence[Running], names: Sequence[Sequence[str]]) -> None:
     """Every program of a block of rows sends its values to the others, waits for theirs, and merges all."""
     splits = p.s.splits
-    p.line(f"parts = tl.arange(0, {1 << (splits - 1).bit_length()})")
+    p.define("parts", f"tl.arange(0, {1 << (splits - 1).bit_length()})")
     numbers = [
         (n, name)
         for s, own in zip(states, names, strict=True)
@@ -83,11 +83,11 @@ def _merge_rows(
     letters = [p.fresh("letters") for _ in received]
     for name, (_, take) in zip(letters, received, strict=True):
         p.line(f"{name} = {take}")
-    with p.scope(f"for r in tl.static_range({p.s.block_rows}):"), p.one_row():
+    with p.scope(p.each("r", f"tl.static_range({p.s.block_rows})")), p.one_row():
         for name, (found, _) in zip(letters, received, strict=True):
             p.line(f"{found} = {name}[r]")
         for state, own in zip(states, names, strict=True):
-            merged = [f"one_{name}" for name in own]
+            merged = [p.fresh(f"one_{name}") for name in own]
             state.merge(p, merged, [theirs[number] for number in state.numbers])
             for name, one in zip(own, merged, strict=True):
                 p.line(f"{name} = fm.with_row({name}, r, {one})")

@@ -123,6 +123,6 @@ def _columns(p: Printer) -> str:
 def _defined(p: Printer, name: str, text: str) -> str:
     """A variable, printed on its first use in the scopes now open."""
     if (name, 0) not in p.index_env:
-        p.line(f"{name} = {text}")
-        p.index_env[name, 0] = name
-    return name
+        p.index_env[name, 0] = variable = p.fresh(name)
+        p.line(f"{variable} = {text}")
+    return p.index_env[name, 0]

@@ -12,15 +12,15 @@ from fusion_compiler.codegen.wide_rows import can_be_shared
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS
+from fusion_compiler.row_widths import ALONE
 
-WIDEST = 16384
 HELD = 8192  # elements of a tensor that a multiprocessor works on at a time, 32 a thread
 
 
 def fits(a: Analysis) -> bool:
     width = a.size(COLS)
     unknown = bool(a.across_rows) and not isinstance(a.size(ROWS), int)
-    return isinstance(width, int) and width <= WIDEST and (a.ends_in_a_row or unknown)
+    return isinstance(width, int) and width <= ALONE and (a.ends_in_a_row or unknown)
 
 
 def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:

@@ -38,6 +38,7 @@ from fusion_compiler.codegen.expression import (
     literal,
     scalar_text,
 )
+from fusion_compiler.codegen.names import RESERVED, Own
 from fusion_compiler.codegen.pairs import load_with_neighbour, pairs_last, store_all
 from fusion_compiler.dims import Dim, product, quotient
 from fusion_compiler.loops import (
@@ -62,11 +63,6 @@ from fusion_compiler.ops import spec_of
 aten = torch.ops.aten
 NEUTRAL = {"sum": 0, "prod": 1, "max": float("-inf"), "min": float("inf"), "any": False, "all": True}
 BASES = {ROWS: "row", COLS: "col"}  # the variable with a group's element number
-RESERVED = frozenset(
-    {"tl", "fm", "libdevice", "row", "col", "sum", "max", "min", "all", "any", "pow", "abs", "round"}
-    | {"lane", "skew", "begin", "in_words", "whole_words", "group", "part", "parts", "first_col"}
-    | {"first_row", "r", "x", "new_max", "shift", "tops", "off", "counts", "pair", "pair_inside"}
-)
 
 
 class Printer:
@@ -95,7 +91,7 @@ class Printer:
         self.kept: dict[int, str] = {}  # tiles as they were loaded
         self.pending: dict[int, str] = {}  # sums over rows that the block at hand is not yet added to
         self.index_env: dict[tuple[str, int], str] = {}
-        self.taken = taken | RESERVED
+        self.taken = taken | RESERVED | {axis.name for axis in self.loops.axes}
         self.flat = schedule.block_rows == 1  # tiles are vectors
         self.row_mask: str | None = None
         self.col_mask: str | None = None
@@ -109,6 +105,13 @@ class Printer:
 
     def line(self, text: str) -> None:
         self.lines.append("    " * self.depth + text)
+
+    def define(self, name: Own, text: str) -> None:
+        self.line(f"{name} = {text}")
+
+    def each(self, name: Own, values: str) -> str:
+        """The header of a loop."""
+        return f"for {name} in {values}:"
 
     @contextmanager
     def scope(self, header: str | None, cols: int | None = None) -> Generator[None]:
@@ -151,17 +154,17 @@ class Printer:
         size = self.a.size(ROWS)
         if self.flat:
             if start != "row":
-                self.line(f"row = {start}")
+                self.define("row", start)
             if self.s.skewed:
                 skewed_tiles.row_begins(self)
             return
         if self.s.splits > 1 and start != "first_row":  # which the exchange asks for
-            self.line(f"first_row = {start}")
+            self.define("first_row", start)
             start = "first_row"
         rows, apart = self.s.block_rows, self.s.rows_apart
-        self.line(f"row = {start} + tl.arange(0, {rows})[:, None]{f' * {apart}' if apart > 1 else ''}")
+        self.define("row", f"{start} + tl.arange(0, {rows})[:, None]{f' * {apart}' if apart > 1 else ''}")
         if size == 0 or quotient(size, rows * apart) is None:
-            self.line(f"row_inside = row < {dim_text(size)}")
+            self.define("row_inside", f"row < {dim_text(size)}")
             self.row_mask = "row_inside"
         if self.s.skewed:
             skewed_tiles.row_begins(self)
@@ -177,11 +180,11 @@ class Printer:
             skewed_tiles.cols_at(self, start, lanes, inside)
             return
         lanes = lanes if start is None else f"{start} + {lanes}"
-        self.line(f"col = {lanes}")
+        self.define("col", lanes)
         size = self.a.size(COLS)
         covered = self.s.block_cols * (self.s.splits if self.s.cols is Cols.WHOLE else 1)
         if not inside and (size == 0 or quotient(size, covered) is None):
-            self.line(f"col_inside = col < {dim_text(size)}")
+            self.define("col_inside", f"col < {dim_text(size)}")
             self.col_mask = "col_inside"
 
     def axis(self, number: int) -> str:
@@ -320,7 +323,7 @@ class Printer:
         """1 / a row's value, once a row."""
         if ~number not in self.env:
             value = self.operand_text(number)
-            self.env[~number] = name = self.fresh(f"per_{value}")
+            self.env[~number] = name = self.fresh(f"per_{self.variable(number)}")
             self.line(f"{name} = 1.0 / {value}")
         return self.env[~number]
 

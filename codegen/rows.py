@@ -9,8 +9,8 @@ from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS, Load, Random
+from fusion_compiler.row_widths import ALONE
 
-WIDEST = 16384
 WARPS = 64  # that a multiprocessor holds
 MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the others are done
 # (elements, warps) of short rows of which nothing is stored: four times as many, by loads of a loop, which do
@@ -25,7 +25,7 @@ LOOPED = 2048  # columns: rows that are longer and only reduced are gone through
 def fits(a: Analysis) -> bool:
     width = a.size(COLS)
     partial = bool(a.across_rows)
-    known = isinstance(width, int) and width <= WIDEST
+    known = isinstance(width, int) and width <= ALONE
     return known and not (partial and not isinstance(a.size(ROWS), int))
 
 
@@ -81,7 +81,7 @@ def _looped(block: int, count: int, device: DeviceSpec) -> Schedule:
 def _shapes(a: Analysis, width: int, block: int) -> tuple[tuple[int, int], ...]:
     """(rows, warps), best guess first."""
     if a.tall and block <= 4096:  # neighbours in memory are rows: a sector of them at least
-        return tuple((r, w) for r, w in ((16, 16), (32, 16), (8, 8)) if r * block <= 2 * WIDEST) or ((1, 8),)
+        return tuple((r, w) for r, w in ((16, 16), (32, 16), (8, 8)) if r * block <= 2 * ALONE) or ((1, 8),)
     if block <= 256:
         rows = 1024 // block
         return ((rows, 4), (max(1, rows // 2), 2), (max(1, rows // 4), 1), (2 * rows, 4))

@@ -104,12 +104,12 @@ def _blocks(p: Printer, inner: Dim) -> str:
     """The header of the loop over this program's columns."""
     size, block, stages = p.a.size(COLS), p.s.block_cols, p.stages()
     if p.s.splits == 1:
-        return f"for start in tl.range(0, {dim_text(inner)}, {block}{stages}):"
+        return p.each("start", f"tl.range(0, {dim_text(inner)}, {block}{stages})")
     part = part_cols(p.a, p.s)
     last = f"first_col + {dim_text(part)}"
     if quotient(size, product((part, p.s.splits))) is None:
         last = f"tl.minimum({last}, {dim_text(inner)})"
-    return f"for start in tl.range(first_col, {last}, {block}{stages}):"
+    return p.each("start", f"tl.range(first_col, {last}, {block}{stages})")
 
 
 def _end(p: Printer, inner: Dim, lanes: int) -> str:
@@ -121,4 +121,4 @@ def _end(p: Printer, inner: Dim, lanes: int) -> str:
     assert isinstance(inner, int) and isinstance(part, int)
     if p.s.splits > 1:
         return f"if part == {inner // part}:"
-    return f"for start in tl.range({inner}, {dim_text(p.a.size(COLS))}, {lanes}):"
+    return p.each("start", f"tl.range({inner}, {dim_text(p.a.size(COLS))}, {lanes})")

@@ -9,16 +9,16 @@ under way.
 from __future__ import annotations
 
 from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule
-from fusion_compiler.codegen.wide_rows import MOST_AT_ONCE, MOST_PARTS, can_be_shared
+from fusion_compiler.codegen.wide_rows import can_be_shared
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS
+from fusion_compiler.row_widths import MOST_AT_ONCE, MOST_PARTS, PART
 
 # (rows, columns of a program, programs a multiprocessor, warps, stages). With two rows an exchange programs
 # wait half as often; of programs that wait in turn, three have room where one sum over the rows is kept.
 TWO, NARROW, WIDE = (2, 4096, 2, 8, 3), (2, 2048, 4, 4, 3), (2, 8192, 1, 16, 3)
 ONE, THREE, WIDEST_PART = (1, 4096, 2, 8, 3), (1, 4096, 3, 8, 3), (1, 16384, 1, 16, 3)
-WIDEST = MOST_AT_ONCE * 8192
 # Left alone the compiler takes more registers than a program's share of a multiprocessor's, and half of the
 # programs run when the others are done; it allocates them by eights.
 BY = 8
@@ -26,7 +26,7 @@ BY = 8
 
 def fits(a: Analysis) -> bool:
     width = a.size(COLS)
-    return isinstance(width, int) and width <= WIDEST and a.ends_in_a_row and can_be_shared(a)
+    return isinstance(width, int) and width <= MOST_AT_ONCE * PART and a.ends_in_a_row and can_be_shared(a)
 
 
 def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 def skew_at(p: Printer, row: str) -> None:
     """Define `skew`, which is that of every row of a program."""
     skew = f"{row} * {dim_text(p.a.size(COLS))} % {p.s.word}"
-    p.line(f"skew = {f'({skew}).to(tl.int32)' if p.wide else skew}")
+    p.define("skew", f"({skew}).to(tl.int32)" if p.wide else skew)
 
 
 def row_begins(p: Printer) -> None:
     """Define `begin`, the word in which the row begins."""
-    p.line(f"begin = row * {dim_text(p.a.size(COLS))} // {p.s.word} * {p.s.word}")
+    p.define("begin", f"row * {dim_text(p.a.size(COLS))} // {p.s.word} * {p.s.word}")
 
 
 def cols_at(p: Printer, start: str | None, lanes: str, inside: bool) -> None:
@@ -43,19 +43,19 @@ def cols_at(p: Printer, start: str | None, lanes: str, inside: bool) -> None:
     width, word = p.a.size(COLS), p.s.word
     assert isinstance(width, int)
     if inside:
-        p.line(f"lane = {start} + {word} + {lanes}")
-        p.line("col = lane - skew")
+        p.define("lane", f"{start} + {word} + {lanes}")
+        p.define("col", "lane - skew")
         return
     looped = p.s.cols is Cols.LOOP
-    p.line(f"lane = {lanes if start is None or looped else f'{start} + {lanes}'}")
+    p.define("lane", lanes if start is None or looped else f"{start} + {lanes}")
     if looped:  # both ends of the row
         p.line(f"lane += tl.where(lane < {word}, 0, {start})")
-    p.line("col = lane - skew")
-    p.line(f"col_inside = col.to(tl.uint32) < {width}")  # what is below zero is far beyond
-    p.line(f"in_words = lane < (skew + {width + word - 1}) // {word} * {word}")
+    p.define("col", "lane - skew")
+    p.define("col_inside", f"col.to(tl.uint32) < {width}")  # what is below zero is far beyond
+    p.define("in_words", f"lane < (skew + {width + word - 1}) // {word} * {word}")
     if any(in_words(p, s.index, s.within) for s in p.loops.stores):
         first, end = f"(skew + {word - 1}) // {word} * {word}", f"(skew + {width}) // {word} * {word}"
-        p.line(f"whole_words = (lane >= {first}) & (lane < {end})")
+        p.define("whole_words", f"(lane >= {first}) & (lane < {end})")
     p.col_mask = "col_inside"
 
 

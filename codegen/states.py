@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, part_cols
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
+from fusion_compiler.codegen.names import Own
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.codegen.segments import scaled_sum
 from fusion_compiler.loops import COLS, ROWS, Load, Reduce
 
 ALONG = frozenset({COLS})
+BLOCK: tuple[Own, Own] = ("block_mean", "block_squares")
 LEAST_TURNS = 4  # of a block, for a state in each lane, which costs as much as one element of them
 
 
@@ -141,29 +143,29 @@ class Softmax:
             self.end(p, names)
             return
         top, total = names
-        p.line(f"x = tl.reshape({p.tile(self.peak, ALONG)}, [{p.s.block_cols // lanes}, {lanes}])")
-        p.line(f"new_max = tl.maximum({top}, tl.max(x, axis=0))")
-        p.line('shift = tl.where(new_max == float("-inf"), 0.0, new_max)')
+        p.define("x", f"tl.reshape({p.tile(self.peak, ALONG)}, [{p.s.block_cols // lanes}, {lanes}])")
+        p.define("new_max", f"tl.maximum({top}, tl.max(x, axis=0))")
+        p.define("shift", 'tl.where(new_max == float("-inf"), 0.0, new_max)')
         p.line(f"{total} = {total} * tl.exp({top} - shift) + tl.sum(tl.exp(x - shift[None, :]), axis=0)")
         p.line(f"{top} = new_max")
 
     def single(self, p: Printer, names: Sequence[str]) -> None:
         top, total = names
-        p.line(f"x = {p.tile(self.peak, ALONG)}")
+        p.define("x", p.tile(self.peak, ALONG))
         p.line(f"{top} = {p.along('tl.max', 'x')}")
-        p.line(f'shift = tl.where({top} == float("-inf"), 0.0, {top})')
+        p.define("shift", f'tl.where({top} == float("-inf"), 0.0, {top})')
         p.line(f"{total} = {p.along('tl.sum', 'tl.exp(x - shift)')}")
 
     def fold(self, p: Printer, names: Sequence[str]) -> None:
         if p.s.cols is Cols.LOOP and _lanes(p):
-            p.line(f"tops = {names[0]}")
+            p.define("tops", names[0])
             self.merge(p, names, ("tops", names[1]))
 
     def end(self, p: Printer, names: Sequence[str]) -> None:
         top, total = names
-        p.line(f"x = {p.tile(self.peak, ALONG)}")
-        p.line(f"new_max = tl.maximum({top}, {p.along('tl.max', 'x')})")
-        p.line('shift = tl.where(new_max == float("-inf"), 0.0, new_max)')
+        p.define("x", p.tile(self.peak, ALONG))
+        p.define("new_max", f"tl.maximum({top}, {p.along('tl.max', 'x')})")
+        p.define("shift", 'tl.where(new_max == float("-inf"), 0.0, new_max)')
         p.line(f"{total} = {total} * tl.exp({top} - shift) + {p.along('tl.sum', 'tl.exp(x - shift)')}")
         p.line(f"{top} = new_max")
 
@@ -171,7 +173,7 @@ class Softmax:
         top, total = names
         tops, totals = parts
         p.line(f"{top} = {p.along('tl.max', tops)}")
-        p.line(f'shift = tl.where({top} == float("-inf"), 0.0, {top})')
+        p.define("shift", f'tl.where({top} == float("-inf"), 0.0, {top})')
         p.line(f"{total} = {p.along('tl.sum', f'{totals} * tl.exp({tops} - shift)')}")
 
     def bind(self, p: Printer, names: Sequence[str]) -> None:
@@ -201,18 +203,18 @@ class Moments:
 
     def step(self, p: Printer, names: Sequence[str]) -> None:
         mean, squares = names
-        self.block(p, "block_mean", "block_squares")
+        self.block(p, *BLOCK)
         state = f"{mean}, {squares}, {_seen(p)}"
-        p.line(f"{mean}, {squares} = fm.merge_moments({state}, block_mean, block_squares, {_count(p)})")
+        p.line(f"{mean}, {squares} = fm.merge_moments({state}, {', '.join(BLOCK)}, {_count(p)})")
 
     def single(self, p: Printer, names: Sequence[str]) -> None:
         self.block(p, *names)
 
     def block(self, p: Printer, mean: str, squares: str) -> None:
-        p.line(f"x = {p.tile(self.total, ALONG)}")
+        p.define("x", p.tile(self.total, ALONG))
         p.line(f"{mean} = {p.along('tl.sum', 'x')} / {_count(p)}")
         mask = p.mask(ALONG, None)
-        p.line(f"off = {f'tl.where({mask}, x - {mean}, 0.0)' if mask else f'x - {mean}'}")
+        p.define("off", f"tl.where({mask}, x - {mean}, 0.0)" if mask else f"x - {mean}")
         p.line(f"{squares} = {p.along('tl.sum', 'off * off')}")
 
     def fold(self, p: Printer, names: Sequence[str]) -> None:
@@ -224,9 +226,9 @@ class Moments:
     def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
         mean, squares = names
         means, others = parts
-        p.line(f"counts = {_part_counts(p)}")
+        p.define("counts", _part_counts(p))
         p.line(f"{mean} = {p.along('tl.sum', f'counts * {means}')} / {dim_text(p.a.size(COLS))}")
-        p.line(f"off = {means} - {mean}")
+        p.define("off", f"{means} - {mean}")
         p.line(f"{squares} = {p.along('tl.sum', f'{others} + counts * off * off')}")
 
     def bind(self, p: Printer, names: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from fusion_compiler.codegen import (
@@ -46,9 +46,15 @@ def emit(
     device: DeviceSpec,
     limit: int = 4,
 ) -> tuple[Program, ...]:
-    """Programs of one cluster, best guess first, at most `limit`. Raises LookupError if no template fits."""
-    first = schedules_of(nests[0], name, device)[:limit]
-    return tuple(program_of(nests, schedule, name, doc, buffers, device) for schedule in first)
+    """Programs of one cluster, best guess first: `limit` of them, and where all read words that their inputs
+    end within, one more, for inputs that begin anywhere. Raises LookupError if no template fits.
+    """
+    choices = [schedules_of(loops, name, device) for loops in nests]
+    found = [_program(nests, first, choices, name, doc, buffers) for first in choices[0][:limit]]
+    plain = [tuple(s for s in schedules if not s.skewed) for schedules in choices]
+    if all(plain) and all(program.word for program in found):
+        found.append(_program(nests, plain[0][0], plain, name, doc, buffers))
+    return tuple(found)
 
 
 def program_of(
@@ -59,8 +65,20 @@ def program_of(
     buffers: Mapping[str, Buffer],
     device: DeviceSpec,
 ) -> Program:
-    """The program of one cluster with a schedule of its first tile program, and for those beside it
-    their best ones with as many warps, where they have any: a launch has one number of them."""
-    choices = (schedules_of(loops, name, device) for loops in nests[1:])
-    others = (next((s for s in c if s.num_warps == first.num_warps), c[0]) for c in choices)
+    """The program of one cluster with a schedule of its first tile program."""
+    choices = [schedules_of(loops, name, device) for loops in nests]
+    return _program(nests, first, choices, name, doc, buffers)
+
+
+def _program(
+    nests: tuple[LoopNest, ...],
+    first: Schedule,
+    choices: Sequence[tuple[Schedule, ...]],
+    name: str,
+    doc: str,
+    buffers: Mapping[str, Buffer],
+) -> Program:
+    """Tile programs beside the first run under their best schedules with as many warps, where they have any:
+    a launch has one number of them."""
+    others = (next((s for s in c if s.num_warps == first.num_warps), c[0]) for c in choices[1:])
     return assemble.build(nests, (first, *others), name, doc, buffers)

@@ -14,10 +14,9 @@ from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, accumulat
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS, Load, Reduce
+from fusion_compiler.row_widths import MOST_AT_ONCE, MOST_PARTS
 
 WIDEST_ALONE = 32768  # columns of a row that one program reads again from L2 as fast as several do
-MOST_PARTS = 64  # of a row, far fewer than the programs that run at once: they wait for each other
-MOST_AT_ONCE = 128  # the same where all programs of all rows run at once
 FEW = 16  # parts of a row: to wait for each other costs nothing yet; for twice as many, a little
 WARPS = 32  # of a multiprocessor: with fewer, rows that are only reduced are shared
 KEPT = 64  # registers of a thread that keeps 32 elements of two tensors

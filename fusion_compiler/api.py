@@ -24,7 +24,7 @@ from fusion_compiler.dag import OpDag, build, size_hints
 from fusion_compiler.debug import Debug, DebugSettings
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DEFAULT, DeviceSpec, device_spec
-from fusion_compiler.errors import NotCallableError, UnsupportedDtypeError, WarnOnce
+from fusion_compiler.errors import KernelError, NotCallableError, UnsupportedDtypeError, WarnOnce
 from fusion_compiler.kernel import Program
 from fusion_compiler.launch import Runner, compile_all
 from fusion_compiler.module import Plans, wrap
@@ -247,7 +247,8 @@ class Compiler:
         """The runner of a cluster; identical clusters share one."""
         key = (canonical(cluster, plan.dag), backend)
         if key not in self.runners:
-            programs = () if backend == "eager" else self.emit(key[0], cluster, plan.dag, device)
+            programs = () if backend == "eager" else self.programs_of(key[0], cluster, plan, device)
+            backend = backend if programs else "eager"
             for program in programs[:1]:
                 for kernel in program.kernels:
                     self.debug.kernel(plan.name, kernel.name, kernel.source)
@@ -263,6 +264,19 @@ class Compiler:
                 home=torch.device(key[0].device),
             )
         return self.runners[key]
+
+    def programs_of(
+        self, key: Canonical, cluster: Cluster, plan: FusionPlan, device: DeviceSpec
+    ) -> tuple[Program, ...]:
+        """`emit`; nothing where it fails, for whatever reason: a warning tells, or it raises when strict."""
+        try:
+            return self.emit(key, cluster, plan.dag, device)
+        except Exception as error:
+            where = next((s for n in cluster.ops if (s := plan.dag.op(n).source) is not None), None)
+            fields = {"kernel": cluster.name, "detail": f"{type(error).__name__}: {error}"}
+            failure = KernelError(where, action="be printed", **fields)
+            self.warned.fall_back(f"{plan.name} {cluster.name}", failure)
+            return ()
 
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}

@@ -157,6 +157,10 @@ class _ExactPrinter(PythonPrinter):
         return f"Fraction({expr.p}, {expr.q})"
 
 
+# What the texts of sizes call.
+FUNCTIONS: dict[str, Any] = {"Fraction": Fraction, "math": math, "torch": torch}
+
+
 def dim_source(dim: Dim, sizes: Sequence[sympy.Symbol]) -> str:
     """Python text for a size, in terms of n0, n1, ... for `sizes`; integer arithmetic throughout."""
     if isinstance(dim, int):
@@ -174,9 +178,11 @@ def _tuple_source(dims: Iterable[Dim], sizes: Sequence[sympy.Symbol]) -> str:
 
 
 def evaluate(dims: Iterable[Dim], program: Program, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The values of `dims` for the values `sizes` of the program's symbols."""
-    names = {f"n{i}": value for i, value in enumerate(sizes)} | {"Fraction": Fraction}
-    return tuple(eval(_tuple_source(dims, program.sizes), names))
+    """The values of `dims` for the values `sizes` of the symbols that the program is given."""
+    names = FUNCTIONS | {f"n{i}": value for i, value in enumerate(sizes)}
+    for i, (_, size) in enumerate(program.derived, len(program.sizes)):
+        names[f"n{i}"] = eval(dim_source(size, program.sizes), dict(names))
+    return tuple(eval(_tuple_source(dims, program.symbols), names))
 
 
 # -- scratch ----------------------------------------------------------------------------------------
@@ -242,7 +248,7 @@ class _Text:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.names: dict[str, Any] = {"Fraction": Fraction}
+        self.names: dict[str, Any] = dict(FUNCTIONS)
 
     def add(self, line: str) -> None:
         self.lines.append("    " + line)
@@ -276,6 +282,8 @@ def bind(
         text.bind("current_device", gpu.current_device)
         text.add(f"if current_device() != {gpu.index}{device}:")
         text.add(f"    return elsewhere({parameters})")
+    for i, (_, size) in enumerate(program.derived, len(program.sizes)):
+        text.add(f"n{i} = {dim_source(size, program.sizes)}")
     _write_variants(text, program, variant, parameters, others)
     grids = _write_grids(text, program, parameters, too_large)
     _write_buffers(text, program, gpu)
@@ -325,7 +333,7 @@ def _write_grids(
     for i, kernel in enumerate(program.kernels):
         extents: list[str] = []
         for axis, dim in enumerate((*kernel.grid, 1, 1)[:3]):
-            source = dim_source(dim, program.sizes)
+            source = dim_source(dim, program.symbols)
             if not isinstance(dim, int):
                 text.add(f"g{i}{axis} = {source}")
                 source = f"g{i}{axis}"
@@ -344,14 +352,14 @@ def _write_buffers(text: _Text, program: Program, gpu: Gpu) -> None:
     zeroed = [i for i, buffer in enumerate(program.scratch) if buffer.zeroed]
     plain = [(f"s{i}", b) for i, b in enumerate(program.scratch) if not b.zeroed]
     for name, buffer in [*((f"y{i}", b) for i, b in enumerate(program.outputs)), *plain]:
-        shape = _tuple_source(buffer.shape, program.sizes)
-        stride = _tuple_source(buffer.stride, program.sizes)
+        shape = _tuple_source(buffer.shape, program.symbols)
+        stride = _tuple_source(buffer.stride, program.symbols)
         dtype = text.bind(str(buffer.dtype).removeprefix("torch."), buffer.dtype)
         text.add(f"{name} = empty({shape}, {stride}, {dtype})")
     if zeroed:
         buffers = [program.scratch[i] for i in zeroed]
         text.bind("zeroed_scratch", ZeroedScratch(gpu, buffers))
-        elements = _tuple_source([math.prod(buffer.shape) for buffer in buffers], program.sizes)
+        elements = _tuple_source([math.prod(buffer.shape) for buffer in buffers], program.symbols)
         text.add(f"{''.join(f's{i}, ' for i in zeroed)}= zeroed_scratch(stream, {elements})")
 
 

@@ -22,7 +22,8 @@ class Role(StrEnum):
 class Argument:
     """One parameter of a kernel, in the order of its signature.
 
-    index: position among the program's inputs, outputs, scratch buffers or sizes.
+    index: position among the program's inputs, outputs, scratch buffers or sizes, behind which are the
+        derived ones.
     dtype: of the buffer; int64 for sizes.
     aligned: the pointer (or size) is a multiple of 16 (bytes); the launcher checks it for
         tensors that it did not allocate and takes a build that does not rely on it when it is not.
@@ -77,7 +78,8 @@ class Buffer:
 class Program:
     """Everything that computes one cluster: kernels launched in order, over shared scratch.
 
-    sizes: the symbols that become integer arguments, in order.
+    sizes: the symbols that become integer arguments, in order. derived: further ones, with the expressions of
+        those that the launcher computes for them.
     schedule: how it was scheduled, for people ("rows: 4 rows x 1024, 4 warps").
     cost: predicted microseconds, the key by which candidates are ranked.
     word: bytes; 0, or it reads words of so many, also those that its inputs end within. Where an input is not
@@ -89,9 +91,15 @@ class Program:
     outputs: tuple[Buffer, ...]
     scratch: tuple[Buffer, ...] = ()
     sizes: tuple[sympy.Symbol, ...] = ()
+    derived: tuple[tuple[sympy.Symbol, sympy.Expr], ...] = ()
     schedule: str = ""
     cost: float = 0.0
     word: int = 0
+
+    @property
+    def symbols(self) -> tuple[sympy.Symbol, ...]:
+        """Those of all sizes, in the order of the arguments."""
+        return (*self.sizes, *(symbol for symbol, _ in self.derived))
 
     @property
     def alignment(self) -> int:

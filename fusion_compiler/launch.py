@@ -382,6 +382,7 @@ def interpret(
 
     outputs = [allocate(buffer) for buffer in program.outputs]
     scratch = [allocate(buffer) for buffer in program.scratch]
+    sizes = evaluate(program.symbols, program, sizes)
     values = {Role.INPUT: inputs, Role.OUTPUT: outputs, Role.SCRATCH: scratch, Role.SIZE: sizes}
     for kernel in program.kernels:
         arguments = [values[argument.role][argument.index] for argument in kernel.arguments]

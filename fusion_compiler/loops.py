@@ -15,7 +15,7 @@ varies over; a tile holds it as [ROWS, COLS], [ROWS, 1], [1, COLS] or [1, 1].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -141,22 +141,6 @@ class LoopNest:
     names: tuple[str, ...]  # of the values, for printing: one per node
 
 
-def sizes_of(nests: Iterable[LoopNest], dims: Iterable[Dim]) -> tuple[sympy.Symbol, ...]:
-    """The symbols that tile programs take as arguments, sorted by name: those of `dims` (the shapes and
-    strides of their tensors), of their axes, and of what they address."""
-    found = list(dims)
-    for loops in nests:
-        indices = [n.index for n in loops.nodes if isinstance(n, Load | Coordinate | InRange | Random)]
-        indices += [s.index for s in loops.stores]
-        found += [a.size for a in loops.axes]
-        found += [dim for i in indices for dim in (i.const, *(step for _, step in i.terms))]
-        found += [dim for n in loops.nodes if isinstance(n, InRange) for dim in (n.low, n.high)]
-    symbols: set[sympy.Symbol] = set()
-    for dim in found:
-        symbols |= set() if isinstance(dim, int) else dim.free_symbols  # type: ignore[arg-type]
-    return tuple(sorted(symbols, key=lambda s: s.name))
-
-
 def operands_of(node: Node) -> tuple[int, ...]:
     """Numbers of the nodes that a node reads."""
     match node:
@@ -217,6 +201,36 @@ def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
             groups -= node.over
         out.append(frozenset(groups))
     return tuple(out)
+
+
+def resized(loops: LoopNest, size: Callable[[Dim], Dim]) -> LoopNest:
+    """A tile program with `size` of each of its sizes in that one's place; salts are none."""
+
+    def index(i: Index) -> Index:
+        return Index(size(i.const), tuple((key, size(step)) for key, step in i.terms))
+
+    def node(n: Node) -> Node:
+        match n:
+            case InRange():
+                return replace(n, index=index(n.index), low=size(n.low), high=size(n.high))
+            case Load() | Coordinate() | Random():
+                return replace(n, index=index(n.index))
+            case _:
+                return n
+
+    axes = tuple(replace(a, size=size(a.size)) for a in loops.axes)
+    stores = tuple(replace(s, index=index(s.index)) for s in loops.stores)
+    return replace(loops, axes=axes, nodes=tuple(map(node, loops.nodes)), stores=stores)
+
+
+def symbols_of(nests: Iterable[LoopNest], tensors: Iterable[Sequence[Dim]]) -> tuple[sympy.Symbol, ...]:
+    """The symbols in the sizes of some tile programs, and of their tensors in shapes and strides, by name:
+    what a kernel takes as arguments."""
+    dims = [dim for sizes in tensors for dim in sizes]
+    for loops in nests:
+        resized(loops, lambda dim: dims.append(dim) or dim)
+    found = {s for dim in dims if not isinstance(dim, int) for s in dim.free_symbols}
+    return tuple(sorted(found, key=lambda s: s.name))  # type: ignore[arg-type,union-attr]
 
 
 def segment_of(loops: LoopNest, kept: frozenset[int]) -> int | None:

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 from torch._C._dynamo import guards
 
+from fusion_compiler import loops
 from fusion_compiler.canonical import salts_of
 from fusion_compiler.dag import OpDag, size_hints
 from fusion_compiler.dims import hint
 from fusion_compiler.inplace import in_place
-from fusion_compiler.loops import sizes_of
 from fusion_compiler.passes.layout import is_view
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.schedule import Call, root, schedule
@@ -234,7 +234,7 @@ def _place(node: fx.Node, base: fx.Node) -> Place | None:
 def symbols_of(cluster: Cluster, dag: OpDag) -> tuple[sympy.Symbol, ...]:
     """The sizes that a cluster's kernel takes as arguments, sorted by name."""
     metas = [dag.op(name).outputs[0] for name in (*cluster.inputs, *cluster.outputs)]
-    return sizes_of(cluster.nests, [dim for meta in metas for dim in (*meta.shape, *meta.stride)])
+    return loops.symbols_of(cluster.nests, [(*meta.shape, *meta.stride) for meta in metas])
 
 
 def subgraph(cluster: Cluster, dag: OpDag) -> fx.GraphModule:

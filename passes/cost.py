@@ -27,6 +27,7 @@ from fusion_compiler.dims import hint
 from fusion_compiler.loops import LoopNest
 from fusion_compiler.passes.work import BufferInfo, Work
 from fusion_compiler.plan import Cost
+from fusion_compiler.row_widths import MOST_PARTS
 
 BLOCK = 1024  # elements that one program of a flat kernel holds
 SEGMENT_BLOCK = 16  # segments of which one program adds up the partial results,
@@ -41,8 +42,6 @@ SHARED = 0.9  # rows shared by programs, which wait for each other
 SHARED_RESIDENT = 4
 PART = 16384  # columns of a long row: a block of a program that has it alone, the part of one that shares it
 HELD = 8192  # columns that a program which shares a row keeps in registers
-MOST_PARTS = 64
-MOST_AT_ONCE = 128  # parts, where one program a multiprocessor has the whole device for a row
 EXCHANGE_US = 1.5  # from a program's letter to the answer of the last
 STAGED = 0.98  # of the bandwidth: persistent programs with staged loads (norm backward)
 STAGED_SHARED = 0.8  # the same where they share rows, and wait for each other

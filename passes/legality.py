@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fusion_compiler.device import DeviceSpec
-from fusion_compiler.dims import numel
+from fusion_compiler.dims import product
 from fusion_compiler.loops import (
     COLS,
     ROWS,
@@ -21,7 +21,7 @@ from fusion_compiler.loops import (
     operands_of,
     segment_of,
 )
-from fusion_compiler.passes.cost import MOST_AT_ONCE, MOST_PARTS
+from fusion_compiler.row_widths import ALONE, widest_shared
 
 MOST_OPS = 96
 MOST_BUFFERS = 24
@@ -134,30 +134,29 @@ def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
 
 
 def width(loops: LoopNest, device: DeviceSpec) -> str | None:
-    """Row reductions beside a row of sums over rows, or made of one: programs keep it in registers, each the
-    part of the row that it has. They can share a row where what they tell each other has 32 bits."""
-    over = [n.over for n in loops.nodes if isinstance(n, Reduce) and not n.kept]
-    along_row = any(o == frozenset({COLS}) for o in over)
-    both = any(o == frozenset({ROWS, COLS}) for o in over)
-    late, groups = _after_sums_over_rows(loops), groups_of(loops)
+    """Sums over rows, and more than those: what is kept of them until the end has room in registers.
+
+    Beside sums along rows, or made of them, a row of sums is kept by programs that each have a part of it.
+    They can share a row where what they tell each other has 32 bits. Without a row of sums each program
+    leaves one partial result, as many as there are rows.
+    """
+    reductions = [n for n in loops.nodes if isinstance(n, Reduce)]
+    late = _after_sums_over_rows(loops)
+    if not late or all(n.over == frozenset({ROWS}) for n in reductions):
+        return None
+    rows, cols = (product(a.size for a in loops.axes if a.group == group) for group in (ROWS, COLS))
+    if isinstance(cols, int) and cols <= ALONE:
+        return None
+    groups = groups_of(loops)
     stored = [k for s in loops.stores if s.value in late for k, _ in s.index.terms if k >= 0]
-    row_of_sums = any(COLS in groups[i] for i in late) or any(loops.axes[k].group == COLS for k in stored)
-    cols = [a.size for a in loops.axes if a.group == COLS]
-    alone = widest = device.registers_per_sm // 4
-    told = [n for n in loops.nodes if isinstance(n, Reduce) and COLS in n.over and not n.kept]
-    if all(n.combine in ("any", "all") or n.dtype.itemsize == 4 for n in told):
-        at_once = MOST_AT_ONCE if device.sms >= MOST_AT_ONCE else min(MOST_PARTS, device.sms)
-        widest = at_once * alone // 2
-    if (along_row or both) and row_of_sums:
-        if not all(isinstance(c, int) for c in cols):
+    if any(COLS in groups[i] for i in late) or any(loops.axes[k].group == COLS for k in stored):
+        if not isinstance(cols, int):
             return "sums over rows beside sums along rows of unknown width"
-        if numel(cols) > widest:
-            return f"{numel(cols)} sums over rows do not fit in registers ({widest})"
-    rows = [a.size for a in loops.axes if a.group == ROWS]
-    if any(ROWS in o for o in over) and along_row and not all(isinstance(r, int) for r in rows):
-        if not all(isinstance(c, int) for c in cols) or numel(cols) > (widest if row_of_sums else alone):
-            return "an unknown number of wide rows is summed"
-    return None
+        told = [n for n in reductions if COLS in n.over]
+        in_32_bits = all(n.combine in ("any", "all") or n.dtype.itemsize == 4 for n in told)
+        widest = widest_shared(device) if in_32_bits else ALONE
+        return f"{cols} sums over rows do not fit in registers ({widest})" if cols > widest else None
+    return None if isinstance(rows, int) else "an unknown number of wide rows is summed"
 
 
 LAWS: tuple[tuple[str, Law], ...] = (

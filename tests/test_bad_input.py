@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from fusion_compiler import api
 from fusion_compiler.api import Compiler
+from fusion_compiler.codegen import templates
 from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import (
     FusionWarning,
@@ -95,6 +96,22 @@ def test_training_goes_on_where_no_kernel_compiles(monkeypatch: pytest.MonkeyPat
     for name, value in good[1].items():
         torch.testing.assert_close(bad[1][name], value, rtol=1e-3, atol=1e-4, msg=name)
     assert torch.equal(good[2], bad[2]), "the same numbers were drawn"
+
+
+def test_a_kernel_that_cannot_be_printed_runs_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(loops: Any, name: str, device: Any) -> Any:
+        raise LookupError(f"no template fits {name}")
+
+    monkeypatch.setattr(templates, "schedules_of", fails)
+    x = torch.randn(5, 8)
+    said = r"(?s)tanh_2 failed to be printed: LookupError: .*test_bad_input.py:\d+.*what to do.*eager"
+    with pytest.warns(FusionWarning, match=said) as caught:
+        fast = fc.compile(lambda x: torch.tanh(x) @ torch.tanh(x).T, backend="interpret")
+        torch.testing.assert_close(fast(x), torch.tanh(x) @ torch.tanh(x).T)
+    assert len(caught) == 1
+    torch._dynamo.reset()
+    with pytest.raises(KernelError, match="no template fits tanh"):
+        fc.compile(torch.tanh, backend="interpret", strict=True)(x)
 
 
 def test_an_error_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

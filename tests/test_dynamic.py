@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
@@ -212,3 +215,63 @@ def test_sizes_are_arguments_of_one_kernel() -> None:
         torch.testing.assert_close(fast(x), torch.softmax(x, -1))
     (plan,) = fast.plan
     assert not any(isinstance(axis.size, int) for c in plan.clusters for axis in c.loops.axes)
+
+
+# Sizes that a kernel's text does not spell, or would spell as something else: of negative numbers Triton's
+# // and % are C's.
+EXPRESSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "int(n / 6)": lambda x: x.view(int(x.shape[0] / 6), 6).sum(1),
+    "n x int(n / 6)": lambda x: x.view(6, int(x.shape[0] / 6)).softmax(-1).sum(0),
+    "int(n * 0.5)": lambda x: x[: int(x.shape[0] * 0.5)].exp(),
+    "round(n * 0.3)": lambda x: x[: round(x.shape[0] * 0.3)].sin(),
+    "ceil(n / 4)": lambda x: torch.zeros(math.ceil(x.shape[0] / 4)) + x.mean(),
+    "floor(n / 4)": lambda x: x[math.floor(x.shape[0] / 4) :].sin(),
+    "int(sqrt(n))": lambda x: x[: int(math.sqrt(x.shape[0]))].sin(),
+    "-(-n // 4)": lambda x: x[: -(-x.shape[0] // 4)].sin(),
+    "(3 - n) % 7": lambda x: x[(3 - x.shape[0]) % 7 :].sin(),
+    "padded to a multiple": lambda x: F.pad(x, (0, -x.shape[0] % 8)).view(-1, 8).sum(1),
+    "min(n // 6, 4)": lambda x: (x.view(-1, 6)[: min(x.shape[0] // 6, 4)] * 2).sum(0),
+    "max(n - 20, 1)": lambda x: torch.cat([x.sin(), x.new_ones(max(x.shape[0] - 20, 1))]).cos(),
+    "abs(n - 20)": lambda x: x[: abs(x.shape[0] - 20) + 1].sin(),
+    "n * (n + 1) // 2": lambda x: (x[:, None] * x).view(-1)[: x.shape[0] * (x.shape[0] + 1) // 2].cos(),
+}
+
+
+@pytest.mark.parametrize("backend", ["interpret", "eager"])
+def test_sizes_are_computed_as_python_computes_them(backend: str) -> None:
+    def all_of_them(x: Tensor) -> list[Tensor]:
+        return [fn(x) for fn in EXPRESSIONS.values()]
+
+    fast = fc.compile(all_of_them, backend=backend, strict=True, dynamic=True)
+    for size in (30, 66, 42):
+        x = torch.randn(size)
+        for what, our, eager in zip(EXPRESSIONS, fast(x), all_of_them(x), strict=True):
+            torch.testing.assert_close(our, eager, rtol=1e-5, atol=1e-5, msg=f"{what} at {size}")
+    assert len(fast.plan) == 1
+
+
+def test_sizes_in_a_gradient() -> None:
+    parts = [EXPRESSIONS[what] for what in ("int(n / 6)", "-(-n // 4)", "padded to a multiple")]
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.cat([fn(x) for fn in parts]).sin().sum()
+
+    fast = fc.compile(loss, backend="interpret", strict=True, dynamic=True)
+    for size in (30, 18, 66):
+        x = torch.randn(size, requires_grad=True)
+        (our,), (eager,) = (torch.autograd.grad(fn(x), x) for fn in (fast, loss))
+        torch.testing.assert_close(our, eager, rtol=1e-4, atol=1e-5, msg=f"at {size}")
+    assert graphs(fast) == 1
+
+
+def test_a_number_that_is_no_size() -> None:
+    """Where a slice begins is in no shape: the kernel takes it all the same."""
+
+    def fn(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        return x[first : first + 3].sin(), x.select(1, first).cos()
+
+    fast = fc.compile(fn, backend="interpret", strict=True, dynamic=True)
+    x = torch.randn(10, 9)
+    for first in (2, 3, 5):
+        torch.testing.assert_close(fast(x, first), fn(x, first))
+    assert graphs(fast, "inference") == 1

@@ -240,6 +240,28 @@ def test_size_expressions_are_exact() -> None:
         dim_source(a + sympy.Symbol("z"), (a,))
 
 
+@pytest.mark.parametrize("backend", ["triton", "interpret"])
+def test_sizes_that_the_launcher_derives(backend: Any) -> None:
+    from torch.utils._sympy.functions import IntTrueDiv, TruncToInt
+
+    program = row_softmax(8)
+    (kernel,), (rows,) = program.kernels, program.sizes
+    half = sympy.Symbol("half", integer=True, nonnegative=True)
+    arguments = tuple(replace(a, index=1) if a.role is Role.SIZE else a for a in kernel.arguments)
+    program = replace(
+        program,
+        kernels=(replace(kernel, arguments=arguments, grid=(half,)),),
+        outputs=(replace(program.outputs[0], shape=(half, 8)),),
+        derived=((half, TruncToInt(IntTrueDiv(rows, 2))),),
+    )
+    x = torch.randn(7, 8).bfloat16()
+    gpu = FakeGpu()
+    run = Runner((program,), lambda *_: (), name="half", strict=True, backend=backend, gpus=lambda _: gpu)
+    (y,) = run(x, 7)
+    torch.testing.assert_close(y, torch.softmax(x[:3].float(), -1).bfloat16())
+    assert [grid for _, grid, _ in gpu.launched] == ([(3, 1, 1)] if backend == "triton" else [])
+
+
 # -- scratch ----------------------------------------------------------------------------------------
 
 

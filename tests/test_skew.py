@@ -235,6 +235,27 @@ def test_inputs_that_begin_within_a_word_take_the_first_candidate() -> None:
     torch.testing.assert_close(interpreted(shifted, w, b)[-1].double(), want, rtol=1e-5, atol=1e-5)
 
 
+def test_parts_of_a_launch_have_a_candidate_for_inputs_that_begin_anywhere() -> None:
+    """Their best schedules with one number of warps are skewed for one of them or for the other."""
+
+    def siblings(s: Tensor, u: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        (row,) = s @ u
+        x, y = x * row, y * row
+        return x / x.abs().sum(-1, keepdim=True) + x.amax(-1, keepdim=True), y.sum(-1)
+
+    shapes = ((1, 4), (4, 5001), (3, 5001), (5, 5001))
+    begins = [torch.randn(torch.Size(shape).numel() + 1) for shape in shapes]
+    compiled = Compiled(siblings)
+    for first in (0, 1):
+        inputs = [t[first:][: torch.Size(s).numel()].view(s) for t, s in zip(begins, shapes, strict=True)]
+        exact = siblings(*(t.double() for t in inputs))
+        for our, want in zip(compiled(*inputs), exact, strict=True):
+            torch.testing.assert_close(our.double(), want, rtol=1e-5, atol=1e-4)
+    assert [len(cluster.nests) for cluster in compiled.plans[0].clusters] == [2]
+    (runner,) = compiled.compiler.runners.values()
+    assert [bool(program.word) for program in runner.candidates] == [True] * 4 + [False]
+
+
 def test_rows_are_moved_in_words_and_copied_ahead() -> None:
     """16 bytes an access where it was one element, asynchronously in a loop, and nothing spilled."""
     inputs = [t.bfloat16().requires_grad_() for t in tensors(600, 5793)]
