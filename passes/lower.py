@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 
+import sympy
 import torch
 
 from fusion_compiler.dag import Op, OpDag, Ref
@@ -315,6 +316,9 @@ class Lowering:
                 operands.append((argument.name, arg))
             elif isinstance(arg, torch.dtype | torch.device | torch.layout | torch.memory_format):
                 operands.append((argument.name, str(arg)))
+            elif isinstance(arg, sympy.Expr) and arg.is_integer:  # a size
+                size = Coordinate(Index(arg, ()), torch.int64)
+                operands.append((argument.name, Value(self.emit(size, f"{op.name}_size"))))
             else:
                 raise Illegal(
                     "operand", f"{argument.name}={arg} of {op.name} is neither a tensor nor a constant"
