@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch._functorch import config, partitioners
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -51,8 +52,7 @@ def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: 
     """
     returned = forward.graph.output_node()
     results: list[Any] = list(returned.args[0])  # type: ignore[arg-type]
-    writes = forward.graph.find_nodes(op="call_function", target=_aten.copy_.default)
-    written = {_storage(write.args[0]) for write in writes} - {None}  # type: ignore[arg-type]
+    written = {_storage(node) for node in _written(forward.graph)} - {None}
     saved = [i for i, n in enumerate(results) if i >= outputs and isinstance(n, fx.Node)]
     stale = [i for i in saved if _storage(results[i]) in written]
     if not stale:
@@ -72,6 +72,16 @@ def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: 
     # A copy is dense, where its original may have been part of a larger tensor.
     inputs = [node.meta["val"] for node in held.values()]
     FakeTensorProp(backward, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
+
+
+def _written(graph: fx.Graph) -> list[fx.Node]:
+    """The arguments of a forward graph that it writes into, or AOTAutograd with what it returns."""
+    writes = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    written = [write.args[0] for write in writes if isinstance(write.args[0], fx.Node)]
+    told: Sequence[object] = graph.output_node().meta.get("desc", ())
+    later = [d.mutated_input for d in told if isinstance(d, InputMutationAOTOutput)]
+    arguments = graph.find_nodes(op="placeholder") if later else []
+    return written + [node for node in arguments if node.meta.get("desc") in later]
 
 
 def merge_equal(graph: fx.Graph) -> None:

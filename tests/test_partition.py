@@ -98,3 +98,22 @@ def test_saved_arguments_are_as_they_were_before_they_are_written(step: int) -> 
         results += [out.detach(), index, *torch.autograd.grad(out, leaf, torch.ones_like(out))]
     for ours, eager in zip(results[3:], results[:3], strict=True):
         torch.testing.assert_close(ours, eager)
+
+
+def test_saved_arguments_that_need_gradients_are_as_they_were_too() -> None:
+    """AOTAutograd writes those itself, when the graph has run."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        product = x * torch.sigmoid(y + 1)
+        y.mul_(2)
+        return product
+
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    results: list[tuple[Tensor, ...]] = []
+    for f in (fn, fc.compile(fn, backend="interpret")):
+        leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
+        other = leaves[1].clone()
+        out = f(leaves[0], other)
+        results.append((out.detach(), other.detach(), *torch.autograd.grad(out.sum() + other.sum(), leaves)))
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager)

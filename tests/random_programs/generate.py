@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -40,10 +41,12 @@ LARGEST = 1e4  # no value of a program is larger
 def draw(seed: int, most_lines: int = 10) -> Program:
     """The program of a seed; eager runs it, forward and backward."""
     rng = Random(seed)
-    while True:
-        program = _Draft(rng, rng.randint(2, most_lines)).program()
-        if program is not None:
-            return program
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of shapes that broadcast, and the like
+        while True:
+            program = _Draft(rng, rng.randint(2, most_lines)).program()
+            if program is not None:
+                return program
 
 
 class _Draft:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,18 @@ def called(
     program: Program,
     run: int = 0,
     wide: bool = False,
+    mode: AbstractContextManager[Any] = nullcontext(),  # noqa: B008  it holds nothing
 ) -> Outcome:
     """Calls `fn` with the arguments of a run, and goes back through what it returns.
 
-    wide: with float64 in the place of all floats.
+    wide: with float64 in the place of all floats. mode: in force meanwhile.
     """
     leaves = program.arguments(run)
     if wide:
         leaves = [widened(x) for x in leaves]
     # A leaf may not be written into.
     arguments = [x.clone() if i in program.mutated and x.requires_grad else x for i, x in enumerate(leaves)]
-    with default_dtype(torch.float64 if wide else torch.float32):
+    with default_dtype(torch.float64 if wide else torch.float32), mode:
         results = fn(*arguments)
     values: list[tuple[str, Tensor]] = []
     for name, x in zip(program.results, results, strict=True):
@@ -53,9 +54,11 @@ def called(
     left = [x for i, x in enumerate(arguments) if i in program.mutated]
     roots = [r for r in dict.fromkeys((*results, *left)) if r.requires_grad]
     if asked and roots:
-        gradients: Sequence[Tensor | None] = torch.autograd.grad(
-            roots, [x for _, x in asked], [cotangent(r, i) for i, r in enumerate(roots)], allow_unused=True
-        )
+        along = [cotangent(r, i) for i, r in enumerate(roots)]
+        with mode:
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                roots, [x for _, x in asked], along, allow_unused=True
+            )
         for (name, x), g in zip(asked, gradients, strict=True):
             values.append((f"gradient of {name}", torch.zeros_like(x).detach() if g is None else g))
     return Outcome(tuple(values), tuple(map(steps, results)), facts)
