@@ -7,7 +7,7 @@ partial row; about one program a multiprocessor, loads of the next rows in fligh
 from __future__ import annotations
 
 from fusion_compiler.codegen import shared_rows
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, enough
 from fusion_compiler.codegen.wide_rows import can_be_shared
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint

@@ -29,12 +29,42 @@ _aten = torch.ops.aten
 def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward; see torch._functorch.partitioners."""
     merge_seeds(joint)
+    read_wide_statistics(joint.graph)
     joint.graph.eliminate_dead_code()
     merge_equal(joint.graph)
     default = partitioners.get_default_op_list
     extended = functools.cache(lambda: _extended(default()))
     with config.patch(cse=False), patch.object(partitioners, "get_default_op_list", extended):
         return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+def read_wide_statistics(graph: fx.Graph) -> None:
+    """A norm's backward reads its statistics as the forward computed them, in place.
+
+    The operator returns them in eager's dtype, which may have 16 bits; nothing else needs them in that.
+    """
+    for node in list(graph.nodes):
+        if not _casts(node, _NORMS_BACKWARD):
+            continue
+        (source,) = node.all_input_nodes
+        while source.target is _aten.alias.default:  # what autograd saves is detached
+            (source,) = source.all_input_nodes
+        if not _casts(source, _NORMS):
+            continue
+        (wide,) = source.all_input_nodes
+        if wide.meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(wide)
+            graph.erase_node(node)
+
+
+_NORMS = ("native_layer_norm", "native_group_norm")
+_NORMS_BACKWARD = ("native_layer_norm_backward", "native_group_norm_backward")
+
+
+def _casts(node: fx.Node, operators: tuple[str, ...]) -> bool:
+    """Whether a node is a conversion that one of some operators is made of."""
+    original = node.meta.get("original_aten")  # a copy of the overload
+    return node.target is _aten._to_copy.default and getattr(original, "_opname", None) in operators
 
 
 def merge_equal(graph: fx.Graph) -> None:
