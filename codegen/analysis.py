@@ -422,8 +422,8 @@ def waiting(loops: LoopNest, numbers: Iterable[int]) -> frozenset[int]:
     return frozenset(late)
 
 
-# Blocks of rows that a program adds up one after the other: what rounding adds with each, 2^-26 of a sum of equal
-# terms, stays within what eager's order of summation comes to.
+# Blocks of rows that a program adds up one after the other: of equal terms each costs 2^-26 of the sum, and
+# more would lose more than eager's order of summation does.
 MOST_TURNS = 256
 
 

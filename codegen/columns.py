@@ -59,7 +59,7 @@ def _tiles(width: int, count: int, device: DeviceSpec) -> Iterator[tuple[int, in
 
 
 def _programs(count: int, rows: int, most: int) -> int:
-    """Programs along the rows: no more than one wave of them, none without a block, none that adds too long."""
+    """Programs along the rows: one wave of them at most unless they would add too long, each with a block."""
     return enough(max(1, min(-(-count // rows), most)), count, rows)
 
 

@@ -488,6 +488,14 @@ def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
 
 
 @triton.jit
+def corrected(mean, squares, left, count):
+    """A mean and the sum of squares around it, less what rounding left in both; left: the sum of those."""
+    off = left / count
+    squares = tl.maximum(squares - left * off, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(tl.abs(off) < float("inf"), mean + off, mean), squares
+
+
+@triton.jit
 def load_behind(pointer, first, skew, count: tl.constexpr, width: tl.constexpr = 0):
     """`count` elements from `first - skew` on: whole words are loaded, and moved by `skew` elements.
 

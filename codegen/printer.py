@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_compiler.codegen import skewed_tiles
+from fusion_compiler.codegen import moments, skewed_tiles
 from fusion_compiler.codegen.analysis import (
     Analysis,
     Cols,
@@ -492,6 +492,10 @@ class Printer:
         """A reduction's operand as a full tile in the reduced groups, neutral where no element is."""
         reduce = self.loops.nodes[number]
         assert isinstance(reduce, Reduce)
+        return self.tile_of(reduce, over)
+
+    def tile_of(self, reduce: Reduce, over: frozenset[str]) -> str:
+        """`tile` of a reduction that is no node."""
         have = self.loops.nodes[reduce.operand].dtype
         if isinstance(self.loops.nodes[reduce.operand], Constant):
             self.variable(reduce.operand)
@@ -526,6 +530,9 @@ class Printer:
 
     def reduce(self, number: int) -> None:
         """A reduction over the columns of a tile that holds whole rows."""
+        if number in self.a.moments:
+            moments.print_squares(self, number)
+            return
         together = [number, *self.sum_beside(number)]
         tiles = [self.tile(n, frozenset({COLS})) for n in together]
         names = [self.fresh(self.base_of(n)) for n in together]

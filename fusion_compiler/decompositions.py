@@ -148,7 +148,8 @@ def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     wide, dims = _wide(x if x.is_floating_point() else x.to(torch.get_default_dtype())), _axes(x, dim)
     if statically_known_true(_count(x, dims) == 0):  # there is no largest
-        return torch.log(_sum(torch.exp(wide), dims, keepdim)).to(x.dtype if x.is_floating_point() else wide.dtype)
+        nothing = torch.log(_sum(torch.exp(wide), dims, keepdim))
+        return nothing.to(x.dtype if x.is_floating_point() else wide.dtype)
     top = torch.amax(wide, dims, keepdim=True)
     top = torch.where(torch.isinf(top), _zero(top), top)
     total = torch.log(_sum(torch.exp(wide - top), dims, True)) + top

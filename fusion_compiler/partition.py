@@ -33,8 +33,8 @@ _aten = torch.ops.aten
 def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward; see torch._functorch.partitioners."""
     merge_seeds(joint)
+    read_wide_statistics(joint.graph)
     joint.graph.eliminate_dead_code()
-    keep_wide(joint.graph)
     merge_equal(joint.graph)
     pin(joint.graph)
     default = partitioners.get_default_op_list
@@ -84,6 +84,35 @@ def _written(graph: fx.Graph) -> list[fx.Node]:
     return written + [node for node in arguments if node.meta.get("desc") in later]
 
 
+def read_wide_statistics(graph: fx.Graph) -> None:
+    """A norm's backward reads its statistics as the forward computed them, in place.
+
+    The operator returns them in eager's dtype, which may have 16 bits; nothing else needs them in that.
+    """
+    for node in list(graph.nodes):
+        if not _casts(node, _NORMS_BACKWARD):
+            continue
+        (source,) = node.all_input_nodes
+        while source.target is _aten.alias.default:  # what autograd saves is detached
+            (source,) = source.all_input_nodes
+        if not _casts(source, _NORMS):
+            continue
+        (wide,) = source.all_input_nodes
+        if wide.meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(wide)
+            graph.erase_node(node)
+
+
+_NORMS = ("native_layer_norm", "native_group_norm")
+_NORMS_BACKWARD = ("native_layer_norm_backward", "native_group_norm_backward")
+
+
+def _casts(node: fx.Node, operators: tuple[str, ...]) -> bool:
+    """Whether a node is a conversion that one of some operators is made of."""
+    original = node.meta.get("original_aten")  # a copy of the overload
+    return node.target is _aten._to_copy.default and getattr(original, "_opname", None) in operators
+
+
 def merge_equal(graph: fx.Graph) -> None:
     """Calls of one operator with the same arguments become one, in place.
 
@@ -102,36 +131,6 @@ def merge_equal(graph: fx.Graph) -> None:
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
-
-
-def keep_wide(graph: fx.Graph) -> None:
-    """The statistics of a norm, which eager returns in 16 bits in some cases, are float32 on their way to the
-    norm's own backward, in place: nobody asked for that rounding, and they are small."""
-    for node in list(graph.nodes):
-        narrowed = node.args[0] if _original(node) in _NORMS_BACKWARD and _is_cast(node) else None
-        while isinstance(narrowed, fx.Node) and narrowed.target in _SAME:
-            narrowed = narrowed.args[0]
-        if not isinstance(narrowed, fx.Node) or _original(narrowed) not in _NORMS or not _is_cast(narrowed):
-            continue
-        wide = narrowed.args[0]
-        assert isinstance(wide, fx.Node)
-        if wide.meta["val"].dtype == node.meta["val"].dtype:
-            node.replace_all_uses_with(wide)
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
-
-
-_NORMS = ("native_layer_norm", "native_group_norm")
-_SAME = (_aten.alias.default, _aten.detach.default)
-_NORMS_BACKWARD = tuple(f"{name}_backward" for name in _NORMS)
-
-
-def _original(node: fx.Node) -> str:
-    return getattr(node.meta.get("original_aten"), "_opname", "")
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return node.target in (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def _repeatable(node: fx.Node) -> bool:
