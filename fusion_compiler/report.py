@@ -19,7 +19,7 @@ from fusion_compiler import plan_text
 from fusion_compiler.breaks import GraphBreak
 from fusion_compiler.errors import MissingPackageError
 from fusion_compiler.page import page
-from fusion_compiler.passes.answer import Answer, answers, ops_called, saving, unknown
+from fusion_compiler.passes.answer import Answer, answers, candidates, saving, unknown
 from fusion_compiler.passes.why import Why
 from fusion_compiler.plan import FusionPlan, Rejected
 from fusion_compiler.report_json import Row, class_rows, report_json, totals_of
@@ -105,7 +105,7 @@ class Report:
         found = [answer for why in self.questions.values() for answer in answers(why, a, b)]
         if not found:
             for name in (a, b):
-                if not any(ops_called(plan, name) for plan in self.plans):
+                if not any(candidates(plan, name) for plan in self.plans):
                     raise unknown(name, self.plans)
             return [
                 Answer(

@@ -133,7 +133,7 @@ def test_results_and_every_gradient_are_as_close_as_eagers(
     model, batch = small(name, dropout=False)
     model, batch = model.to(dtype), cast(batch, dtype)
     runners = recorded_runners(monkeypatch)
-    fast = fc.compile(model, backend="interpret", strict=True)
+    fast = fc.compile(model, backend="interpret")
     draws = DRAWS.get(name, 1) if dtype is torch.bfloat16 else 1
     means: list[float] = []
     eager = truth = Run({})
@@ -199,7 +199,7 @@ def test_dropout_draws_by_the_seed_and_its_gradient_is_that_of_its_loss(
     model, batch = small(name, batch=1, length=9)
     model, batch = model.double(), cast(batch, torch.float64)
     runners = recorded_runners(monkeypatch)
-    fast: Any = fc.compile(model, backend="interpret", strict=True)
+    fast: Any = fc.compile(model, backend="interpret")
     loss = loss_of(fast, batch, seed=1)
     loss.backward()
     assert_eager_ops_are_golden(name, fast.plan, request)
