@@ -64,6 +64,7 @@ class Build:
     divisible: positions of the parameters that are multiples of 16 (bytes, for a pointer).
     target: backend ("cuda", "hip"), architecture (90, "gfx942") and threads in a warp.
     registers: the most that a thread may take; "cuda" only.
+    cooperative: all programs of a launch are to be on the device at the same time.
     """
 
     source: str
@@ -74,6 +75,7 @@ class Build:
     num_warps: int = 4
     num_stages: int = 1
     registers: int | None = None
+    cooperative: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -107,6 +109,8 @@ def _arguments(build: Build) -> dict[str, Any]:
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages, **OPTIONS}
     if build.registers is not None and build.target[0] == "cuda":
         options["maxnreg"] = build.registers
+    if build.cooperative:
+        options["launch_cooperative_grid"] = True
     return {"src": source, "target": _target(build), "options": options}
 
 
@@ -364,7 +368,7 @@ def _fields(build: Build) -> tuple[Any, ...]:
     # The server knows this class as __main__.Build: plain tuples travel between the two names.
     return (
         build.source, build.name, build.signature, build.divisible, build.target, build.num_warps,
-        build.num_stages, build.registers,
+        build.num_stages, build.registers, build.cooperative,
     )  # fmt: skip
 
 

@@ -93,6 +93,7 @@ def build_of(
         num_warps=kernel.num_warps,
         num_stages=kernel.num_stages,
         registers=kernel.registers,
+        cooperative=kernel.together > 1,
     )
 
 
