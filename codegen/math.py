@@ -533,6 +533,8 @@ def apart(words, dtype: tl.constexpr, count: tl.constexpr):
     return tl.reshape(halves, [count]).to(dtype, bitcast=True)
 
 
+# How often a program looks for letters before it ends in an error: for minutes, as a look takes 0.7 us.
+PATIENCE = tl.constexpr(1 << 28)
 UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it every letter differs from zero
 
 
@@ -545,8 +547,8 @@ def send(mail, value, part, parts, splits: tl.constexpr, rows=1, apart: tl.const
     [n, 1] is that of n rows, each so many rows `apart` from the next; rows: how many exist from the first on.
 
     A letter is the value with a mark above it, in one store, so that nothing has to be ordered (the status
-    words of Merrill and Garland's decoupled look-back, 2016). Programs start in the order of their numbers:
-    those of one row run at the same time while they are far fewer than the device can hold.
+    words of Merrill and Garland's decoupled look-back, 2016). The programs of one row run at the same time:
+    the launcher sees to it (`binding.Entry.apart`).
     """
     post(mail, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), part, parts, splits, rows, apart)
 
@@ -661,8 +663,11 @@ def collected(mail, value, inside, splits: tl.constexpr, rows, apart: tl.constex
 def looked_for(mail, inside, splits: tl.constexpr):
     """The letters, once all have come."""
     letters = delivered(mail, inside, 1)
+    looks = 0
     while tl.min((letters != 0).to(tl.int32)) == 0:
         letters = delivered(mail, inside, 1)
+        looks += 1
+        tl.device_assert(looks < PATIENCE, "a program waits for others that do not run")
     if splits > 32:  # warps with the same letters have agreed on what one of them saw: now all are there
         letters = delivered(mail, letters == 0, letters)
     return letters
@@ -689,7 +694,8 @@ def awaited(boxes: Any, letters: Any, _semantic: Any = None) -> Any:
     """The letters in each of some mailboxes once all have come, and every warp has them.
 
     A loop of Triton's, or its barrier, would end the software pipelining of the loop that it is in, whose
-    loads of the next rows are to go on meanwhile.
+    loads of the next rows are to go on meanwhile. Who has waited too long for a program that does not run
+    ends all of them in an error: by writing to no address, for which no register is kept, as for a trap.
     """
     count = len(boxes)
     looks = "".join(
@@ -703,8 +709,15 @@ def awaited(boxes: Any, letters: Any, _semantic: Any = None) -> Any:
     all_there = "".join(f"""
         or.pred %missing0, %missing0, %missing{i};""" for i in range(1, count))  # fmt: skip
     asm = f"""{{
-        .reg .pred %missing<{count}>;{begin}
+        .reg .pred %missing<{count}>, %late;
+        .reg .u32 %looks;
+        .reg .u64 %nowhere;
+        mov.u32 %looks, 0;
+        mov.u64 %nowhere, 0;{begin}
         WAIT:{looks}{all_there}
+        add.u32 %looks, %looks, 1;
+        setp.gt.u32 %late, %looks, {PATIENCE.value};
+        @%late st.global.u32 [%nowhere], %looks;
         @%missing0 bra WAIT;
         bar.sync 0;
         }}"""

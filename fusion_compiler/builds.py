@@ -65,6 +65,7 @@ class Build:
     target: backend ("cuda", "hip"), architecture (90, "gfx942") and threads in a warp.
     registers: the most that a thread may take; "cuda" only.
     fp_fusion: products and sums may become one instruction.
+    cooperative: all programs of a launch are to be on the device at the same time.
     """
 
     source: str
@@ -76,6 +77,7 @@ class Build:
     num_stages: int = 1
     registers: int | None = None
     fp_fusion: bool = True
+    cooperative: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -114,6 +116,8 @@ def _arguments(build: Build) -> dict[str, Any]:
     }
     if build.registers is not None and build.target[0] == "cuda":
         options["maxnreg"] = build.registers
+    if build.cooperative:
+        options["launch_cooperative_grid"] = True
     return {"src": source, "target": _target(build), "options": options}
 
 
@@ -371,7 +375,7 @@ def _fields(build: Build) -> tuple[Any, ...]:
     # The server knows this class as __main__.Build: plain tuples travel between the two names.
     return (
         build.source, build.name, build.signature, build.divisible, build.target, build.num_warps,
-        build.num_stages, build.registers, build.fp_fusion,
+        build.num_stages, build.registers, build.fp_fusion, build.cooperative,
     )  # fmt: skip
 
 

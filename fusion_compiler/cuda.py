@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import errno
 import functools
 import os
@@ -11,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,11 @@ ROUNDS = 5
 WAIT_CYCLES = 400_000
 # A candidate slower than the best by this factor in the first round is not timed again.
 HOPELESS = 1.5
+# Of the drivers: how many programs of so many threads and bytes of shared memory a multiprocessor holds.
+OCCUPANCY = {
+    "cuda": ("libcuda.so.1", "cuOccupancyMaxActiveBlocksPerMultiprocessor"),
+    "hip": ("libamdhip64.so", "hipModuleOccupancyMaxActiveBlocksPerMultiprocessor"),
+}
 # What a folder that looks writable says when it is written to.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
@@ -115,10 +123,29 @@ class CudaGpu:
                     raise
                 except Exception as error:
                     kernel, run = _reload(build, error)
-            function, packed = kernel.function, kernel.packed_metadata
-            direct = direct_call(run, function, packed, len(build.signature))
-            self._loaded[build] = Entry(run, function, packed, kernel, direct)
+            entry = _entry(build, kernel, run)
+            if build.cooperative:
+                resident = self._resident(build, kernel)
+                apart = copy.copy(run)
+                apart.launch_cooperative_grid = False
+                entry = replace(entry, apart=_entry(build, kernel, apart), resident=resident)
+            self._loaded[build] = entry
         return self._loaded[build]
+
+    def _resident(self, build: Build, kernel: CompiledKernel) -> int | None:
+        """How many programs of a kernel the device holds at a time; None where the driver does not say."""
+        backend, _, warp_size = build.target
+        library, function = OCCUPANCY[backend]
+        threads, programs = build.num_warps * warp_size, ctypes.c_int()
+        try:
+            occupancy = getattr(ctypes.CDLL(library), function)
+        except (OSError, AttributeError):
+            return None
+        handle, shared = ctypes.c_void_p(kernel.function), ctypes.c_size_t(kernel.metadata.shared)
+        with torch.cuda.device(self.index):
+            failed = occupancy(ctypes.byref(programs), handle, ctypes.c_int(threads), shared)
+        count = torch.cuda.get_device_properties(self.index).multi_processor_count
+        return None if failed else programs.value * count
 
     def times(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """Median GPU microseconds of each call, in rounds over all, so that clocks drift for all.
@@ -150,6 +177,11 @@ class CudaGpu:
 def gpu_of(index: int) -> CudaGpu:
     """The device `index`; one object each, because loaded code is shared by all that launch it."""
     return CudaGpu(index)
+
+
+def _entry(build: Build, kernel: CompiledKernel, run: Any) -> Entry:
+    function, packed = kernel.function, kernel.packed_metadata
+    return Entry(run, function, packed, kernel, direct_call(run, function, packed, len(build.signature)))
 
 
 def _reload(build: Build, error: Exception) -> tuple[CompiledKernel, Any]:

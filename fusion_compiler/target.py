@@ -94,6 +94,7 @@ def build_of(
         num_stages=kernel.num_stages,
         registers=kernel.registers,
         fp_fusion=kernel.fp_fusion,
+        cooperative=kernel.together > 1,
     )
 
 

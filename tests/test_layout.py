@@ -241,3 +241,17 @@ def test_the_readme_promises_what_there_is() -> None:
         assert ast.literal_eval(shown[field.name]) == field.default, field.name
     for file in re.findall(r"\]\(([\w./]+)\)", readme):
         assert (ROOT / file).exists(), file
+
+
+def test_the_versions_that_are_supported_are_those_that_can_be_tested() -> None:
+    pairs = []
+    for name in ("-oldest", "", "-newest"):
+        text = (ROOT / f"constraints{name}.txt").read_text()
+        pinned = dict(re.findall(r"^(torch|triton)==([\d.]+)", text, re.MULTILINE))
+        pairs.append((pinned["torch"], pinned["triton"]))
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert all(f"{torch} and {triton}" in said for torch, triton in pairs)
+    (low, least), *_, (high, most) = ([v.rpartition(".")[0] for v in pair] for pair in pairs)
+    assert f"PyTorch {low} to {high}" in said and f"({least} to {most})" in said
+    required = (ROOT / "pyproject.toml").read_text()
+    assert f'"torch>={low}"' in required and f'"triton>={least};' in required

@@ -16,7 +16,7 @@ from fusion_compiler.api import Compiler
 from fusion_compiler.canonical import canonical
 from fusion_compiler.device import device_spec
 from fusion_compiler.errors import IndexRangeError
-from fusion_compiler.kernel import Kernel
+from fusion_compiler.kernel import Kernel, Program
 from fusion_compiler.options import Options
 from fusion_compiler.target import compile_for, instructions
 
@@ -126,14 +126,12 @@ def test_the_element_number_may_be_beyond_32_bits() -> None:
     assert re.search(r"in1_ptr \+ in0\.to\(tl\.int64\) \* 4", kernels_of(call))
 
 
-def programs_of(function: Callable[..., Tensor], *arguments: Tensor) -> list[Kernel]:
-    """The first candidate of every forward kernel, for an H200."""
+def programs_of(function: Callable[..., Tensor], *arguments: Tensor) -> list[Program]:
+    """The first candidate of every forward cluster, for an H200."""
     compiler = Compiler(Options.of(device="h200"))
     (plan, *_) = fc.explain(function, *arguments, device="h200").plans
-    emitted = (
-        compiler.emit(canonical(c, plan.dag), c, plan.dag, device_spec("h200"))[0] for c in plan.clusters
-    )
-    return [kernel for program in emitted for kernel in program.kernels]
+    spec = device_spec("h200")
+    return [compiler.emit(canonical(c, plan.dag), c, plan.dag, spec)[0] for c in plan.clusters]
 
 
 def unchecked(kernel: Kernel) -> Kernel:
@@ -162,7 +160,8 @@ def test_a_check_costs_next_to_nothing(name: str) -> None:
     In a loop Triton's own assertion would keep the next rows from being copied ahead.
     """
     function, arguments = COSTS[name]
-    checked = [k for k in programs_of(function, *arguments) if "fm.check_index(" in k.source]
+    kernels = [kernel for program in programs_of(function, *arguments) for kernel in program.kernels]
+    checked = [kernel for kernel in kernels if "fm.check_index(" in kernel.source]
     assert checked
     for kernel in checked:
         with_it, without = compile_for(kernel, "sm_90"), compile_for(unchecked(kernel), "sm_90")
