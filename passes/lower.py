@@ -318,10 +318,10 @@ class Lowering:
 
     def rounded_like(self, op: Op, node: int) -> int:
         """numerics="eager": every 16-bit result is rounded as if it had been stored. A conversion to eight
-        bits always is: nobody asks for one but to quantize."""
+        bits always is: nobody asks for one but to quantize. So is one that is written and undone by hand."""
         dtype = op.outputs[0].dtype
-        quantized = dtype.is_floating_point and dtype.itemsize == 1
-        if not quantized and not (self.rounded and dtype in (torch.float16, torch.bfloat16)):
+        asked_for = op.rounds or (dtype.is_floating_point and dtype.itemsize == 1)
+        if not asked_for and not (self.rounded and dtype in (torch.float16, torch.bfloat16)):
             return node
         operands = (("self", Value(node)), ("rounding", str(dtype)))
         return self.emit(Compute(aten._to_copy.default, operands, torch.float32), op.name)

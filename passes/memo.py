@@ -66,7 +66,7 @@ class Memo:
         if name not in self._records:
             op = self._dag.op(name)
             described = (_exact(op.args, op.inputs), _exact(op.kwargs, op.inputs))
-            self._records[name] = self._number((op.target, op.kind, described, op.outputs))
+            self._records[name] = self._number((op.target, op.kind, described, op.outputs, op.rounds))
         return self._records[name]
 
     def _outside(self, name: str) -> int:
