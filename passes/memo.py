@@ -71,7 +71,7 @@ class Memo:
             described = (_exact(op.args, op.inputs), _exact(op.kwargs, op.inputs))
             checks = tuple(lookup.unproved for lookup in lookups(self._dag, op))
             self._records[key] = self._number(
-                (op.target, op.kind, described, op.outputs, checks, op.pinned, key[1])
+                (op.target, op.kind, described, op.outputs, checks, op.pinned, op.rounds, key[1])
             )
         return self._records[key]
 
