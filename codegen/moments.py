@@ -4,7 +4,7 @@
 
 The corrected two-pass algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
 1983: what rounding left in the first mean is seen in the sum of the differences, for which the threads wait
-only once. A row of equal elements has exactly that mean.
+only once. A row of equal elements has exactly that mean. Where the elements have 16 bits it has so anyway.
 """
 
 from __future__ import annotations
@@ -12,12 +12,30 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fusion_compiler.codegen.analysis import waiting
+import torch
+
+from fusion_compiler.codegen.analysis import HALVES, rounding_of, waiting
 from fusion_compiler.codegen.expression import dim_text
-from fusion_compiler.loops import COLS, Compute, Reduce, operands_of
+from fusion_compiler.loops import COLS, Compute, Load, Reduce, operands_of
 
 if TYPE_CHECKING:
     from fusion_compiler.codegen.printer import Printer
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+LONGEST = 8192  # so many equal elements of 11 significant bits have a sum that float32 holds
+
+
+def is_exact(p: Printer, number: int) -> bool:
+    """Whether adding up equal elements does not round: they have 16 bits, and are not too many."""
+    total, _ = p.a.moments[number]
+    (source,) = operands_of(p.loops.nodes[total])
+    node, width = p.loops.nodes[source], p.a.size(COLS)
+    while isinstance(node, Compute) and node.target is _TO_COPY and rounding_of(node) is None:
+        (source,) = operands_of(node)
+        node = p.loops.nodes[source]
+    dtype = str(p.dtypes[node.buffer]) if isinstance(node, Load) else rounding_of(node)
+    return dtype in HALVES and isinstance(width, int) and width <= LONGEST
 
 
 def print_squares(p: Printer, number: int) -> None:

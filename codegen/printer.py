@@ -86,6 +86,7 @@ class Printer:
         self.load_options = load_options
         self.empty = empty  # buffers without an element, which have no address to load from
         self.rough = analysis.rough(dtypes)
+        self.means = {mean for _, mean in analysis.moments.values()}
         self.lines: list[str] = []
         self.depth = 1
         self.outermost: int | None = None  # the line of the header of the outermost loop that is open
@@ -334,7 +335,7 @@ class Printer:
             for n in refs:  # two numbers have no type in Triton's functions
                 self.variable(n)
             return compute_text(node, lambda n: (self.variable(n), None, self.loops.nodes[n].dtype))
-        rough = number in self.rough
+        rough = number in self.rough and number not in self.means
         if rough and node.target is aten.div.Tensor:
             divisor = operand_of(node, "other")
             dividend = operand_of(node, "self")
@@ -530,7 +531,7 @@ class Printer:
 
     def reduce(self, number: int) -> None:
         """A reduction over the columns of a tile that holds whole rows."""
-        if number in self.a.moments:
+        if number in self.a.moments and not moments.is_exact(self, number):
             moments.print_squares(self, number)
             return
         together = [number, *self.sum_beside(number)]

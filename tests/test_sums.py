@@ -34,6 +34,17 @@ def test_rows_of_equal_elements_have_no_variance(width: int, schedules: Schedule
     assert (standard.abs() <= 1e-6 * x.abs()).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [7, 768, 1000, 8192, 20003])
+def test_rows_of_equal_16_bit_elements_have_no_variance(width: int, dtype: torch.dtype) -> None:
+    x = torch.tensor([0.1, -3.3, 1000.7, -9876.5], dtype=dtype).unsqueeze(1).expand(4, width).contiguous()
+
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:])
+
+    assert Compiled(norm)(x).abs().max() == 0
+
+
 @pytest.mark.parametrize("width", [33, 1000, 20000, 40000])
 def test_norms_far_from_zero_are_as_exact_as_eagers(width: int) -> None:
     x = torch.randn(16, width, generator=torch.Generator().manual_seed(0)) + 1000
