@@ -27,13 +27,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fusion_compiler.api import Compiler, compile
 from fusion_compiler.canonical import Canonical, canonical
 from fusion_compiler.device import device_spec
 from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
-from fusion_compiler.module import wrap
+from fusion_compiler.fakes import FakesOnly
+from fusion_compiler.module import plain, wrap
 from fusion_compiler.options import Options
 from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
 from fusion_compiler.plan import FusionPlan
@@ -63,19 +65,19 @@ def explain(
     device_spec(device)
     _check_signature(model, args, kwargs)
     # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.
-    with unset_fake_temporarily(), tracing(None), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with unset_fake_temporarily(), tracing(None), FakesOnly() as mode:
         faked = _Fakes(mode)
-        plain = faked.model(model) if isinstance(model, nn.Module) else model
+        copied = faked.model(model)
         given, named = faked.values(args), faked.values(kwargs)
         options = {"backend": "eager", "device": device}
         try:
             compiler = Compiler(Options.of(**options), patterns)
-            plans = _plans_of_whole(plain, given, named, compiler, mode)
+            plans = _plans_of_whole(copied, given, named, compiler, mode)
             return Report(_name(model), device, plans, emit=kernels_of)
         except UntraceableError as error:
             reason = str(error)
         compiler = Compiler(Options.of(**options), patterns)  # whose graphs are numbered from the first
-        fast = wrap(plain, compiler.backend(), compiler.plans, compile)
+        fast = wrap(copied, compiler.backend(), compiler.plans, compile)
         incomplete = ""
         try:
             _backward(fast(*given, **named))
@@ -147,18 +149,29 @@ def _check_signature(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise ArgumentMismatchError(model=_name(model), detail=error) from error
 
 
-class _Fakes:
-    """Tensors without data, one for each tensor."""
+class _Fakes(TorchFunctionMode):
+    """Tensors without data, one for each tensor; as a mode, copies have those."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
         self._mode = mode
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
 
-    def model(self, model: nn.Module) -> nn.Module:
-        """A copy of the structure with fake parameters and buffers; tied ones stay tied."""
-        tensors = [*model.parameters(), *model.buffers()]
-        plain = getattr(model, "_fusion_model", model)  # of a compiled module, the module
-        return copy.deepcopy(plain, {id(t): self.tensor(t) for t in tensors})
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.tensor(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+    def model(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """A copy of a module, or of what a method or a callable object holds, with fake tensors; tied ones
+        stay tied. A function is itself, and so is an object that cannot be copied."""
+        model = plain(model)
+        tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        try:
+            with self:
+                return copy.deepcopy(model, {id(t): self.tensor(t) for t in tensors})
+        except Exception:  # of any code of the object's
+            if isinstance(model, nn.Module):
+                raise
+            return model
 
     def values(self, values: Any) -> Any:
         return pytree.tree_map_only(Tensor, self.tensor, values)
@@ -175,6 +188,8 @@ class _Fakes:
                 fake = nn.Parameter(fake, tensor.requires_grad)
             elif tensor.is_floating_point():
                 fake.requires_grad_(tensor.requires_grad)
+            if tensor.is_leaf and tensor.grad is not None:  # what an optimizer reads
+                fake.grad = self.tensor(tensor.grad)
             self._made[id(tensor)] = (tensor, fake)
         return self._made[id(tensor)][1]
 

@@ -234,6 +234,50 @@ def test_nothing_is_executed() -> None:
     assert all(p.grad is None and not hasattr(p, "fake_mode") for p in model.parameters())
 
 
+class Counter(nn.Module):
+    """Writes into tensors that are neither parameters nor buffers, one of them in a container."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken, self.norm = broken, nn.BatchNorm1d(4)
+        self.seen, self.more = torch.zeros(4), {"sums": [torch.zeros(4)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        if self.broken:
+            torch._dynamo.graph_break()
+        self.more["sums"][0].add_(x.sum(0))
+        return self.norm(x) + self.seen
+
+
+def _writers() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]]:
+    """What writes into tensors that it holds: how it is called, and the tensors."""
+    held, parameter = torch.ones(3), nn.Parameter(torch.ones(5))
+    parameter.grad = torch.full((5,), 0.1)
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.step()
+    found: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]] = {
+        "closure": (lambda x: x + held.add_(1), (torch.ones(3),), [held]),
+        "optimizer": (optimizer.step, (), [parameter, parameter.grad, *optimizer.state[parameter].values()]),
+    }
+    for broken in (False, True):
+        model = Counter(broken)
+        tensors = [model.seen, *model.more["sums"], *model.state_dict().values()]
+        found[f"module, {'broken' if broken else 'whole'}"] = (model, (torch.randn(6, 4),), tensors)
+    return found
+
+
+@pytest.mark.parametrize("name", _writers())
+def test_what_the_model_writes_into_stays_as_it_is(name: str) -> None:
+    function, args, held = _writers()[name]
+    before = [(t._version, t.detach().clone()) for t in held]
+    explained = fc.explain(function, *args)
+    assert any(plan.dag.order for plan in explained.plans)
+    for tensor, (version, value) in zip(held, before, strict=True):
+        assert torch.equal(tensor, value)
+        assert tensor._version == version or name == "closure"  # autograd counts before a trace sees it
+
+
 def test_fake_tensors_of_any_device_and_real_sizes() -> None:
     """4 GB activations of a model whose weights never exist, on CUDA that is not there."""
     with FakeTensorMode():
