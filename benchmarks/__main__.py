@@ -1,4 +1,4 @@
-"""python -m benchmarks kernels | sweep | schedules | models | architectures | compile-time | overhead | readme"""
+"""python -m benchmarks kernels|sweep|schedules|models|architectures|compile-time|overhead|readme"""
 
 from __future__ import annotations
 

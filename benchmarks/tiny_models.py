@@ -1,5 +1,5 @@
-"""Every architecture of the installed transformers as a tiny model with random weights, from its configuration
-alone, and something to feed it.
+"""Every architecture of the installed transformers as a tiny model with random weights, made from its
+configuration alone, and something to feed it.
 
     model, batch = tiny("mistral")
     loss = loss_of(model(**batch))
@@ -11,6 +11,7 @@ recipes are tried, down to nothing but fewer layers.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ MOST_PARAMETERS = 40_000_000  # of what is not small
 TOKENS, BATCH = 19, 2
 
 # In this order: a model type that has several heads is built with the first.
-TASKS: Mapping[str, Mapping[str, Any]] = {
+TASKS: Mapping[str, Any] = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "sequence to sequence": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -76,12 +77,12 @@ def to(size: int) -> Change:
     return lambda old: size if old > 0 else old
 
 
-# The first expression that a name matches decides, of whole numbers only.
+# Whole numbers of a configuration, by name: the first expression that matches decides.
 WIDTHS: tuple[tuple[str, Change], ...] = (
-    (r"(qk_rope_head_dim|qk_nope_head_dim|v_head_dim|swa_head_dim|cross_head_dim|index_head_dim)", to(HEAD_DIM)),
+    (r"(qk_rope|qk_nope|v|swa|cross|index)_head_dim", to(HEAD_DIM)),
     (r"qk_head_dim", to(2 * HEAD_DIM)),
     (r"(kv|q|o)_lora_rank|embedding_rank|lru_width|adapter_rank", at_most(32)),
-    (r"(linear_)?(head_dim|attention_head_dim|attention_head_size|d_kv|d_head|dim_head|kv_channels)", to(HEAD_DIM)),
+    (r"(linear_)?(head_dim|attention_head_(dim|size)|d_kv|d_head|dim_head|kv_channels)", to(HEAD_DIM)),
     (r"linear_(key|value)_head_dim", to(HEAD_DIM)),
     (r"linear_num_(key|value)_heads|linear_num_heads", to(HEADS)),
     (r"mamba_(n_heads|num_heads)|n_mamba_heads", to(2 * HEADS)),
@@ -89,36 +90,34 @@ WIDTHS: tuple[tuple[str, Change], ...] = (
     (r"mamba_d_ssm", to(2 * HIDDEN)),
     (r"(mamba_)?(d_state|state_size|ssm_state_size)", at_most(16)),
     (r".*(num_key_value_heads|num_kv_heads|kv_n_heads)", at_most(KV_HEADS)),
-    (r"rotary_dim", at_most(HEAD_DIM)),
-    (r".*(num_attention_heads|attention_heads|n_heads?|num_heads|num_query_groups|self_attention_heads)", to(HEADS)),
-    (r"conf_num_attention_heads", to(HEADS)),
+    (r"rotary_dim|dim_model_base|query_pre_attn_scalar", at_most(HEAD_DIM)),
+    (r".*(attention_heads|n_heads?|num_heads|num_query_groups)", to(HEADS)),
     (r".*(moe|expert).*intermediate_size", to(32)),
-    (r".*(intermediate_size(_mlp)?|ffn_dim|d_ff|dim_ff|dff|ffn_hidden_size|d_inner|mlp_dim|feed_forward_size)", to(96)),
-    (r"(hidden_size|d_model|n_embd|embed_dim|emb_dim|embedding_size|hidden_dim|dim|attention_hidden_size)", to(HIDDEN)),
-    (r"(word_embed_proj_dim|(encoder|decoder|audio|speech|text|pooler|output|out|cross)_?hidden_size)", to(HIDDEN)),
-    (r"(embedding_dim|input_embedding_size|output_embedding_size|hidden_size_global|true_hidden_size)", to(HIDDEN)),
-    (r"dim_model_base|query_pre_attn_scalar", to(HEAD_DIM)),
+    (r".*(intermediate_size(_mlp)?|ffn_dim|d_ff|dim_ff|dff|ffn_hidden_size|d_inner|mlp_dim)", to(96)),
+    (r"feed_forward_size", to(96)),
+    (r"hidden_size|hidden_dim|d_model|n_embd|embed_dim|emb_dim|embedding_size|embedding_dim|dim", to(HIDDEN)),
+    (r"(encoder|decoder|audio|speech|text|pooler|output|out|cross|attention|true)_?hidden_size", to(HIDDEN)),
+    (r"word_embed_proj_dim|(input|output)_embedding_size|hidden_size_global", to(HIDDEN)),
 )
 COUNTS: tuple[tuple[str, Change], ...] = (
+    (r"max_source_positions", at_most(64)),
     (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num", at_most(4)),
     (r"num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k", at_most(2)),
     (r"n_group|topk_group|num_expert_group|n_groups|mamba_n_groups|mamba_ngroups", to(1)),
-    (r"(max|n)_position(_embedding)?s|max_.*positions|n_positions|n_ctx|max_seq_len|context_length", at_most(128)),
-    (r".*max_position_embeddings|max_2d_position_embeddings", at_most(128)),
+    (r"n_positions|n_ctx|max_seq_len|context_length|.*max_.*position(s|_embeddings)", at_most(128)),
     (r".*sliding_window(_size)?|attention_window(_size)?|local_attention|attention_chunk_size", at_most(8)),
     (r"(mamba_)?chunk_size|local_attention_window_len|index_topk", at_most(8)),
     (r"encoder_hash_byte_group_vocab", at_most(512)),
     (r"num_mel_bins|feature_size|input_feat_per_channel", at_most(80)),
     (r"image_size|crop_size", at_most(64)),
-    (r"max_source_positions", at_most(64)),
 )
 VOCABULARIES: tuple[tuple[str, Change], ...] = ((r".*vocab_size(_per_layer_input)?", at_most(VOCABULARY)),)
 DEPTHS: tuple[tuple[str, Change], ...] = (
     (r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_start_index", at_most(1)),
     (r"num_kv_shared_layers", to(0)),
     (r"(num_nextn_predict|num_feat_extract|num_adapter|num_residual).*", lambda old: old),
-    (r"(attn_layer|expert_layer)_period|_?sliding_window_pattern|layer_group_size|decoder_sparse_step", at_most(2)),
-    (r"(attn_layer|expert_layer)_offset", at_most(1)),
+    (r"(attn|expert)_layer_period|_?sliding_window_pattern|layer_group_size|decoder_sparse_step", at_most(2)),
+    (r"(attn|expert)_layer_offset", at_most(1)),
     (r".*num_hidden_layers|n_layers?|num_layers|.*(encoder|decoder)_layers|depth", at_most(LAYERS)),
     (r"num_self_attends_per_block|n_layers_per_attn_res_block|global_attn_every_n_layers", at_most(2)),
 )
@@ -182,12 +181,13 @@ def _heads(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Lists with an entry for each layer: one layer of every kind stays, two at least."""
-    depth = next((n for n in ("num_hidden_layers", "num_layers", "n_layer", "n_layers") if n in changes), None)
+    names = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+    depth = next((n for n in names if n in changes), None)
     if depth is None:
         return {}
     before = fields[depth]
     lists = {n: v for n, v in fields.items() if isinstance(v, list | tuple) and len(v) == before}
-    tables = {n: v for n, v in fields.items() if isinstance(v, dict) and v and all(isinstance(k, int) for k in v)}
+    tables = {n: v for n, v in fields.items() if isinstance(v, dict) and v and {*map(type, v)} == {int}}
     each = [*lists.values(), *([v.get(i) for i in range(before)] for v in tables.values())]
     kinds = {tuple(str(v[i]) for v in each): i for i in reversed(range(before))}
     chosen = sorted(kinds.values())[:MOST_LAYERS]
@@ -246,13 +246,16 @@ def tiny(name: str, seed: int = 0) -> tuple[nn.Module, Batch]:
 def build(
     architecture: Architecture, rules: Sequence[tuple[str, Change]], filled: bool, seed: int
 ) -> nn.Module:
-    """filled: what the configuration leaves open is filled in. Raises whatever the configuration or the model raises, CannotBuildError for what is too large."""
+    """filled: what the configuration leaves open is filled in.
+
+    Raises whatever the configuration or the model raises, CannotBuildError for what is too large.
+    """
     config_class: Any = transformers.CONFIG_MAPPING[architecture.name]
     config: Any = config_class()
     left_open = {n: v for n, v in OPEN.items() if filled and getattr(config, n, v) in (None, True)}
     config = config_class(**left_open, **shrunk(config, rules))
     model_class = _class_of(architecture)
-    if not isinstance(config, model_class.config_class):  # the table names the whole; the model takes a part
+    if not isinstance(config, model_class.config_class):  # the table names the whole, the model takes a part
         config = next((c for c in vars(config).values() if isinstance(c, model_class.config_class)), config)
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
@@ -260,7 +263,6 @@ def build(
         raise CannotBuildError(f"{size / 1e6:.0f} million parameters")
     torch.manual_seed(seed)
     model: nn.Module = model_class(config).float().eval()
-    model.requires_grad_()
     with torch.no_grad():
         for parameter in model.parameters():  # zeros stop gradients, and what is not initialised is no number
             if not parameter.isfinite().all() or not parameter.any():
@@ -269,10 +271,10 @@ def build(
 
 
 def _class_of(architecture: Architecture) -> Any:
-    found = next((f for c in architecture.classes if (f := getattr(transformers, c, None)) is not None), None)
-    if found is None:
-        raise CannotBuildError(f"{transformers.__version__} exports no {' or '.join(architecture.classes)}")
-    return found
+    found = [f for c in architecture.classes if (f := getattr(transformers, c, None)) is not None]
+    if not found:
+        raise CannotBuildError(f"transformers exports no {' or '.join(architecture.classes)}")
+    return found[0]
 
 
 def batches(model: nn.Module, task: str) -> Iterator[Batch]:
@@ -316,12 +318,12 @@ def batches(model: nn.Module, task: str) -> Iterator[Batch]:
                 yield {**features, "attention_mask": torch.ones(BATCH, form[0], dtype=torch.long), **spoken}
 
 
-_FEATURES = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim", "input_feat_size")
+_FEATURES = (
+    "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim", "input_feat_size",
+)  # fmt: skip
 
 
 def _parameters(model: nn.Module) -> frozenset[str]:
-    import inspect
-
     return frozenset(inspect.signature(model.forward).parameters)
 
 
