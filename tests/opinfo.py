@@ -25,7 +25,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,7 +115,8 @@ def evaluate(
     if smooth:  # cotangents are exact in every dtype
         weights = [((torch.arange(r.numel()) * 5 % 13 - 4) / 8).view(r.shape).to(r.dtype) for r in smooth]
         found = torch.autograd.grad(smooth, gradients, weights, allow_unused=True)
-        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(gradients, found, strict=True)]
+        given: Sequence[Tensor | None] = found
+        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(gradients, given, strict=True)]
     grouped = _split(gradients, [len(group) for group in wanted])
     return [[r.detach() for r in (*a, *b)] for a, b in zip(results, grouped, strict=True)]
 
@@ -143,7 +144,7 @@ def together(samples: Sequence[Sample]) -> Callable[..., list[Tensor]]:
 def runs_in_aot_eager(sample: Sample) -> str | None:
     """None where AOTAutograd takes a sample without any compiler, else what it says."""
 
-    def as_it_is(gm: Any, inputs: Any) -> Any:
+    def as_it_is(gm: Any, example_inputs: Any) -> Any:
         return make_boxed_func(gm.forward)
 
     try:
@@ -258,17 +259,17 @@ def _said(error: BaseException) -> str:
 # -- the sweep ------------------------------------------------------------------------------------------
 
 
-class OutOfTimeError(Exception):
-    """An operator took longer than it may."""
+class OutOfTimeError(BaseException):
+    """An operator took longer than it may; nothing that handles errors is to handle this."""
 
 
 @contextmanager
-def limit(seconds: float) -> Iterator[None]:
+def limit(seconds: float) -> Generator[None]:
     def stop(*_: object) -> None:
         raise OutOfTimeError
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again: in a finalizer it is lost
     try:
         yield
     finally:
@@ -316,7 +317,7 @@ def summary(records: Mapping[str, list[Outcome]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.opinfo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.opinfo", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--filter", default="", help="operators whose names match this regular expression")
     parser.add_argument("--dtype", nargs="+", default=DTYPES)
     parser.add_argument("--samples", type=int, default=1 << 30, help="of each operator and dtype, at most")

@@ -16,6 +16,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fusion_compiler as fc
 from fusion_compiler.capture import make_backend
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.passes.rewrites import (
@@ -357,3 +358,18 @@ def test_what_is_not_padded(rows: int, features: int, dtype: torch.dtype, reason
     new, notes = align_features(gm)
     assert new is gm
     assert [reason] == [n.reason[: len(reason)] for n in notes] if reason else notes == ()
+
+
+def test_what_is_returned_keeps_its_memory_order() -> None:
+    """Inside rows are stored by rows; outside nobody sees it."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        stream = x[:, None].expand(3, 5, 4) * 2
+        return stream, stream + 1, stream.transpose(0, 2), F.layer_norm(stream, (4,)), stream.sum(0)
+
+    x = torch.randn(4, 3).t()
+    fast = fc.compile(fn, backend="interpret", strict=True)
+    for ours, eager in zip(fast(x), fn(x), strict=True):
+        assert ours.stride() == eager.stride()
+        torch.testing.assert_close(ours, eager)
+    assert "row order" in str(fast.plan)

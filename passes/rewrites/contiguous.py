@@ -10,6 +10,8 @@ which the kernel that computes y stores it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import fx
 
@@ -35,8 +37,49 @@ def order_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
             ordered = new.graph.call_function(_aten.contiguous.default, (node,))
         ordered.meta = {**node.meta, "val": node.meta["val"].contiguous()}
         node.replace_all_uses_with(ordered, delete_user_cb=lambda user, own=ordered: user is not own)
+        nodes[old] = ordered
+    _return_as_before(gm, found, nodes)
     new.recompile()
     return new, notes
+
+
+def _return_as_before(
+    gm: fx.GraphModule, found: Sequence[fx.Node], nodes: Mapping[fx.Node, fx.Node]
+) -> None:
+    """Lay out again what is returned and made of the nodes found; a copy only where the order is another."""
+    made, stack = set(found), list(found)
+    while stack:
+        more = [user for user in stack.pop().users if user not in made]
+        made.update(more)
+        stack += more
+    output = gm.graph.output_node()
+    for old in made & set(output.all_input_nodes):
+        value, node = old.meta.get("val"), nodes[old]
+        if not isinstance(value, torch.Tensor) or not _is_dense(value):
+            continue
+        order = sorted(range(value.dim()), key=lambda d, v=value: (-v.stride(d), d))
+        back = sorted(range(value.dim()), key=order.__getitem__)
+        (returned,) = (n for n in node.graph.find_nodes(op="output"))
+        with node.graph.inserting_before(returned):
+            turned = node.graph.call_function(_aten.permute.default, (node, order))
+            turned.meta = {**node.meta, "val": value.permute(order)}
+            rows = node.graph.call_function(_aten.contiguous.default, (turned,))
+            rows.meta = {**node.meta, "val": turned.meta["val"].contiguous()}
+            same = node.graph.call_function(_aten.permute.default, (rows, back))
+            same.meta = {**node.meta, "val": rows.meta["val"].permute(back)}
+        returned.replace_input_with(node, same)
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether a tensor of known size fills its memory, each element once."""
+    if any(isinstance(s, torch.SymInt) for s in (*value.shape, *value.stride())):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _starts_stream(node: fx.Node) -> bool:
