@@ -317,7 +317,8 @@ def summary(records: Mapping[str, list[Outcome]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.opinfo", description=str(__doc__).partition("\n")[0])
+    about = str(__doc__).partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.opinfo", description=about)
     parser.add_argument("--filter", default="", help="operators whose names match this regular expression")
     parser.add_argument("--dtype", nargs="+", default=DTYPES)
     parser.add_argument("--samples", type=int, default=1 << 30, help="of each operator and dtype, at most")
