@@ -487,7 +487,10 @@ class Printer:
             column = quarter if start is None else f"({start}) // 4 + {quarter}"
             base = "" if rest == Index(0, ()) else f"{self.index(rest)} + "
             return f"{function}_block({seed}, {base}{column}, {dim_text(node.salt)})"
-        return f"{function}({seed}, {self.index(node.index)}, {dim_text(node.salt)})"
+        index = self.index(node.index)
+        if not node.index.terms:
+            index = self.full(index, torch.int32)
+        return f"{function}({seed}, {index}, {dim_text(node.salt)})"
 
     def tile(self, number: int, over: frozenset[str]) -> str:
         """A reduction's operand as a full tile in the reduced groups, neutral where no element is."""

@@ -26,6 +26,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fusion_compiler.decompositions import gradients_of_interpolation
 from fusion_compiler.partition import partition
 from fusion_compiler.passes.origins import Origin, Origins, origins_of
 from fusion_compiler.passes.rewrites.record import Notes, Rewrite, RewriteNote
@@ -152,6 +153,7 @@ class _Stages:
         self._separable = False
         self._origins: tuple[Origin, ...] = ()
 
+    @gradients_of_interpolation()
     def compile(
         self,
         gm: fx.GraphModule,

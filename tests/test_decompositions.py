@@ -394,3 +394,20 @@ def test_group_norm_keeps_the_memory_format(format: torch.memory_format) -> None
     x = torch.randn(2, 4, 5, 6).contiguous(memory_format=format)
     for mine, eager in ((decomposed(fn, x)[0], fn(x)), (decomposed(slopes, fn, x)[0], slopes(fn, x))):
         assert mine.stride() == eager.stride()
+
+
+MODES = [("nearest", 2), ("bilinear", 2), ("nearest-exact", 1), ("trilinear", 3)]
+
+
+@pytest.mark.parametrize(("mode", "rank"), MODES)
+def test_interpolation_is_fused_and_its_gradient_is_eagers(mode: str, rank: int) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.nn.functional.interpolate(x * 2, scale_factor=2, mode=mode).sin()
+
+    x = torch.randn(2, 3, *[4] * rank)
+    fast = fc.compile(fn, backend="interpret", strict=True)
+    torch.testing.assert_close(fast(x), fn(x))
+    torch.testing.assert_close(slopes(fast, x), slopes(fn, x))
+    left = [item.target for plan in fast.plan for item in plan.leftovers]
+    assert len(left) == 1 and left[0].endswith("_backward.default")
+    assert torch.ops.aten.upsample_nearest2d.vec.py_kernels  # others trace as before

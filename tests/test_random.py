@@ -19,6 +19,7 @@ from fusion_compiler.kernel import Argument, Kernel, Role
 from fusion_compiler.loops import COLS, Axis, Compute, Index, Load, LoopNest, Random, Ref, Store
 from fusion_compiler.partition import partition
 from fusion_compiler.random import merge_seeds, philox, seed, uniform
+from tests.exactness import Compiled
 
 HEADER = """
 import triton
@@ -230,3 +231,10 @@ def test_checkpointed_dropout_keeps_its_mask() -> None:
     out, graphs = capture(lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), x)
     assert x.grad is not None and seed not in targets(graphs["backward"])
     torch.testing.assert_close(x.grad, torch.where(out != 0, 2 * torch.cos(x), 0.0).detach())
+
+
+def test_dropout_of_a_number() -> None:
+    """An index that is known when the kernel is made has no type of its own."""
+    compiled = Compiled(lambda x: torch.nn.functional.dropout(x, 0.5))
+    drawn = {float(compiled(torch.tensor(2.0))) for _ in range(20)}
+    assert drawn == {0.0, 4.0}

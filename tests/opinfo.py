@@ -1,0 +1,358 @@
+"""Every operator of PyTorch's own test database, compiled: values and gradients beside eager's and float64's.
+
+    python -m tests.opinfo [--filter REGEX] [--dtype float32 ...] [--samples N] [--seconds 60]
+                           [--json FILE] [--resume]
+
+Kernels run in Triton's interpreter; a kernel that fails is an error, not a fallback. Each sample ends as
+
+    right           as close to float64 as eager is, forward and backward
+    wrong           not so, or of another dtype, shape or memory order
+    error           compiling or running it raised
+    fallback        an operator of the table that stayed an ATen call, and why
+    not applicable  what `aot_eager` cannot run either, or what has no result to compare, and why
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import itertools
+import json
+import re
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._functorch.aot_autograd import aot_function
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from fusion_compiler.errors import UnsupportedDtypeError
+from fusion_compiler.ops import spec_of
+from tests.exactness import Compiled, not_as_close
+from tests.samples import opinfo_samples
+
+DTYPES = ("float32", "bfloat16", "float16")
+TOGETHER = 8  # samples in one graph: most of a compilation's time is not its operators'
+MOST_ELEMENTS = 1 << 16  # of a sample: the interpreter is slow
+UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    detail: str = ""
+
+
+RIGHT = Outcome("right")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An operator on PyTorch's arguments; tensors are given apart, in the order of the structure."""
+
+    info: Any
+    number: int
+    structure: Any
+    leaves: tuple[Any, ...]
+    process: Callable[[Any], Any]  # of results whose gradient is defined only together
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def __call__(self, tensors: Iterator[Tensor]) -> list[Tensor]:
+        leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        found = tree_leaves(self.process(self.info.op(*args, **kwargs)))
+        return [torch.view_as_real(t) if t.is_complex() else t for t in found if isinstance(t, Tensor)]
+
+
+def samples_of(info: Any, dtype: torch.dtype, most: int) -> list[Sample]:
+    made: list[Sample] = []
+    differentiable = info.supports_autograd and dtype in info.backward_dtypes
+    for number, sample in enumerate(opinfo_samples(info, dtype, most, differentiable)):
+        leaves, structure = tree_flatten(((sample.input, *sample.args), sample.kwargs))
+        made.append(Sample(info, number, structure, tuple(leaves), sample.output_process_fn_grad))
+    return made
+
+
+# -- running --------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    fn: Callable[..., Sequence[Tensor]],
+    samples: Sequence[Sample],
+    counts: Sequence[int] | None = None,
+    double: bool = False,
+) -> list[list[Tensor]]:
+    """For each sample its results, of which there are `counts`, and the gradients of what asks for one.
+
+    fn: of all tensors of all samples, as `together` makes it. Arguments are copied.
+    """
+    torch.manual_seed(0)
+    leaves = [[_copy(x, double) for x in s.tensors] for s in samples]
+    flat = list(fn(*(x for group in leaves for x in group)))
+    results = _split(flat, [len(flat)] if counts is None else counts)
+    smooth = [r for r in flat if r.requires_grad and r.is_floating_point()]
+    wanted = [
+        [x for x in group if x.requires_grad] if any(r.requires_grad for r in found) else []
+        for group, found in zip(leaves, results, strict=True)
+    ]
+    gradients = [x for group in wanted for x in group]
+    if smooth:  # cotangents are exact in every dtype
+        weights = [((torch.arange(r.numel()) * 5 % 13 - 4) / 8).view(r.shape).to(r.dtype) for r in smooth]
+        found = torch.autograd.grad(smooth, gradients, weights, allow_unused=True)
+        given: Sequence[Tensor | None] = found
+        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(gradients, given, strict=True)]
+    grouped = _split(gradients, [len(group) for group in wanted])
+    return [[r.detach() for r in (*a, *b)] for a, b in zip(results, grouped, strict=True)]
+
+
+def _split(flat: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
+    rest = iter(flat)
+    return [list(itertools.islice(rest, count)) for count in counts]
+
+
+def _copy(x: Tensor, double: bool) -> Tensor:
+    made = copy.deepcopy(x.detach())  # of the storage: strides stay
+    if double and x.is_floating_point():
+        made = made.double()
+    return made.requires_grad_(x.requires_grad)
+
+
+def together(samples: Sequence[Sample]) -> Callable[..., list[Tensor]]:
+    def several(*tensors: Tensor) -> list[Tensor]:
+        rest = iter(tensors)
+        return [result for sample in samples for result in sample(rest)]
+
+    return several
+
+
+def runs_in_aot_eager(sample: Sample) -> str | None:
+    """None where AOTAutograd takes a sample without any compiler, else what it says."""
+
+    def as_it_is(gm: Any, example_inputs: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    try:
+        evaluate(aot_function(together([sample]), fw_compiler=as_it_is), [sample])
+    except Exception as error:
+        return _said(error)
+    return None
+
+
+# -- judging --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Known:
+    """What eager makes of a sample, and the same in float64. count: how many are no gradients."""
+
+    eager: list[Tensor]
+    truth: list[Tensor]
+    count: int
+    noise: float
+    random: bool
+
+
+class Draws(TorchDispatchMode):
+    """Notices random numbers, of which ours are others than eager's."""
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def known_of(sample: Sample) -> Known | Outcome:
+    if any(t.layout is not torch.strided or t.is_complex() for t in sample.tensors):
+        return Outcome("not applicable", "sparse or complex arguments")
+    if sum(t.numel() for t in sample.tensors) > MOST_ELEMENTS:
+        return Outcome("not applicable", f"more than {MOST_ELEMENTS} elements")
+    fn = together([sample])
+    draws = Draws()
+    try:
+        with draws:
+            (eager,) = evaluate(fn, [sample])
+        count = len(fn(*(_copy(x, False) for x in sample.tensors)))
+    except Exception as error:
+        return Outcome("not applicable", f"eager: {_said(error)}")
+    if not eager:
+        return Outcome("not applicable", "no tensor comes out")
+    truth = eager
+    with contextlib.suppress(Exception):  # of another dtype than the operator takes: then eager is the truth
+        (wide,) = evaluate(fn, [sample], double=True)
+        truth = wide if [t.shape for t in wide] == [t.shape for t in eager] else eager
+    truth = [t.double() if e.is_floating_point() else e for t, e in zip(truth, eager, strict=True)]
+    finite = [t.double().abs().nan_to_num(0, 0, 0) for t in (*sample.tensors, *truth) if t.numel()]
+    noise = 8 * torch.finfo(torch.float32).eps * max((t.max().item() for t in finite), default=0.0)
+    return Known(eager, truth, count, noise, draws.any)
+
+
+def compared(ours: Sequence[Tensor], known: Known) -> Outcome:
+    for number, (our, their, truth) in enumerate(zip(ours, known.eager, known.truth, strict=True)):
+        if known.random:
+            mine, eagers = ((t.dtype, tuple(t.shape)) for t in (our, their))
+            problem = None if mine == eagers else f"{mine}, eager has {eagers}"
+        else:
+            problem = not_as_close(our, their, truth, known.noise)
+        if problem is not None:
+            what = "gradient" if number >= known.count else "result"
+            return Outcome("wrong", f"{what} {number}: {' '.join(problem.split())[:300]}")
+    return RIGHT
+
+
+def judged(samples: Sequence[Sample], known: Sequence[Known]) -> list[Outcome]:
+    """An outcome for each sample, of all in one graph if that goes well."""
+    try:
+        compiled = Compiled(together(samples))
+        ours = evaluate(compiled, samples, [k.count for k in known])
+        found = [compared(o, k) for o, k in zip(ours, known, strict=True)]
+        refused = refusals(compiled)
+    except Exception as error:
+        if len(samples) == 1:
+            reason = runs_in_aot_eager(samples[0])
+            if isinstance(error, UnsupportedDtypeError):
+                return [Outcome("not applicable", f"strict: {_said(error)}")]
+            if reason is not None:
+                return [Outcome("not applicable", f"aot_eager: {reason}")]
+            return [Outcome("error", _said(error))]
+    else:
+        if all(o == RIGHT for o in found) and not refused:
+            return found
+        if len(samples) == 1:
+            return [Outcome("fallback", refused) if found[0] == RIGHT else found[0]]
+    return [judged([s], [k])[0] for s, k in zip(samples, known, strict=True)]
+
+
+def refusals(compiled: Compiled) -> str:
+    """Operators of the table that stayed ATen calls, and why; complex numbers aside."""
+    found: set[str] = set()
+    for plan in compiled.plans:
+        for left in plan.leftovers:
+            op = plan.dag.op(left.op)
+            metas = [m for n in (left.op, *op.inputs) for m in plan.dag.op(n).outputs]
+            if spec_of(op.target) is not None and not any(m.dtype.is_complex for m in metas):
+                found.add(f"{left.target}: {left.reason}")
+    return "; ".join(sorted(found))
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+# -- the sweep ------------------------------------------------------------------------------------------
+
+
+class OutOfTimeError(BaseException):
+    """An operator took longer than it may; nothing that handles errors is to handle this."""
+
+
+@contextmanager
+def limit(seconds: float) -> Generator[None]:
+    def stop(*_: object) -> None:
+        raise OutOfTimeError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again: in a finalizer it is lost
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def swept(info: Any, dtype: torch.dtype, most: int, seconds: float) -> list[Outcome]:
+    """An outcome for every sample; those that the time did not allow are not applicable."""
+    if info.name in UNDEFINED or info.name.removeprefix("Tensor.") in UNDEFINED:
+        return [Outcome("not applicable", "what it holds is not defined")]
+    found: dict[int, Outcome] = {}
+    samples: list[Sample] = []
+    try:
+        with limit(seconds), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            samples = samples_of(info, dtype, most)
+            known = {s.number: known_of(s) for s in samples}
+            found = {n: k for n, k in known.items() if isinstance(k, Outcome)}
+            left = [(s, k) for s in samples if isinstance(k := known[s.number], Known)]
+            for start in range(0, len(left), TOGETHER):
+                some, theirs = zip(*left[start : start + TOGETHER], strict=True)
+                found |= dict(zip((s.number for s in some), judged(some, theirs), strict=True))
+    except OutOfTimeError:
+        found |= {s.number: Outcome("not applicable", "time") for s in samples if s.number not in found}
+    except Exception as error:  # of PyTorch's own samples
+        return [Outcome("not applicable", f"samples: {_said(error)}")]
+    none = Outcome("not applicable", "time" if samples else "no samples")
+    return [found[n] for n in sorted(found)] or [none]
+
+
+def summary(records: Mapping[str, list[Outcome]]) -> str:
+    """Totals, then every failure, then the reasons of what does not apply."""
+    outcomes = [o for found in records.values() for o in found]
+    totals = Counter(o.kind for o in outcomes)
+    lines = [f"{len(records)} operators and dtypes, {len(outcomes)} samples: " + ", ".join(
+        f"{totals[kind]} {kind}" for kind in ("right", "wrong", "error", "fallback", "not applicable")
+    )]  # fmt: skip
+    for name, found in records.items():
+        failed = Counter((o.kind, o.detail) for o in found if o.kind in ("wrong", "error", "fallback"))
+        lines += [f"  {name}: {kind} x{count}: {detail}" for (kind, detail), count in failed.items()]
+    reasons = Counter(re.sub(r"\d+", "N", o.detail)[:90] for o in outcomes if o.kind == "not applicable")
+    lines += ["not applicable:", *(f"  {n:5d} {reason}" for reason, n in reasons.most_common(40))]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    about = str(__doc__).partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.opinfo", description=about)
+    parser.add_argument("--filter", default="", help="operators whose names match this regular expression")
+    parser.add_argument("--dtype", nargs="+", default=DTYPES)
+    parser.add_argument("--samples", type=int, default=1 << 30, help="of each operator and dtype, at most")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each operator and dtype")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="go on with what the JSON file lacks")
+    given = parser.parse_args(arguments)
+    records: dict[str, list[Outcome]] = {}
+    if given.resume and given.json and given.json.exists():
+        stored = json.loads(given.json.read_text(encoding="utf-8"))
+        records = {name: [Outcome(**o) for o in found] for name, found in stored.items()}
+    started = time.monotonic()
+    for info in op_db:
+        for dtype in given.dtype:
+            name = f"{info.formatted_name} {dtype}"
+            known = name in records or getattr(torch, dtype) not in info.dtypes
+            if known or not re.search(given.filter, name):
+                continue
+            if given.json:  # should it end the process, the next one begins behind it
+                _store(given.json, records | {name: [Outcome("error", "it ended the process")]})
+            records[name] = swept(info, getattr(torch, dtype), given.samples, given.seconds)
+            counts = Counter(o.kind for o in records[name])
+            told = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+            print(f"{time.monotonic() - started:7.0f} s  {name}: {told}", flush=True)
+            if given.json:
+                _store(given.json, records)
+    print(summary(records))
+    return int(any(o.kind in ("wrong", "error", "fallback") for found in records.values() for o in found))
+
+
+def _store(path: Path, records: Mapping[str, list[Outcome]]) -> None:
+    text = json.dumps({name: [asdict(o) for o in found] for name, found in records.items()}, indent=0)
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
