@@ -25,6 +25,7 @@ from fusion_compiler.loops import COLS, LoopNest
 from fusion_compiler.plan import FusionPlan
 from fusion_compiler.target import compile_for
 from tests.exactness import Compiled, not_as_close, wide
+from tests.versions import of_measured_versions
 
 
 def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -71,6 +72,7 @@ def test_values_and_gradients(fn: Callable[..., Tensor], width: int) -> None:
     assert [len(plan.clusters) for plan in compiled.plans] == [1, 1]
 
 
+@of_measured_versions
 @pytest.mark.parametrize("fn", [layer_norm, rms_norm], ids=["LayerNorm", "RMSNorm"])
 def test_several_rows_find_room_in_registers(fn: Any) -> None:
     """And are waited for once a block: what tiles hold is computed again after that."""
@@ -82,6 +84,7 @@ def test_several_rows_find_room_in_registers(fn: Any) -> None:
         assert binary.asm["ptx"].count("bra WAIT") == 1
 
 
+@of_measured_versions
 @pytest.mark.parametrize("width", [23170, 46341])
 @pytest.mark.parametrize("fn", [layer_norm, rms_norm], ids=["LayerNorm", "RMSNorm"])
 def test_several_rows_of_one_skew_find_room_too(fn: Any, width: int) -> None:
@@ -97,6 +100,7 @@ def test_several_rows_of_one_skew_find_room_too(fn: Any, width: int) -> None:
         assert ptx.count("bra WAIT") == 1
 
 
+@of_measured_versions
 @pytest.mark.parametrize("width", [16384, 65536, 262144])
 @pytest.mark.parametrize("fn", [layer_norm, rms_norm], ids=["LayerNorm", "RMSNorm"])
 def test_loads_are_under_way_and_nothing_spills(fn: Any, width: int) -> None:

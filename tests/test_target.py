@@ -116,6 +116,12 @@ def test_a_kernel_that_does_not_compile_names_itself() -> None:
         compile_for(wrong, "sm_90")
 
 
+def test_no_default_of_tritons_decides_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    metadata = compile_build(fresh_build(402)).metadata
+    assert metadata.enable_fp_fusion and metadata.debug and not metadata.sanitize_overflow
+
+
 def test_tracebacks_show_the_kernel() -> None:
     source = "def fails():\n    raise RuntimeError('here')  # this line\n"
     try:
