@@ -3,7 +3,7 @@
     python -m tests.random_programs --count 2000 --seed 0 [--jobs 2] [--shrink] [--json FILE]
 
     program.py     a program: its inputs, lines and results, and its text
-    statements.py  the lines that there are
+    statements.py, indexing.py, composites.py    the lines that there are
     generate.py    draws a program from a seed
     rounding.py    eager with other roundings: what a correct result may look like
     outcome.py     what a call leaves behind: results, written arguments, gradients

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tests.random_programs.workers import judged
+from tests.random_programs.generate import MOST_LINES
+from tests.random_programs.workers import Task, judged
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=60, help="that a program may take")
+    parser.add_argument("--lines", type=int, default=MOST_LINES, help="that a program may have")
     parser.add_argument("--shrink", action="store_true", help="make the programs that fail smaller")
     parser.add_argument("--json", metavar="FILE", help="every verdict, and the text of what failed")
     given = parser.parse_args(arguments)
@@ -29,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(given.seed, given.seed + given.count)
     verdicts: list[dict[str, Any]] = []
     start = time.time()
-    for verdict in judged(seeds, given.jobs, given.seconds, given.shrink):
+    task = Task(given.lines, given.seconds, given.shrink)
+    for verdict in judged(seeds, given.jobs, task):
         verdicts.append(verdict)
         if verdict["failed"]:
             print(f"seed {verdict['seed']}: {verdict['kind']}: {verdict['what']}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.random_programs import indexing, statements
+from tests.random_programs import composites, indexing, statements
 from tests.random_programs.outcome import called, default_dtype, widened
 from tests.random_programs.program import FLOATS, Input, Program, Shape, names
 from tests.random_programs.statements import Maker, Value, Write
@@ -24,7 +24,7 @@ MAKERS: tuple[tuple[Maker, float], ...] = (
     (statements.cast, 2),
     (statements.reduction, 4),
     (statements.normalization, 2),
-    (statements.own_extreme, 2),
+    (statements.own_extreme, 3),
     (statements.view, 4),
     (statements.movement, 3),
     (statements.contraction, 0.7),
@@ -33,12 +33,18 @@ MAKERS: tuple[tuple[Maker, float], ...] = (
     (indexing.one_hot, 0.5),
     (indexing.write, 5),
     (indexing.view_of_parts, 1),
+    (composites.made_inside, 1),
+    (composites.sized, 1.5),
+    (composites.attention, 0.5),
+    (composites.convolution, 0.3),
+    (composites.batch_norm, 0.4),
 )
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 33)
+MOST_LINES = 10
 LARGEST = 1e4  # no value of a program is larger
 
 
-def draw(seed: int, most_lines: int = 10) -> Program:
+def draw(seed: int, most_lines: int = MOST_LINES) -> Program:
     """The program of a seed; eager runs it, forward and backward."""
     rng = Random(seed)
     with warnings.catch_warnings():
@@ -55,7 +61,7 @@ class _Draft:
     def __init__(self, rng: Random, lines: int) -> None:
         self.rng = rng
         self.lines_wanted = lines
-        alone = [(name,) for name in ("float32", *FLOATS)]
+        alone = [(name,) for name in ("float32", "bfloat16", *FLOATS)]
         self.floats: tuple[str, ...] = rng.choice([*alone, FLOATS])
         self.special = rng.random() < 0.04
         self.dynamic = rng.random() < 0.2
@@ -131,7 +137,7 @@ class _Draft:
         for _ in range(rng.choice((1, 1, 2))):
             self.fresh(shapes)
         if rng.random() < 0.3:
-            self.fresh(shapes, rng.choice(("int64", "int32", "bool")))
+            self.fresh(shapes, rng.choice(("int64", "int32", "bool") * 2 + ("int8", "uint8")))
         self._commit(f"{[i.name for i in self.pending]}")
 
     def _evaluate_input(self, made: Input) -> None:

@@ -56,7 +56,7 @@ def called(
     if asked and roots:
         along = [cotangent(r, i) for i, r in enumerate(roots)]
         with mode:
-            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+            gradients: Sequence[Any] = torch.autograd.grad(
                 roots, [x for _, x in asked], along, allow_unused=True
             )
         for (name, x), g in zip(asked, gradients, strict=True):
@@ -142,7 +142,8 @@ def difference(
 
     Integers and bools: as in eager or one of `members`. Floats: at most four times as far from the float64
     truth as the farthest of them, or four units in the last place, of the largest element in the dtype of
-    the computation; NaN and infinities where one of them or the truth has them.
+    the computation; NaN and infinities where one of them or the truth has them. The sign of a zero is
+    not asked for: where terms cancel, it is that of their order.
     """
     if ours.dtype != eager.dtype or ours.shape != eager.shape:
         return f"{ours.dtype} {list(ours.shape)}, eager has {eager.dtype} {list(eager.shape)}"

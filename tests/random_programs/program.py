@@ -95,11 +95,13 @@ class Input:
                 return f"torch.randperm({self.limits[run]}, {generator})"
             case "normal":
                 return f"torch.randn({shape}, {generator}){to}"
+            case "positive":
+                return f"(torch.rand({shape}, {generator}) + 0.5){to}"
             case "special":
                 odd = "torch.tensor([float('nan'), float('inf'), -float('inf'), 0.0, -0.0, 1.5, -2.0, 0.25])"
                 return f"{odd}[torch.randint(0, 8, {shape}, {generator})]{to}"
             case "halves":
-                whole = f"torch.randint(-6, 7, {shape}, {generator})"
+                whole = f"torch.randint({0 if self.dtype == 'uint8' else -6}, 7, {shape}, {generator})"
                 return f"({whole} / 2){to}" if self.dtype in FLOATS else f"{whole}{to}"
             case _:
                 raise ValueError(self.values)

@@ -25,6 +25,8 @@ ACCUMULATING = {
     "_fused_rms_norm", "_fused_rms_norm_backward",
     "index_add", "index_put", "scatter_add", "scatter_reduce", "embedding_dense_backward", "convolution",
     "convolution_backward", "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "diff", "cdist",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_native_batch_norm_legit", "_batch_norm_with_update", "batch_norm_backward",
 }  # fmt: skip
 
 

@@ -18,6 +18,15 @@ from tests.random_programs.shrink import shrunk
 A_PROCESS = 150  # programs, after which it is replaced: Dynamo and Triton never forget
 
 
+@dataclass(frozen=True)
+class Task:
+    """What is done with each seed. lines: of a program, at most; seconds: that it may take."""
+
+    lines: int
+    seconds: float
+    shrink: bool
+
+
 @dataclass
 class Worker:
     """A process that judges one program after the other."""
@@ -29,11 +38,11 @@ class Worker:
     done: int = 0
 
 
-def judged(seeds: Sequence[int], jobs: int, seconds: float, shrink: bool) -> Iterator[dict[str, Any]]:
+def judged(seeds: Sequence[int], jobs: int, task: Task) -> Iterator[dict[str, Any]]:
     """Verdicts as they come. A process that ends or is silent for too long is replaced."""
     todo = list(reversed(seeds))
-    workers = [_started(seconds, shrink) for _ in range(min(jobs, len(todo)))]
-    limit = 4 * seconds + 120 if not shrink else 60 * seconds
+    workers = [_started(task) for _ in range(min(jobs, len(todo)))]
+    limit = task.seconds * (60 if task.shrink else 4) + 120
     for worker in workers:
         _give(worker, todo)
     while workers:
@@ -46,10 +55,10 @@ def judged(seeds: Sequence[int], jobs: int, seconds: float, shrink: bool) -> Ite
                 except (EOFError, ConnectionError):
                     worker.process.join()
                     code = worker.process.exitcode
-                    verdict = _failure(worker.seed, "crash", f"the process ended with {code}")
+                    verdict = _failure(worker.seed, task.lines, "crash", f"the process ended with {code}")
             elif time.time() - worker.since > limit:
                 worker.process.kill()
-                verdict = _failure(worker.seed, "no end", f"no answer after {limit:.0f} seconds")
+                verdict = _failure(worker.seed, task.lines, "no end", f"no answer after {limit:.0f} seconds")
             if verdict is None:
                 continue
             yield verdict
@@ -58,7 +67,7 @@ def judged(seeds: Sequence[int], jobs: int, seconds: float, shrink: bool) -> Ite
             if worker.done >= A_PROCESS or verdict["kind"] in ("crash", "no end"):
                 worker.process.kill()
                 worker.process.join()
-                worker = _started(seconds, shrink) if todo else worker
+                worker = _started(task) if todo else worker
             if todo:
                 _give(worker, todo)
                 workers.append(worker)
@@ -72,24 +81,22 @@ def _give(worker: Worker, todo: list[int]) -> None:
     worker.connection.send(worker.seed)
 
 
-def _failure(seed: int, kind: str, what: str) -> dict[str, Any]:
-    return {"seed": seed, "kind": kind, "what": what, "detail": "", "failed": True, "text": draw(seed).text()}
+def _failure(seed: int, lines: int, kind: str, what: str) -> dict[str, Any]:
+    text = draw(seed, lines).text()
+    return {"seed": seed, "kind": kind, "what": what, "detail": "", "failed": True, "text": text}
 
 
-def _started(seconds: float, shrink: bool) -> Worker:
+def _started(task: Task) -> Worker:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_work, args=(theirs, seconds, shrink), daemon=True)
+    process = spawn.Process(target=_work, args=(theirs, task), daemon=True)
     process.start()
     theirs.close()
     return Worker(process, ours)
 
 
-def _work(connection: Connection, seconds: float, shrink: bool) -> None:
+def _work(connection: Connection, task: Task) -> None:
     """Judges the seeds that come until nobody sends any."""
-
-    from tests.random_programs.generate import draw
-
     warnings.simplefilter("ignore")
     while True:
         try:
@@ -97,11 +104,11 @@ def _work(connection: Connection, seconds: float, shrink: bool) -> None:
         except EOFError:
             return
         start = time.time()
-        program = draw(seed)
-        verdict = judge(program, seconds=seconds)
-        if verdict.failed and shrink:
-            program = shrunk(program, verdict, lambda p: judge(p, seconds=seconds))
-            verdict = judge(program, seconds=seconds)
+        program = draw(seed, task.lines)
+        verdict = judge(program, seconds=task.seconds)
+        if verdict.failed and task.shrink:
+            program = shrunk(program, verdict, lambda p: judge(p, seconds=task.seconds))
+            verdict = judge(program, seconds=task.seconds)
         connection.send(
             {
                 "seed": seed,
