@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import Max
 
+from fusion_compiler.calls import EagerCall, call_of
 from fusion_compiler.dims import Dim, hint, numel, simple
 from fusion_compiler.ops import Kind, spec_of
 from fusion_compiler.pinned import pinned_values
@@ -45,18 +46,6 @@ class Ref:
     """An argument that is another op's result."""
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class EagerCall:
-    """The ATen call of the uncompiled model that an op is a piece of.
-
-    target: its operator's name. key: tells two calls of one operator apart. backward: made by autograd.
-    """
-
-    target: str
-    key: str
-    backward: bool
 
 
 @dataclass(frozen=True)
@@ -196,18 +185,6 @@ def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMet
     return 0
 
 
-def _call_of(node: fx.Node) -> EagerCall | None:
-    """From what tracing notes of a decomposition: the operator, autograd's number, the node of the model."""
-    original = node.meta.get("original_aten")
-    if original is None:
-        return None
-    backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-    origins: list[Any] = [] if backward else list(node.meta.get("from_node") or ())
-    key = f"{node.meta.get('seq_nr')} {origins[0].name if origins else ''}"
-    alone = str(original) == str(node.target)  # not taken apart; its overload is a copy
-    return EagerCall(original._opname, f"{key} {node.name}" if alone else key, backward)
-
-
 def _bytes(meta: TensorMeta) -> int:
     return numel(meta.shape) * meta.dtype.itemsize
 
@@ -275,7 +252,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             flops=0 if is_input else _work(node, metas, flat),
             bytes=0 if is_input else sum(map(_bytes, metas)) + sum(map(_bytes, flat)),
             source=None if is_input else source_of(node),
-            call=None if is_input else _call_of(node),
+            call=None if is_input else call_of(node),
             pinned=node in pinned,
             rounds=node in rounded,
         )

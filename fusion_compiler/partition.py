@@ -23,6 +23,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 
+from fusion_compiler.calls import mark_gradients
 from fusion_compiler.loops import exact
 from fusion_compiler.pinned import pin
 from fusion_compiler.random import merge_seeds
@@ -37,6 +38,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.Gr
     joint.graph.eliminate_dead_code()
     merge_equal(joint.graph)
     pin(joint.graph)
+    mark_gradients(joint.graph)
     default = partitioners.get_default_op_list
     extended = functools.cache(lambda: _extended(default()))
     with config.patch(cse=False), patch.object(partitioners, "get_default_op_list", extended):

@@ -128,10 +128,12 @@ def library_calls(plan: FusionPlan) -> Counter[str]:
 
 
 def iteration_space(cluster: Cluster) -> str:
-    """ "16384 rows x 4096", or the number of elements where all axes are of one group."""
+    """ "16384 rows x 4096", or the number of elements where all axes are of one group; of tile programs that
+    share a launch the first's, and how many more there are."""
+    more = f", +{len(cluster.beside)}" if cluster.beside else ""
     rows, cols = (prod(a.size for a in cluster.loops.axes if a.group == group) for group in (ROWS, COLS))
     groups = {axis.group for axis in cluster.loops.axes}
-    return f"{rows} rows x {cols}" if len(groups) == 2 else f"{rows * cols} elements"
+    return (f"{rows} rows x {cols}" if len(groups) == 2 else f"{rows * cols} elements") + more
 
 
 def format_plan(plan: FusionPlan, level: int = 1) -> str:
@@ -182,7 +184,7 @@ def _clusters(plan: FusionPlan, clusters: Sequence[Cluster]) -> list[str]:
             shortened(first.name, 30),
             f"x{len(same)}" if len(same) > 1 else "",
             str(len(first.ops)),
-            shortened(iteration_space(first), 20),
+            shortened(iteration_space(first), 24),
             human_bytes(cost.bytes_read + cost.bytes_written),
             f"{cost.us:.1f}",
             f"{first.eager_us:.1f}",

@@ -68,8 +68,8 @@ def unknown(name: str, plans: Iterable[FusionPlan]) -> UnknownOpError:
 
 
 def answers(why: Why, a: str, b: str) -> list[Answer]:
-    """Every different answer for the ops that two names stand for, in one graph, what is one kernel first; empty
-    where it lacks one."""
+    """Every different answer for the ops that two names stand for, in one graph, what is one kernel first;
+    empty where it lacks one."""
     first, second = candidates(why.plan, a), candidates(why.plan, b)
     pairs = [(x, y) for x in first for y in second]
     found = [answer for x, y in pairs[:MOST_PAIRS] for answer in _answers(why, x, y)]

@@ -14,13 +14,14 @@ from fusion_compiler.device import DeviceSpec
 from fusion_compiler.loops import Load
 from fusion_compiler.ops import spec_of
 from fusion_compiler.passes.beside import launches
+from fusion_compiler.passes.cost import side_by_side
 from fusion_compiler.passes.layout import is_view
 from fusion_compiler.passes.match import Match
 from fusion_compiler.passes.movement import eager_calls
 from fusion_compiler.passes.parts import Part, Parts
 from fusion_compiler.passes.rounding import HALVES
 from fusion_compiler.passes.search import Search
-from fusion_compiler.plan import Call, Cluster, Cost, FusionPlan, Rejected, Setting
+from fusion_compiler.plan import Call, Cluster, FusionPlan, Rejected, Setting
 from fusion_compiler.plan_text import count
 from fusion_compiler.schema import short_name
 
@@ -112,16 +113,7 @@ def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
 def _cluster(name: str, ops: tuple[str, ...], parts: list[Part], device: DeviceSpec) -> Cluster:
     nests = tuple(p.loops for p in parts)
     inputs = tuple(dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load)))
-    cost = parts[0].cost
-    for part in parts[1:]:
-        more = part.cost
-        us = cost.us + more.us - device.launch_us
-        total = (
-            cost.bytes_read + more.bytes_read,
-            cost.bytes_written + more.bytes_written,
-            cost.flops + more.flops,
-        )
-        cost = Cost(us, *total, cost.bound)
+    cost = side_by_side([p.cost for p in parts], device)
     outputs = tuple(n for p in parts for n in p.outputs)
     return Cluster(name, ops, inputs, outputs, nests[0], cost, (), beside=nests[1:])
 

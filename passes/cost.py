@@ -13,7 +13,7 @@ what a bad schedule costs, nor spills.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -196,6 +196,22 @@ def cost_of(
             best = Cost(us, int(dram + extra), int(written), flops, bound)
     assert best is not None  # _schedules always has one
     return best
+
+
+def side_by_side(costs: Sequence[Cost], device: DeviceSpec) -> Cost:
+    """Of tile programs that share a launch. What bounds the longest bounds them, where they are not over with
+    their launch; several that would be are short of programs together as well."""
+    if len(costs) == 1:
+        return costs[0]
+    us = sum(c.us for c in costs) - (sum(c.us > 0 for c in costs) - 1) * device.launch_us
+    read, written = sum(c.bytes_read for c in costs), sum(c.bytes_written for c in costs)
+    copied = 1e6 * (read + written) / device.copy_bandwidth
+    bound = max(costs, key=lambda c: c.us).bound
+    if us - device.launch_us <= device.floor_us:  # no longer than two launches
+        bound = "launch"
+    elif bound == "launch":
+        bound = "memory" if copied > us / 2 else "latency"
+    return Cost(us, read, written, sum(c.flops for c in costs), bound)
 
 
 def _roofline(device: DeviceSpec, seconds: float, bytes_moved: float, share: float) -> tuple[float, str]:

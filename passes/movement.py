@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import sympy
 
-from fusion_compiler.dag import EagerCall, Op, OpDag
+from fusion_compiler.calls import EagerCall
+from fusion_compiler.dag import Op, OpDag
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint, product
 from fusion_compiler.ops import Kind

@@ -28,7 +28,7 @@ class Dense(nn.Module):
 
 class Chained(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        i = x.topk(4, -1).indices; w = x.gather(-1, i) * 2; return (w / w.sum(-1, keepdim=True)).tanh()  # fmt: skip  # noqa: E702
+        i = x.topk(4, -1).indices; w = x.gather(-1, i) * 2; return (w / w.sum(-1, keepdim=True)).tanh()  # noqa: E702
 
 
 def gate(x: Tensor) -> Tensor:
@@ -99,7 +99,8 @@ def dynamo_dag(model: Any, *inputs: Tensor) -> Any:
 
 def test_where_only_the_beginning_of_a_call_is_known_names_decide() -> None:
     dag = dynamo_dag(Dense(), torch.randn(8, 64))
-    assert any("^" in (n.meta.get("stack_trace") or "") for n in dag.module.graph.nodes) == (VERSION >= (2, 13))
+    told = any("^" in (n.meta.get("stack_trace") or "") for n in dag.module.graph.nodes)
+    assert told == (VERSION >= (2, 13))
     (relu,) = meant(dag, "F.relu")
     assert relu.sure and {str(dag.op(n).target) for n in relu.ops} <= {"aten.relu.default", "aten.le.Scalar"}
 
@@ -131,7 +132,8 @@ def test_what_cannot_be_told_apart_is_not_claimed() -> None:
 def test_marks_are_read_as_they_are_written() -> None:
     node = fx.Graph().placeholder("x")
     line, span = "y = é(a, b) + f(a)", (4, 11)
-    node.meta["stack_trace"] = f'  File "/a.py", line 3, in f\n{marked(line, span)}  File "/b.py", line 4, in g\n    g()\n'
+    outer, inner = '  File "/a.py", line 3, in f\n', '  File "/b.py", line 4, in g\n    g()\n'
+    node.meta["stack_trace"] = f"{outer}{marked(line, span)}{inner}"
     first, second = frames_of(node)
     assert (first.code, first.span, first.exact) == (line, span, True)
     assert (second.code, second.span, second.exact) == ("g()", None, False)

@@ -258,6 +258,29 @@ def test_text_says_what_the_data_says(report: fc.Report) -> None:
     assert stream.getvalue() == f"{text}\n"
 
 
+class Experts(nn.Module):
+    """Their gradients run side by side, in kernels of several tile programs each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(256, 512) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(512, 256) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [down(F.gelu(up(x))) for up, down in zip(self.up, self.down, strict=True)]
+        return torch.stack(parts).sum(0)
+
+
+def test_what_is_bound_by_its_launch_is_shorter_than_two() -> None:
+    report = fc.explain(Experts().half(), torch.empty(512, 256, dtype=torch.half))
+    device = report.questions["graph0.backward"].setting.device
+    units = [unit for graph in report.json()["graphs"] for unit in graph["units"] if unit["sort"] == "cluster"]
+    for unit in units:
+        assert (unit["bound"] == "launch") == (unit["us"] <= device.launch_us + device.floor_us)
+    several = next(u for u in units if u["bound"] != "launch")
+    assert several["space"].endswith(", +3") and "launches" not in several["why"]
+
+
 def test_a_model_that_fuses_nothing() -> None:
     report = fc.explain(lambda x, y: x @ y, torch.empty(8, 8), torch.empty(8, 8))
     assert report.missed == () and report.json()["totals"]["kernels"] == 0

@@ -1,0 +1,124 @@
+"""Of which ATen call of the uncompiled model a node of a captured graph is a piece.
+
+Tracing notes what it takes apart: below autograd the operator (`original_aten`), and throughout the node
+of the model's own graph (`from_node`). An operator that eager computes in one call may be taken apart above
+autograd as well (`upsample_nearest2d` becomes an index and a gather): its node decides, and the gradients of
+its pieces, told by autograd's numbers, are pieces of its gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+_ABOVE = {"DispatchKey.Autograd", "DispatchKey.CompositeImplicitAutograd"}
+_ADD = torch.ops.aten.add.Tensor
+_MARK = "fusion_compiler.call"  # of a backward node: the node of the model whose gradient it is a piece of
+
+
+@dataclass(frozen=True, slots=True)
+class EagerCall:
+    """The ATen call of the uncompiled model that an op is a piece of.
+
+    target: its operator's name. key: tells two calls of one operator apart. backward: made by autograd.
+    """
+
+    target: str
+    key: str
+    backward: bool
+
+
+def call_of(node: fx.Node) -> EagerCall | None:
+    """None for what no call was taken apart for."""
+    original = node.meta.get("original_aten")
+    if original is None:
+        return None
+    if _is_backward(node):
+        target, origin = node.meta.get(_MARK, ("", ""))
+        if target:
+            return EagerCall(f"{target}_backward", origin, True)
+    else:
+        target, origin = _model_call(node)
+        if target and target != original._opname:
+            return EagerCall(target, origin, False)
+    key = f"{node.meta.get('seq_nr')} {origin}"
+    alone = str(original) == str(node.target)  # not taken apart; its overload is a copy
+    return EagerCall(original._opname, f"{key} {node.name}" if alone else key, _is_backward(node))
+
+
+def mark_gradients(joint: fx.Graph) -> None:
+    """Tell the backward nodes of a joint graph what they are the gradient of, where that was taken apart
+    above autograd. The first node with a number is the one that autograd gave it to."""
+    made: dict[object, tuple[str, str]] = {}
+    for node in joint.nodes:
+        number, original = node.meta.get("seq_nr"), node.meta.get("original_aten")
+        if number is None or original is None:
+            continue
+        if not _is_backward(node):
+            target, origin = _model_call(node)
+            if _is_floating(node):
+                made.setdefault(number, (target if target != original._opname else "", origin))
+        elif made.get(number, ("", ""))[0]:
+            node.meta[_MARK] = made[number]
+    _mark_sums(joint)
+
+
+def _mark_sums(joint: fx.Graph) -> None:
+    """Gradients along several ways within one operator are added up. Sums that only its pieces read are
+    pieces too, as is each sum that adds one of its gradients to another, whatever else either holds."""
+    sums = [n for n in joint.nodes if n.target is _ADD and _is_backward(n) and _MARK not in n.meta]
+    for node in reversed(sums):
+        marks = {n.meta.get(_MARK) for n in node.users}
+        if len(marks) == 1 and None not in marks:
+            node.meta[_MARK] = marks.pop()
+    held: dict[fx.Node, set[object]] = {}  # of which operators a sum holds gradients
+    for node in sums:
+        operands = [
+            held.get(n) or ({n.meta[_MARK]} if _MARK in n.meta else set[object]())
+            for n in node.all_input_nodes
+        ]
+        held[node] = set[object]().union(*operands)
+        if len(operands) == 2 and (twice := operands[0] & operands[1]):
+            node.meta.setdefault(_MARK, twice.pop())
+
+
+def _model_call(node: fx.Node) -> tuple[str, str]:
+    """(operator, name) of the node of the model that a forward node comes from; no operator where that is not
+    taken apart above autograd, or in eager as well."""
+    origins: list[Any] = list(node.meta.get("from_node") or ())
+    return (_one_call(str(origins[0].target)), str(origins[0].name)) if origins else ("", "")
+
+
+@functools.cache
+def _one_call(target: str) -> str:
+    """The name of an ATen operator that a Python kernel of torch's takes apart above autograd, and that eager
+    computes in one call: some form of it has a kernel of its own. "" for others."""
+    namespace, name, form = (*target.split("."), "", "")[:3]
+    packet = getattr(torch.ops.aten, name, None) if namespace == "aten" and name else None
+    overload = getattr(packet, form, None)
+    if packet is None or overload is None or not _ABOVE & {str(key) for key in overload.py_kernels}:
+        return ""
+    forms = (getattr(packet, each) for each in packet.overloads() if "out" not in each)
+    return "" if all(map(_is_composite, forms)) else name
+
+
+def _is_composite(form: Any) -> bool:
+    dispatch: Any = torch._C
+    key = "CompositeImplicitAutograd"
+    try:
+        return bool(dispatch._dispatch_has_kernel_for_dispatch_key(form.name(), key))
+    except RuntimeError:  # a form for TorchScript alone
+        return True
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
