@@ -73,6 +73,7 @@ def plan(
     clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
     final = {n: c.name for c in clusters for n in c.ops}
     rejections = _current(search, final)
+    note = space.effort.note
     return FusionPlan(
         name,
         dag,
@@ -81,6 +82,7 @@ def plan(
         rejections,
         device.name,
         calls,
+        notes={} if note is None else {"search": f"ended before all was tried: {note}"},
         setting=setting,
     )
 
