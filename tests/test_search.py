@@ -128,7 +128,7 @@ def test_what_very_many_read_makes_no_pair_of_each_with_each() -> None:
     assert MOST_READERS <= len(near) <= MOST_READERS + 2
     position = sorted(search.parts).index
     assert max(abs(position(n) - position(number)) for n in near) < 80  # of 200: two for each update
-    assert len(search.readers("rate_1")) == 100
+    assert len(search.readers(search.dag.inputs[0])) == 100
 
 
 def test_positions_by_their_distance() -> None:
