@@ -1,12 +1,17 @@
 # make demo   a transformer block compiled: plan, one kernel, forward and backward, errors, bytes
 # make test   everything that needs no GPU
 # make lint   ruff and pyright
-# Each makes .venv with the versions of constraints.txt when it is missing or out of date.
+# Each makes .venv with the versions of constraints.txt when it is missing or out of date. With VERSIONS=oldest or
+# VERSIONS=newest it is .venv-oldest or .venv-newest, with those of constraints-oldest.txt or constraints-newest.txt
+# in their place; ruff and pyright look at the pinned ones alone.
 
 PYTHON ?= python3
-VENV ?= .venv
+VERSIONS ?= pinned
+VENV ?= .venv$(if $(filter pinned,$(VERSIONS)),,-$(VERSIONS))
 JOBS ?= 2
 BIN := $(VENV)/bin
+OTHERS := $(if $(filter pinned,$(VERSIONS)),,constraints-$(VERSIONS).txt)
+$(if $(filter oldest pinned newest,$(VERSIONS)),,$(error VERSIONS is oldest, pinned or newest, not "$(VERSIONS)"))
 
 .PHONY: demo test lint clean
 .DELETE_ON_ERROR:
@@ -14,7 +19,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/installed
 	$(BIN)/python -m examples.demo
 
-test: lint
+test: $(if $(OTHERS),$(VENV)/installed,lint)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu"
 
 lint: $(VENV)/installed
@@ -25,10 +30,11 @@ clean:
 	rm -rf $(VENV)
 
 # The stamp is written last: an interrupted installation is done again from nothing.
-$(VENV)/installed: constraints.txt pyproject.toml
+$(VENV)/installed: constraints.txt $(OTHERS) pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=python3.12"'
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	awk -F== '!seen[$$1]++' $(OTHERS) constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@

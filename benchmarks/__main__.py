@@ -1,4 +1,4 @@
-"""python -m benchmarks kernels | sweep | schedules | models | compile-time | overhead | readme"""
+"""python -m benchmarks kernels | sweep | schedules | models | architectures | compile-time | overhead | readme"""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ BENCHMARKS = {
     "sweep": "benchmarks.sweep",
     "schedules": "benchmarks.schedules",
     "models": "benchmarks.models",
+    "architectures": "benchmarks.architectures",
     "compile-time": "benchmarks.compile_time",
     "overhead": "benchmarks.overhead",
     "readme": "benchmarks.readme",
@@ -46,7 +47,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=20, help="timed calls, of which the median counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--jobs", type=int, default=0, help="kernels, sweep: processes that compile ours ahead"
+        "--jobs",
+        type=int,
+        default=0,
+        help="kernels, sweep: processes that compile ours ahead; architectures: at once",
     )
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)  # which of those this one is
     parser.add_argument("--warm-caches", action="store_true", help="use the caches that are there")

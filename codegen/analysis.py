@@ -39,6 +39,9 @@ aten = torch.ops.aten
 
 
 KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # of zeros they make zero
+HALVES = (str(torch.float16), str(torch.bfloat16))
+# Operators whose expressions multiply, by name.
+PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
 WORD = 8  # elements of two bytes in the widest access
 
 
@@ -369,23 +372,29 @@ class Analysis:
 
         So is exp(x - max(x)) on its way into its sum: the errors of a term, 2^-22 of it and 2^-24 of the
         exponent that makes it small, are no more than those of adding up.
-        What is rounded within the kernel (numerics="eager") is to have eager's bits: none of that.
+        What is pinned is to be the same number in every kernel. A value that is rounded to 16 bits within the
+        kernel is such a result.
         """
         nodes = self.loops.nodes
         exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
-        exact |= {
-            i for i, n in enumerate(nodes) if isinstance(n, Compute) and dict(n.operands).get("rounding")
-        }
-        exact |= {
-            s.value for s in self.loops.stores if dtypes[s.buffer] not in (torch.float16, torch.bfloat16)
-        }
+        pinned = {i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.pinned}
+        exact |= pinned
+        exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *HALVES)}
+        exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in HALVES}
         for i in range(len(nodes) - 1, -1, -1):
             if i in exact and i in self.online:
                 (term,) = operands_of(nodes[i])
                 exact.update(operands_of(nodes[term]))
-            elif i in exact:
+            elif i in exact and (rounding_of(nodes[i]) not in HALVES or i in pinned):
                 exact.update(operands_of(nodes[i]))
         return frozenset(range(len(nodes))) - exact
+
+    @cached_property
+    def rounds_products(self) -> bool:
+        """Whether a product has to be rounded before a sum takes it up: compilers fuse the two in one kernel
+        and not in another, and a pinned value is the same number in both."""
+        pinned = (n for n in self.loops.nodes if isinstance(n, Compute) and n.pinned)
+        return any(n.target._opname in PRODUCTS or dict(n.operands).get("alpha", 1) != 1 for n in pinned)
 
     @cached_property
     def furthest(self) -> int:
@@ -411,6 +420,16 @@ def waiting(loops: LoopNest, numbers: Iterable[int]) -> frozenset[int]:
         if any(o in late for o in operands_of(node)):
             late.add(i)
     return frozenset(late)
+
+
+# Blocks of rows that a program adds up one after the other: of equal terms each costs 2^-26 of the sum, and
+# more would lose more than eager's order of summation does.
+MOST_TURNS = 256
+
+
+def enough(programs: int, count: int, rows: int) -> int:
+    """Programs that share `count` rows in blocks of `rows`: so many or as many as keep sums exact."""
+    return max(programs, -(-count // (rows * MOST_TURNS)))
 
 
 def ceil_div(a: Dim, b: int) -> Dim:
@@ -504,6 +523,11 @@ def along_rows_first(loops: LoopNest) -> LoopNest:
 def accumulator_dtype(reduce: Reduce) -> torch.dtype:
     """The dtype in which a reduction is accumulated and handed on."""
     return torch.int32 if reduce.combine in ("any", "all") else reduce.dtype
+
+
+def rounding_of(node: Node) -> object:
+    """The dtype, as text, to which a node rounds within the kernel; None for all other nodes."""
+    return dict(node.operands).get("rounding") if isinstance(node, Compute) else None
 
 
 def operand_of(node: Compute, name: str) -> int | None:

@@ -135,7 +135,10 @@ def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
         else:
             home.append(part)
     names = [name] if len(launches) == 1 else [f"{name}_{i}" for i in range(len(launches))]
-    kernels = [_kernel(group, own, doc) for group, own in zip(launches, names, strict=True)]
+    kernels = [
+        replace(_kernel(group, own, doc), fp_fusion=not any(part.a.rounds_products for part in group))
+        for group, own in zip(launches, names, strict=True)
+    ]
     for kernel in kernels:
         wrong = problem(kernel.source)
         if wrong is not None:
@@ -234,6 +237,7 @@ class _Assembly:
         p.program = program
         grid = self.body(p)
         functions = self.last_program(p, f"{name}_last")
+        p.print_checks()
         return functions, "\n".join(p.lines), grid
 
     def used(self, body: str) -> tuple[Argument, ...]:
@@ -379,6 +383,7 @@ class _Assembly:
         inner.print_nodes(inner.need([s.value for s in late.loops.stores]))
         for store in late.loops.stores:
             inner.store(store)
+        inner.print_checks()
         body = "\n".join(inner.lines)
         used = ", ".join(a.name for a in self.used(body))
         p.line("tl.debug_barrier()")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, enough
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
 from fusion_compiler.loops import COLS, ROWS
@@ -59,8 +59,8 @@ def _tiles(width: int, count: int, device: DeviceSpec) -> Iterator[tuple[int, in
 
 
 def _programs(count: int, rows: int, most: int) -> int:
-    """Programs along the rows: no more than one wave of them, none without a block."""
-    return max(1, min(-(-count // rows), most))
+    """Programs along the rows: one wave of them at most unless they would add too long, each with a block."""
+    return enough(max(1, min(-(-count // rows), most)), count, rows)
 
 
 def _one_column(a: Analysis, device: DeviceSpec, count: int) -> tuple[Schedule, ...]:

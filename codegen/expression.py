@@ -12,6 +12,7 @@ import torch
 from fusion_compiler.loops import Axis, Compute, Dim, Index, Ref
 from fusion_compiler.ops import Operands, spec_of
 
+CONDITIONS = frozenset({"condition", "mask"})  # operands that choose among the others
 TRITON_TYPES = {
     torch.float8_e4m3fn: "tl.float8e4nv",
     torch.float8_e5m2: "tl.float8e5",
@@ -32,6 +33,8 @@ def literal(value: object) -> str:
     """A Python scalar as it stands in a kernel."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
+    if isinstance(value, float) and not value and math.copysign(1, value) < 0:
+        return "fm.minus_zero()"  # Triton takes every zero that it is given as a number for 0.0
     return repr(value)
 
 
@@ -86,11 +89,16 @@ def convert(text: str, have: torch.dtype, want: torch.dtype) -> str:
 
 
 def convert_literal(value: object, want: torch.dtype) -> object:
+    """A number in another dtype; integers wrap around."""
     if want is torch.bool:
         return bool(value)
     if want.is_floating_point and isinstance(value, bool | int | float):
         return float(value)
-    return int(value) if isinstance(value, bool) else value
+    if not want.is_floating_point and isinstance(value, bool | int):
+        bits = torch.iinfo(want).bits
+        low = torch.iinfo(want).min
+        return (int(value) - low) % (1 << bits) + low
+    return value
 
 
 def promoted(dtypes: list[torch.dtype]) -> torch.dtype:
@@ -117,18 +125,18 @@ def compute_text(
         return _rounded(variable or literal(constant), str(rounding))
     want = node.dtype
     if spec.operands is Operands.PROMOTED:
-        scalars = [a for _, a in node.operands if isinstance(a, float)]
-        dtypes = [d for _, _, d in fetched.values()]
-        want = promoted([*dtypes, torch.float32] if scalars and not dtypes[0].is_floating_point else dtypes)
+        scalars = [_beside(a, fetched["self"][2]) for _, a in node.operands if not isinstance(a, Ref)]
+        want = promoted([*(d for _, _, d in fetched.values()), *scalars])
+    alone = not any(fetched[name][0] for name in fetched if name not in CONDITIONS)
     values: dict[str, str] = {}
     for name, arg in node.operands:
         if not isinstance(arg, Ref):
-            values[name] = scalar_text(arg, want)
+            values[name] = scalar_text(arg, want, alone)
             continue
         variable, constant, have = fetched[name]
         target = _wanted(node, name, spec.operands, want, have)
         if variable is None:
-            values[name] = scalar_text(convert_literal(constant, target), target)
+            values[name] = scalar_text(convert_literal(constant, target), target, alone)
         else:
             values[name] = convert(variable, have, target)
     expr = spec.expr
@@ -137,12 +145,50 @@ def compute_text(
     return expr(**values) if callable(expr) else expr.format(**values)
 
 
-def scalar_text(value: object, dtype: torch.dtype) -> str:
-    """A number in an expression; in double precision one that float32 cannot hold is typed."""
-    if dtype is torch.float64 and isinstance(value, float) and math.isfinite(value):
-        if struct.unpack("f", struct.pack("f", min(max(value, -3e38), 3e38)))[0] != value:
-            return f"tl.full((), {value!r}, tl.float64)"
+def scalar_text(value: object, dtype: torch.dtype, alone: bool = False) -> str:
+    """A number in an expression of a dtype, typed where Triton would not see it as one of that dtype.
+
+    Beside a block a number takes the block's type. A function such as tl.maximum gives it its own first, and
+    the result the larger of both. alone: there is no block beside it.
+    """
+    if not isinstance(value, bool | int | float) or dtype is torch.uint32:  # random words, beside each other
+        return literal(value)
+    if not dtype.is_floating_point:
+        converted = convert_literal(value, dtype)
+        if not isinstance(converted, int):  # a fraction beside integers: nothing stores the result as one
+            return literal(value)
+        value = converted
+    own = _own_type(value)
+    apart = own != dtype and (alone or torch.promote_types(own, dtype) != dtype)
+    apart |= alone and dtype is torch.bool  # two of which Triton takes for integers
+    if apart or (dtype is torch.float64 and isinstance(value, float) and not _is_single(value)):
+        return f"tl.full((), {literal(value)}, {TRITON_TYPES[dtype]})"
     return literal(value)
+
+
+def _own_type(value: float) -> torch.dtype:
+    """The type that Triton gives a number."""
+    if isinstance(value, bool):
+        return torch.bool
+    if isinstance(value, int):
+        return torch.int32 if -(2**31) <= value < 2**31 else torch.int64
+    single = torch.finfo(torch.float32)
+    normal = single.tiny <= abs(value) <= single.max
+    return torch.float32 if normal or not value or not math.isfinite(value) else torch.float64
+
+
+def _is_single(value: float) -> bool:
+    """Whether float32 holds a number exactly."""
+    if not math.isfinite(value):
+        return True
+    return abs(value) < 2.0**127 and struct.unpack("f", struct.pack("f", value))[0] == value
+
+
+def _beside(value: object, dtype: torch.dtype) -> torch.dtype:
+    """What a number that is compared with a tensor of some dtype makes of it."""
+    if isinstance(value, float) and not dtype.is_floating_point:
+        return torch.float32
+    return torch.int32 if dtype is torch.bool and value not in (0, 1) else dtype
 
 
 def _wanted(

@@ -216,6 +216,36 @@ def copysign(x, y):
 
 
 @triton.jit
+def atan2(y, x):
+    """The angle of the point (x, y)."""
+    dtype: tl.constexpr = (x + y).dtype
+    return libdevice.atan2(tl.cast(y, dtype), tl.cast(x, dtype))
+
+
+@triton.jit
+def hypot(x, y):
+    """sqrt(x^2 + y^2), without overflow on the way."""
+    dtype: tl.constexpr = (x + y).dtype
+    return libdevice.hypot(tl.cast(x, dtype), tl.cast(y, dtype))
+
+
+@triton.jit
+def minus_zero():
+    """-0.0, for which Triton has no number."""
+    return tl.full((), -1.0, tl.float32) * 0.0
+
+
+@triton.jit
+def sign(x):
+    """-1, 0 or 1 in the type of x; 0 for NaN."""
+    if x.dtype == tl.int1:
+        return x
+    else:
+        one = tl.full((), 1, x.dtype)
+        return tl.where(x > 0, one, tl.where(x < 0, -one, one - one))
+
+
+@triton.jit
 def fmod(x, y):
     """Remainder with the sign of the dividend (C's fmod and %)."""
     dtype: tl.constexpr = (x + y).dtype
@@ -458,6 +488,14 @@ def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
 
 
 @triton.jit
+def corrected(mean, squares, left, count):
+    """A mean and the sum of squares around it, less what rounding left in both; left: the sum of those."""
+    off = left / count
+    squares = tl.maximum(squares - left * off, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(tl.abs(off) < float("inf"), mean + off, mean), squares
+
+
+@triton.jit
 def load_behind(pointer, first, skew, count: tl.constexpr, width: tl.constexpr = 0):
     """`count` elements from `first - skew` on: whole words are loaded, and moved by `skew` elements.
 
@@ -495,6 +533,8 @@ def apart(words, dtype: tl.constexpr, count: tl.constexpr):
     return tl.reshape(halves, [count]).to(dtype, bitcast=True)
 
 
+# How often a program looks for letters before it ends in an error: for minutes, as a look takes 0.7 us.
+PATIENCE = tl.constexpr(1 << 28)
 UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it every letter differs from zero
 
 
@@ -507,8 +547,8 @@ def send(mail, value, part, parts, splits: tl.constexpr, rows=1, apart: tl.const
     [n, 1] is that of n rows, each so many rows `apart` from the next; rows: how many exist from the first on.
 
     A letter is the value with a mark above it, in one store, so that nothing has to be ordered (the status
-    words of Merrill and Garland's decoupled look-back, 2016). Programs start in the order of their numbers:
-    those of one row run at the same time while they are far fewer than the device can hold.
+    words of Merrill and Garland's decoupled look-back, 2016). The programs of one row run at the same time:
+    the launcher sees to it (`binding.Entry.apart`).
     """
     post(mail, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), part, parts, splits, rows, apart)
 
@@ -623,8 +663,11 @@ def collected(mail, value, inside, splits: tl.constexpr, rows, apart: tl.constex
 def looked_for(mail, inside, splits: tl.constexpr):
     """The letters, once all have come."""
     letters = delivered(mail, inside, 1)
+    looks = 0
     while tl.min((letters != 0).to(tl.int32)) == 0:
         letters = delivered(mail, inside, 1)
+        looks += 1
+        tl.device_assert(looks < PATIENCE, "a program waits for others that do not run")
     if splits > 32:  # warps with the same letters have agreed on what one of them saw: now all are there
         letters = delivered(mail, letters == 0, letters)
     return letters
@@ -651,7 +694,8 @@ def awaited(boxes: Any, letters: Any, _semantic: Any = None) -> Any:
     """The letters in each of some mailboxes once all have come, and every warp has them.
 
     A loop of Triton's, or its barrier, would end the software pipelining of the loop that it is in, whose
-    loads of the next rows are to go on meanwhile.
+    loads of the next rows are to go on meanwhile. Who has waited too long for a program that does not run
+    ends all of them in an error: by writing to no address, for which no register is kept, as for a trap.
     """
     count = len(boxes)
     looks = "".join(
@@ -665,8 +709,15 @@ def awaited(boxes: Any, letters: Any, _semantic: Any = None) -> Any:
     all_there = "".join(f"""
         or.pred %missing0, %missing0, %missing{i};""" for i in range(1, count))  # fmt: skip
     asm = f"""{{
-        .reg .pred %missing<{count}>;{begin}
+        .reg .pred %missing<{count}>, %late;
+        .reg .u32 %looks;
+        .reg .u64 %nowhere;
+        mov.u32 %looks, 0;
+        mov.u64 %nowhere, 0;{begin}
         WAIT:{looks}{all_there}
+        add.u32 %looks, %looks, 1;
+        setp.gt.u32 %late, %looks, {PATIENCE.value};
+        @%late st.global.u32 [%nowhere], %looks;
         @%missing0 bra WAIT;
         bar.sync 0;
         }}"""
@@ -682,3 +733,27 @@ def awaited(boxes: Any, letters: Any, _semantic: Any = None) -> Any:
 
 
 awaited.__triton_builtin__ = True
+
+
+@triton.jit
+def last_wrong(before, index, low, high):
+    """index where it is not in low <= index < high, else what was wrong before."""
+    return tl.where((index >= low) & (index < high), before, index)
+
+
+def check_index(index: Any, low: Any, high: Any, what: Any, inside: Any = None, _semantic: Any = None) -> Any:
+    """Ends the kernel in an error unless low <= index < high in every lane that is `inside`.
+
+    what: whose index it is. It stands at a kernel's end: loads would wait for it, and in a loop it would end
+    the software pipelining. What was read outside is never seen: after that nothing can be had of the device.
+    It is no function of Triton's, so that the error names the kernel's line and not this one.
+    """
+    known = index.__ge__(low, _semantic=_semantic).__and__(
+        index.__lt__(high, _semantic=_semantic), _semantic=_semantic
+    )
+    ends = [getattr(end, "value", "its size") for end in (low, high)]
+    text = f"{getattr(what, 'value', what)}: an index is not in [{ends[0]}, {ends[1]})"
+    return tl.device_assert(known, text, inside, _semantic=_semantic)
+
+
+check_index.__triton_builtin__ = True

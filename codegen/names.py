@@ -22,6 +22,7 @@ Own = Literal[
     "group", "part", "parts",
     "skew", "begin", "lane", "in_words", "whole_words",
     "x", "new_max", "shift", "tops", "off", "counts", "block_mean", "block_squares",
+    "top", "left", "move",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ partial row; about one program a multiprocessor, loads of the next rows in fligh
 from __future__ import annotations
 
 from fusion_compiler.codegen import shared_rows
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, enough
 from fusion_compiler.codegen.wide_rows import can_be_shared
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
@@ -40,17 +40,15 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
             (rows // share, 2, 8, 3),
             (rows, 1, 16, 2),
         )
-    if not isinstance(a.size(ROWS), int):
-        count = 1 << 30
+    known = isinstance(a.size(ROWS), int)
+
+    def programs(rows: int, share: int) -> int:
+        """One wave; more where each would add too long."""
+        most = share * device.sms
+        return enough(max(1, min(most, -(-count // rows))), count, rows) if known else most
+
     alone = tuple(
-        Schedule(
-            r,
-            block,
-            Cols.WHOLE,
-            programs=max(1, min(share * device.sms, -(-count // r))),
-            num_warps=w,
-            num_stages=s,
-        )
+        Schedule(r, block, Cols.WHOLE, programs(r, share), num_warps=w, num_stages=s)
         for r, share, w, s in dict.fromkeys(shapes)
     )
     if block <= HELD or not can_be_shared(a):

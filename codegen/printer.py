@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_compiler.codegen import skewed_tiles
+from fusion_compiler.codegen import moments, skewed_tiles
 from fusion_compiler.codegen.analysis import (
     Analysis,
     Cols,
@@ -45,6 +45,7 @@ from fusion_compiler.loops import (
     COLS,
     ROWS,
     Axis,
+    Checked,
     Compute,
     Constant,
     Coordinate,
@@ -87,6 +88,8 @@ class Printer:
         self.rough = analysis.rough(dtypes)
         self.lines: list[str] = []
         self.depth = 1
+        self.outermost: int | None = None  # the line of the header of the outermost loop that is open
+        self.checks: list[str] = []  # of indices, for the end
         self.env: dict[int, str] = {}
         self.kept: dict[int, str] = {}  # tiles as they were loaded
         self.pending: dict[int, str] = {}  # sums over rows that the block at hand is not yet added to
@@ -119,7 +122,9 @@ class Printer:
 
         cols: how many columns its tiles have, where that is not the schedule's number.
         """
+        outermost = self.outermost
         if header is not None:
+            self.outermost = len(self.lines) if outermost is None else outermost
             self.line(header)
         env, index_env, masks = dict(self.env), dict(self.index_env), (self.row_mask, self.col_mask)
         schedule = self.s
@@ -129,6 +134,7 @@ class Printer:
         yield
         self.s = schedule
         self.depth -= header is not None
+        self.outermost = None if outermost is None else self.outermost
         self.env, self.index_env = env, index_env
         self.row_mask, self.col_mask = masks
 
@@ -203,7 +209,11 @@ class Printer:
     def index(self, index: Index) -> str:
         """Element index as text."""
         merged, whole = self.a.merged(index)
-        return index_text(merged, lambda k: BASES[whole[k]] if k in whole else self.axis(k), self.variable)
+        return index_text(merged, lambda k: BASES[whole[k]] if k in whole else self.axis(k), self.place)
+
+    def place(self, number: int) -> str:
+        """A value that says where to read: times a stride it may leave 32 bits."""
+        return convert(self.variable(number), self.loops.nodes[number].dtype, torch.int64)
 
     def mask(
         self, groups: frozenset[str], within: int | None, value_groups: frozenset[str] = frozenset()
@@ -272,6 +282,9 @@ class Printer:
                 )
             case Random():
                 text, base = self.random(node), "word" if node.dtype is torch.uint32 else "uniform"
+            case Checked():
+                self.check(node)
+                text, base = self.variable(node.operand), ""
             case Compute():
                 text, base = self.compute(number, node), self.base_name(node)
             case Reduce():
@@ -283,6 +296,28 @@ class Printer:
         self.env[number] = name = self.fresh(base)
         self.line(f"{name} = {text}")
 
+    def check(self, node: Checked) -> None:
+        """Note an index that must not lie outside. The program ends in an error when all else is done, so
+        that nothing waits for it; what is wrong in a loop is kept until then."""
+        index, groups = self.variable(node.index), self.a.groups[node.index]
+        mask = self.mask(groups, node.within)
+        bounds = f"{dim_text(node.low)}, {dim_text(node.high)}"
+        if self.outermost is not None:
+            more = frozenset[str]() if node.within is None else self.a.groups[node.within]
+            seen, index = index if mask is None else f"tl.where({mask}, {index}, 0)", self.fresh("wrong")
+            dtype = TRITON_TYPES[self.loops.nodes[node.index].dtype]
+            start = f"    {index} = tl.full({self.shape(groups | more)}, 0, {dtype})"
+            self.lines.insert(self.outermost, start)
+            self.outermost += 1
+            self.line(f"{index} = fm.last_wrong({index}, {seen}, {bounds})")
+            mask = None
+        self.checks.append(f'fm.check_index({index}, {bounds}, "{node.what}"{f", {mask}" if mask else ""})')
+
+    def print_checks(self) -> None:
+        """Print what ends the program in an error; each check once."""
+        for text in dict.fromkeys(self.checks):
+            self.line(text)
+
     def full(self, value: str, dtype: torch.dtype) -> str:
         """A tile of one element that broadcasts to any other."""
         return f"tl.full({'[]' if self.flat else '[1, 1]'}, {value}, {TRITON_TYPES[dtype]})"
@@ -293,12 +328,11 @@ class Printer:
         return str(node.target._opname).lstrip("_")
 
     def compute(self, number: int, node: Compute) -> str:
-        if all(
-            isinstance(self.loops.nodes[a.node], Constant) for _, a in node.operands if isinstance(a, Ref)
-        ):
-            for _, arg in node.operands:  # nothing else gives the expression a type
-                if isinstance(arg, Ref):
-                    self.variable(arg.node)
+        refs = [a.node for _, a in node.operands if isinstance(a, Ref)]
+        numbers = sum(isinstance(self.loops.nodes[n], Constant) for n in refs)
+        if numbers == len(refs) or (numbers > 1 and node.target is not aten.where.self):
+            for n in refs:  # two numbers have no type in Triton's functions
+                self.variable(n)
             return compute_text(node, lambda n: (self.variable(n), None, self.loops.nodes[n].dtype))
         rough = number in self.rough
         if rough and node.target is aten.div.Tensor:
@@ -458,6 +492,10 @@ class Printer:
         """A reduction's operand as a full tile in the reduced groups, neutral where no element is."""
         reduce = self.loops.nodes[number]
         assert isinstance(reduce, Reduce)
+        return self.tile_of(reduce, over)
+
+    def tile_of(self, reduce: Reduce, over: frozenset[str]) -> str:
+        """`tile` of a reduction that is no node."""
         have = self.loops.nodes[reduce.operand].dtype
         if isinstance(self.loops.nodes[reduce.operand], Constant):
             self.variable(reduce.operand)
@@ -492,6 +530,9 @@ class Printer:
 
     def reduce(self, number: int) -> None:
         """A reduction over the columns of a tile that holds whole rows."""
+        if number in self.a.moments:
+            moments.print_squares(self, number)
+            return
         together = [number, *self.sum_beside(number)]
         tiles = [self.tile(n, frozenset({COLS})) for n in together]
         names = [self.fresh(self.base_of(n)) for n in together]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
-from fusion_compiler.loops import COLS, ROWS, Constant, operands_of
+from fusion_compiler.loops import COLS, ROWS, Checked, Constant, operands_of
 
 # Of the 255 that a thread can have, those that hold tiles: addresses, masks and what is computed between
 # take the others. Measured on the golden kernels, of which the ones above it spill and the others do not.
@@ -22,12 +22,15 @@ def tile_registers(a: Analysis, s: Schedule) -> float:
     last: dict[int, int] = {}
     for i, node in enumerate(a.loops.nodes):
         last.update(dict.fromkeys(operands_of(node), i))
+    for i, node in reversed(list(enumerate(a.loops.nodes))):
+        if isinstance(node, Checked):  # is its operand
+            last[node.operand] = max(last[node.operand], last.get(i, i))
     held: dict[int, float] = {}
     most = 0.0
     for i, node in enumerate(a.loops.nodes):
         if i in a.finish:
             continue
-        if not isinstance(node, Constant):
+        if not isinstance(node, Constant | Checked):
             size = 1 if node.dtype is torch.bool else node.dtype.itemsize
             held[i] = _registers(a, s, a.groups[i], size)
         most = max(most, sum(held.values()))

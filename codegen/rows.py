@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule
+from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, Schedule, enough
 from fusion_compiler.codegen.registers import tile_registers
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.dims import hint
@@ -59,7 +59,7 @@ def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 def _in_turn(s: Schedule, count: int, device: DeviceSpec) -> Schedule:
     """No more programs than leave the last one few partial sums to add up."""
-    programs = min(device.sms * WARPS // s.num_warps, MOST_PARTIALS)
+    programs = min(enough(device.sms * WARPS // s.num_warps, count, s.block_rows), MOST_PARTIALS)
     return s if -(-count // s.block_rows) <= MOST_PARTIALS else replace(s, programs=programs)
 
 

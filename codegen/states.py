@@ -215,7 +215,8 @@ class Moments:
         p.line(f"{mean} = {p.along('tl.sum', 'x')} / {_count(p)}")
         mask = p.mask(ALONG, None)
         p.define("off", f"tl.where({mask}, x - {mean}, 0.0)" if mask else f"x - {mean}")
-        p.line(f"{squares} = {p.along('tl.sum', 'off * off')}")
+        p.line(f"{squares}, left = fm.sums(off * off, off, {'0' if p.flat else '1'}, {not p.flat})")
+        p.line(f"{mean}, {squares} = fm.corrected({mean}, {squares}, left, {_count(p)})")
 
     def fold(self, p: Printer, names: Sequence[str]) -> None:
         """The state is one value a row already."""
@@ -227,9 +228,12 @@ class Moments:
         mean, squares = names
         means, others = parts
         p.define("counts", _part_counts(p))
-        p.line(f"{mean} = {p.along('tl.sum', f'counts * {means}')} / {dim_text(p.a.size(COLS))}")
-        p.define("off", f"{means} - {mean}")
-        p.line(f"{squares} = {p.along('tl.sum', f'{others} + counts * off * off')}")
+        tops = f'tl.where(counts > 0, {means}, float("-inf"))'
+        p.define("top", p.along("tl.max", tops))  # means differ by less than they are, which rounds less
+        p.define("off", f"{means} - top")
+        p.define("move", f"{p.along('tl.sum', 'counts * off')} / {dim_text(p.a.size(COLS))}")
+        p.line(f"{mean} = top + move")
+        p.line(f"{squares} = {p.along('tl.sum', f'{others} + counts * (off - move) * (off - move)')}")
 
     def bind(self, p: Printer, names: Sequence[str]) -> None:
         p.env[self.mean], p.env[self.squares] = names

@@ -2,8 +2,9 @@
 
     python -m examples.folded_scale
 
-compile() proves the two sides equal in float64, gradients too, before it uses them; `where=` says where it
-pays: the weight is smaller than the product's result. The same rule without `where=` applies everywhere.
+compile() compares the two sides, gradients too, before it uses them; `where=` says where it pays: the weight
+is smaller than the product's result. The same rule without `where=` applies everywhere. An infinite scale
+times a sum is infinite, and times each of its terms NaN: `domain=` says that there is none.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ def pays(x: MatchedTensor, weight: MatchedTensor, scale: MatchedTensor) -> bool:
 
 
 PATTERN = fc.rewrite(
-    scaled_linear, folded, torch.ones(2, 3, 10), torch.ones(5, 10), torch.ones(5), where=pays
-)
+    scaled_linear,
+    folded,
+    torch.ones(2, 3, 10), torch.ones(5, 10), torch.ones(5),
+    where=pays,
+    domain={"scale": "finite"},
+)  # fmt: skip
 
 
 class Scaled(nn.Module):

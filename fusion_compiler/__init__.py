@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fusion_compiler.profiling import Profile, profile
     from fusion_compiler.report import Report
 
+__version__ = "0.1.0"
 _HOMES = {
     "compile": "api",
     "FusionError": "errors",

@@ -6,29 +6,40 @@ import functools
 import inspect
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 
+from fusion_compiler.breaks import GraphBreak
 from fusion_compiler.builds import prepare
 from fusion_compiler.cache import Cache
 from fusion_compiler.canonical import Canonical, canonical, describe
 from fusion_compiler.capture import GraphInfo, Phase, make_backend
 from fusion_compiler.codegen.templates import emit
 from fusion_compiler.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings
-from fusion_compiler.dag import OpDag, build
+from fusion_compiler.dag import OpDag, build, size_hints
 from fusion_compiler.debug import Debug, DebugSettings
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import DEFAULT, DeviceSpec, device_spec
-from fusion_compiler.errors import KernelError, NotCallableError, UnsupportedDtypeError, WarnOnce
+from fusion_compiler.errors import (
+    EagerDeviceError,
+    EagerOperatorError,
+    FusionError,
+    InternalError,
+    KernelError,
+    NotCallableError,
+    TorchScriptError,
+    UnsupportedDtypeError,
+    WarnOnce,
+)
 from fusion_compiler.kernel import Program
 from fusion_compiler.launch import Runner, compile_all
-from fusion_compiler.module import Plans, wrap
+from fusion_compiler.module import Plans, compiled_class, plain, wrap
 from fusion_compiler.options import Options
 from fusion_compiler.passes.cluster import plan as plan_clusters
 from fusion_compiler.passes.indexed import key_of
@@ -49,25 +60,41 @@ from fusion_compiler.verify import KernelCheck, Verifier, coarsest
 
 
 def compile(
-    model: nn.Module | Callable[..., Any], *, patterns: Sequence[Pattern] = DEFAULT_PATTERNS, **options: Any
+    model: nn.Module | Callable[..., Any] | None = None,
+    *,
+    patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
+    mode: str | None = None,
+    **options: Any,
 ) -> Any:
     """Compile a module or function; the result is called, trained and saved like the original.
 
+    model: of what is compiled already, by torch.compile too, the original is compiled with these options
+        instead. A class gives a subclass whose instances are compiled (a decorator's use). Without a model
+        comes a decorator that has the options.
     patterns: what to recognise and replace, the first wins (`fusion_compiler.patterns`).
+    mode: a name for several options, as torch.compile has it (`options.MODES`).
     options: the fields of `Options`. The module returned shares the model's parameters, buffers and
     mode; its `.plan` holds the FusionPlan of every graph captured so far. Compilation happens at the
     first call, and again for inputs that do not fit what was compiled.
 
-    Raises NotCallableError, UnknownOptionError, InvalidOptionError, InvalidPatternError or
-    RewriteNotEqualError at once.
+    Raises NotCallableError, UnknownOptionError, InvalidOptionError, ContradictoryOptionsError,
+    InvalidPatternError or RewriteNotEqualError at once.
     """
-    if inspect.isclass(model) or not callable(model):
-        raise NotCallableError(got=model.__name__ if inspect.isclass(model) else type(model).__name__)
-    chosen = Options.of(**options)
+    chosen = Options.of(mode=mode, **options)
+    recompile = functools.partial(compile, patterns=patterns, mode=mode, **options)
+    if model is None:
+        return recompile
+    model = plain(model)
+    if inspect.isclass(model):
+        return compiled_class(model, recompile)
+    if not callable(model):
+        raise NotCallableError(got=type(model).__name__)
     compiler = Compiler(chosen, patterns)
+    if isinstance(model, torch.jit.ScriptModule):
+        compiler.warned.fall_back("TorchScript", TorchScriptError(model=type(model).__name__))
+        return model
     if chosen.backend == "auto" and torch.cuda.is_available():
         prepare()  # while the model is captured
-    recompile = functools.partial(compile, patterns=patterns, **options)
     return wrap(
         model,
         compiler.backend(),
@@ -75,12 +102,14 @@ def compile(
         recompile,
         dynamic=chosen.dynamic,
         fullgraph=chosen.fullgraph,
+        strict=chosen.strict,
+        broke=compiler.broke,
     )
 
 
 def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(model, backend="fusion_compiler")`; `options=` are those of compile()."""
-    given = dict(options.get("options", options))
+    """`torch.compile(model, backend="fusion_compiler")`; `mode=` and `options=` are those of compile()."""
+    given = {**options.pop("options", {}), **options}
     patterns = given.pop("patterns", DEFAULT_PATTERNS)
     return Compiler(Options.of(**given), patterns).backend()(gm, inputs)
 
@@ -112,7 +141,9 @@ class Compiler:
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
         return self.progress.during(
-            make_backend(graph, rewrites=rewrites, decompositions=decomposition_table)
+            make_backend(
+                graph, rewrites=rewrites, decompositions=decomposition_table, give_up=self.give_up
+            )
         )
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
@@ -138,12 +169,12 @@ class Compiler:
             matches=matches,
         )
         clock.lap("plan")
-        self.report_dtypes(plan)
+        self.report_left(plan)
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
         backend = self.backend_for(kind)
         runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
         clock.lap("emit")
-        called = self.verified(plan, runners) if self.options.verify else runners
+        called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
         stitched = stitch(plan, called, owned=info.owned, view=view, ranges=ranges)
@@ -165,6 +196,19 @@ class Compiler:
         self.debug.plan(plan)
         return run
 
+    def give_up(self, name: str, error: Exception) -> None:
+        """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""
+        if isinstance(error, FusionError | Warning):  # the user's, or one that a filter made an error
+            raise error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {error}"
+        fault = InternalError(
+            graph=name, detail=reason, place=f"{os.path.basename(place.filename)}:{place.lineno}"
+        )
+        fault.__cause__ = error
+        self.warned.fall_back(f"give up {name}", fault)
+        self.plans.leave(name, reason)
+
     def recorded(
         self,
         run: Callable[..., Any],
@@ -185,17 +229,37 @@ class Compiler:
             )
         return run, decision
 
-    def report_dtypes(self, plan: FusionPlan) -> None:
-        """Numbers that no kernel can hold stay eager with a warning, or raise UnsupportedDtypeError."""
-        for left in plan.leftovers:
+    def report_left(self, plan: FusionPlan) -> None:
+        """What no kernel computes stays eager: numbers that none can hold with a warning. `strict` raises."""
+        wanting = [left for left in plan.leftovers if not left.library]
+        for left in wanting:
             complex_ones = [m.dtype for m in plan.dag.op(left.op).outputs if m.dtype.is_complex]
             if complex_ones:
                 error = UnsupportedDtypeError(left.source, op=left.target, dtype=complex_ones[0])
                 self.warned.fall_back("dtype", error)
+        if wanting and self.options.strict:
+            first, others = wanting[0], {left.target for left in wanting[1:]} - {wanting[0].target}
+            more = f"; as would {', '.join(sorted(others))}" if others else ""
+            raise EagerOperatorError(first.source, op=first.target, reason=first.reason, others=more)
 
-    def verified(self, plan: FusionPlan, runners: Mapping[str, Runner]) -> dict[str, Verifier]:
-        """The runners of a graph, each compared with its cluster's fx subgraph when first called."""
+    def broke(self, found: Sequence[GraphBreak]) -> None:
+        """Graph breaks of a call go into the plans; of the first there is a warning."""
+        self.plans.broke(found)
+        self.debug.breaks(found)
+        for one in found[:1]:
+            self.warned.fall_back("graph break", one.error)
+
+    def verified(
+        self, plan: FusionPlan, runners: Mapping[str, Runner], kind: str, backend: str
+    ) -> Mapping[str, Callable[..., Any]]:
+        """The runners of a graph, each compared with its cluster's fx subgraph when first called; themselves,
+        and a warning, where nothing else runs."""
         table = self.plans.verification
+        if backend == "eager":
+            table.nothing = f"the clusters run as ATen ops on {kind}: there is no kernel to compare them with"
+            todo = "run the kernels: on a GPU, or here with backend='interpret'"
+            self.warned.warn("verify", f"verify=True: {table.nothing}\n  what to do: {todo}")
+            return runners
         return {
             c.name: Verifier(
                 runners[c.name],
@@ -229,11 +293,7 @@ class Compiler:
             return self.options.backend
         if kind == "cuda":
             return "triton"
-        self.warned.warn(
-            "device",
-            f"the graph is on {kind}: its clusters run as ATen ops, one by one\n"
-            "  what to do: move the model to a GPU, or run the kernels here with backend='interpret'",
-        )
+        self.warned.fall_back("device", EagerDeviceError(device=kind))
         return "eager"
 
     def runner(self, cluster: Cluster, plan: FusionPlan, device: DeviceSpec, backend: str) -> Runner:
@@ -252,8 +312,9 @@ class Compiler:
                 name=cluster.name,
                 backend=backend,  # type: ignore[arg-type]
                 strict=self.options.strict,
-                tune=self.options.tune,
+                tune=bool(self.options.tune),
                 cache=self.cache,
+                home=torch.device(key[0].device),
             )
         return self.runners[key]
 
@@ -272,7 +333,9 @@ class Compiler:
 
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}
-        return emit(key.nests, cluster.name, describe(cluster, dag), buffers, device)
+        return emit(
+            key.nests, cluster.name, describe(cluster, dag), buffers, device, self.options.schedules
+        )
 
 
 def deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -325,14 +388,3 @@ def device_type(dag: OpDag) -> str:
     """The device kind of most tensors."""
     kinds = [m.device.split(":")[0] for name in dag.order for m in dag.op(name).outputs[:1]]
     return max(set(kinds), key=kinds.count) if kinds else "cpu"
-
-
-def size_hints(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
-    """The sizes that symbols had when the graph was captured."""
-    hints: dict[sympy.Symbol, int] = {}
-    for value in inputs:
-        dims: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)
-        for dim in dims:
-            if isinstance(dim, torch.SymInt) and isinstance(dim.node.expr, sympy.Symbol):
-                hints[dim.node.expr] = int(dim.node.hint) if dim.node.has_hint() else 64
-    return hints

@@ -51,6 +51,8 @@ class Entry:
 
     owner: keeps the loaded code alive. direct: what `run` itself calls, and with which arguments,
     where that is known: constants, `Varying` ones, and tuples of them.
+    apart: of a kernel that is launched cooperatively, how it is launched otherwise. resident: so many of its
+    programs the device holds at a time, where that is known.
     """
 
     run: Callable[..., None]
@@ -58,6 +60,8 @@ class Entry:
     packed: object
     owner: object = None
     direct: tuple[Callable[..., None], tuple[object, ...]] | None = None
+    apart: Entry | None = None
+    resident: int | None = None
 
 
 @dataclass(frozen=True)
@@ -372,24 +376,40 @@ def _write_launch(text: _Text, number: int, kernel: Kernel, entry: Entry, grid: 
         Role.SIZE: "n{}",
     }
     arguments = [values[a.role].format(a.index) for a in kernel.arguments]
-    given = dict(zip("xyz", grid, strict=True)) | {"stream": "stream"}
-    given |= {str(i): argument for i, argument in enumerate(arguments)}
     text.names[f"owner{number}"] = entry.owner
-    if entry.direct is not None:
-        launch, layout = entry.direct
-        call = f"{text.bind(f'run{number}', launch)}({_passed(text, number, layout, given)})"
-    else:
-        run = text.bind(f"run{number}", entry.run)
-        function = text.bind(f"function{number}", entry.function)
-        packed = text.bind(f"packed{number}", entry.packed)
-        call = f"{run}({', '.join([*grid, 'stream', function, packed, 'None', 'None', 'None', *arguments])})"
     if "0" in grid:
         return
     unknown = [extent for extent in grid if not extent.isdigit()]
-    text.add(f"if {' and '.join(unknown)}: {call}" if unknown else call)
+    here = f"if {' and '.join(unknown)}: " if unknown else ""
+    if entry.apart is None:
+        text.add(here + _call(text, str(number), entry, grid, arguments))
+        return
+    programs = " * ".join(grid)
+    if unknown:
+        text.add(f"if {programs} > {entry.resident}:")
+        text.add(f"    {_call(text, f'{number}_apart', entry.apart, grid, arguments)}")
+        text.add(f"el{here}{_call(text, str(number), entry, grid, arguments)}")
+    else:
+        fits = entry.resident is not None and math.prod(map(int, grid)) <= entry.resident
+        text.add(_call(text, str(number), entry if fits else entry.apart, grid, arguments))
 
 
-def _passed(text: _Text, number: int, layout: Iterable[object], given: Mapping[str, str]) -> str:
+def _call(
+    text: _Text, number: str, entry: Entry, grid: tuple[str, str, str], arguments: Sequence[str]
+) -> str:
+    """The text of a launch."""
+    if entry.direct is not None:
+        given = dict(zip("xyz", grid, strict=True)) | {"stream": "stream"}
+        given |= {str(i): argument for i, argument in enumerate(arguments)}
+        launch, layout = entry.direct
+        return f"{text.bind(f'run{number}', launch)}({_passed(text, number, layout, given)})"
+    run = text.bind(f"run{number}", entry.run)
+    function = text.bind(f"function{number}", entry.function)
+    packed = text.bind(f"packed{number}", entry.packed)
+    return f"{run}({', '.join([*grid, 'stream', function, packed, 'None', 'None', 'None', *arguments])})"
+
+
+def _passed(text: _Text, number: str, layout: Iterable[object], given: Mapping[str, str]) -> str:
     """The arguments of a direct call as text."""
     parts: list[str] = []
     for value in layout:

@@ -22,6 +22,7 @@ import importlib
 import linecache
 import os
 import pickle
+import re
 import select
 import shutil
 import signal
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 # them: nothing may be compiled in one thread while another interprets.
 TRITON_LOCK = threading.RLock()
 
+# Whatever Triton's defaults and environment variables say: indices are checked (`math.check_index`), and
+# integers wrap around as in eager.
+OPTIONS = {"debug": True, "sanitize_overflow": False}
+
 # What a server takes to start and what a kernel takes to compile: it is used where it gains.
 SERVER_SECONDS = 0.5
 KERNEL_SECONDS = 0.1
@@ -59,6 +64,8 @@ class Build:
     divisible: positions of the parameters that are multiples of 16 (bytes, for a pointer).
     target: backend ("cuda", "hip"), architecture (90, "gfx942") and threads in a warp.
     registers: the most that a thread may take; "cuda" only.
+    fp_fusion: products and sums may become one instruction.
+    cooperative: all programs of a launch are to be on the device at the same time.
     """
 
     source: str
@@ -69,6 +76,8 @@ class Build:
     num_warps: int = 4
     num_stages: int = 1
     registers: int | None = None
+    fp_fusion: bool = True
+    cooperative: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,9 +108,16 @@ def _arguments(build: Build) -> dict[str, Any]:
 
     attrs = {(i,): [["tt.divisibility", 16]] for i in build.divisible}
     source = ASTSource(load_kernel(build.source, build.name), dict(build.signature), {}, attrs)
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    options: dict[str, Any] = {
+        **OPTIONS,
+        "num_warps": build.num_warps,
+        "num_stages": build.num_stages,
+        "enable_fp_fusion": build.fp_fusion,
+    }
     if build.registers is not None and build.target[0] == "cuda":
         options["maxnreg"] = build.registers
+    if build.cooperative:
+        options["launch_cooperative_grid"] = True
     return {"src": source, "target": _target(build), "options": options}
 
 
@@ -123,6 +139,11 @@ def cache_entry(build: Build) -> Path:
     return Path(manager.cache_dir)
 
 
+def is_entry(folder: Path) -> bool:
+    """Whether a folder is named as Triton names those of its cache, by a hash, and is no link to another."""
+    return re.fullmatch(r"[A-Z2-7]{52}", folder.name) is not None and not folder.is_symlink()
+
+
 def _cache_env_vars() -> dict[str, str]:
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
@@ -142,54 +163,60 @@ def compile_build(build: Build) -> CompiledKernel:
 
     Triton writes each file of an entry under another name and moves it, so a killed process
     leaves no half file; but it believes whatever it finds. A damaged entry (a truncated file, a
-    flipped bit) is noticed by the checksum beside it or by failing to load, removed, and
-    compiled again. Raises what Triton raises when the kernel itself does not compile.
+    flipped bit) is noticed by the checksum beside it, which is looked at first, or by failing to load,
+    removed, and compiled again. Raises what Triton raises when the kernel itself does not compile.
     """
     import triton
 
     with TRITON_LOCK:
         known = is_cached(build)
+        if known and not _is_whole(_seal_of(build)):
+            forget(build)
+            known = False
         try:
             kernel = triton.compile(**_arguments(build))
-            if not known or _is_whole(kernel):
-                _seal(kernel)
-                return kernel
         except Exception as error:
             # Another process that found the same entry damaged may have removed its folder while
             # this one wrote there.
             if not known and not isinstance(error, OSError):
                 raise
-        shutil.rmtree(cache_entry(build), ignore_errors=True)
-        kernel = triton.compile(**_arguments(build))
-        _seal(kernel)
+            forget(build)
+            known = False
+            kernel = triton.compile(**_arguments(build))
+        if not known or not _seal_of(build).exists():
+            _seal(_seal_of(build))
         return kernel
 
 
-def _checksum(kernel: CompiledKernel) -> tuple[Path, str]:
-    """The file that holds the checksum of a cache entry, and what it should hold."""
-    files = {name: Path(path) for name, path in kernel.metadata_group.items()}
-    metadata = next(path for name, path in files.items() if name.endswith(".json"))
-    digest = hashlib.sha256(metadata.read_bytes())
-    code = kernel.kernel
-    digest.update(code if isinstance(code, bytes) else code.encode())
-    return metadata.with_suffix(".sha256"), digest.hexdigest()
+def _seal_of(build: Build) -> Path:
+    """The file with the checksum of an entry of Triton's cache."""
+    return cache_entry(build) / f"{build.name[:150]}.sha256"
 
 
-def _is_whole(kernel: CompiledKernel) -> bool:
+def checksum(seal: Path) -> str:
+    """What the file with an entry's checksum should hold: that of all files of the kernel beside it."""
+    digest, names = hashlib.sha256(), (f"{seal.stem}.", f"__grp__{seal.stem}.")
+    for file in sorted(seal.parent.iterdir()):
+        if file.name.startswith(names) and file != seal and file.is_file():
+            digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _is_whole(seal: Path) -> bool:
     """False when the entry's checksum exists and differs. Without one there is nothing to compare."""
-    file, digest = _checksum(kernel)
-    return not file.exists() or file.read_text(errors="replace") == digest
+    try:
+        return not seal.is_file() or seal.read_text(errors="replace") == checksum(seal)
+    except OSError:  # another process is removing it
+        return False
 
 
-def _seal(kernel: CompiledKernel) -> None:
-    file, digest = _checksum(kernel)
-    if file.exists():
-        return
+def _seal(seal: Path) -> None:
     with contextlib.suppress(OSError):  # unsealed is as good as Triton leaves it
-        handle, temporary = tempfile.mkstemp(dir=file.parent)
+        digest = checksum(seal)
+        handle, temporary = tempfile.mkstemp(dir=seal.parent)
         with os.fdopen(handle, "w") as stream:
             stream.write(digest)
-        os.replace(temporary, file)
+        os.replace(temporary, seal)
 
 
 def forget(build: Build) -> None:
@@ -348,7 +375,7 @@ def _fields(build: Build) -> tuple[Any, ...]:
     # The server knows this class as __main__.Build: plain tuples travel between the two names.
     return (
         build.source, build.name, build.signature, build.divisible, build.target, build.num_warps,
-        build.num_stages, build.registers,
+        build.num_stages, build.registers, build.fp_fusion, build.cooperative,
     )  # fmt: skip
 
 

@@ -4,6 +4,9 @@ A record is one file, `<sha256 of the key>.json`, that holds its key, its value 
 is written under another name, flushed to the disk and moved into place, so a reader sees the whole
 old record, the whole new one, or none. What is not a whole record (truncated, flipped bits,
 written by something else) counts as absent and is replaced by the next write.
+
+The folder that a user names may hold anything. Records lie in one of their own below it, and only plain files
+whose names are such a hash are ever read, replaced or removed there.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import stat
 import tempfile
 import time
 import warnings
@@ -21,6 +26,9 @@ from typing import Any
 from fusion_compiler.errors import CacheError, FusionWarning
 
 DEFAULT_BYTES = 64 * 2**20
+FOLDER = "tuning-1"  # of the records; another number for another form of them
+RECORD = re.compile(r"[0-9a-f]{64}\.json")
+UNFINISHED = re.compile(r"[0-9a-f]{64}\.\w+\.tmp")
 # A writer that was killed leaves its unfinished file behind; younger ones may still be written.
 ABANDONED_SECONDS = 3600.0
 # The size is looked at once in so many writes of one process: a listing costs more than a write.
@@ -36,7 +44,8 @@ def default_path() -> Path:
 class Cache:
     """Records by key: a value is anything that JSON holds, None excepted.
 
-    path: the folder, made when the first record is written; by default `default_path()`.
+    path: the folder below which they have one of their own, made when the first record is written; by default
+        `default_path()`.
     max_bytes: when the records outgrow it, those not used for longest go, down to nine tenths.
 
     Where the folder cannot be written, one FusionWarning says so, and the records live in memory,
@@ -44,7 +53,7 @@ class Cache:
     """
 
     def __init__(self, path: str | Path | None = None, max_bytes: int = DEFAULT_BYTES) -> None:
-        self.path = Path(path) if path is not None else default_path()
+        self.path = (Path(path) if path is not None else default_path()) / FOLDER
         self.max_bytes = max_bytes
         self._memory: dict[str, Any] = {}
         self._on_disk = True
@@ -75,7 +84,7 @@ class Cache:
 
     def list(self) -> dict[str, Any]:
         """Every record: key -> value."""
-        records = (read_record(file) for file in self._files())
+        records = (read_record(file) for file in self.files())
         return {r["key"]: r["value"] for r in records if r is not None} | self._memory
 
     def size(self) -> int:
@@ -85,38 +94,41 @@ class Cache:
     def clear(self) -> None:
         """Removes every record, and what killed writers left."""
         self._memory.clear()
-        for file in [*self._files(), *self.path.glob("*.tmp")]:
+        for file in [*self.files(), *self.files(UNFINISHED)]:
             with contextlib.suppress(OSError):
                 file.unlink()
+
+    def files(self, names: re.Pattern[str] = RECORD) -> list[Path]:
+        """The plain files of such names, sorted: what else lies in the folder is not the cache's."""
+        try:
+            with os.scandir(self.path) as entries:
+                plain = [e.name for e in entries if e.is_file(follow_symlinks=False)]
+        except OSError:
+            return []
+        return [self.path / name for name in sorted(plain) if names.fullmatch(name)]
 
     def _file(self, key: str) -> Path:
         return self.path / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
-    def _files(self) -> list[Path]:
-        try:
-            return sorted(self.path.glob("*.json"))
-        except OSError:
-            return []
-
     def _stats(self) -> list[tuple[float, int, Path]]:
         """(last use, bytes, file) of each record; those that vanish meanwhile are left out."""
         found: list[tuple[float, int, Path]] = []
-        for file in self._files():
+        for file in self.files():
             with contextlib.suppress(OSError):
-                stat = file.stat()
-                found.append((stat.st_mtime, stat.st_size, file))
+                about = file.stat()
+                found.append((about.st_mtime, about.st_size, file))
         return found
 
     def _write(self, file: Path, text: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=self.path)
+        handle, temporary = tempfile.mkstemp(prefix=f"{file.stem}.", suffix=".tmp", dir=self.path)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as stream:
                 stream.write(text)
                 stream.flush()
                 os.fsync(stream.fileno())
-            if file.is_dir():  # foreign content under our name
-                raise IsADirectoryError(f"{file} is a directory")
+            if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):  # nobody's record
+                raise FileExistsError(f"{file} is no plain file")
             os.replace(temporary, file)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -137,7 +149,7 @@ class Cache:
             with contextlib.suppress(OSError):
                 file.unlink()
                 total -= size
-        for file in self.path.glob("*.tmp"):
+        for file in self.files(UNFINISHED):
             with contextlib.suppress(OSError):
                 if time.time() - file.stat().st_mtime > ABANDONED_SECONDS:
                     file.unlink()
@@ -157,10 +169,19 @@ def _seal(key: str, value: Any) -> str:
     return json.dumps({"key": key, "value": value, "sha256": _checksum(key, text)}, sort_keys=True)
 
 
+def read_plain(file: Path) -> bytes:
+    """What is in a plain file. Raises OSError for anything else: a pipe would wait for somebody to write."""
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{file} is no plain file")
+        return stream.read()
+
+
 def read_record(file: Path) -> dict[str, Any] | None:
     """The record in `file` ({key, value, sha256}), or None when there is none that is whole."""
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(read_plain(file))
         text = json.dumps(record["value"], sort_keys=True)
         return record if record["sha256"] == _checksum(record["key"], text) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -15,10 +15,12 @@ from fusion_compiler.schema import short_name
 
 @dataclass(frozen=True)
 class Canonical:
-    """Tile programs with their tensors by position: equal for clusters that need the same kernel."""
+    """Tile programs with their tensors by position: equal for clusters that need the same kernel, and whose
+    fx subgraphs, which make constants on a device, may stand for each other."""
 
     nests: tuple[LoopNest, ...]
     buffers: tuple[Buffer, ...]
+    device: str
 
 
 def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
@@ -28,7 +30,8 @@ def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
     salts = {salt: sympy.Symbol(f"salt{i}", integer=True) for i, salt in enumerate(salts_of(cluster))}
     nests = tuple(_renamed(loops, short, salts) for loops in cluster.nests)
     metas = [(short[name], dag.op(name).outputs[0]) for name in names]
-    return Canonical(nests, tuple(Buffer(n, m.shape, m.stride, m.dtype) for n, m in metas))
+    buffers = tuple(Buffer(n, m.shape, m.stride, m.dtype) for n, m in metas)
+    return Canonical(nests, buffers, dag.op(cluster.outputs[0]).outputs[0].device)
 
 
 def salts_of(cluster: Cluster) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import TorchDynamoException
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import TracingContext
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusion_compiler.partition import partition
 from fusion_compiler.passes.origins import Origin, Origins, origins_of
 from fusion_compiler.passes.rewrites.record import Notes, Rewrite, RewriteNote
-from fusion_compiler.pre_autograd import UntraceableError, trace_pre_autograd
+from fusion_compiler.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
 from fusion_compiler.tangents import Backward, Boxed, leave_undefined, separable
 
 
@@ -72,11 +73,18 @@ class Backend(Protocol):
     ) -> Callable[..., Any]: ...
 
 
+def raising(name: str, error: Exception) -> None:
+    """Lets no graph run as it is."""
+    del name
+    raise error
+
+
 def make_backend(
     compile_graph: CompileGraph,
     *,
     rewrites: Sequence[Rewrite],
     decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
+    give_up: Callable[[str, Exception], None] = raising,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=...)`.
 
@@ -86,16 +94,30 @@ def make_backend(
         of arguments, which it empties, so that saved activations are freed at their last use.
     rewrites: run in order on the pre-autograd graph.
     decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
+    give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
     """
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False) -> Callable[..., Any]:
         name = f"graph{next(numbers)}"
+        gm, held = lift_attributes(gm)
+        try:
+            run = compiled(name, gm, (*held, *inputs), traced)
+        except TorchDynamoException:  # not an error: Dynamo may start again
+            raise
+        except Exception as error:
+            if traced:
+                raise
+            give_up(name, error)
+            run = gm.forward
+        return functools.partial(run, *held) if held else run
+
+    def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
         rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
-        stages = _Stages(compile_graph, name)
+        stages = _Stages(compile_graph, name, give_up)
         try:
             return stages.compile(rewritten, inputs, notes, decompositions())
-        except TensorifyScalarRestartAnalysis:  # not an error: Dynamo starts again
+        except TorchDynamoException:
             raise
         except Exception as error:
             if rewritten is gm or stages.reached:
@@ -120,8 +142,11 @@ class _Stages:
     _bare: Callable[..., Any] | None  # the graph without AOTAutograd's wrapper, where that does nothing
     _inputs: Sequence[Any] | None  # where it may do nothing
 
-    def __init__(self, compile_graph: CompileGraph, name: str) -> None:
+    def __init__(
+        self, compile_graph: CompileGraph, name: str, give_up: Callable[[str, Exception], None]
+    ) -> None:
         self._compile_graph = compile_graph
+        self._give_up = give_up
         self._name = name
         self.reached = False
         self._separable = False
@@ -152,6 +177,15 @@ class _Stages:
         return leave_undefined(run) if self._separable else run
 
     def _stage(self, phase: Phase, notes: Notes) -> Callable[..., Any]:
+        made: list[Callable[..., Any]] = []
+
+        def once(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+            # A backward may be compiled when it is first called, which several threads may do at once.
+            with compile_lock:
+                if not made:
+                    made.append(compile_stage(graph, fakes))
+                return made[0]
+
         def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             self.reached = True
             info = _info(graph, self._name, phase, notes)
@@ -160,16 +194,23 @@ class _Stages:
                 self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
             if phase is Phase.BACKWARD and self._separable:
                 return _boxed(Backward(graph, functools.partial(self._variant, fakes, info)))
-            compiled = self._compile_graph(graph, fakes, info)
+            compiled = self._compiled(graph, fakes, info)
             if phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes):
                 self._bare = _unboxed(compiled)
-            return _boxed(compiled)
+            return compiled
 
-        return compile_stage
+        return once
 
     def _variant(self, fakes: Sequence[Any], info: GraphInfo, graph: fx.GraphModule, number: int) -> Boxed:
         name = f"{info.name}{number + 1}" if number else info.name
-        return _boxed(self._compile_graph(graph, fakes, replace(info, name=name)))
+        return self._compiled(graph, fakes, replace(info, name=name))
+
+    def _compiled(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo) -> Boxed:
+        try:
+            return _boxed(self._compile_graph(graph, fakes, info))
+        except Exception as error:
+            self._give_up(info.name, error)
+            return make_boxed_func(graph.forward)
 
 
 def _named(graph: fx.GraphModule, phase: Phase, origins: Sequence[Origin]) -> dict[str, Origin]:

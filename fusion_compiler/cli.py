@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fusion_compiler import __version__
 from fusion_compiler.errors import (
     FusionError,
     TargetError,
@@ -109,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The grammar of the command line; each command's function is its `command`."""
     top = _described(argparse.ArgumentParser(PROGRAM), "Explain, profile and look after compiled models.", "")
+    top.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, what: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:

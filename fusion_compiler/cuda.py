@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import errno
 import functools
 import os
 import shutil
@@ -10,13 +13,14 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusion_compiler.binding import Entry, direct_call
-from fusion_compiler.builds import Build, compile_build, forget
+from fusion_compiler.builds import Build, compile_build, forget, is_entry
 from fusion_compiler.errors import CacheError, FusionWarning
 
 if TYPE_CHECKING:
@@ -27,6 +31,13 @@ ROUNDS = 5
 WAIT_CYCLES = 400_000
 # A candidate slower than the best by this factor in the first round is not timed again.
 HOPELESS = 1.5
+# Of the drivers: how many programs of so many threads and bytes of shared memory a multiprocessor holds.
+OCCUPANCY = {
+    "cuda": ("libcuda.so.1", "cuOccupancyMaxActiveBlocksPerMultiprocessor"),
+    "hip": ("libamdhip64.so", "hipModuleOccupancyMaxActiveBlocksPerMultiprocessor"),
+}
+# What a folder that looks writable says when it is written to.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def make_cache_writable() -> None:
@@ -44,9 +55,28 @@ def make_cache_writable() -> None:
         reason = "no permission to write"
     except OSError as error:
         reason = str(error)
+    _leave_cache(reason)
+
+
+def _leave_cache(reason: object) -> None:
+    """From now on Triton's cache is a temporary folder, which is said."""
+    from triton import knobs
+
+    folder = knobs.cache.dir
     knobs.cache.dir = tempfile.mkdtemp(prefix="fusion_compiler_")
     text = CacheError(path=folder, detail=f"{reason}; set TRITON_CACHE_DIR too")
-    warnings.warn(f"{text}; until then every process compiles every kernel", FusionWarning, stacklevel=3)
+    warnings.warn(f"{text}; until then every process compiles every kernel", FusionWarning, stacklevel=4)
+
+
+def _compiled(build: Build) -> CompiledKernel:
+    """`compile_build`, in a temporary folder where Triton's own has no room or turns out to be broken."""
+    try:
+        return compile_build(build)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _leave_cache(error)
+        return compile_build(build)
 
 
 class CudaGpu:
@@ -86,17 +116,36 @@ class CudaGpu:
 
             make_cache_writable()
             with torch.cuda.device(self.index):
-                kernel = compile_build(build)
+                kernel = _compiled(build)
                 try:
                     run: Any = kernel.run
                 except OutOfResources:
                     raise
                 except Exception as error:
                     kernel, run = _reload(build, error)
-            function, packed = kernel.function, kernel.packed_metadata
-            direct = direct_call(run, function, packed, len(build.signature))
-            self._loaded[build] = Entry(run, function, packed, kernel, direct)
+            entry = _entry(build, kernel, run)
+            if build.cooperative:
+                resident = self._resident(build, kernel)
+                apart = copy.copy(run)
+                apart.launch_cooperative_grid = False
+                entry = replace(entry, apart=_entry(build, kernel, apart), resident=resident)
+            self._loaded[build] = entry
         return self._loaded[build]
+
+    def _resident(self, build: Build, kernel: CompiledKernel) -> int | None:
+        """How many programs of a kernel the device holds at a time; None where the driver does not say."""
+        backend, _, warp_size = build.target
+        library, function = OCCUPANCY[backend]
+        threads, programs = build.num_warps * warp_size, ctypes.c_int()
+        try:
+            occupancy = getattr(ctypes.CDLL(library), function)
+        except (OSError, AttributeError):
+            return None
+        handle, shared = ctypes.c_void_p(kernel.function), ctypes.c_size_t(kernel.metadata.shared)
+        with torch.cuda.device(self.index):
+            failed = occupancy(ctypes.byref(programs), handle, ctypes.c_int(threads), shared)
+        count = torch.cuda.get_device_properties(self.index).multi_processor_count
+        return None if failed else programs.value * count
 
     def times(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """Median GPU microseconds of each call, in rounds over all, so that clocks drift for all.
@@ -130,14 +179,27 @@ def gpu_of(index: int) -> CudaGpu:
     return CudaGpu(index)
 
 
+def _entry(build: Build, kernel: CompiledKernel, run: Any) -> Entry:
+    function, packed = kernel.function, kernel.packed_metadata
+    return Entry(run, function, packed, kernel, direct_call(run, function, packed, len(build.signature)))
+
+
 def _reload(build: Build, error: Exception) -> tuple[CompiledKernel, Any]:
-    # A launcher that Triton compiled with a C compiler lies in a folder of its own.
+    # A launcher that Triton compiled with a C compiler lies in a folder of its own. Errors of other imports
+    # name a file as well, which is nobody's to remove.
     library = getattr(error, "path", None)
-    if library is not None:
+    if library is not None and _is_cached(Path(library)):
         shutil.rmtree(Path(library).parent, ignore_errors=True)
     forget(build)
     kernel = compile_build(build)
     return kernel, kernel.run
+
+
+def _is_cached(file: Path) -> bool:
+    """Whether a file lies in an entry of Triton's cache."""
+    from triton import knobs
+
+    return is_entry(file.parent) and file.parent.parent.resolve() == Path(knobs.cache.dir).resolve()
 
 
 def _empty_function() -> Callable[[Any, Any, torch.dtype], torch.Tensor]:

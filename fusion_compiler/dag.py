@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils._sympy.functions import Max
 
 from fusion_compiler.dims import Dim, hint, numel, simple
 from fusion_compiler.ops import Kind, spec_of
+from fusion_compiler.pinned import pinned_values
 
 aten = torch.ops.aten
 
@@ -64,6 +65,8 @@ class Op:
 
     args, kwargs: as in the fx node, with Ref(name) for tensors. outputs: one per result.
     flops, bytes: what it computes, and what it reads and writes when it runs alone.
+    pinned: its value is one number wherever it is made or held, as something that jumps depends on it.
+    rounds: its value is rounded to its dtype even where it is not stored: see `round_trips`.
     """
 
     name: str
@@ -77,6 +80,8 @@ class Op:
     bytes: int
     source: Source | None
     call: EagerCall | None = None
+    pinned: bool = False
+    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,11 +212,48 @@ def _bytes(meta: TensorMeta) -> int:
     return numel(meta.shape) * meta.dtype.itemsize
 
 
+# Operators that convert, as a user's code, Dynamo's graph and ATen name them.
+CONVERSIONS = frozenset({
+    "to", "_to_copy", "type", "type_as", "half", "float", "double", "bfloat16", "convert_element_type",
+})  # fmt: skip
+
+
+def round_trips(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Conversions to 16 bits that are written in the model's code and undone there, as in x.half().float():
+    nobody writes both but to round. Those of autocast, of decompositions and of gradients say only in which
+    dtype a result is wanted."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_written(node):
+            source = node.all_input_nodes[0]
+            while kind_of(source) is Kind.LAYOUT or getattr(source.target, "_opname", "") == "clone":
+                source = source.all_input_nodes[0]
+            if _is_written(source) and source.meta["val"].dtype in (torch.float16, torch.bfloat16):
+                found.add(source)
+    return frozenset(found)
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether a node is a conversion between float dtypes that the model's code asks for."""
+    original, origins = node.meta.get("original_aten"), node.meta.get("from_node")
+    names = [getattr(node.target, "_opname", ""), getattr(original, "_opname", "_to_copy")]
+    if origins:
+        names.append(str(origins[0].target).removeprefix("aten.").partition(".")[0])
+    backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+    if backward or not CONVERSIONS.issuperset(names):
+        return False
+    values = (node.meta.get("val"), node.all_input_nodes[0].meta.get("val"))
+    dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    return len(set(dtypes)) == 2
+
+
 def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = lambda node: None) -> OpDag:
     """Read an fx graph of functional ATen ops, annotated with FakeTensors, as an OpDag."""
     graph: nx.DiGraph[str] = nx.DiGraph()
     inputs: list[str] = []
     outputs: tuple[str, ...] = ()
+    pinned = pinned_values(gm.graph)
+    rounded = round_trips(gm.graph)
     for node in gm.graph.nodes:
         if node.op == "output":
             outputs = tuple(n.name for n in node.all_input_nodes)
@@ -234,7 +276,21 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             bytes=0 if is_input else sum(map(_bytes, metas)) + sum(map(_bytes, flat)),
             source=None if is_input else source_of(node),
             call=None if is_input else _call_of(node),
+            pinned=node in pinned,
+            rounds=node in rounded,
         )
         graph.add_node(node.name, op=op)
         graph.add_edges_from((name, node.name) for name in op.inputs)
     return OpDag(graph, tuple(inputs), outputs, gm)
+
+
+def size_hints(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
+    """The sizes that symbols had when the graph was captured."""
+    hints: dict[sympy.Symbol, int] = {}
+    for value in inputs:
+        dims: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for dim in dims:
+            if isinstance(dim, torch.SymInt) and isinstance(dim.node.expr, sympy.Symbol):
+                hint = dim.node.hint  # None where data decides; a ragged dimension's is no number either
+                hints[dim.node.expr] = hint if isinstance(hint, int) else 64
+    return hints

@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from torch import fx
 
+from fusion_compiler.breaks import GraphBreak
 from fusion_compiler.errors import WarnOnce
 from fusion_compiler.plan import FusionPlan
-from fusion_compiler.plan_text import format_plan, print_plan
+from fusion_compiler.plan_text import breaks_text, format_plan, print_plan
 
 PLAN, REJECTIONS, KERNELS, GRAPHS = 1, 2, 3, 4
 
@@ -71,6 +72,11 @@ class Debug:
         if self._dump:
             self._write(plan.name, "plan.txt", format_plan(plan, REJECTIONS) + "\n")
             self._write(plan.name, "plan.json", json.dumps(plan.json(), indent=1) + "\n")
+
+    def breaks(self, found: Sequence[GraphBreak]) -> None:
+        """Level 1."""
+        if found and self.settings.level >= PLAN:
+            print(breaks_text(found), file=self._out())
 
     def kernel(self, graph: str, name: str, source: str) -> None:
         """Level 3; kernels/<name>.py."""

@@ -2,9 +2,11 @@
 
 Start: PyTorch's core ATen decompositions, less the operators that have a row of their own and
 the contractions, which stay whole. The functions here replace those that are missing there, that
-would sum 16-bit floats in 16 bits, or that scatter. Three rules: 16-bit floats are widened to
-float32 once at the entry and narrowed once at the exit; variances are of centred values; what
-eager makes contiguous is contiguous here, as a traced view may rely on it.
+would sum 16-bit floats in 16 bits, or that scatter, that cancel, or that lose a NaN. The rules: 16-bit
+floats are widened to float32 once at the entry and narrowed once at the exit; variances are of centred
+values; 1 - sigmoid(x) is sigmoid(-x), of which digits are left where x is large; of a choice between
+formulas NaN takes the one that computes with it; what eager makes contiguous is contiguous here, and
+channels-last what is that in eager, as a traced view may rely on it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler import random
@@ -144,6 +147,9 @@ def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     wide, dims = _wide(x if x.is_floating_point() else x.to(torch.get_default_dtype())), _axes(x, dim)
+    if statically_known_true(_count(x, dims) == 0):  # there is no largest
+        nothing = torch.log(_sum(torch.exp(wide), dims, keepdim))
+        return nothing.to(x.dtype if x.is_floating_point() else wide.dtype)
     top = torch.amax(wide, dims, keepdim=True)
     top = torch.where(torch.isinf(top), _zero(top), top)
     total = torch.log(_sum(torch.exp(wide - top), dims, True)) + top
@@ -192,20 +198,25 @@ def _one_in_each_row(x: Tensor, dim: int, index: Tensor) -> Tensor | None:
 
 
 def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Any:
-    """Element-wise where each row gets one value: the gradient of max, one-hot, a target's probability."""
+    """Element-wise where each row gets one value: the gradient of max, one-hot, a target's probability.
+
+    Eager's result is in row order, whatever that of the operands.
+    """
     hit = _one_in_each_row(x, dim, index)
     if hit is None:
         return NotImplemented
     if isinstance(src, Tensor):
-        return torch.where(hit, src[tuple(slice(size) for size in index.shape)], x)
-    return torch.where(hit, torch.full((), src, dtype=x.dtype, device=x.device), x)
+        value = src[tuple(slice(size) for size in index.shape)]
+    else:
+        value = torch.full((), src, dtype=x.dtype, device=x.device)
+    return torch.where(hit, value, x).contiguous()
 
 
 def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     hit = _one_in_each_row(x, dim, index)
     if hit is None:
         return NotImplemented
-    return x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))
+    return (x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))).contiguous()
 
 
 # Normalizations
@@ -233,12 +244,18 @@ def _affine(unit: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return scaled if bias is None else scaled + _wide(bias)
 
 
+def _statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    """Eager's, for what a norm of channels returns of its rows, and for layer norm on a CPU."""
+    return x.dtype if weight is None else weight.dtype
+
+
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.ndim - len(shape), x.ndim))
     unit, mean, rstd = _normalized(_wide(x.contiguous()), dims, eps)
-    return _affine(unit, weight, bias).to(x.dtype), mean, rstd
+    dtype = _statistics_dtype(x, weight) if x.device.type == "cpu" else mean.dtype
+    return _affine(unit, weight, bias).to(x.dtype), mean.to(dtype), rstd.to(dtype)
 
 
 def _layer_norm_backward(
@@ -254,6 +271,7 @@ def _layer_norm_backward(
     inner = list(range(x.ndim - len(shape), x.ndim))
     outer = list(range(x.ndim - len(shape)))
     wide_grad = _wide(grad.contiguous())
+    mean, rstd = _wide(mean), _wide(rstd)
     unit = (_wide(x.contiguous()) - mean) * rstd
     dx = dweight = dbias = None
     if output_mask[0]:
@@ -306,8 +324,10 @@ def _group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hw: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     unit, mean, rstd = _normalized(_wide(x).reshape(n, groups, c // groups * hw), [2], eps)
-    out = _affine(unit.view(x.shape), _per_channel(x, weight), _per_channel(x, bias))
-    return out.to(x.dtype), mean.squeeze(2), rstd.squeeze(2)
+    out = _affine(unit.view(x.shape), _per_channel(x, weight), _per_channel(x, bias)).to(x.dtype)
+    dtype = _statistics_dtype(x, weight)
+    out = out.contiguous(memory_format=suggest_memory_format(x))
+    return out, mean.squeeze(2).to(dtype), rstd.squeeze(2).to(dtype)
 
 
 def _group_norm_backward(
@@ -323,12 +343,13 @@ def _group_norm_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     grouped = (n, groups, c // groups * hw)
-    wide_grad, rstd = _wide(grad), rstd.unsqueeze(2)
-    unit = (_wide(x).reshape(grouped) - mean.unsqueeze(2)) * rstd
+    wide_grad, mean, rstd = _wide(grad), _wide(mean).unsqueeze(2), _wide(rstd).unsqueeze(2)
+    unit = (_wide(x).reshape(grouped) - mean) * rstd
     dx = dweight = dbias = None
     if output_mask[0]:
         scaled = _affine(wide_grad, _per_channel(x, weight), None).reshape(grouped)
         dx = _normalized_backward(scaled, unit, rstd, [2]).view(x.shape).to(x.dtype)
+        dx = dx.contiguous(memory_format=suggest_memory_format(x))
     rest = [dim for dim in range(x.ndim) if dim != 1]
     dtype = x.dtype if weight is None else weight.dtype
     if output_mask[1]:
@@ -452,6 +473,35 @@ def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
     return (_wide(grad) * torch.sigmoid(-_wide(x))).to(grad.dtype)
 
 
+def _soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    wide, sign = _wide(x), _wide(target)
+    slope = -sign * torch.sigmoid(-(sign * wide))
+    slope = slope / x.numel() if reduction == 1 else slope
+    return (_wide(grad) * slope).to(torch.promote_types(x.dtype, grad.dtype))
+
+
+def _elu_backward(
+    grad: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, value: Tensor
+) -> Tensor:
+    """value: the result of the forward pass or its input."""
+    wide, known = _wide(grad), _wide(value)
+    rise = known + alpha * scale if is_result else alpha * scale * torch.exp(known * input_scale)
+    return torch.where(known > 0, wide * scale, wide * input_scale * rise).to(grad.dtype)
+
+
+def _hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    wide, known = _wide(grad), _wide(x)
+    inner = wide * (known / 3 + 0.5)
+    return torch.where(known <= -3, _zero(wide), torch.where(known >= 3, wide, inner)).to(grad.dtype)
+
+
+def _smooth_l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:
+    off = _wide(x) - _wide(target)
+    scaled = _wide(grad) / x.numel() if reduction == 1 else _wide(grad)
+    slope = torch.sign(off) if beta == 0 else torch.where(off.abs() >= beta, torch.sign(off), off / beta)
+    return (scaled * slope).to(torch.promote_types(x.dtype, grad.dtype))
+
+
 def _tanh_of_softplus(wide: Tensor) -> Tensor:
     """tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2), which is 1 in float64 too from x = 20 on."""
     e = torch.exp(torch.clamp_max(wide, 20))
@@ -504,6 +554,11 @@ def _not_unsigned(x: Tensor) -> Any:
 def _whole_number(x: Tensor, **_: Any) -> Any:
     """Rounding of what is whole already."""
     return NotImplemented if x.is_floating_point() else x.clone()
+
+
+def _relu_whole(x: Tensor) -> Any:
+    """Of integers a choice between two of their own type."""
+    return NotImplemented if x.is_floating_point() else torch.clamp_min(x, 0)
 
 
 def _pow_zero(x: Tensor, exponent: float) -> Any:
@@ -628,6 +683,10 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.gelu_backward.default: _gelu_backward,
     aten.softplus_backward.default: _softplus_backward,
     aten.log_sigmoid_backward.default: _log_sigmoid_backward,
+    aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
+    aten.elu_backward.default: _elu_backward,
+    aten.hardswish_backward.default: _hardswish_backward,
+    aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
     aten.mish.default: _mish,
     aten.mish_backward.default: _mish_backward,
     aten.hardshrink_backward.default: _shrink_backward,
@@ -643,6 +702,7 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.trunc.default: _whole_number,
     aten.round.default: _whole_number,
     aten.round.decimals: _whole_number,
+    aten.relu.default: _relu_whole,
     aten.pow.Tensor_Scalar: _pow_zero,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,

@@ -70,6 +70,13 @@ class NotCallableError(FusionError, TypeError):
     next_step = "pass the model itself, not its output, class or state_dict"
 
 
+class TorchScriptError(FusionError, TypeError):
+    """Fields: model (a type's name)."""
+
+    template = "a {model} has no Python code to capture"
+    next_step = "compile the nn.Module that it was scripted or traced from"
+
+
 class ArgumentMismatchError(FusionError, TypeError):
     """Example arguments that do not fit the model. Fields: model, detail."""
 
@@ -89,6 +96,13 @@ class InvalidOptionError(FusionError, ValueError):
 
     template = "option {option}={value!r} is not valid"
     next_step = "give {option} {expected}"
+
+
+class ContradictoryOptionsError(FusionError, ValueError):
+    """Fields: mode, option, means (what the mode says of the option), given."""
+
+    template = "mode={mode!r} means {option}={means!r}, but {option}={given!r} is given as well"
+    next_step = "leave out {option}, or the mode; docstring and README say what each mode means"
 
 
 class InvalidPatternError(FusionError, TypeError):
@@ -112,10 +126,13 @@ class RewriteNotEqualError(FusionError, ValueError):
     """A rewrite whose two sides differ. Fields: pattern, what (output or gradient), counterexample, error."""
 
     template = (
-        "the rewrite of pattern {pattern} is not equal to what it replaces: {what} differs by {error} "
-        "(float64)\n  counterexample: {counterexample}"
+        "the rewrite of pattern {pattern} is not equal to what it replaces: {what} differs by {error}\n"
+        "  counterexample: {counterexample}"
     )
-    next_step = "correct the replacement, or narrow the pattern so that it does not match such inputs"
+    next_step = (
+        "correct the replacement, or narrow the pattern; where the model never has such numbers, say so with "
+        "domain='finite' or domain=(low, high)"
+    )
 
 
 class PatternConflictError(FusionError, ValueError):
@@ -153,6 +170,30 @@ class UnsupportedDtypeError(FusionError, TypeError):
     next_step = "cast to a real floating, integer or bool dtype; strict=False runs this part eager"
 
 
+class GraphBreakError(FusionError, RuntimeError):
+    """Code that TorchDynamo cannot capture. Fields: reason, todo."""
+
+    template = "TorchDynamo breaks the graph: {reason}"
+    next_step = "{todo}"
+
+
+class EagerOperatorError(FusionError, RuntimeError):
+    """An operator that no kernel computes. Fields: op, reason, others (how many there are, "" for none)."""
+
+    template = "{op} would run eager: {reason}{others}"
+    next_step = (
+        "use another operator, or give one call of a kernel of your own with fc.user_kernel "
+        "(docs/patterns.md); strict=False runs it eager, and the plan lists it"
+    )
+
+
+class EagerDeviceError(FusionError, RuntimeError):
+    """A graph that no kernel runs on. Fields: device."""
+
+    template = "the graph is on {device}: its clusters run as ATen ops, one by one"
+    next_step = "move the model to a GPU, or run the kernels here with backend='interpret'"
+
+
 class MissingTritonError(FusionError, ImportError):
     """Fields: detail."""
 
@@ -181,6 +222,13 @@ class KernelError(FusionError, RuntimeError):
     next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
 
 
+class IndexRangeError(FusionError, IndexError):
+    """An index that is data and lies outside. Fields: what (an op and its place), value, low, high."""
+
+    template = "{what}: index {value} is not in [{low}, {high})"
+    next_step = "look at the tensor of indices: eager raises as well"
+
+
 class UserKernelError(KernelError):
     """A kernel of the user's that does not do what its pattern does. Fields: kernel, detail."""
 
@@ -195,6 +243,13 @@ class HardwareExceededError(KernelError):
     next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
 
 
+class InternalError(FusionError, RuntimeError):
+    """A fault of the compiler's. Fields: graph, detail, place (in the compiler)."""
+
+    template = "{graph} could not be compiled: {detail}  ({place})"
+    next_step = "report it, with the traceback that strict=True shows"
+
+
 class NotCompiledError(FusionError, TypeError):
     """Something that compile() did not return. Fields: got (a type's name)."""
 
@@ -206,7 +261,7 @@ class NothingToProfileError(FusionError, RuntimeError):
     """A step in which no compiled graph ran. Fields: model."""
 
     template = "no compiled graph of {model} ran in the step that was profiled"
-    next_step = "compile with fullgraph=True to see why nothing of it is captured"
+    next_step = "print(compiled.plan) says why nothing of it is captured"
 
 
 class ReplayedGraphError(FusionError, RuntimeError):

@@ -33,7 +33,7 @@ from fusion_compiler.api import Compiler, compile
 from fusion_compiler.canonical import Canonical, canonical
 from fusion_compiler.device import device_spec
 from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
-from fusion_compiler.module import plan_of
+from fusion_compiler.module import wrap
 from fusion_compiler.options import Options
 from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
 from fusion_compiler.plan import FusionPlan
@@ -74,7 +74,8 @@ def explain(
             return Report(_name(model), device, plans, emit=kernels_of)
         except UntraceableError as error:
             reason = str(error)
-        fast = compile(plain, patterns=patterns, **options)
+        compiler = Compiler(Options.of(**options), patterns)  # whose graphs are numbered from the first
+        fast = wrap(plain, compiler.backend(), compiler.plans, compile)
         incomplete = ""
         try:
             _backward(fast(*given, **named))
@@ -82,7 +83,8 @@ def explain(
             incomplete = f"what follows depends on data ({error.func})"
         except (TorchRuntimeError, TypeError, RuntimeError, IndexError) as error:
             raise ArgumentMismatchError(model=_name(model), detail=_reason(error)) from error
-    return Report(_name(model), device, tuple(plan_of(fast)), incomplete, reason, kernels_of)
+    plans = compiler.plans
+    return Report(_name(model), device, tuple(plans), incomplete, reason, kernels_of, breaks=plans.breaks)
 
 
 def kernels_of(plans: tuple[FusionPlan, ...]) -> Kernels:

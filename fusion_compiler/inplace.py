@@ -26,9 +26,9 @@ from fusion_compiler.schedule import Call, root, written
 _COPY = torch.ops.aten.copy_.default
 
 
-def in_place(plan: FusionPlan, calls: Sequence[Call]) -> tuple[Mapping[str, Any], frozenset[str]]:
+def in_place(plan: FusionPlan, calls: Sequence[Call]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """Calls that can write into their first operand: name -> the operator that does; and the copies
-    that this leaves without an effect.
+    that this leaves without an effect: name -> the call whose result is theirs.
 
     calls: in the order in which they run.
     """
@@ -36,7 +36,7 @@ def in_place(plan: FusionPlan, calls: Sequence[Call]) -> tuple[Mapping[str, Any]
     order = {call.name: i for i, call in enumerate(calls)}
     returned = {root(plan.dag, name) for name in plan.dag.outputs}
     operators: dict[str, Any] = {}
-    copies: set[str] = set()
+    copies: dict[str, str] = {}
     for call in calls:
         node = nodes.get(call.name)
         if node is None or node.target is not _COPY:
@@ -56,8 +56,8 @@ def in_place(plan: FusionPlan, calls: Sequence[Call]) -> tuple[Mapping[str, Any]
             and all(order[c.name] < order[result.name] for c in others)
         ):
             operators[result.name] = operator
-            copies.add(call.name)
-    return operators, frozenset(copies)
+            copies[call.name] = result.name
+    return operators, copies
 
 
 def _writing(node: fx.Node) -> Any:

@@ -11,7 +11,9 @@ interpreter gets wrong or lacks is put right:
 - `and`, `or` and `not` of blocks are element by element;
 - a reduction by any function halves the axis in steps, as the hardware does (Triton's calls the
   function once for each element, in Python);
-- libdevice and the `approx` instructions of inline assembly exist.
+- libdevice and the `approx` instructions of inline assembly exist;
+- an index out of range is an IndexError that has its value; what is read by it, outside of the kernel's
+  arguments, is zero.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from triton.runtime.jit import JITFunction
 
 from fusion_compiler.builds import TRITON_LOCK, load_kernel
 from fusion_compiler.codegen import math as fm
-from fusion_compiler.errors import KernelError
+from fusion_compiler.errors import IndexRangeError, KernelError
 from fusion_compiler.kernel import Kernel
 from fusion_compiler.libdevice import APPROXIMATIONS, LIBDEVICE, Array
 from fusion_compiler.target import argument_type
@@ -52,13 +54,16 @@ def run_kernel(kernel: Kernel, values: Sequence[torch.Tensor | int], grid: Seque
     """Runs `kernel` once for every program of `grid`, in order, on CPU tensors.
 
     values: a tensor for each buffer among `kernel.arguments` and an int for each size, in their
-    order. Raises KernelError with the interpreter's reason when the kernel fails.
+    order. Raises IndexRangeError for an index that is not within what it indexes, and KernelError with the
+    interpreter's reason when the kernel fails otherwise.
     """
     types = [argument_type(argument) for argument in kernel.arguments]
     try:
-        run_source(
-            kernel.source, kernel.name, types, [_address(value) for value in values], grid, kernel.together
-        )
+        addresses = [_address(value) for value in values]
+        memory = [_extent(value) for value in values if isinstance(value, torch.Tensor)]
+        run_source(kernel.source, kernel.name, types, addresses, grid, kernel.together, memory)
+    except IndexRangeError:
+        raise
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
         raise KernelError(kernel=kernel.name, action="run in the interpreter", detail=detail) from error
@@ -71,16 +76,17 @@ def run_source(
     values: Sequence[int],
     grid: Sequence[int],
     together: int = 1,
+    memory: Sequence[tuple[int, int]] | None = None,
 ) -> None:
     """Runs the kernel `name` of the module `source`.
 
     types: Triton's names of the parameters' types ("*bf16", "i64"). values: an address on the host
-    for each pointer, a number for each integer. together: programs that wait for each other. Raises
-    what the kernel raises.
+    for each pointer, a number for each integer. together: programs that wait for each other. memory: the
+    first address and the end of all that may be read, where it is known. Raises what the kernel raises.
     """
     arguments = [_argument(value, kind) for value, kind in zip(values, types, strict=True)]
     extents = (*grid, 1, 1)[:3]
-    with interpreting():
+    with interpreting(memory):
         function = _rewritten(load_kernel(source, name).fn)
         base.interpreter_builder.set_grid_dim(*extents)
         programs = product(*map(range, extents))
@@ -145,6 +151,12 @@ def _address(value: torch.Tensor | int) -> int:
     return value.data_ptr()
 
 
+def _extent(value: torch.Tensor) -> tuple[int, int]:
+    """The memory that a tensor is a view of: kernels read whole words at its ends, and views by strides."""
+    storage = value.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
 def _argument(value: int, name: str) -> tl.tensor:
     kind: Any = tl.str_to_ty(name, None)
     return tl.tensor(TensorHandle(np.array([value], base._get_np_dtype(kind)), kind), kind)
@@ -201,8 +213,8 @@ LOGIC: dict[str, Callable[..., Any]] = {"fusion_and": _and, "fusion_or": _or, "f
 
 
 @contextmanager
-def interpreting() -> Generator[None]:
-    """While it lasts, @triton.jit functions can be called and work on NumPy arrays.
+def interpreting(memory: Sequence[tuple[int, int]] | None = None) -> Generator[None]:
+    """While it lasts, @triton.jit functions can be called and work on NumPy arrays. memory: see `run_source`.
 
     Takes the lock that compiling takes, and leaves Triton as it was found.
     """
@@ -212,7 +224,7 @@ def interpreting() -> Generator[None]:
         scope = base._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         try:
             _patch_calls(scope)
-            _patch_builder(scope)
+            _patch_builder(scope, memory)
             _patch_libdevice(scope)
             yield
         finally:
@@ -227,12 +239,27 @@ def _patch_calls(scope: Any) -> None:
 
     for kind in (JITFunction, base.InterpretedFunction):  # the latter where TRITON_INTERPRET is set
         scope.set_attr(kind, "__call__", call)
+    scope.set_attr(fm, "check_index", _check_index)
     scope.set_attr(base.ReduceOps, "apply_impl", _reduce)
     scope.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())  # Triton 3.6 with NumPy 2.5
 
 
-def _patch_builder(scope: Any) -> None:
+def _check_index(index: Any, low: Any, high: Any, what: str, inside: Any = None) -> None:
+    bounds = [bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in (low, high)]
+    least, end = map(int, bounds)
+    values = index.handle.data
+    outside = (values < least) | (values >= end)
+    if inside is not None:
+        values, outside = np.broadcast_arrays(values, outside & inside.handle.data)
+    if outside.any():
+        raise IndexRangeError(what=what, value=values[outside][0], low=least, high=end)
+
+
+def _patch_builder(scope: Any, memory: Sequence[tuple[int, int]] | None) -> None:
     builder = base.interpreter_builder
+    if memory is not None:
+        load = functools.partial(_load_inside, builder.create_masked_load, memory)
+        scope.set_attr(builder, "create_masked_load", load)
     # Integers wrap, as on the hardware and in eager. Triton looks for it, in a third of the time, and then
     # says nothing where its debugging is off.
     scope.set_attr(builder, "options", replace(builder.options, sanitize_overflow=False))
@@ -240,6 +267,17 @@ def _patch_builder(scope: Any) -> None:
         scope.set_attr(builder, name, function)
     for name in ("binary_op", "unary_op"):
         scope.set_attr(builder, name, functools.partial(_on_bfloat16_values, getattr(builder, name)))
+
+
+def _load_inside(
+    load: Callable[..., Any], memory: Sequence[tuple[int, int]], addresses: Any, mask: Any, *rest: Any
+) -> Any:
+    """A load of the lanes whose addresses are those of an argument; nothing is read elsewhere."""
+    data = addresses.data
+    if data.size and not any(start <= data.min() and data.max() < end for start, end in memory):
+        inside = functools.reduce(np.logical_or, [(data >= start) & (data < end) for start, end in memory])
+        mask = TensorHandle(mask.data & inside, mask.dtype)
+    return load(addresses, mask, *rest)
 
 
 def _patch_libdevice(scope: Any) -> None:

@@ -49,8 +49,10 @@ class Kernel:
     source: text of a complete Python module that defines `name` under @triton.jit; all
         sizes known at compile time are literals in it, so it has no constexpr parameters.
     grid: up to three extents; integers, or expressions over the program's sizes.
-    together: so many neighbouring programs wait for each other (`math.receive`) and run at the same time.
+    together: so many neighbouring programs wait for each other (`math.receive`) and run at the same time. The
+        launch is cooperative where the device holds all of its programs at once.
     registers: the most that a thread may take, where the compiler takes more than leave room for others.
+    fp_fusion: a product and the sum that takes it up may become one instruction, which rounds once.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Kernel:
     num_stages: int = 1
     together: int = 1
     registers: int | None = None
+    fp_fusion: bool = True
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fusion_compiler.binding import GRID_LIMITS, Entry, Gpu, Launcher, Variant, 
 from fusion_compiler.builds import Build, compile_builds
 from fusion_compiler.cache import Cache
 from fusion_compiler.cuda import gpu_of, make_cache_writable
+from fusion_compiler.dims import product
 from fusion_compiler.errors import (
     FusionError,
     HardwareExceededError,
@@ -28,13 +29,16 @@ from fusion_compiler.errors import (
     MissingTritonError,
     WarnOnce,
 )
-from fusion_compiler.kernel import Buffer, Program, Role
+from fusion_compiler.kernel import Buffer, Kernel, Program, Role
 from fusion_compiler.target import build_of
 
 Backend = Literal["triton", "interpret", "eager"]
 
 # A later candidate is taken only where it beats every earlier one by more than timing noise.
 NOISE = 0.02
+# Of a grid that is larger than the device programs start as others end, those that wait for each other one
+# after the other: then a launch holds up less than their number. So many launches leave room for one more.
+LAUNCHES_AT_ONCE = 4
 MOST_VARIANTS = 4  # of a program's kernels that differ in which inputs are aligned
 
 
@@ -66,7 +70,8 @@ class Runner:
         then on the fallback computes the cluster.
     tune: several candidates are timed on the first call, with its arguments; otherwise the first
         that compiles is taken. cache: where the outcome is kept between processes.
-    gpus: finds the GPU of the inputs' device, or of None where there are no inputs.
+    gpus: finds the GPU of the inputs' device, or of `home`, where there are no inputs.
+    home: the device of the outputs.
 
     While a CUDA graph is captured nothing is timed: the first candidate is taken. Out of memory
     while timing does the same; out of memory while launching raises, as in eager.
@@ -84,6 +89,7 @@ class Runner:
         cache: Cache | None = None,
         schedule: int = 0,
         gpus: Callable[[torch.device | None], Gpu] = find_gpu,
+        home: torch.device | None = None,
     ) -> None:
         if not candidates and backend != "eager":
             raise ValueError(f"cluster {name} has no program")
@@ -97,6 +103,7 @@ class Runner:
         self.cache = cache
         self.schedule = schedule
         self._gpus = gpus
+        self._home = home
         self._warned = WarnOnce(strict)
         self._lock = threading.RLock()
         self._launchers: dict[int, Launcher] = {}
@@ -144,7 +151,7 @@ class Runner:
         try:
             if len(devices) > 1:
                 raise ValueError(f"its inputs are on {' and '.join(devices)}; they must be on one device")
-            return self._gpus(torch.device(devices[0]) if devices else None)
+            return self._gpus(torch.device(devices[0]) if devices else self._home)
         except FusionError:
             raise
         except Exception as error:  # no driver, a device that cannot be launched on
@@ -269,7 +276,8 @@ class _Bound:
         found = self._variants.get(wanted)
         if found is None:
             program = self._runner.for_any_address(self._program) if loose else self._program
-            entries = [self._load(build) for build in program_builds(program, self._gpu.target, wanted)]
+            builds = program_builds(program, self._gpu.target, wanted)
+            entries = [self._load(b, k) for b, k in zip(builds, program.kernels, strict=True)]
             found = self._variants[wanted] = bind(
                 program,
                 wanted,
@@ -294,9 +302,10 @@ class _Bound:
             failure = error
         return lambda *arguments: self._runner._give_up(failure, arguments)
 
-    def _load(self, build: Build) -> Entry:
+    def _load(self, build: Build, kernel: Kernel) -> Entry:
+        together = kernel.together
         try:
-            return self._gpu.load(build)
+            entry = self._gpu.load(build)
         except Exception as error:
             limit = getattr(error, "limit", None)  # Triton's OutOfResources
             if limit is not None:
@@ -305,6 +314,17 @@ class _Bound:
                 raise HardwareExceededError(kernel=build.name, **fields) from error
             detail = f"{type(error).__name__}: {error}"
             raise KernelError(kernel=build.name, action="compile", detail=detail) from error
+        needed = together if together == 1 or _fits(kernel, entry) else LAUNCHES_AT_ONCE * together
+        if entry.resident is not None and entry.resident < needed:
+            fields = {"resource": "programs at a time", "needed": needed, "available": entry.resident}
+            raise HardwareExceededError(kernel=build.name, device=self._gpu.name, **fields)
+        return entry
+
+
+def _fits(kernel: Kernel, entry: Entry) -> bool:
+    """Whether all programs of every launch are on the device at the same time."""
+    programs = product(kernel.grid)
+    return isinstance(programs, int) and entry.resident is not None and programs <= entry.resident
 
 
 def program_builds(
@@ -323,7 +343,10 @@ def _versions() -> str:
 def tuning_key(candidates: Iterable[Program], device: str) -> str:
     """What a tuning record is kept under: everything that its outcome depends on."""
     kernels = [
-        (kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.registers, kernel.arguments)
+        (
+            *(kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.registers),
+            *(kernel.fp_fusion, kernel.arguments),
+        )
         for program in candidates
         for kernel in program.kernels
     ]

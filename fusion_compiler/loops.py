@@ -5,6 +5,7 @@
     index    := const + sum(coeff * axis) + sum(coeff * value)
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
+              | Checked(operand, index, low, high, within)
               | Compute(target, operands) | Reduce(combine, operand, over, kept)
     store    := buffer, index, value, within    several to one buffer have elements of their own each
 
@@ -60,10 +61,28 @@ class Coordinate:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
+def exact(value: object) -> object:
+    """A key for an argument: 1, 1.0 and True are different, as are 0.0 and -0.0, and a NaN equals itself."""
+    if isinstance(value, list | tuple):
+        return tuple(map(exact, value))
+    if isinstance(value, dict):
+        return tuple((k, exact(v)) for k, v in sorted(value.items()))
+    return type(value), repr(value) if isinstance(value, float | slice) else value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Constant:
     value: bool | int | float
     dtype: torch.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> object:
+        return exact(self.value), self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +109,44 @@ class Random:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """`operand`, and an error unless low <= `index` < high wherever `within` holds.
+
+    index: a value that says where to read, mostly the operand itself. what: whose index it is.
+    """
+
+    operand: int
+    index: int
+    low: Dim
+    high: Dim
+    within: int | None
+    what: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Compute:
     """`target` applied to operands: (schema name, node number or Python scalar).
 
     coarse: eager rounds the result to bfloat16, so that the table's coarse expression serves as well.
+    pinned: made in several kernels it has to be the same number in each (pinned.py): by the table's first
+        expression, and by no product fused into a sum.
     """
 
     target: OpOverload
     operands: tuple[tuple[str, object], ...]  # ("self", Ref(3)), ("alpha", 2)
     dtype: torch.dtype
     coarse: bool = False
+    pinned: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compute) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> object:
+        return self.target, exact(self.operands), self.dtype, self.coarse, self.pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +169,7 @@ class Reduce:
     kept: frozenset[int] = frozenset()
 
 
-Node = Load | Coordinate | Constant | InRange | Random | Compute | Reduce
+Node = Load | Coordinate | Constant | InRange | Random | Checked | Compute | Reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +198,8 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return _indirect(index)
         case Random(seed, index, _, _):
             return (seed, *_indirect(index))
+        case Checked(operand, index, _, _, within):
+            return (operand, index) if within is None else (operand, index, within)
         case Compute(_, operands):
             return tuple(a.node for _, a in operands if isinstance(a, Ref))
         case Reduce():
@@ -213,6 +262,8 @@ def resized(loops: LoopNest, size: Callable[[Dim], Dim]) -> LoopNest:
         match n:
             case InRange():
                 return replace(n, index=index(n.index), low=size(n.low), high=size(n.high))
+            case Checked():
+                return replace(n, low=size(n.low), high=size(n.high))
             case Load() | Coordinate() | Random():
                 return replace(n, index=index(n.index))
             case _:
@@ -259,6 +310,10 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
             return replace(node, index=renumber_index(node.index, numbers, axes))
         case Random():
             return replace(node, seed=numbers[node.seed], index=renumber_index(node.index, numbers, axes))
+        case Checked():
+            operand, index = numbers[node.operand], numbers[node.index]
+            within = None if node.within is None else numbers[node.within]
+            return replace(node, operand=operand, index=index, within=within)
         case Compute():
             operands = tuple((n, Ref(numbers[a.node]) if isinstance(a, Ref) else a) for n, a in node.operands)
             return replace(node, operands=operands)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -66,6 +67,8 @@ class OpSpec:
     special: how many of the slow-unit operations (exp, log, tanh, division, ...) it takes.
     rough: a faster expression, right to 2^-15 relative: taken where all that comes of the result is
         stored in 16 bits.
+    jumps: its result jumps where an operand crosses a value, or is taken from one element of it: what the
+        operand rounds to decides (see pinned.py).
     coarse: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
         this result to bfloat16. What follows may cancel all but the error: of a result that eager
         keeps in float32 (GELU's tanh) that would be seen.
@@ -80,12 +83,14 @@ class OpSpec:
     special: int = 0
     rough: str | Callable[..., str] | None = None
     coarse: str | None = None
+    jumps: bool = False
 
 
 def number(text: str) -> float | None:
-    """The value of a literal; None if the text is anything else (a variable, None, a string)."""
+    """The value of a literal, typed or not; None if the text is anything else: a variable, None, a string."""
+    typed = re.fullmatch(r"tl\.full\(\(\), (\S+), tl\.\w+\)", text)
     try:
-        value: object = ast.literal_eval(text)
+        value: object = ast.literal_eval(typed[1] if typed else text)
     except (ValueError, SyntaxError):
         return None
     return value if isinstance(value, int | float) else None
@@ -228,11 +233,10 @@ def _elementwise(
     special: int = 0,
     rough: str | Callable[..., str] | None = None,
     coarse: str | None = None,
+    jumps: bool = False,
 ) -> tuple[OpSpec, ...]:
     return tuple(
-        OpSpec(
-            target, Kind.ELEMENTWISE, expr, operands, flops=flops, special=special, rough=rough, coarse=coarse
-        )
+        OpSpec(target, Kind.ELEMENTWISE, expr, operands, None, flops, special, rough, coarse, jumps)
         for target in targets
     )
 
@@ -242,12 +246,13 @@ def _layout(*targets: OpOverload) -> tuple[OpSpec, ...]:
 
 
 def _reduction(combine: str, *targets: OpOverload) -> tuple[OpSpec, ...]:
-    return tuple(OpSpec(target, Kind.REDUCTION, combine=combine) for target in targets)
+    jumps = combine not in ("sum", "prod")
+    return tuple(OpSpec(target, Kind.REDUCTION, combine=combine, jumps=jumps) for target in targets)
 
 
 def _comparison(symbol: str, packet: torch._ops.OpOverloadPacket) -> tuple[OpSpec, ...]:
     expr = f"{{self}} {symbol} {{other}}"
-    return _elementwise(expr, packet.Tensor, packet.Scalar, operands=Operands.PROMOTED)
+    return _elementwise(expr, packet.Tensor, packet.Scalar, operands=Operands.PROMOTED, jumps=True)
 
 
 _ARITHMETIC = (
@@ -259,15 +264,18 @@ _ARITHMETIC = (
     *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar),
     *_elementwise("{self} * {other}", aten.mul.Tensor, aten.mul.Scalar),
     *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, rough=_rough_div),
-    *_elementwise(_div_mode, aten.div.Tensor_mode, aten.div.Scalar_mode, flops=4, special=1),
+    *_elementwise(_div_mode, aten.div.Tensor_mode, aten.div.Scalar_mode, flops=4, special=1, jumps=True),
     *_elementwise(
         "fm.floor_divide({self}, {other})",
         aten.floor_divide.default,
         aten.floor_divide.Scalar,
         flops=8,
         special=2,
+        jumps=True,
     ),
-    *_elementwise("fm.fmod({self}, {other})", aten.fmod.Tensor, aten.fmod.Scalar, flops=8, special=1),
+    *_elementwise(
+        "fm.fmod({self}, {other})", aten.fmod.Tensor, aten.fmod.Scalar, flops=8, special=1, jumps=True
+    ),
     *_elementwise(
         "fm.remainder({self}, {other})",
         aten.remainder.Tensor,
@@ -275,6 +283,7 @@ _ARITHMETIC = (
         aten.remainder.Scalar_Tensor,
         flops=8,
         special=1,
+        jumps=True,
     ),
     *_elementwise(_pow, aten.pow.Tensor_Scalar, flops=2, rough=_rough_pow),
     *_elementwise("fm.pow({self}, {exponent})", aten.pow.Tensor_Tensor, flops=16, special=2),
@@ -296,7 +305,7 @@ _ARITHMETIC = (
     *_elementwise(_clamp, aten.clamp.default, aten.clamp.Tensor, flops=2),
     *_elementwise(_maximum("{self}", "{min}"), aten.clamp_min.default, aten.clamp_min.Tensor),
     *_elementwise(_minimum("{self}", "{max}"), aten.clamp_max.default, aten.clamp_max.Tensor),
-    *_elementwise("fm.copysign({self}, {other})", aten.copysign.Tensor, aten.copysign.Scalar),
+    *_elementwise("fm.copysign({self}, {other})", aten.copysign.Tensor, aten.copysign.Scalar, jumps=True),
 )
 
 _COMPARISONS = (
@@ -312,17 +321,19 @@ _COMPARISONS = (
         aten.isinf.default,
         operands=Operands.OWN,
         flops=3,
+        jumps=True,
     ),
     *_elementwise(
         '({self} > float("-inf")) & ({self} < float("inf"))',
         aten.isfinite.default,
         operands=Operands.OWN,
         flops=3,
+        jumps=True,
     ),
-    *_elementwise("{self} & {other}", aten.logical_and.default),
-    *_elementwise("{self} | {other}", aten.logical_or.default),
-    *_elementwise("{self} ^ {other}", aten.logical_xor.default),
-    *_elementwise("{self} == 0", aten.logical_not.default, operands=Operands.OWN),
+    *_elementwise("{self} & {other}", aten.logical_and.default, jumps=True),
+    *_elementwise("{self} | {other}", aten.logical_or.default, jumps=True),
+    *_elementwise("{self} ^ {other}", aten.logical_xor.default, jumps=True),
+    *_elementwise("{self} == 0", aten.logical_not.default, operands=Operands.OWN, jumps=True),
     *_elementwise("tl.where({condition}, {self}, {other})", aten.where.self, operands=Operands.OWN),
     *_elementwise(
         "tl.where({mask}, {value}, {self})",
@@ -379,15 +390,13 @@ _BITS = (
 )
 
 _ROUNDING = (
-    *_elementwise(
-        "tl.where({self} > 0, 1, tl.where({self} < 0, -1, 0))", aten.sign.default, aten.sgn.default, flops=2
-    ),
-    *_elementwise("tl.floor({self})", aten.floor.default),
-    *_elementwise("tl.ceil({self})", aten.ceil.default),
-    *_elementwise("libdevice.trunc({self})", aten.trunc.default),
-    *_elementwise("{self} - libdevice.trunc({self})", aten.frac.default, flops=2),
-    *_elementwise("libdevice.nearbyint({self})", aten.round.default),
-    *_elementwise(_round_decimals, aten.round.decimals, flops=3, special=1),
+    *_elementwise("fm.sign({self})", aten.sign.default, aten.sgn.default, flops=2, jumps=True),
+    *_elementwise("tl.floor({self})", aten.floor.default, jumps=True),
+    *_elementwise("tl.ceil({self})", aten.ceil.default, jumps=True),
+    *_elementwise("libdevice.trunc({self})", aten.trunc.default, jumps=True),
+    *_elementwise("{self} - libdevice.trunc({self})", aten.frac.default, flops=2, jumps=True),
+    *_elementwise("libdevice.nearbyint({self})", aten.round.default, jumps=True),
+    *_elementwise(_round_decimals, aten.round.decimals, flops=3, special=1, jumps=True),
 )
 
 _FUNCTIONS = (
@@ -447,8 +456,8 @@ _FUNCTIONS = (
     *_elementwise("libdevice.asinh({self})", aten.asinh.default, flops=16, special=2),
     *_elementwise("libdevice.acosh({self})", aten.acosh.default, flops=16, special=2),
     *_elementwise("libdevice.atanh({self})", aten.atanh.default, flops=16, special=2),
-    *_elementwise("libdevice.atan2({self}, {other})", aten.atan2.default, flops=20, special=1),
-    *_elementwise("libdevice.hypot({self}, {other})", aten.hypot.default, flops=12, special=1),
+    *_elementwise("fm.atan2({self}, {other})", aten.atan2.default, flops=20, special=1),
+    *_elementwise("fm.hypot({self}, {other})", aten.hypot.default, flops=12, special=1),
     *_elementwise("tl.erf({self})", aten.erf.default, flops=20, special=1, rough="fm.rough_erf({self})"),
     *_elementwise(
         "libdevice.erfc({self})", aten.erfc.default, flops=24, special=2, rough="fm.rough_erfc({self})"

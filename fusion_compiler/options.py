@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from fusion_compiler.device import device_spec
-from fusion_compiler.errors import InvalidOptionError, UnknownOptionError, closest
+from fusion_compiler.errors import (
+    ContradictoryOptionsError,
+    InvalidOptionError,
+    UnknownOptionError,
+    closest,
+)
 
 BACKENDS = ("auto", "interpret", "eager")
 NUMERICS = ("float32", "eager")
+# torch.compile's names for what these options say.
+MODES: dict[str | None, dict[str, object]] = {
+    None: {},
+    "default": {},
+    "reduce-overhead": {"cudagraphs": True},
+    "max-autotune": {"cudagraphs": True, "tune": "all"},
+    "max-autotune-no-cudagraphs": {"cudagraphs": False, "tune": "all"},
+}
+A_FEW, ALL = 4, 1000  # schedules of a cluster; no template has as many
 
 
 @dataclass(frozen=True)
@@ -19,11 +34,14 @@ class Options:
         interpreter, on CPU tensors), "eager" (fx subgraphs everywhere).
     numerics: "float32" inside clusters, or "eager" to round where eager rounds.
     dynamic: None (a second size makes that dimension symbolic), True or False, as torch.compile's.
-    verify: run each cluster beside its fx subgraph on the first call and keep an error table.
-    strict: raise where a part would otherwise run eager.
+    verify: run each kernel beside its cluster's fx subgraph on the first call and keep an error table; where
+        no kernels run, a warning says so.
+    strict: raise where a part would otherwise run eager: a graph break, an operator that no kernel computes
+        (but for library calls, see passes/library.py), numbers or a device that none takes, a failed kernel.
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
-    tune: time up to four schedules per distinct cluster on the device; off takes the model's first.
+    tune: time the four schedules per distinct cluster that look best, on the device; "all": every one that
+        the templates know; False takes the cost model's first.
     cudagraphs: record each graph of static sizes as a CUDA graph at its second call and replay it later;
         its results are overwritten by the next step's (see cuda_graphs.py).
     progress: show on a terminal what a compilation that takes longer than a second is doing.
@@ -38,7 +56,7 @@ class Options:
     strict: bool = False
     fullgraph: bool = False
     device: str | None = None
-    tune: bool = True
+    tune: bool | Literal["all"] = True
     cudagraphs: bool = False
     progress: bool = True
 
@@ -47,19 +65,37 @@ class Options:
             value = getattr(self, option)
             if value not in allowed:
                 raise InvalidOptionError(option=option, value=value, expected="one of " + ", ".join(allowed))
-        for option in ("verify", "strict", "fullgraph", "tune", "cudagraphs", "progress"):
+        for option in ("verify", "strict", "fullgraph", "cudagraphs", "progress"):
             value = getattr(self, option)
             if not isinstance(value, bool):
                 raise InvalidOptionError(option=option, value=value, expected="True or False")
+        if self.tune not in (True, False, "all"):
+            raise InvalidOptionError(option="tune", value=self.tune, expected='True, False or "all"')
         if self.dynamic not in (None, True, False):
             raise InvalidOptionError(option="dynamic", value=self.dynamic, expected="None, True or False")
         if self.device is not None:
             device_spec(self.device)
 
+    @property
+    def schedules(self) -> int:
+        """How many of a cluster are emitted."""
+        return ALL if self.tune == "all" else A_FEW
+
     @classmethod
-    def of(cls, **options: object) -> Options:
-        """Options from keyword arguments. Raises UnknownOptionError for a name that is none of them."""
-        known = [field.name for field in fields(cls)]
+    def of(cls, *, mode: str | None = None, **options: object) -> Options:
+        """Options from keyword arguments; mode: one of MODES, for several of them at once.
+
+        Raises UnknownOptionError for a name that is none of them, and ContradictoryOptionsError where an
+        option is not what the mode says.
+        """
+        if mode not in MODES:
+            expected = "one of " + ", ".join(name for name in MODES if name)
+            raise InvalidOptionError(option="mode", value=mode, expected=expected)
+        for option, value in MODES[mode].items():
+            if options.setdefault(option, value) != value:
+                given = options[option]
+                raise ContradictoryOptionsError(mode=mode, option=option, means=value, given=given)
+        known = [*(field.name for field in fields(cls)), "mode"]
         for option in options:
             if option not in known:
                 raise UnknownOptionError(

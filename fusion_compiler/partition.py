@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +16,15 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch._functorch import config, partitioners
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 
+from fusion_compiler.loops import exact
+from fusion_compiler.pinned import pin
 from fusion_compiler.random import merge_seeds
 
 _aten = torch.ops.aten
@@ -28,12 +33,84 @@ _aten = torch.ops.aten
 def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward; see torch._functorch.partitioners."""
     merge_seeds(joint)
+    read_wide_statistics(joint.graph)
     joint.graph.eliminate_dead_code()
     merge_equal(joint.graph)
+    pin(joint.graph)
     default = partitioners.get_default_op_list
     extended = functools.cache(lambda: _extended(default()))
     with config.patch(cse=False), patch.object(partitioners, "get_default_op_list", extended):
-        return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+        forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+    keep_old_values(forward, backward, options["num_fwd_outputs"])
+    return forward, backward
+
+
+def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
+    """What the backward gets of an argument that the forward writes into is a copy from before, in place.
+
+    outputs: how many results of the forward are the caller's; the others are saved.
+    """
+    returned = forward.graph.output_node()
+    results: list[Any] = list(returned.args[0])  # type: ignore[arg-type]
+    written = {_storage(node) for node in _written(forward.graph)} - {None}
+    saved = [i for i, n in enumerate(results) if i >= outputs and isinstance(n, fx.Node)]
+    stale = [i for i in saved if _storage(results[i]) in written]
+    if not stale:
+        return
+    last = forward.graph.find_nodes(op="placeholder")[-1]
+    held = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    for i in stale:
+        node = results[i]
+        with forward.graph.inserting_after(last if node.op == "placeholder" else node):
+            copy = results[i] = forward.graph.call_function(_aten.clone.default, (node,))
+        copy.meta = node.meta | {"val": node.meta["val"].clone()}
+        held[node.name]._rename(copy.name)  # not an argument of the caller's any more
+        held[node.name].target, held[node.name].meta = copy.name, dict(copy.meta)
+    returned.args = (type(returned.args[0])(results),)  # type: ignore[call-arg,arg-type]
+    forward.recompile()
+    backward.recompile()
+    # A copy is dense, where its original may have been part of a larger tensor.
+    inputs = [node.meta["val"] for node in held.values()]
+    FakeTensorProp(backward, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
+
+
+def _written(graph: fx.Graph) -> list[fx.Node]:
+    """The arguments of a forward graph that it writes into, or AOTAutograd with what it returns."""
+    writes = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    written = [write.args[0] for write in writes if isinstance(write.args[0], fx.Node)]
+    told: Sequence[object] = graph.output_node().meta.get("desc", ())
+    later = [d.mutated_input for d in told if isinstance(d, InputMutationAOTOutput)]
+    arguments = graph.find_nodes(op="placeholder") if later else []
+    return written + [node for node in arguments if node.meta.get("desc") in later]
+
+
+def read_wide_statistics(graph: fx.Graph) -> None:
+    """A norm's backward reads its statistics as the forward computed them, in place.
+
+    The operator returns them in eager's dtype, which may have 16 bits; nothing else needs them in that.
+    """
+    for node in list(graph.nodes):
+        if not _casts(node, _NORMS_BACKWARD):
+            continue
+        (source,) = node.all_input_nodes
+        while source.target is _aten.alias.default:  # what autograd saves is detached
+            (source,) = source.all_input_nodes
+        if not _casts(source, _NORMS):
+            continue
+        (wide,) = source.all_input_nodes
+        if wide.meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(wide)
+            graph.erase_node(node)
+
+
+_NORMS = ("native_layer_norm", "native_group_norm")
+_NORMS_BACKWARD = ("native_layer_norm_backward", "native_group_norm_backward")
+
+
+def _casts(node: fx.Node, operators: tuple[str, ...]) -> bool:
+    """Whether a node is a conversion that one of some operators is made of."""
+    original = node.meta.get("original_aten")  # a copy of the overload
+    return node.target is _aten._to_copy.default and getattr(original, "_opname", None) in operators
 
 
 def merge_equal(graph: fx.Graph) -> None:
@@ -50,7 +127,7 @@ def merge_equal(graph: fx.Graph) -> None:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             known.clear()
         elif _repeatable(node) and _storage(node) not in returned:
-            first = known.setdefault((node.target, _exact(node.args), _exact(node.kwargs)), node)
+            first = known.setdefault((node.target, exact(node.args), exact(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
@@ -69,15 +146,6 @@ def _storage(node: fx.Node) -> StorageWeakRef | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return StorageWeakRef(value.untyped_storage())
-
-
-def _exact(value: Any) -> object:
-    """Arguments as a key: 1, 1.0 and True are different, as are 0.0 and -0.0."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_exact, value))
-    if isinstance(value, dict):
-        return tuple((k, _exact(v)) for k, v in sorted(value.items()))
-    return type(value), repr(value) if isinstance(value, float | slice) else value
 
 
 def _extended(ops: partitioners.OpTypes) -> partitioners.OpTypes:

@@ -175,8 +175,12 @@ def _value(value: Any) -> str:
     return f"torch.zeros({shape}{dtype})"
 
 
-def _option(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+def _option(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_option, value))})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_option(k)}: {_option(v)}" for k, v in value.items()) + "}"
+    return f'"{value}"' if isinstance(value, str) else _number(value)
 
 
 def _number(value: Any) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,9 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_compiler.errors import InvalidPatternError
-from fusion_compiler.pattern_text import written
+from fusion_compiler.pattern_text import parameter_names, written
 
 Code = Callable[..., Any]
+Interval = tuple[float, float]
+Domain = str | Interval | Mapping[str, str | Interval]
+FINITE = "finite"
 USER_NAMESPACE = "fusion_compiler_user"  # of the operators that call users' kernels
 
 
@@ -121,14 +124,53 @@ class ClusterHint(Pattern):
 
 @dataclass(frozen=True, eq=False)
 class Rewrite(Pattern):
-    """`code` becomes `after`, which takes the same arguments; gradients follow from `after`."""
+    """`code` becomes `after`, which takes the same arguments; gradients follow from `after`.
+
+    domain: the numbers for which the two are equal, where that is not all of them, infinities and NaN
+        included: "finite", (low, high) for the finite numbers from low to high, or a dict of these by the
+        names of parameters, the others of which are any. A promise that the model gives no other numbers:
+        the two are compared on such alone, and nothing looks at the model's.
+    """
 
     sort: ClassVar[str] = "rewrite"
 
     after: Code = lambda: None
+    domain: Domain | None = None
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        for name, interval in (self._by_name() or {}).items():
+            if name not in (known := parameter_names(self.code, len(self.example))):
+                detail = f"domain names {name!r}, which is none of its parameters {', '.join(known)}"
+                raise InvalidPatternError(pattern=self.name, detail=detail)
+            if interval != FINITE and not _is_interval(interval):
+                detail = f'domain is {interval!r}, neither "finite" nor (low, high)'
+                raise InvalidPatternError(pattern=self.name, detail=detail)
+
+    def _by_name(self) -> Mapping[str, str | Interval] | None:
+        if self.domain is None or isinstance(self.domain, Mapping):
+            return self.domain
+        return dict.fromkeys(parameter_names(self.code, len(self.example)), self.domain)
+
+    @property
+    def intervals(self) -> tuple[Interval | None, ...]:
+        """The finite numbers that each argument may hold; None: any number."""
+        names, domain = parameter_names(self.code, len(self.example)), self._by_name() or {}
+        found = [domain.get(name) for name in names]
+        return tuple((-math.inf, math.inf) if isinstance(d, str) else d for d in found)
+
+    @property
+    def promise(self) -> str:
+        """What the domain says of the arguments, "" where it says nothing."""
+        if not isinstance(self.domain, Mapping):
+            return "" if self.domain is None else f"where all numbers are {_told(self.domain)}"
+        return f"where {', '.join(f'{name} is {_told(i)}' for name, i in self.domain.items())}"
 
     def functions(self) -> dict[str, object]:
         return {**super().functions(), "after": self.after}
+
+    def options(self) -> dict[str, object]:
+        return super().options() if self.domain is None else {**super().options(), "domain": self.domain}
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +178,7 @@ class UserKernel(Pattern):
     """`code` becomes a call of `run`, which takes the same arguments and returns new tensors.
 
     backward: (*arguments, *outputs, *gradients of the outputs) -> the gradient of every floating
-        argument, in order, each a tensor of the argument's shape or None for zeros. Without it: the
+        tensor among the arguments, in order, each of that tensor's shape or None for zeros. Without it: the
         gradient of `code`, recomputed.
     """
 
@@ -171,13 +213,14 @@ def rewrite(
     *example: Any,
     name: str | None = None,
     where: Callable[..., bool] | None = None,
+    domain: Domain | None = None,
 ) -> Rewrite:
     """Code like `before` is compiled as if it were `after`. See Rewrite.
 
-    compile() checks both on random float64 inputs, their gradients too, and raises RewriteNotEqualError
-    with a counterexample. Raises InvalidPatternError here.
+    compile() compares both on numbers of every kind in the domain, their gradients too, in float64 and in the
+    example's dtypes, and raises RewriteNotEqualError with a counterexample. Raises InvalidPatternError here.
     """
-    return Rewrite(_name(before, name), before, example, where, after)
+    return Rewrite(_name(before, name), before, example, where, after, domain)
 
 
 def user_kernel(
@@ -190,6 +233,18 @@ def user_kernel(
 ) -> UserKernel:
     """Code like `code` is computed by `run(*tensors)`. See UserKernel. Raises InvalidPatternError."""
     return UserKernel(_name(code, name), code, example, where, run, backward)
+
+
+def _told(interval: str | Interval) -> str:
+    return interval if isinstance(interval, str) else f"from {interval[0]:g} to {interval[1]:g}"
+
+
+def _is_interval(value: Any) -> bool:
+    try:
+        low, high = value
+    except (TypeError, ValueError):
+        return False
+    return isinstance(low, int | float) and isinstance(high, int | float) and low < high
 
 
 def _name(code: object, name: str | None) -> str:

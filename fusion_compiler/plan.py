@@ -33,13 +33,14 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Leftover:
-    """An op that stays an ATen call, and why."""
+    """An op that stays a call, and why. library: on purpose (`passes.library`), not for want of a kernel."""
 
     op: str
     target: str
     kind: str
     reason: str
     source: Source | None = None
+    library: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from fusion_compiler.ops import Kind
 from fusion_compiler.schema import is_view, short_name
 
 if TYPE_CHECKING:  # plan.py prints itself with this module
+    from fusion_compiler.breaks import GraphBreak
     from fusion_compiler.dag import OpDag, Source
     from fusion_compiler.plan import Cluster, FusionPlan, Leftover, Rejected
 
@@ -224,6 +225,15 @@ def _eager(leftovers: Sequence[Leftover]) -> list[str]:
         if same[0].source:
             lines.append(f"      at {shortened(place(same[0].source), WIDTH - 9)}")
     return lines
+
+
+def breaks_text(breaks: Sequence[GraphBreak]) -> str:
+    """The places that no graph holds, one entry each."""
+    lines = ["graph breaks: what stands there is in no plan, and its tensor operations run eager"]
+    for one in breaks:
+        where = shortened(place(one.source), WIDTH - 3) if one.source else "somewhere"
+        lines += [f"  {where}", *wrapped("      ", one.text)]
+    return "\n".join(lines)
 
 
 def _rejections(rejections: Sequence[Rejected], everything: bool) -> list[str]:

@@ -5,7 +5,6 @@ are nodes too.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusion_compiler.passes.rewrites.graphs import unregister_constants
+from fusion_compiler.passes.rewrites.graphs import copied, unregister_constants
 
 _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 # Methods that change a tensor's place in autograd without an operator that could be traced.
@@ -31,6 +30,36 @@ AUTOGRAD_METHODS = ("requires_grad_", "retain_grad", "register_hook", "set_", "r
 
 class UntraceableError(Exception):
     """Why a graph has no equal pre-autograd form."""
+
+
+def lift_attributes(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
+    """`gm` with a placeholder, before all others, for each tensor that Dynamo made an attribute of it, and
+    those tensors.
+
+    An optimizer's states are such attributes. A trace has a FakeTensor for a placeholder, but would compute
+    with an attribute itself; and what is written into it must be seen in that very tensor.
+    """
+    sources: dict[str, Any] = getattr(gm, "_param_name_to_source", {})
+    if not any(node.target in sources for node in gm.graph.find_nodes(op="get_attr")):
+        return gm, ()
+    lifted, _ = copied(gm)
+    first = next(iter(lifted.graph.nodes))
+    held: dict[str, fx.Node] = {}
+    for node in lifted.graph.find_nodes(op="get_attr"):
+        name = node.target
+        if name not in sources:
+            continue
+        if name not in held:
+            with lifted.graph.inserting_before(first):
+                held[name] = lifted.graph.placeholder(name)
+            held[name].meta = {**node.meta, "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
+            held[name]._dynamo_source = sources[name]  # type: ignore[attr-defined]
+        node.replace_all_uses_with(held[name])
+        lifted.graph.erase_node(node)
+    for name in held:
+        delattr(lifted, name)
+    lifted.recompile()
+    return lifted, tuple(getattr(gm, name) for name in held)
 
 
 def trace_pre_autograd(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -47,6 +76,8 @@ def trace_pre_autograd(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphMod
         raise UntraceableError("it runs outside of TorchDynamo: there is no fake mode to trace with")
     _check_nodes(gm)
     _check_inputs(inputs)
+    if any(True for tensors in (gm.parameters(), gm.buffers()) for _ in tensors):
+        raise UntraceableError("it holds a module with tensors of its own")
     fakes = [_fake(x, mode, context) for x in inputs]
     entered: list[autocast_mode.autocast] = []
     try:
@@ -98,7 +129,7 @@ class _Run(PropagateUnbackedSymInts):
 
 def _marked(body: fx.GraphModule) -> fx.GraphModule:
     """A copy of a checkpointed region whose nodes the partitioner prefers to recompute."""
-    body = copy.deepcopy(body)
+    body, _ = copied(body)
     region = next(checkpoint_ids)
     for node in body.graph.nodes:
         if node.op in ("call_function", "call_method"):

@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils import _pytree as pytree
 
+from fusion_compiler.breaks import GraphBreak
 from fusion_compiler.cuda_graphs import RECORDED
 from fusion_compiler.errors import (
     InvalidOptionError,
@@ -90,6 +91,7 @@ class Profile:
     unmatched: tuple[Unmatched, ...]
     plans: tuple[FusionPlan, ...] = field(default=(), repr=False, compare=False)
     events: tuple[Event, ...] = field(default=(), repr=False, compare=False)
+    breaks: tuple[GraphBreak, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         """A table, what took longest first, at most 110 columns wide."""
@@ -101,7 +103,10 @@ class Profile:
 
     def report(self) -> Report:
         """The report of the same plans with the measured times in it, for its page for example."""
-        return Report(self.model, self.planned, self.plans, emit=kernels_of, measured=self.json())
+        breaks = self.breaks
+        return Report(
+            self.model, self.planned, self.plans, emit=kernels_of, measured=self.json(), breaks=breaks
+        )
 
     def trace(self, path: str | Path) -> None:
         """Writes the last repetition for Perfetto or chrome://tracing; slices carry cluster and source.
@@ -139,7 +144,8 @@ def profile(compiled: Callable[..., Any], *args: Any, repetitions: int = 10, **k
         walls = [_wall_us(step, wait) for _ in range(repetitions)]
         events = _traced(step, wait, repetitions, on_device)
     name = getattr(compiled, "__name__", type(compiled).__name__)
-    return profile_of(name, plans, events, on_device=on_device, step_us=statistics.median(walls))
+    found = profile_of(name, plans, events, on_device=on_device, step_us=statistics.median(walls))
+    return replace(found, breaks=plans.breaks)
 
 
 def profile_of(

@@ -16,9 +16,10 @@ from typing import Any, TextIO
 import networkx as nx
 
 from fusion_compiler import plan_text
+from fusion_compiler.breaks import GraphBreak
 from fusion_compiler.errors import MissingPackageError
 from fusion_compiler.page import page
-from fusion_compiler.passes.answer import Answer, answers, ops_called, saving, unknown
+from fusion_compiler.passes.answer import Answer, answers, candidates, saving, unknown
 from fusion_compiler.passes.why import Why
 from fusion_compiler.plan import FusionPlan, Rejected
 from fusion_compiler.report_json import Row, class_rows, report_json, totals_of
@@ -52,6 +53,7 @@ class Report:
     model: its name. device: the DeviceSpec planned for. incomplete: why later graphs are missing, "" where
     none are: what follows depends on data. not_whole: why torch.fx cannot trace the model whole, so that
     TorchDynamo captured it; "" where it can. measured: of each graph's units what `profile` measured.
+    breaks: the places at which TorchDynamo's graphs end early, and what no graph holds.
     """
 
     model: str
@@ -61,6 +63,7 @@ class Report:
     not_whole: str = ""
     emit: Callable[[tuple[FusionPlan, ...]], Kernels] = field(default=lambda plans: {}, repr=False)
     measured: Mapping[str, Any] | None = None
+    breaks: tuple[GraphBreak, ...] = ()
 
     @property
     def captured_by(self) -> str:
@@ -102,7 +105,7 @@ class Report:
         found = [answer for why in self.questions.values() for answer in answers(why, a, b)]
         if not found:
             for name in (a, b):
-                if not any(ops_called(plan, name) for plan in self.plans):
+                if not any(candidates(plan, name) for plan in self.plans):
                     raise unknown(name, self.plans)
             return [
                 Answer(
@@ -156,6 +159,8 @@ class Report:
         head = f"{self.model} on {self.device}, captured by {self.captured_by}{reason}"
         sections = [f"{head}\n{self._summary()}"]
         sections += [str(replace(plan, rejections=())) for plan in self.plans]
+        if self.breaks:
+            sections.append(plan_text.breaks_text(self.breaks))
         if self.missed:
             sections.append(missed_text(self.missed))
         return [*sections, f"incomplete: {self.incomplete}"] if self.incomplete else sections
@@ -164,7 +169,8 @@ class Report:
         """Totals, and a row for each class of operators."""
         t = totals_of(self)
         lines = [
-            f"  {t['launches_before']} calls of eager -> {t['launches_after']}: {t['kernels']} kernels, "
+            f"  {plan_text.count(t['launches_before'], 'call')} of eager -> {t['launches_after']}: "
+            f"{plan_text.count(t['kernels'], 'kernel')}, "
             f"{plan_text.count(t['library_calls'], 'library call')}, {t['eager_ops']} eager",
             f"  {plan_text.human_bytes(t['bytes_before'])} -> "
             f"{plan_text.human_bytes(t['bytes_after'])} moved, "

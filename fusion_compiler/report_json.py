@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # report.py prints itself with this module
     from fusion_compiler.report import Report
 
 Row = dict[str, Any]
+TOTALS = (
+    "ops", "fused_ops", "kernels", "distinct_kernels", "library_calls", "eager_ops", "launches_before",
+    "launches_after", "bytes_before", "bytes_after", "intermediates", "us_before", "us_after",
+)  # fmt: skip
 
 
 def report_json(report: Report) -> Row:
@@ -34,6 +38,9 @@ def report_json(report: Report) -> Row:
         "captured_by": report.captured_by,
         "not_whole": report.not_whole,
         "incomplete": report.incomplete,
+        "breaks": [
+            {**vars(b), "source": plan_text.source_json(b.source)} for b in report.breaks
+        ],
         "totals": totals_of(report),
         "movement": {"classes": class_rows(report)},
         "graphs": [
@@ -56,7 +63,7 @@ def report_json(report: Report) -> Row:
 def totals_of(report: Report) -> Row:
     """Over all graphs."""
     rows = [_totals(why) for why in report.questions.values()]
-    return {key: sum(row[key] for row in rows) for key in rows[0]} if rows else {}
+    return {key: sum(row[key] for row in rows) for key in TOTALS}
 
 
 def class_rows(report: Report) -> list[Row]:
@@ -95,9 +102,7 @@ def _totals(why: Why) -> Row:
     plan, costs = why.plan, [why.cost(u) for u in why.units.values()]
     small = plan_text.totals(plan)
     stored = {name for unit in why.units.values() for name in unit.outputs}
-    counts = ("ops", "fused_ops", "kernels", "distinct_kernels", "library_calls", "eager_ops")
-    return {
-        **{key: getattr(small, key) for key in counts},
+    found: Row = {
         "launches_before": len(plan.calls),
         "launches_after": len(costs),
         "bytes_before": _moved(c.cost for c in plan.calls),
@@ -106,6 +111,7 @@ def _totals(why: Why) -> Row:
         "us_before": sum(c.cost.us for c in plan.calls),
         "us_after": sum(c.us for c in costs),
     }
+    return {key: found[key] if key in found else getattr(small, key) for key in TOTALS}
 
 
 def _graph(report: Report, plan: FusionPlan, measured: Row) -> Row:

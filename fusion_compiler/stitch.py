@@ -15,9 +15,10 @@ from torch._C._dynamo import guards
 
 from fusion_compiler import loops
 from fusion_compiler.canonical import salts_of
-from fusion_compiler.dag import OpDag
+from fusion_compiler.dag import OpDag, size_hints
 from fusion_compiler.dims import hint
 from fusion_compiler.inplace import in_place
+from fusion_compiler.passes.layout import is_view
 from fusion_compiler.plan import Cluster, FusionPlan
 from fusion_compiler.schedule import Call, root, schedule
 from fusion_compiler.straight_line import StraightLine, quick
@@ -109,7 +110,9 @@ class _Stitcher:
         for call in calls:
             if call.name in self.clusters:
                 self.call(self.clusters[call.name])
-            elif call.name not in copies:
+            elif call.name in copies:
+                self.env[call.name] = self.value(copies[call.name])
+            else:
                 self.library(call)
                 if call.name in writing:
                     self.env[call.name].target = writing[call.name]
@@ -234,46 +237,87 @@ def symbols_of(cluster: Cluster, dag: OpDag) -> tuple[sympy.Symbol, ...]:
     return loops.symbols_of(cluster.nests, [(*meta.shape, *meta.stride) for meta in metas])
 
 
-def subgraph(cluster: Cluster, dag: OpDag) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The cluster as an fx module: callable(*inputs, *sizes, *salts) -> outputs in the plan's strides."""
-    nodes = {n.name: n for n in dag.module.graph.nodes}
-    graph = fx.Graph()
-    env = {name: graph.placeholder(name) for name in cluster.inputs}
-    symbols = {s: graph.placeholder(s.name) for s in symbols_of(cluster, dag)}
-    salts = {salt: graph.placeholder(f"salt{i}") for i, salt in enumerate(salts_of(cluster))}
+def subgraph(cluster: Cluster, dag: OpDag) -> fx.GraphModule:
+    """The cluster as an fx module: callable(*inputs, *sizes, *salts) -> outputs in the plan's strides.
 
-    def visit(name: str) -> fx.Node:
+    A function of what the cluster's kernel gets and of nothing else. Where the ops reach a tensor of which
+    the kernel reads no element (`zeros_like(x)` asks for x's shape alone), or memory that nothing was written
+    to, zeros of its shape and strides stand there: as values they are valid, as indices in range.
+    """
+    return fx.GraphModule(dag.module, _Subgraph(cluster, dag).graph)
+
+
+class _Subgraph:
+    def __init__(self, cluster: Cluster, dag: OpDag) -> None:
+        self.dag, self.inside = dag, frozenset(cluster.ops)
+        self.nodes = {n.name: n for n in dag.module.graph.nodes}
+        self.graph = fx.Graph()
+        self.env: dict[str, Any] = {name: self.graph.placeholder(name) for name in cluster.inputs}
+        self.symbols: dict[Any, Any] = {s: self.graph.placeholder(s.name) for s in symbols_of(cluster, dag)}
+        self.salts = {salt: self.graph.placeholder(f"salt{i}") for i, salt in enumerate(salts_of(cluster))}
+        self.graph.output(tuple(self.value(name) for name in cluster.outputs))
+
+    def value(self, name: str) -> fx.Node:
         stack = [name]
         while stack:
-            node = nodes[stack[-1]]
-            if node.name in env:
+            node = self.nodes[stack[-1]]
+            if node.name in self.env:
                 stack.pop()
                 continue
-            value = node.meta.get("val")
+            value: Any = node.meta.get("val")
             if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
-                env[node.name] = _size_node(graph, value, symbols)
+                self.env[node.name] = self.size(value)
                 continue
-            missing = [n.name for n in node.all_input_nodes if n.name not in env]
+            if not self.computes(node):
+                self.env[node.name] = self.zeros(value)
+                continue
+            missing = [n.name for n in node.all_input_nodes if n.name not in self.env]
             if missing:
                 stack.extend(missing)
             else:
-                env[node.name] = copy = graph.node_copy(node, lambda n: env[n.name])
-                if node.target is torch.ops.fusion_compiler.uniform.default:
-                    copy.args = (*copy.args[:2], salts.get(node.args[2], node.args[2]))  # type: ignore[arg-type]
-        return env[name]
+                self.env[node.name] = self.copy(node)
+        return self.env[name]
 
-    graph.output(tuple(visit(name) for name in cluster.outputs))
-    return fx.GraphModule(dag.module, graph)
+    def computes(self, node: fx.Node) -> bool:
+        """Whether a value that is no input comes from ops of the cluster, and they say what it is."""
+        if node.name in self.inside:
+            return "::empty" not in node.target._schema.name  # type: ignore[union-attr]
+        return is_view(self.dag.op(node.name))
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        copy = self.graph.node_copy(node, lambda n: self.env[n.name])
+        if node.target is torch.ops.fusion_compiler.uniform.default:
+            salt: Any = node.args[2]
+            copy.args = (*copy.args[:2], self.salts.get(salt, salt))
+        return copy
+
+    def zeros(self, value: Any) -> fx.Node:
+        form = [tuple(map(self.size, dims)) for dims in (value.shape, value.stride())]
+        return self.graph.call_function(_zeros, (*form, value.dtype, value.device))
+
+    def size(self, value: torch.SymInt | int) -> Any:
+        if isinstance(value, int):
+            return value
+        expr = value.node.expr
+        if isinstance(expr, sympy.Symbol):
+            return self.symbol(expr)
+        order = tuple(sorted(expr.free_symbols, key=str))
+        return self.graph.call_function(_Size(expr, order), tuple(map(self.symbol, order)))
+
+    def symbol(self, symbol: Any) -> Any:
+        """The argument for a size. No result depends on one that is no argument: it is what it was when the
+        graph was captured, so that whatever the program asked of it holds."""
+        return self.symbols[symbol] if symbol in self.symbols else hint(symbol, self.captured)
+
+    @functools.cached_property
+    def captured(self) -> Mapping[sympy.Symbol, int]:
+        return size_hints([self.nodes[name].meta.get("val") for name in self.dag.inputs])
 
 
-def _size_node(graph: fx.Graph, value: torch.SymInt | int, symbols: Mapping[sympy.Symbol, fx.Node]) -> Any:
-    if isinstance(value, int):
-        return value
-    expr = value.node.expr
-    if isinstance(expr, sympy.Symbol):
-        return symbols[expr]
-    order = tuple(sorted(expr.free_symbols, key=lambda s: s.name))
-    return graph.call_function(_Size(expr, order), tuple(symbols[s] for s in order))
+def _zeros(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
 
 class _Size:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusion_compiler.cache import Cache, read_record
+from fusion_compiler.builds import checksum, is_entry
+from fusion_compiler.cache import Cache, read_plain, read_record
 
 BINARIES = (".cubin", ".hsaco")
 
@@ -40,7 +39,7 @@ class Entry:
 def tuning_entries(cache: Cache) -> list[Entry]:
     """The tuning results in the cache's folder, by name; what is no whole record comes last."""
     found: list[Entry] = []
-    for file in sorted(cache.path.glob("*.json")):
+    for file in cache.files():
         with contextlib.suppress(OSError):
             stat = file.stat()
             record = read_record(file)
@@ -68,8 +67,9 @@ def kernel_folder() -> Path | None:
 
 
 def kernel_entries(folder: Path | None) -> list[Entry]:
-    """The kernels that this compiler made: those with its checksum beside them."""
+    """The kernels that this compiler made: folders named as Triton names them, with its checksum inside."""
     seals = sorted(folder.glob("*/*.sha256")) if folder is not None else []
+    seals = [seal for seal in seals if is_entry(seal.parent)]
     found = [entry for seal in seals for entry in _kernel(seal)]
     return sorted(found, key=lambda e: (bool(e.problem), e.name, e.age))
 
@@ -81,15 +81,15 @@ def _kernel(seal: Path) -> Iterator[Entry]:
         age = time.time() - seal.stat().st_mtime
         device, versions, problem = "", "", ""
         try:
-            fields = json.loads(metadata.read_bytes())
+            fields = json.loads(read_plain(metadata))
             target = fields["target"]
             arch = target["arch"]
             device = f"sm_{arch}" if target["backend"] == "cuda" else str(arch)
             versions = f"triton {fields['triton_version']}" if "triton_version" in fields else ""
-            digest = hashlib.sha256(metadata.read_bytes())
-            digest.update(next(f for e in BINARIES if (f := seal.with_suffix(e)).exists()).read_bytes())
-            problem = "" if digest.hexdigest() == seal.read_text(errors="replace") else "damaged"
-        except (OSError, ValueError, KeyError, TypeError, StopIteration):
+            problem = "" if checksum(seal).encode() == read_plain(seal) else "damaged"
+            if not any(seal.with_suffix(binary).is_file() for binary in BINARIES):
+                problem = "incomplete"
+        except (OSError, ValueError, KeyError, TypeError):
             problem = "incomplete"
         yield Entry("kernel", seal.stem, device, versions, age, size, problem, folder)
 
@@ -99,10 +99,19 @@ def clear(entries: Iterable[Entry], cache: Cache) -> tuple[int, int]:
     gone = freed = 0
     for entry in entries:
         with contextlib.suppress(OSError):
-            if entry.path.is_dir():
-                shutil.rmtree(entry.path)
+            if entry.sort == "kernel":
+                _remove_kernel(entry)
             else:
                 entry.path.unlink()
             gone, freed = gone + 1, freed + entry.bytes
     cache.clear()
     return gone, freed
+
+
+def _remove_kernel(entry: Entry) -> None:
+    """The files of one kernel, and their folder if there is nothing else in it."""
+    for file in entry.path.iterdir():
+        if file.name.startswith((f"{entry.name}.", f"__grp__{entry.name}.")):
+            file.unlink()
+    with contextlib.suppress(OSError):
+        entry.path.rmdir()

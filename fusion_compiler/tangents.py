@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor
 
 Missing = tuple[bool, ...]  # for each gradient that a backward graph takes
@@ -71,9 +72,11 @@ class Backward:
         self._compiled: dict[Missing, Boxed] = {}
 
     def _variant(self, missing: Missing) -> Boxed:
-        graph = without(self._graph, missing) if any(missing) else self._graph
-        self._compiled[missing] = self._compile(graph, len(self._compiled))
-        return self._compiled[missing]
+        with compile_lock:
+            if missing not in self._compiled:  # another thread's first call may be through by now
+                graph = without(self._graph, missing) if any(missing) else self._graph
+                self._compiled[missing] = self._compile(graph, len(self._compiled))
+            return self._compiled[missing]
 
     def __call__(self, args: list[Any]) -> Any:
         missing = tuple([args[i] is None for i in self._tangents])

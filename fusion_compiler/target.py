@@ -93,6 +93,8 @@ def build_of(
         num_warps=kernel.num_warps,
         num_stages=kernel.num_stages,
         registers=kernel.registers,
+        fp_fusion=kernel.fp_fusion,
+        cooperative=kernel.together > 1,
     )
 
 

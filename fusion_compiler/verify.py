@@ -1,5 +1,5 @@
-"""verify=True: each cluster beside its fx subgraph, each kernel of the user's beside its pattern's code,
-once, and what to make of the difference."""
+"""verify=True: each cluster's kernel beside its fx subgraph, each kernel of the user's beside its pattern's
+code, once, and what to make of the difference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import KernelError, UserKernelError, WarnOnce
@@ -27,7 +28,8 @@ class Verified:
     error: largest absolute difference. scale: largest finite absolute value of the fx subgraph's output.
     bound: what `error` may be: 64 roundings, at that scale, of the narrowest float dtype that eager stores on
         the way or at the end. Integers must be equal.
-    Of a user's kernel both are against its code in float64, see `compare_with_exact`.
+    Of a user's kernel, and of a result that differs by more, all three are against the code in float64, see
+    `compare_with_exact`.
     """
 
     cluster: str
@@ -44,13 +46,17 @@ class Verified:
 
 @dataclass
 class Verification:
-    """The table of a compilation, filled as clusters are called for the first time."""
+    """The table of a compilation, filled as clusters are called for the first time.
+
+    nothing: why it stays empty, where there are no kernels.
+    """
 
     rows: list[Verified] = field(default_factory=list[Verified])
+    nothing: str = ""
 
     def __str__(self) -> str:
         if not self.rows:
-            return "nothing has been verified yet: compile with verify=True and call it once"
+            return self.nothing or "nothing has been verified yet: compile with verify=True and call it once"
         table = [("cluster", "output", "dtype", "error", "of at most", "allowed", "")]
         for row in self.rows:
             numbers = (f"{row.error:.1e}", f"{row.scale:.1e}", f"{row.bound:.1e}")
@@ -128,17 +134,35 @@ class KernelCheck:
         return False
 
 
+def in_float64(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+    """A graph of ATen ops with float64 in the place of every float dtype, also of arguments and results."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        node.args = map_aggregate(node.args, _wide)
+        node.kwargs = map_aggregate(node.kwargs, _wide)
+    wide = fx.GraphModule(module, graph)
+    return lambda *arguments: wide(*map(_wide, arguments))
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 class Verifier:
     """A cluster's runner that compares on its first call and is gone from then on.
 
-    Where the results differ by more than rounding, or the kernel's shape or dtype is another one, the fx
-    subgraph's are returned, then and later, with one FusionWarning; strict raises KernelError.
+    Where the results differ by more than rounding, both are held to the fx subgraph run in float64: of what
+    cancels, either may be rounding alone. Where the kernel's are then still wrong, or of another shape or
+    dtype, the fx subgraph's are returned, then and later, with one FusionWarning; strict raises KernelError.
     """
 
     def __init__(
         self,
         run: Callable[..., Sequence[Tensor]],
-        reference: Callable[..., Sequence[Tensor]],
+        reference: fx.GraphModule,
         name: str,
         outputs: tuple[str, ...],
         coarsest: float,
@@ -162,9 +186,11 @@ class Verifier:
             want = self._reference(*arguments)
             got = self._run(*arguments)
             rows = [
-                compare(self.__name__, name, a, b, self._coarsest)
-                for name, a, b in zip(self._outputs, got, want, strict=True)
+                compare(self.__name__, *row, self._coarsest)
+                for row in zip(self._outputs, got, want, strict=True)
             ]
+            if not all(row.agrees for row in rows):
+                rows = self._held_to_float64(rows, arguments, got, want)
             self._verification.rows.extend(rows)
             bad = next((row for row in rows if not row.agrees), None)
             self._entry = self._run if bad is None else self._reference
@@ -174,3 +200,16 @@ class Verifier:
         error = KernelError(kernel=self.__name__, action="verify", detail=detail)
         self._warned.fall_back(f"verify {self.__name__}", error)
         return want
+
+    def _held_to_float64(
+        self, rows: list[Verified], arguments: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor]
+    ) -> list[Verified]:
+        """The rows again, those that disagree with their errors against float64."""
+        try:
+            exact = in_float64(self._reference)(*arguments)
+        except (RuntimeError, TypeError):  # an operator that has no float64, or reads bits
+            return rows
+        return [
+            row if row.agrees else compare_with_exact(row.cluster, row.output, *tensors)
+            for row, *tensors in zip(rows, got, want, exact, strict=True)
+        ]

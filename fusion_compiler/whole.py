@@ -8,11 +8,14 @@ checkpointed regions, gradients of the model's own, tensors that it leaves elsew
 
 from __future__ import annotations
 
+import functools
+import itertools
 import linecache
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.passes.rewrites.graphs import unregister_constants
 from fusion_compiler.pre_autograd import AUTOGRAD_METHODS, UntraceableError, check_constants
-from fusion_compiler.sources import is_library
+from fusion_compiler.sources import is_library, marked
 
 _C: Any = torch._C
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
@@ -121,7 +124,7 @@ class _Watch(TorchFunctionMode):
     refused: UntraceableError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        fx_traceback.current_meta["stack_trace"] = _line()
+        fx_traceback.current_meta["stack_trace"] = _lines()
         name = getattr(func, "__name__", "")
         reason = "" if self.refused is not None else _unseen(name)
         if reason:
@@ -143,16 +146,31 @@ def _unseen(name: str) -> str:
     return ""
 
 
-def _line() -> str:
-    """The innermost line of the model that is not torch's, as a traceback shows it; "" if there is none."""
+def _lines() -> str:
+    """The lines of the model that are not torch's, the outermost first, as a traceback shows them."""
+    found: list[str] = []
     frame = sys._getframe(2)
-    while is_library(frame.f_code.co_filename):
-        if frame.f_code.co_filename == __file__ or frame.f_back is None:
-            return ""
+    while frame is not None and frame.f_code.co_filename != __file__:
+        code = frame.f_code
+        if not is_library(code.co_filename):
+            text, span = _place(code, frame.f_lasti, frame.f_lineno)
+            place = f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n'
+            found.append(place + marked(text, span))
         frame = frame.f_back
-    code = frame.f_code
-    text = linecache.getline(code.co_filename, frame.f_lineno).strip()
-    return f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n    {text}\n'
+    return "".join(reversed(found))
+
+
+@functools.lru_cache(maxsize=65536)
+def _place(code: CodeType, instruction: int, line: int) -> tuple[str, tuple[int, int] | None]:
+    """A line without the blanks around it, and the columns of the call in it."""
+    whole = linecache.getline(code.co_filename, line).rstrip()
+    text = whole.lstrip()
+    first, last, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    if first != line or start is None or end is None:
+        return text, None
+    indent = len(whole) - len(text)
+    start, end = (len(whole.encode()[:i].decode()) for i in (start, end if last == line else None))
+    return text, (start - indent, end - indent)
 
 
 @contextmanager

@@ -11,10 +11,13 @@ import networkx as nx
 
 from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import UnknownOpError, closest
+from fusion_compiler.passes.pieces import Meant, meant
 from fusion_compiler.passes.why import Why
 from fusion_compiler.plan import Cluster, FusionPlan, Rejected
+from fusion_compiler.plan_text import count
 from fusion_compiler.schema import is_view
 
+MOST_PAIRS = 16  # of calls that two pieces of source may stand for
 PLACE = re.compile(r"(?P<file>[^:]+\.py):(?P<line>\d+)")
 
 
@@ -35,20 +38,22 @@ class Answer:
         return self.text
 
 
-def ops_called(plan: FusionPlan, name: str) -> tuple[str, ...]:
-    """What a name stands for: an op, a cluster, "file.py:12", a module's path or a piece of source."""
+def candidates(plan: FusionPlan, name: str) -> list[Meant]:
+    """What a name stands for: an op, a cluster, "file.py:12", a module's path or a piece of source, which may
+    be several calls."""
     dag = plan.dag
     clusters = {c.name: c.ops for c in plan.clusters}
     own = [n for n in dag.order if n not in dag.inputs]
     if name in own:
-        return (name,)
+        return [Meant(name, (name,))]
     if name in clusters:
-        return clusters[name]
+        return [Meant(name, clusters[name])]
     if place := PLACE.fullmatch(name.strip()):
-        return tuple(n for n in own if _at(dag, n, place["file"], int(place["line"])))
+        found = tuple(n for n in own if _at(dag, n, place["file"], int(place["line"])))
+        return [Meant(name, found)] if found else []
     sources = {n: s for n in own if (s := dag.op(n).source) is not None}
     module = [n for n, s in sources.items() if s.module == name or s.module.startswith(f"{name}.")]
-    return tuple(module) or tuple(n for n, s in sources.items() if name in s.code)
+    return [Meant(name, tuple(module))] if module else meant(dag, name)
 
 
 def _at(dag: OpDag, name: str, file: str, line: int) -> bool:
@@ -63,22 +68,30 @@ def unknown(name: str, plans: Iterable[FusionPlan]) -> UnknownOpError:
 
 
 def answers(why: Why, a: str, b: str) -> list[Answer]:
-    """Every different answer for the ops that two names stand for, in one graph; empty where it lacks one."""
+    """Every different answer for the ops that two names stand for, in one graph, what is one kernel first; empty
+    where it lacks one."""
+    first, second = candidates(why.plan, a), candidates(why.plan, b)
+    pairs = [(x, y) for x in first for y in second]
+    found = [answer for x, y in pairs[:MOST_PAIRS] for answer in _answers(why, x, y)]
+    if len(pairs) > MOST_PAIRS:
+        text = f"{a} and {b} stand for {len(first)} and {len(second)} calls: give more of their lines"
+        found.append(Answer(why.plan.name, text))
+    different = {answer.text: answer for answer in found}
+    return sorted(different.values(), key=lambda answer: not answer.fused)
+
+
+def _answers(why: Why, a: Meant, b: Meant) -> list[Answer]:
     plan = why.plan
-    first, second = ops_called(plan, a), ops_called(plan, b)
-    if not first or not second:
-        return []
-    homes = {name: [u.name for u in why.units.values() if name in u.ops] for name in {*first, *second}}
-    mine, theirs = ({unit for n in names for unit in homes[n]} for names in (first, second))
+    homes = {name: [u.name for u in why.units.values() if name in u.ops] for name in {*a.ops, *b.ops}}
+    mine, theirs = ({unit for n in each.ops for unit in homes[n]} for each in (a, b))
     if not mine or not theirs:
-        name = (first if not mine else second)[-1]
-        return [Answer(plan.name, _nothing(why, name))]
+        return [Answer(plan.name, _nothing(why, (a if not mine else b).ops[-1]))]
     both = [c for c in plan.clusters if c.name in mine & theirs]
     if both:
-        return [Answer(plan.name, _together(c, a, b), fused=True) for c in both]
+        return [_together(plan, c, a, b) for c in both]
     pairs = [(x, y) for x in sorted(mine) for y in sorted(theirs) if x != y]
     if not pairs:
-        return [Answer(plan.name, f"{a} and {b} are one call: {next(iter(mine))}", fused=True)]
+        return [Answer(plan.name, f"{a.label} and {b.label} are one call: {next(iter(mine))}", fused=True)]
     near = [p for p in pairs if why.graph.has_edge(*p) or why.graph.has_edge(*reversed(p))]
     return [_apart(why, x, y) for x, y in (near or pairs[:1])]
 
@@ -92,11 +105,14 @@ def _nothing(why: Why, name: str) -> str:
     return f"{name} is in no kernel: nothing that the graph returns needs it"
 
 
-def _together(cluster: Cluster, a: str, b: str) -> str:
-    rest = f"; eager's {len(cluster.eager)} calls for it take {cluster.eager_us:.1f} us"
-    return (
-        f"{a} and {b} are one kernel: {cluster.name}, {cluster.cost.us:.1f} us ({cluster.cost.bound}){rest}"
-    )
+def _together(plan: FusionPlan, cluster: Cluster, a: Meant, b: Meant) -> Answer:
+    cost = f"{cluster.name}, {cluster.cost.us:.1f} us ({cluster.cost.bound})"
+    calls = count(len(cluster.eager), "call")
+    rest = f"eager's {calls} for it take{'s' * (len(cluster.eager) == 1)} {cluster.eager_us:.1f} us"
+    if a.sure and b.sure:
+        return Answer(plan.name, f"{a.label} and {b.label} are one kernel: {cost}; {rest}", fused=True)
+    text = f"some of {a.label} and of {b.label} are in one kernel, which of it cannot be told: {cost}; {rest}"
+    return Answer(plan.name, text)
 
 
 def _apart(why: Why, a: str, b: str) -> Answer:

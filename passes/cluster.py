@@ -12,12 +12,16 @@ import sympy
 from fusion_compiler.dag import OpDag
 from fusion_compiler.device import DeviceSpec
 from fusion_compiler.loops import Load
+from fusion_compiler.ops import spec_of
 from fusion_compiler.passes.beside import launches
+from fusion_compiler.passes.layout import is_view
 from fusion_compiler.passes.match import Match
 from fusion_compiler.passes.movement import eager_calls
 from fusion_compiler.passes.parts import Part, Parts
+from fusion_compiler.passes.rounding import HALVES
 from fusion_compiler.passes.search import Search
 from fusion_compiler.plan import Call, Cluster, Cost, FusionPlan, Rejected, Setting
+from fusion_compiler.plan_text import count
 from fusion_compiler.schema import short_name
 
 
@@ -82,9 +86,20 @@ def plan(
         rejections,
         device.name,
         calls,
-        notes={} if note is None else {"search": f"ended before all was tried: {note}"},
+        notes=_notes(dag) | ({} if note is None else {"search": f"ended before all was tried: {note}"}),
         setting=setting,
     )
+
+
+def _notes(dag: OpDag) -> dict[str, str]:
+    """What the plan says of the values that are rounded because something that jumps depends on them."""
+    ops = [dag.op(name) for name in dag.order]
+    made = (op for op in ops if op.pinned and spec_of(op.target) is not None and not is_view(op))
+    rounded = [op.name for op in made if op.outputs[0].dtype in HALVES]
+    if not rounded:
+        return {}
+    names = ", ".join(rounded[:4]) + (", ..." if len(rounded) > 4 else "")
+    return {"pinned": f"{count(len(rounded), '16-bit value')} rounded where made, for comparisons: {names}"}
 
 
 def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:

@@ -60,7 +60,7 @@ def bare(dag: OpDag, name: str) -> str:
 
 def looked_through(op: Op, dag: OpDag) -> bool:
     """Whether what an op gives is its operand, but for the rounding of a float."""
-    if not is_cast_or_alias(op.target) or not op.inputs:
+    if not is_cast_or_alias(op.target) or not op.inputs or op.rounds:
         return False
     before, after = dag.op(op.inputs[0]).outputs, op.outputs
     return not (before and after and quantizes(before[0].dtype, after[0].dtype))

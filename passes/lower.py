@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 
+import sympy
 import torch
 
 from fusion_compiler.dag import Op, OpDag, Ref
@@ -49,6 +50,7 @@ from fusion_compiler.passes.index import (
     is_bijection,
     regroup,
 )
+from fusion_compiler.passes.rounding import Rounding, comparable, rounded, unrounded
 from fusion_compiler.passes.space import (
     Coords,
     Illegal,
@@ -72,14 +74,20 @@ def lower(
     outputs: tuple[str, ...],
     *,
     cut: Cut | None = None,
-    round_like_eager: bool = False,
+    stored: frozenset[str] = frozenset(),
+    like_eager: bool = False,
     effort: Effort | None = None,
 ) -> LoopNest:
     """The tile program of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
-    a cut is given. effort: where what it takes is counted. Raises Illegal."""
+    a cut is given. Raises Illegal.
+
+    stored: ops whose results this program or another one stores. like_eager: numerics="eager".
+    effort: where what it takes is counted.
+    """
+    rounding = Rounding(stored.union(outputs), like_eager)
     space = anchor_space(dag, ops, outputs, cut)
     for _ in range(24):
-        attempt = Lowering(dag, ops, outputs, space, round_like_eager)
+        attempt = Lowering(dag, ops, outputs, space, rounding)
         try:
             return attempt.run()
         except NeedsSplit as split:
@@ -98,9 +106,9 @@ class Lowering:
     """One attempt at a tile program over a space; it ends at the first axis that has to be cut."""
 
     def __init__(
-        self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounded: bool
+        self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding
     ) -> None:
-        self.dag, self.ops, self.outputs, self.space, self.rounded = dag, ops, outputs, space, rounded
+        self.dag, self.ops, self.outputs, self.space, self.rounding = dag, ops, outputs, space, rounding
         self.inside = set(ops)
         self.extents = Extents(space.extents)
         self.nodes: list[Node] = []
@@ -109,6 +117,7 @@ class Lowering:
         self.memo: dict[tuple[str, Coords, int | None], int] = {}
         self.placed: dict[str, Coords] = {}  # where a value was computed first
         self.reduced: dict[str, tuple[Coords, int]] = {}
+        self.held: dict[tuple[int, torch.dtype], bool] = {}  # whether a node's values are a dtype's anyway
         groups = space.axis_groups
         live = [i for i, size in enumerate(space.axes) if size != 1]
         self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in (ROWS, COLS)}
@@ -129,7 +138,8 @@ class Lowering:
                     "space", f"{name} is {list(meta.shape)}, and the others' space is {list(self.space.axes)}"
                 )
             for piece in self.pieces(coords):
-                stores.append(Store(name, flatten(piece, meta.stride), self.value(name, piece, None)))
+                value = unrounded(self.nodes, self.value(name, piece, None), meta.dtype)
+                stores.append(Store(name, flatten(piece, meta.stride), value))
         groups = self.space.axis_groups
         axes = tuple(Axis(f"a{i}", s, groups[i]) for i, s in enumerate(self.space.axes))
         return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
@@ -299,7 +309,7 @@ class Lowering:
             return self.reduce(op, coords, within)
         special = SPECIAL.get(op.target)
         if special is not None:
-            return special(self, op, coords, within)
+            return rounded(self, op, special(self, op, coords, within))
         spec = spec_of(op.target)
         if spec is None or spec.expr is None:
             raise Illegal("operator", f"{op.target} has no expression")
@@ -318,24 +328,20 @@ class Lowering:
                 operands.append((argument.name, arg))
             elif isinstance(arg, torch.dtype | torch.device | torch.layout | torch.memory_format):
                 operands.append((argument.name, str(arg)))
+            elif isinstance(arg, sympy.Expr) and arg.is_integer:  # a size
+                size = Coordinate(Index(arg, ()), torch.int64)
+                operands.append((argument.name, Value(self.emit(size, f"{op.name}_size"))))
             else:
                 raise Illegal(
                     "operand", f"{argument.name}={arg} of {op.name} is neither a tensor nor a constant"
                 )
         dtype = op.outputs[0].dtype
-        coarse = spec.coarse is not None and dtype is torch.bfloat16
-        node = self.emit(Compute(op.target, tuple(operands), compute_dtype(dtype), coarse), op.name)  # type: ignore[arg-type]
-        return self.rounded_like(op, node)
-
-    def rounded_like(self, op: Op, node: int) -> int:
-        """numerics="eager": every 16-bit result is rounded as if it had been stored. A conversion to eight
-        bits always is: nobody asks for one but to quantize."""
-        dtype = op.outputs[0].dtype
-        quantized = dtype.is_floating_point and dtype.itemsize == 1
-        if not quantized and not (self.rounded and dtype in (torch.float16, torch.bfloat16)):
-            return node
-        operands = (("self", Value(node)), ("rounding", str(dtype)))
-        return self.emit(Compute(aten._to_copy.default, operands, torch.float32), op.name)
+        if spec.jumps:
+            operands = comparable(self, op, operands)
+        pinned = self.rounding.pins(op)
+        coarse = spec.coarse is not None and dtype is torch.bfloat16 and not pinned
+        node = self.emit(Compute(op.target, tuple(operands), compute_dtype(dtype), coarse, pinned), op.name)  # type: ignore[arg-type]
+        return rounded(self, op, node)
 
     def operand(self, op: Op, name: str, coords: Coords, within: int | None) -> int:
         """An operand of an element-wise op, broadcast to its result."""
@@ -391,7 +397,7 @@ class Lowering:
         dtype = compute_dtype(op.outputs[0].dtype)
         if spec.combine in ("argmax", "argmin"):
             return self.constant(0, dtype, op.name)
-        return self.rounded_like(op, self.converted(value, dtype, op.name))
+        return rounded(self, op, self.converted(value, dtype, op.name))
 
     def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
         """A reduction of a tensor in pieces that keeps the dimension of the cut: one for each piece."""
@@ -461,7 +467,7 @@ class Lowering:
             return self.widened(Reduce("sum", value, over, torch.int32, kept), op.name)
         if spec.combine not in ("argmax", "argmin"):
             node = self.emit(Reduce(spec.combine, value, over, dtype, kept), op.name)
-            return self.rounded_like(op, node)
+            return rounded(self, op, node)
         operand_dtype = self.nodes[value].dtype
         best = self.emit(Reduce(spec.combine[3:], value, over, operand_dtype, kept), f"{op.name}_value")
         hit = self.emit(

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fusion_compiler.dag import OpDag, Ref
-from fusion_compiler.loops import Load, LoopNest
+from fusion_compiler.loops import Load, LoopNest, exact
 from fusion_compiler.passes.layout import is_view
+from fusion_compiler.passes.ranges import lookups
 from fusion_compiler.passes.space import Illegal
 from fusion_compiler.plan import Cost
 
@@ -21,13 +22,14 @@ class Memo:
     """`price` remembered by structure: the ops in their order, the views between them, what they read.
 
     price: (ops, outputs) -> tile program and cost; it raises Illegal, which is remembered too. It
-    may look at the ops, at the views that lead to them, and at target and shape of what these show.
+    may look at the ops, at the views that lead to them, and at target and shape of what these show; of what
+    an op looks up, at whether its indices are known to lie inside. settled: what else it asks of an op.
     """
 
-    def __init__(self, dag: OpDag, price: Price) -> None:
-        self._dag, self._price = dag, price
+    def __init__(self, dag: OpDag, price: Price, settled: Callable[[str], bool] = lambda _: False) -> None:
+        self._dag, self._price, self._settled = dag, price, settled
         self._numbers: dict[object, int] = {}
-        self._records: dict[str, int] = {}
+        self._records: dict[tuple[str, bool], int] = {}
         self._known: dict[Key, tuple[Names, tuple[LoopNest, Cost] | Illegal]] = {}
 
     def __call__(self, ops: Names, outputs: Names) -> tuple[LoopNest, Cost]:
@@ -63,11 +65,15 @@ class Memo:
 
     def _record(self, name: str) -> int:
         """A number for all that an op is, its operands by their places."""
-        if name not in self._records:
+        key = name, self._settled(name)
+        if key not in self._records:
             op = self._dag.op(name)
             described = (_exact(op.args, op.inputs), _exact(op.kwargs, op.inputs))
-            self._records[name] = self._number((op.target, op.kind, described, op.outputs))
-        return self._records[name]
+            checks = tuple(lookup.unproved for lookup in lookups(self._dag, op))
+            self._records[key] = self._number(
+                (op.target, op.kind, described, op.outputs, checks, op.pinned, op.rounds, key[1])
+            )
+        return self._records[key]
 
     def _outside(self, name: str) -> int:
         op = self._dag.op(name)
@@ -78,12 +84,12 @@ class Memo:
 
 
 def _exact(value: object, inputs: Sequence[str]) -> object:
-    """Arguments as a key: 1, 1.0 and True are different, as are 0.0 and -0.0."""
+    """Arguments as a key, operands by their places."""
     if isinstance(value, Ref):
         return Ref, inputs.index(value.name)
     if isinstance(value, tuple):
         return tuple(_exact(v, inputs) for v in value)
-    return type(value), repr(value) if isinstance(value, float) else value
+    return exact(value)
 
 
 def _renamed(loops: LoopNest, renamed: Mapping[str, str]) -> LoopNest:

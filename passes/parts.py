@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import sympy
-import torch
 
 from fusion_compiler.dag import Op, OpDag
 from fusion_compiler.device import DeviceSpec
@@ -25,22 +24,18 @@ from fusion_compiler.passes.cost import BufferInfo, cost_of
 from fusion_compiler.passes.cuts import Cut, cuts_of
 from fusion_compiler.passes.effort import Effort
 from fusion_compiler.passes.legality import first_refusal
+from fusion_compiler.passes.library import library_call
 from fusion_compiler.passes.lower import lower
 from fusion_compiler.passes.memo import Memo
 from fusion_compiler.passes.movement import L2_SHARE
 from fusion_compiler.passes.simplify import simplify
 from fusion_compiler.passes.space import Illegal
-from fusion_compiler.patterns import USER_NAMESPACE
 from fusion_compiler.plan import Cost, Leftover
 
 FUSIBLE = frozenset({Kind.ELEMENTWISE, Kind.REDUCTION, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT})
-REASONS = {Kind.CONTRACTION: "library call"}
 # Of the speed predicted for them, what kernels reach that choose among the parts of a concatenation at every
 # element: measured on an H200, 0.67 to 0.85.
 CHOOSING = 0.85
-SEEDS: dict[object, str] = {
-    torch.ops.fusion_compiler.seed.default: "draws the seed from PyTorch's generator, once a graph"
-}
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,7 @@ class Parts:
         self.infos: dict[str, BufferInfo] = {}
         self.leftovers: list[Leftover] = []
         self.memo: dict[tuple[tuple[str, ...], frozenset[str]], Part | Illegal] = {}
-        self.priced = Memo(dag, self.price)
+        self.priced = Memo(dag, self.price, self.settled)
         self.again = frozenset(n for n in dag.order if self.fusible(dag.op(n)) and self.cheap(dag.op(n)))
         self.first: dict[int, Part] = {}
         self.start()
@@ -180,8 +175,9 @@ class Parts:
 
     def form(self, ops: tuple[str, ...], outputs: tuple[str, ...], cut: Cut | None) -> tuple[LoopNest, Cost]:
         """One tile program of a set of ops, checked and priced. Raises Illegal."""
+        stored = frozenset(n for n in ops if n in outputs or self.settled(n))
         lowered = lower(
-            self.dag, ops, outputs, cut=cut, round_like_eager=self.rounded, effort=self.effort
+            self.dag, ops, outputs, cut=cut, stored=stored, like_eager=self.rounded, effort=self.effort
         )
         loops = simplify(lowered)
         refusal = first_refusal(loops, self.device)
@@ -213,6 +209,10 @@ class Parts:
     def must_exist(self, name: str) -> bool:
         """Whether something that cannot compute it again reads a value."""
         return name in self.reads.returned or any(u not in self.owned for u in self.reads.users[name])
+
+    def settled(self, name: str) -> bool:
+        """Whether one of the parts that compute a value stores it, so that it is rounded in all of them."""
+        return name in self.again and self.must_exist(name)
 
     def closure(self, name: str) -> tuple[str, ...]:
         """An op with all that is computed again for it, in topological order."""
@@ -264,8 +264,7 @@ class Parts:
         for name in list(order):
             op = self.dag.op(name)
             if name not in self.owned and op.target is not operator.getitem and op.outputs:
-                reason = "a kernel of the user's" if _is_users(op) else "no row in the operator table"
-                self.leave(op, REASONS.get(op.kind) or SEEDS.get(op.target, reason))
+                self.leave(op, library_call(op) or "no row in the operator table")
         counts = Counter(devices.values())
         main = max(counts, key=counts.__getitem__, default="")
         for name in order:
@@ -310,8 +309,5 @@ class Parts:
         )
 
     def leave(self, op: Op, reason: str) -> None:
-        self.leftovers.append(Leftover(op.name, str(op.target), str(op.kind), reason, op.source))
-
-
-def _is_users(op: Op) -> bool:
-    return getattr(op.target, "namespace", "") == USER_NAMESPACE
+        wanted = library_call(op) is not None
+        self.leftovers.append(Leftover(op.name, str(op.target), str(op.kind), reason, op.source, wanted))

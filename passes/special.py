@@ -7,17 +7,19 @@ Each handler answers which node holds an op's value at some coordinates, given t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from fusion_compiler.dag import Op, Ref
 from fusion_compiler.dims import Dim, simple, strides_of
-from fusion_compiler.loops import Compute, Coordinate, Index, Random
+from fusion_compiler.loops import Checked, Compute, Coordinate, Index, Random
 from fusion_compiler.loops import Ref as Value
 from fusion_compiler.passes import layout
 from fusion_compiler.passes.index import ZERO, combine, divided, flatten, shifted
+from fusion_compiler.passes.ranges import lookups
 from fusion_compiler.passes.space import Coords, Illegal, compute_dtype
 
 if TYPE_CHECKING:
@@ -99,8 +101,9 @@ def _scatter_slice(self: Lowering, op: Op, coords: Coords, within: int | None) -
     dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
     step = layout.argument(op, 5, "step", 1)
     start = layout.argument(op, 3, "start") or 0
-    if isinstance(start, int) and start < 0:
-        start = max(start + shape[dim], 0)  # type: ignore[type-var]
+    if isinstance(start, int) and start < 0:  # a symbol that is smaller than that has been guarded against
+        start = start + shape[dim]
+        start = max(start, 0) if isinstance(start, int) else start
     length = self.dag.op(source).outputs[0].shape[dim]
     if isinstance(step, int) and step != 1:
         return _overlay_with_steps(self, op, coords, within, dim, start, length, step)  # type: ignore[arg-type]
@@ -229,6 +232,33 @@ def _iota(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
     return self.emit(Coordinate(shifted(combine([(coords[0], step)]), start), dtype), op.name)
 
 
+def _looked_up(self: Lowering, op: Op, coords: Coords, at: Sequence[Coords], within: int | None) -> int:
+    """The value of an op's operand where some of its coordinates are data.
+
+    coords: the operand's; those along which it is looked up are not read. at: the coordinates of each index.
+    What might lie outside is checked before anything is read by it; a dimension of one element is not read
+    by an index at all, and its value waits for the check.
+    """
+    source = op.inputs[0]
+    inner = list(coords)
+    lone: list[Checked] = []
+    for lookup, place in zip(lookups(self.dag, op), at, strict=True):
+        node = self.value(lookup.index, place, within)
+        if lookup.unproved:
+            dtype = self.nodes[node].dtype
+            check = Checked(node, node, lookup.low, lookup.high, within, lookup.unproved, dtype)
+            if lookup.high == 1:
+                lone.append(check)
+            else:
+                node = self.emit(check, f"{op.name}_index")
+        if inner:
+            inner[lookup.dim] = _indirect(self, op, node, lookup.high, lookup.low != 0)
+    value = self.value(source, tuple(inner), within)
+    for check in lone:
+        value = self.emit(replace(check, operand=value, dtype=self.nodes[value].dtype), op.name)
+    return value
+
+
 def _indirect(self: Lowering, op: Op, node: int, length: Dim, signed: bool) -> Index:
     """An index that is data; `signed`: negative ones count from the end."""
     if signed:
@@ -249,60 +279,36 @@ def _indirect(self: Lowering, op: Op, node: int, length: Dim, signed: bool) -> I
 
 
 def _embedding(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    weight, indices = op.inputs[0], op.inputs[1]
-    node = self.value(indices, coords[:-1], within)
-    row = _indirect(self, op, node, self.dag.op(weight).outputs[0].shape[0], signed=False)
-    return self.value(weight, (row, coords[-1]), within)
+    return _looked_up(self, op, (ZERO, coords[-1]), [coords[:-1]], within)
 
 
 def _gather(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    source, indices = op.inputs[0], op.args[2]
-    assert isinstance(indices, Ref)
-    shape = self.dag.op(source).outputs[0].shape
-    if not shape:
-        return self.value(source, (), within)
-    dim = layout.wrap(op.args[1], len(shape))  # type: ignore[arg-type]
-    node = self.value(indices.name, coords, within)
-    row = _indirect(self, op, node, shape[dim], signed=False)
-    return self.value(source, (*coords[:dim], row, *coords[dim + 1 :]), within)
+    scalar = not self.dag.op(op.inputs[0]).outputs[0].shape
+    return _looked_up(self, op, () if scalar else coords, [coords], within)
 
 
 def _index_select(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    source, indices = op.inputs[0], op.args[2]
-    assert isinstance(indices, Ref)
-    shape = self.dag.op(source).outputs[0].shape
-    if not shape:
-        return self.value(source, (), within)
-    dim = layout.wrap(op.args[1], len(shape))  # type: ignore[arg-type]
-    place = (coords[dim],) if self.dag.op(indices.name).outputs[0].shape else ()
-    node = self.value(indices.name, place, within)
-    row = _indirect(self, op, node, shape[dim], signed=False)
-    return self.value(source, (*coords[:dim], row, *coords[dim + 1 :]), within)
+    (lookup,) = lookups(self.dag, op)
+    scalar = not self.dag.op(op.inputs[0]).outputs[0].shape
+    rank = len(self.dag.op(lookup.index).outputs[0].shape)
+    along = (ZERO,) if scalar else coords[lookup.dim : lookup.dim + 1]
+    return _looked_up(self, op, () if scalar else coords, [along[:rank]], within)
 
 
 def _index(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
     """index.Tensor with integer indices; where they are not side by side their dimensions come first."""
-    source = op.inputs[0]
-    shape = self.dag.op(source).outputs[0].shape
-    indices = op.args[1]
-    assert isinstance(indices, tuple)
-    used = [i for i, a in enumerate(indices) if a is not None]
-    metas = [self.dag.op(indices[i].name).outputs[0] for i in used]  # type: ignore[union-attr]
+    shape = self.dag.op(op.inputs[0]).outputs[0].shape
+    found = lookups(self.dag, op)
+    used = [lookup.dim for lookup in found]
+    metas = [self.dag.op(lookup.index).outputs[0] for lookup in found]
     if any(m.dtype in (torch.bool, torch.uint8) for m in metas):
         raise Illegal("operand", f"{op.name} selects by a mask: its result has no size before it runs")
     rank = max(len(m.shape) for m in metas)
     start = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     common = coords[start : start + rank]
     whole = iter((*coords[:start], *coords[start + rank :]))
-    inner: list[Index] = []
-    for i, size in enumerate(shape):
-        if i not in used:
-            inner.append(next(whole))
-            continue
-        meta = metas[used.index(i)]
-        node = self.value(indices[i].name, common[rank - len(meta.shape) :], within)  # type: ignore[union-attr]
-        inner.append(_indirect(self, op, node, size, signed=True))
-    return self.value(source, tuple(inner), within)
+    inner = tuple(ZERO if i in used else next(whole) for i in range(len(shape)))
+    return _looked_up(self, op, inner, [common[rank - len(meta.shape) :] for meta in metas], within)
 
 
 def _uniform(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
@@ -315,6 +321,12 @@ def _uniform(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
 def _same(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
     """clone and its kin: the operand in another memory format."""
     return self.value(op.inputs[0], coords, within)
+
+
+def _copy(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+    """The second operand in the first one's shape and dtype."""
+    value = self.operand(op, op.inputs[-1], coords, within)
+    return self.converted(value, compute_dtype(op.outputs[0].dtype), op.name)
 
 
 def _special() -> dict[object, Handler]:
@@ -331,6 +343,7 @@ def _special() -> dict[object, Handler]:
         aten.index.Tensor: _index,
         aten._unsafe_index.Tensor: _index,
         aten.clone.default: _same,
+        aten.copy.default: _copy,
         torch.ops.prims.iota.default: _iota,
         aten.arange.default: _iota,
         aten.arange.start: _iota,

@@ -5,7 +5,7 @@ Shapes are plain integers in here (`hint`), groups and axes are bit sets: it run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -20,6 +20,7 @@ from fusion_compiler.dims import Dim, hint
 from fusion_compiler.loops import (
     COLS,
     ROWS,
+    Checked,
     Compute,
     Constant,
     Index,
@@ -31,6 +32,7 @@ from fusion_compiler.loops import (
     Reduce,
     Ref,
     longest_piece,
+    operands_of,
     right_neighbours,
 )
 
@@ -152,6 +154,9 @@ class Work:
         elif isinstance(node, Random):
             varies, axes, phase = self._index(node.index)
             self.random += self.count[varies]
+        elif isinstance(node, Checked):
+            varies, axes, needs, phase = self._together(operands_of(node))
+            self.integer += self.count[self.varies[node.index]]
         elif not isinstance(node, Constant | Compute):
             varies, axes, phase = self._index(node.index)
             self.integer += self.count[varies]
@@ -199,6 +204,14 @@ class Work:
         if self.phase[operand]:
             self.late |= self.needs[operand]
         return 0, sum(1 << k for k in node.kept), self.phase[operand]
+
+    def _together(self, operands: Iterable[int]) -> tuple[int, int, int, int]:
+        """(groups, axis bits, needs, phase) of what some nodes make."""
+        varies = axes = needs = phase = 0
+        for n in operands:
+            varies, axes, needs = varies | self.varies[n], axes | self.axes[n], needs | self.needs[n]
+            phase = max(phase, self.phase[n])
+        return varies, axes, needs, phase
 
     def _index(self, index: Index) -> tuple[int, int, int]:
         """(groups, axis bits, phase) of what an index varies over."""

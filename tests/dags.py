@@ -339,8 +339,11 @@ def _layout(draw: st.DrawFn, n: int, values: Values) -> Step | None:
     exact, bound = v.exact and values[m].exact, max(v.bound, values[m].bound)
     dim = draw(st.integers(0, max(rank - 1, 0)))
     match draw(
-        st.sampled_from(("cat", "stack", "pad", "flip", "roll", "tril", "repeat", "write", "write", "clone"))
-    ):
+        st.sampled_from((
+            "cat", "stack", "pad", "flip", "roll", "tril", "repeat", "write", "write", "clone", "like",
+            "part",
+        ))
+    ):  # fmt: skip
         case "cat" if rank:
             return Step(f"torch.cat([v{n}, v{m}], {dim})", exact, bound)
         case "stack":
@@ -364,6 +367,11 @@ def _layout(draw: st.DrawFn, n: int, values: Values) -> Step | None:
             start, step = draw(st.integers(0, v.shape[dim] - 1)), draw(st.integers(1, 3))
             part = f"v{m}[{':, ' * dim}{start}::{step}]"
             return Step(f"torch.slice_scatter(v{n}, {part} * 1, {dim}, {start}, None, {step})", exact, bound)
+        case "like":  # of the operand the form alone
+            return Step(f"torch.ones_like(v{n})", True, 1)
+        case "part" if rank and v.shape[dim]:  # nothing of the second operand is left
+            text = f"torch.cat([v{n}, v{m}], {dim}).narrow({dim}, 0, {draw(st.integers(1, v.shape[dim]))})"
+            return Step(text, v.exact, v.bound)
         case "clone":
             return Step(f"v{n}.clone(memory_format=torch.contiguous_format)", v.exact, v.bound)
         case _:

@@ -120,9 +120,10 @@ class Launch:
         )
         grid = ", ".join(map(str, k.grid))
         limit = f", {k.registers} registers" if k.registers else ""
+        rounded = "" if k.fp_fusion else ", products rounded"
         return (
             f"{MARK}{k.name} | {self.schedule} | grid {grid} | {k.num_warps} warps"
-            f" | {k.num_stages} stages{limit} | {arguments}"
+            f" | {k.num_stages} stages{limit}{rounded} | {arguments}"
         )
 
 
@@ -145,7 +146,7 @@ def parse_kernels(text: str) -> list[Kernel]:
 def _parse_kernel(part: str) -> Kernel:
     head, _, source = part.partition("\n")
     name, _, _, warps, stages, arguments = head.split(" | ")
-    stages, _, limit = stages.partition(", ")
+    stages, *more = stages.split(", ")
     return Kernel(
         name=name,
         source=source.rstrip() + "\n",
@@ -153,7 +154,8 @@ def _parse_kernel(part: str) -> Kernel:
         grid=(1,),
         num_warps=int(warps.split()[0]),
         num_stages=int(stages.split()[0]),
-        registers=int(limit.split()[0]) if limit else None,
+        registers=next((int(m.split()[0]) for m in more if m.endswith(" registers")), None),
+        fp_fusion="products rounded" not in more,
     )
 
 

@@ -69,7 +69,9 @@ def _gpt2(batch: int, length: int) -> tuple[nn.Module, Batch]:
         vocab_size=VOCABULARY, n_positions=128, n_embd=64, n_layer=2, n_head=4, use_cache=False,
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return _language(transformers.GPT2LMHeadModel(config), batch, length)
+    model: Any = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # by default it is none, of which a log tells, which breaks the graph
+    return _language(model, batch, length)
 
 
 def _bert(batch: int, length: int) -> tuple[nn.Module, Batch]:

@@ -20,6 +20,7 @@ from fusion_compiler.codegen import templates
 from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import (
     FusionWarning,
+    InternalError,
     KernelError,
     NotCallableError,
     PatternConflictError,
@@ -146,8 +147,34 @@ def test_complex_numbers_stay_eager_with_one_warning() -> None:
         fc.compile(complex_numbers, backend="interpret", strict=True)(x)
 
 
+@pytest.mark.parametrize("stage", ["plan_clusters", "stitch", "replace_patterns", "decomposition_table"])
+def test_a_fault_of_the_compiler_costs_speed_only(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stage, a rewrite, the table for AOTAutograd: one warning for each graph, an error if strict."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise KeyError("copy_")
+
+    monkeypatch.setattr(api, stage, (lambda *_: fails) if stage == "replace_patterns" else fails)
+    model, twin = Model().eval(), Model().eval()
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(16, 8)
+    with pytest.warns(FusionWarning, match=r"could not be compiled: KeyError: 'copy_'  \(test_bad") as caught:
+        fast = fc.compile(model, backend="interpret")
+        for _ in range(2):
+            fast(x).backward()
+            twin(x).backward()
+    parts = ["graph0.forward", "graph0.backward"] if stage in ("plan_clusters", "stitch") else ["graph0"]
+    assert [str(w.message).split()[0] for w in caught] == parts
+    assert str(fast.plan) == "\n\n".join(f"graph {part} runs eager: KeyError: 'copy_'" for part in parts)
+    torch.testing.assert_close(model.linear.weight.grad, twin.linear.weight.grad)
+    torch._dynamo.reset()
+    with pytest.raises(InternalError, match=rf"{parts[0]} could not be compiled") as raised:
+        fc.compile(model, backend="interpret", strict=True)(x)
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
 def test_not_a_model_and_not_an_option() -> None:
-    for thing in (torch.ones(3), nn.Linear, None, {"state": 1}):
+    for thing in (torch.ones(3), int, {"state": 1}):
         with pytest.raises(NotCallableError):
             fc.compile(thing)  # type: ignore[arg-type]
     with pytest.raises(UnknownOptionError, match="did you mean 'numerics'"):

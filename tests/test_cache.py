@@ -6,10 +6,12 @@ import json
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,8 +58,12 @@ def is_whole(record: dict[str, str]) -> bool:
 
 
 def record_file(path: Path) -> Path:
-    (file,) = path.glob("*.json")
+    (file,) = path.glob("tuning-1/*.json")
     return file
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 def test_values_come_back_in_another_process_too(tmp_path: Path) -> None:
@@ -80,9 +86,30 @@ def test_size_and_clear(tmp_path: Path) -> None:
     assert cache.size() == 0 and cache.list() == {}
     cache.put("a", "x" * 1000)
     assert 1000 < cache.size() < 2000
-    (tmp_path / "left.tmp").write_text("half")
+    (cache.path / f"{'0' * 64}.left.tmp").write_text("half")
     cache.clear()
-    assert cache.size() == 0 and cache.get("a") is None and not list(tmp_path.iterdir())
+    assert cache.size() == 0 and cache.get("a") is None and everything(tmp_path) == {"tuning-1"}
+
+
+def test_what_the_cache_did_not_write_stays(tmp_path: Path) -> None:
+    """In the folder that was named, and in its own below that."""
+    cache = Cache(tmp_path, max_bytes=5000)
+    cache.put("a", 1)
+    names = ["package.json", "session.tmp", "tuning-1/x.json", "tuning-1/x.tmp", f"{'0' * 64}.json"]
+    for name in names:
+        (tmp_path / name).write_text("{}" + " " * 9000)
+        os.utime(tmp_path / name, (1, 1))
+    (tmp_path / "tuning-1" / f"{'1' * 64}.json").symlink_to(tmp_path / "package.json")
+    before = everything(tmp_path) - {f"tuning-1/{record_of(cache, 'a')}"}
+    for i in range(66):  # until the size is looked at again
+        cache.put(f"k{i}", "x" * 500)
+    assert cache.size() < 7000 and before <= everything(tmp_path)
+    cache.clear()
+    assert everything(tmp_path) == before and not cache.list()
+
+
+def record_of(cache: Cache, key: str) -> str:
+    return cache._file(key).name
 
 
 def test_killed_writers_leave_whole_records(tmp_path: Path) -> None:
@@ -140,7 +167,7 @@ def test_foreign_content_is_ignored_and_replaced(tmp_path: Path, content: bytes)
     cache = Cache(tmp_path)
     cache.put("key", 1)
     record_file(tmp_path).write_bytes(content)
-    (tmp_path / "other.json").write_bytes(content)
+    (cache.path / f"{'0' * 64}.json").write_bytes(content)
     assert cache.get("key") is None and cache.list() == {}
     cache.put("key", 2)
     assert cache.get("key") == 2
@@ -151,7 +178,7 @@ def test_a_record_under_anothers_name_is_not_taken(tmp_path: Path) -> None:
     cache.put("a", 1)
     content = record_file(tmp_path).read_bytes()
     cache.put("b", 2)
-    for file in tmp_path.glob("*.json"):
+    for file in cache.files():
         file.write_bytes(content)
     assert cache.get("a") == 1 and cache.get("b") is None
 
@@ -172,17 +199,22 @@ def test_unwritable_folder_warns_once_and_keeps_in_memory(tmp_path: Path) -> Non
     assert cache.get("a") is None and occupied.read_text() == "not a folder"
 
 
-def test_a_folder_where_a_record_belongs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(__file__)])
+def test_no_plain_file_where_a_record_belongs(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    """It is neither read, which of a pipe would take for ever, nor replaced."""
     cache = Cache(tmp_path)
     cache.put("a", 1)
     file = record_file(tmp_path)
     file.unlink()
-    file.mkdir()
-    assert cache.get("a") is None
+    make(file)
+    sort = stat.S_IFMT(file.lstat().st_mode)
+    assert cache.get("a") is None and cache.list() == {} and cache.size() == 0
     with pytest.warns(FusionWarning):
         cache.put("a", 2)
     assert cache.get("a") == 2
-    assert not list(tmp_path.glob("*.tmp"))
+    cache.clear()
+    assert stat.S_IFMT(file.lstat().st_mode) == sort
+    assert everything(tmp_path) == {"tuning-1", f"tuning-1/{file.name}"}
 
 
 def test_least_recently_used_go_first(tmp_path: Path) -> None:
@@ -199,11 +231,13 @@ def test_least_recently_used_go_first(tmp_path: Path) -> None:
 
 
 def test_abandoned_files_are_removed(tmp_path: Path) -> None:
-    old, young = tmp_path / "old.tmp", tmp_path / "young.tmp"
+    cache = Cache(tmp_path)
+    cache.path.mkdir()
+    old, young = (cache.path / f"{'0' * 64}.{name}.tmp" for name in ("old", "young"))
     for file in (old, young):
         file.write_text("half")
     os.utime(old, (1000, 1000))
-    Cache(tmp_path).put("a", 1)
+    cache.put("a", 1)
     assert not old.exists() and young.exists()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_compiler import cli, explanation
+from fusion_compiler import __version__, cli, explanation
 from fusion_compiler.cache import Cache
 from fusion_compiler.cli import DONE, EXIT_CODES, FAILED, USAGE, main
 from fusion_compiler.loading import brief, load, user_line
@@ -279,12 +279,14 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Path]:
     cache.put(
         "tuning 12ab on NVIDIA H200, torch 2.13.0 triton 3.7.1", {"cluster": "softmax_2", "candidate": 1}
     )
-    (cache.path / "bad.json").write_text("{")
+    (cache.path / f"{'0' * 64}.json").write_text("{")
     compile_build(fresh_build(1))
     damaged = compile_build(fresh_build(2))
     Path(damaged.metadata_group["row_softmax.cubin"]).write_bytes(b"no cubin")
     (tmp_path / "kernels" / "OTHER").mkdir()
-    (tmp_path / "kernels" / "OTHER" / "theirs.json").write_text("{}")
+    for name in ("theirs.json", "theirs.sha256"):
+        (tmp_path / "kernels" / "OTHER" / name).write_text("{}")
+    Path(damaged.metadata_group["row_softmax.cubin"]).with_name("theirs.json").write_text("{}")
     return cache, tmp_path / "kernels"
 
 
@@ -309,7 +311,8 @@ def test_what_is_kept_is_listed_sized_and_cleared(run: Run, kept: tuple[Cache, P
     code, out, _ = run("cache", "clear", "--json", "-")
     total = sizes["tuning"]["bytes"] + sizes["kernel"]["bytes"]
     assert json.loads(out) == {"removed": 4, "bytes": total}
-    assert cache.size() == 0 and [folder.name for folder in kernels.iterdir()] == ["OTHER"]
+    left = sorted(path.name for path in kernels.rglob("*") if path.is_file())
+    assert cache.size() == 0 and left == ["theirs.json", "theirs.json", "theirs.sha256"]
     assert run("cache", "list") == (DONE, "nothing is kept\n", "")
 
 
@@ -377,6 +380,11 @@ def _commands() -> dict[str, str]:
     choices = next(a.choices for a in cli.parser()._actions if a.choices)
     assert isinstance(choices, dict)
     return {str(name): sub.format_usage() for name, sub in choices.items()}
+
+
+def test_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == DONE
+    assert capsys.readouterr().out == f"fusion-compiler {__version__}\n"
 
 
 def test_it_runs_as_a_module_without_torch_for_help(tmp_path: Path) -> None:

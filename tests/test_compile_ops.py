@@ -24,6 +24,7 @@ import fusion_compiler as fc
 from fusion_compiler.ops import OPS
 from tests.exactness import Compiled, not_as_close, wide
 from tests.samples import opinfo_samples
+from tests.test_ops import EXPRESSIONS, call, reaches_kernel, samples
 
 # What is made of the table's operators.
 COMPOSITES = """
@@ -212,3 +213,72 @@ def test_through_dynamo(name: str) -> None:
     compiled = check(found, info.supports_autograd, fc.compile(run(found), backend="interpret", strict=True))
     left = {item.target for plan in compiled.plan for item in plan.leftovers if item.kind != "contraction"}
     assert not left - EAGER.keys()
+
+
+MADE = {  # what an operand may be besides a tensor's elements
+    "a result without a type of its own": torch.sign,
+    "a number": lambda x: torch.full_like(x, 2),
+    "one of two numbers": lambda x: torch.where(x > 0, torch.full_like(x, 2), torch.full_like(x, 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_every_operator_takes_what_others_make(made: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    x = torch.tensor([[-3, 7, 2, 5, 1], [1, 2, 6, -1, 4]]).to(dtype)  # integers are divided by it
+    found = [(s, next((v for v in samples(s, dtype) if reaches_kernel(s, v)), None)) for s in EXPRESSIONS]
+    for start in range(0, len(found), 24):
+
+        def several(x: Tensor, start: int = start) -> list[Tensor]:
+            operand = made(x)
+            return [
+                call(s, {n: operand.to(t.dtype) if isinstance(t, Tensor) else t for n, t in values.items()})
+                for s, values in found[start : start + 24]
+                if values is not None
+            ]
+
+        for ours, eager, truth in zip(Compiled(several)(x), several(x), several(wide(x)), strict=True):
+            problem = not_as_close(ours, eager, truth.to(torch.promote_types(truth.dtype, eager.dtype)))
+            assert problem is None, problem
+
+
+X = torch.tensor([1.0, -1.0, 0.0, -0.0, 3.0, math.nan, math.inf])
+MINUS_ZEROS: dict[str, Callable[[Tensor], Tensor]] = {
+    "x * -0.0": lambda x: x * -0.0,
+    "x / -0.0": lambda x: x / -0.0,
+    "x + -0.0": lambda x: x + -0.0,
+    "0.0 - x": lambda x: 0.0 - x,
+    "full": lambda x: torch.full_like(x, -0.0),
+    "full of both": lambda x: torch.stack([torch.full_like(x, v) for v in (0.0, -0.0)]),
+    "where": lambda x: torch.where(x > 0, -0.0, x),
+    "where of both": lambda x: torch.where(x > 0, -0.0, 0.0),
+    "masked_fill": lambda x: x.masked_fill(x > 0, -0.0),
+    "pad": lambda x: torch.nn.functional.pad(x, (1, 1), value=-0.0),
+    "copysign": lambda x: torch.copysign(x, -0.0),
+    "copysign of a number": lambda x: torch.copysign(torch.ones_like(x), x),
+    "atan2": lambda x: torch.atan2(torch.full_like(x, -0.0), -x),
+    "pow": lambda x: (x * -0.0) ** -1.0,
+    "trunc": lambda x: torch.trunc(x * 0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_zeros_keep_their_signs(dtype: torch.dtype) -> None:
+    def several(x: Tensor) -> list[Tensor]:
+        return [f(x) for f in MINUS_ZEROS.values()]
+
+    x = X.to(dtype)
+    for name, ours, eager in zip(MINUS_ZEROS, Compiled(several)(x), several(x), strict=True):
+        numbers = ~eager.isnan()
+        assert torch.equal(1 / ours[numbers], 1 / eager[numbers]), name
+
+
+def test_kernels_that_differ_in_the_sign_of_a_zero_are_two() -> None:
+    def both(x: Tensor, w: Tensor) -> Tensor:
+        first = torch.where(x >= 0, 0.0, x) @ w
+        return torch.where(first >= 0, -0.0, first)
+
+    x, w = torch.ones(16, 16), torch.ones(16, 16)
+    compiled = Compiled(both)
+    assert compiled(x, w).signbit().all() and both(x, w).signbit().all()
+    assert len(compiled.plans[0].clusters) == len(compiled.compiler.runners) == 2

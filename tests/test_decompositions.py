@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fusion_compiler as fc
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.ops import Kind, spec_of
+from tests.exactness import Compiled
 from tests.samples import opinfo_samples
 
 aten = torch.ops.aten
@@ -280,16 +282,18 @@ def test_slices_and_picks_in_backward_are_padding() -> None:
     assert aten.slice_scatter.default not in {target for target, _ in mode.left}
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("kind", ["src", "value", "add"])
-def test_scatter_of_one_in_a_row_is_a_choice(kind: str) -> None:
+def test_scatter_of_one_in_a_row_is_a_choice(kind: str, turned: bool) -> None:
     x, index, src = torch.randn(4, 6), torch.tensor([[2], [0], [5], [5]]), torch.randn(4, 1)
+    x = x.t().contiguous().t() if turned else x
     call = {
         "src": lambda: x.scatter(1, index, src),
         "value": lambda: x.scatter(1, index, 2.5),
         "add": lambda: x.scatter_add(1, index, src),
     }[kind]
     mine, left = decomposed(call)
-    assert torch.equal(mine, call())
+    assert torch.equal(mine, call()) and mine.stride() == call().stride()
     assert all(spec_of(target) is not None for target in left)
 
 
@@ -309,3 +313,84 @@ def test_what_is_scattered_into_keeps_its_dtype(dtype: torch.dtype) -> None:
     x, y = (torch.randn(3, 4) * 9).to(dtype), torch.randn(3)
     ours = fc.compile(fn, backend="interpret", strict=True)(x, y)
     assert ours.dtype is dtype and torch.equal(ours, fn(x, y))
+
+
+NORMS = {
+    aten.native_layer_norm.default: lambda x, w: (x, [6], None if w is None else w[:6], None, 1e-5),
+    aten.native_group_norm.default: lambda x, w: (x, None if w is None else w[:4], None, 2, 4, 6, 2, 1e-5),
+}
+
+
+@pytest.mark.parametrize("weight", [None, "float32", "own"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_statistics_have_eagers_dtypes(norm: Any, dtype: torch.dtype, weight: str | None) -> None:
+    if weight == "float32" and dtype is torch.float64:
+        pytest.skip("eager refuses it")
+    x = torch.randn(2, 4, 6, dtype=dtype)
+    w = None if weight is None else torch.randn(8, dtype=dtype if weight == "own" else torch.float32)
+    for ours, eager in zip(TABLE[norm](*NORMS[norm](x, w)), norm(*NORMS[norm](x, w)), strict=True):
+        assert ours.dtype is eager.dtype and ours.shape == eager.shape
+    with FakeTensorMode():
+        given = NORMS[norm](torch.empty(2, 4, 6, dtype=dtype, device="cuda"), None)
+        assert [t.dtype for t in TABLE[norm](*given)] == [t.dtype for t in norm(*given)]
+
+
+def test_the_backward_of_a_norm_reads_what_no_dtype_has_rounded() -> None:
+    compiled = Compiled(lambda x: torch.nn.functional.layer_norm(x, (64,)))
+    x = (torch.randn(8, 64, dtype=torch.bfloat16) + 100).requires_grad_()
+    compiled(x).sum().backward()
+    forward, backward = compiled.plans
+    saved = {m.dtype for c in forward.clusters for o in c.outputs for m in forward.dag.op(o).outputs}
+    assert saved == {torch.bfloat16, torch.float32}  # the result, and mean and deviation
+    read = {backward.dag.op(n).outputs[0].dtype for c in backward.clusters for n in c.inputs}
+    assert read == {torch.bfloat16, torch.float32}
+
+
+def slopes(fn: Any, x: Tensor) -> Tensor:
+    """The derivative of an element-wise function at each element."""
+    leaf = x.detach().requires_grad_()
+    (found,) = torch.autograd.grad(fn(leaf).sum(), leaf)
+    return found
+
+
+@pytest.mark.parametrize("target", [1.0, -1.0, 0.5])
+def test_soft_margin_gradients_keep_their_digits(target: float) -> None:
+    """sigmoid(t x) - 1 is 0 from t x = 17 on."""
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.nn.functional.soft_margin_loss(x, torch.full_like(x, target), reduction="none")
+
+    x = torch.linspace(-200, 200, 4001)
+    truth = slopes(fn, x.double())
+    ours, _ = decomposed(slopes, fn, x)
+    assert ((ours - truth).abs() <= 1e-6 * truth.abs() + 1e-37).all()
+
+
+@pytest.mark.parametrize("name", ["elu", "selu", "celu", "hardswish", "smooth_l1_loss"])
+def test_gradients_at_nan_are_nan(name: str) -> None:
+    function = getattr(torch.nn.functional, name)
+    zeros = {"target": torch.zeros(5)} if name == "smooth_l1_loss" else {}
+    x = torch.tensor([math.nan, -3.0, 0.0, 3.0, 1.0])
+    ours, _ = decomposed(slopes, lambda x: function(x, **zeros), x)
+    assert ours[0].isnan()  # eager's last few elements, which fill no vector, are another matter
+    torch.testing.assert_close(ours[1:], slopes(lambda x: function(x, **zeros), x)[1:])
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0,), (2, 0, 4)])
+def test_logsumexp_of_nothing(shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape)
+    for dim in range(len(shape)):
+        if shape[dim] == 0:
+            mine, _ = decomposed(torch.logsumexp, x, dim)
+            assert torch.equal(mine, torch.logsumexp(x, dim))
+
+
+@pytest.mark.parametrize("format", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_group_norm_keeps_the_memory_format(format: torch.memory_format) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.nn.functional.group_norm(x, 2)
+
+    x = torch.randn(2, 4, 5, 6).contiguous(memory_format=format)
+    for mine, eager in ((decomposed(fn, x)[0], fn(x)), (decomposed(slopes, fn, x)[0], slopes(fn, x))):
+        assert mine.stride() == eager.stride()

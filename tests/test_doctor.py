@@ -157,8 +157,8 @@ def test_caches_are_counted_and_damage_is_seen(monkeypatch: pytest.MonkeyPatch, 
     cache = Cache()
     cache.put("tuning 1 on gpu, torch 2 triton 3", {"cluster": "a", "candidate": 0})
     check = doctor.check_cache()
-    assert check.status == OK and f"{tmp_path}: 1 entry" in check.text
-    (tmp_path / "x.json").write_text("damaged")
+    assert check.status == OK and f"{cache.path}: 1 entry" in check.text
+    (cache.path / f"{'0' * 64}.json").write_text("damaged")
     check = doctor.check_cache()
     assert check.status == WARN and "2 entries" in check.text and "1 of them damaged" in check.text
 

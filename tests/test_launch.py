@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+import triton
 
 from fusion_compiler import cuda, launch
 from fusion_compiler.binding import (
@@ -30,7 +31,7 @@ from fusion_compiler.binding import (
     direct_call,
     evaluate,
 )
-from fusion_compiler.builds import Build
+from fusion_compiler.builds import Build, compile_build
 from fusion_compiler.cache import Cache
 from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelError, MissingTritonError
 from fusion_compiler.kernel import Program, Role
@@ -526,6 +527,20 @@ def test_calls_of_other_devices_go_elsewhere_unless_there_are_none() -> None:
         assert (function(a, b) == ()) is taken and bool(gpu.launched) is not taken
 
 
+def test_programs_without_inputs_run_where_their_results_belong() -> None:
+    gpus = [FakeGpu(index=i) for i in range(2)]
+    asked: list[torch.device | None] = []
+
+    def find(device: torch.device | None) -> FakeGpu:
+        asked.append(device)
+        return gpus[device.index if device is not None else 0]
+
+    home = torch.device("cuda", 1)
+    run = Runner((elementwise("i", 9, (), torch.int32),), no_fallback, name="c", gpus=find, home=home)
+    assert torch.equal(run()[0], torch.arange(9, dtype=torch.int32)) and asked == [home]
+    assert gpus[1].launched and not gpus[0].launched
+
+
 # -- on a device --------------------------------------------------------------------------------------
 
 
@@ -610,6 +625,73 @@ def test_a_launch_costs_the_host_less_than_two_aten_adds() -> None:
     assert microseconds(lambda: run(a, b)) < 2 * microseconds(lambda: a + b)
 
 
+# -- programs that wait for each other ----------------------------------------------------------------
+
+
+class HoldingGpu(FakeGpu):
+    """Holds so many programs of a kernel at a time; `ways` says how each was launched that waits."""
+
+    def __init__(self, resident: int | None) -> None:
+        super().__init__()
+        self.resident, self.ways = resident, list[str]()
+
+    def load(self, build: Build) -> Entry:
+        entry = super().load(build)
+
+        def launched(way: str) -> Entry:
+            def run(*given: Any) -> None:
+                self.ways.append(way)
+                entry.run(*given)
+
+            return replace(entry, run=run)
+
+        if not build.cooperative:
+            return entry
+        return replace(launched("together"), apart=launched("apart"), resident=self.resident)
+
+
+def waiting(program: Program, together: int) -> Program:
+    """As if programs waited for each other: what counts is how they are launched."""
+    return replace(program, kernels=tuple(replace(k, together=together) for k in program.kernels))
+
+
+@pytest.mark.parametrize("resident", [16, 15, 8, None])
+def test_a_launch_is_cooperative_where_the_device_holds_all_programs(resident: int | None) -> None:
+    gpu = HoldingGpu(resident)
+    a, b = vectors(2000)  # 16 programs
+    for together, ways in ((1, []), (2, ["together" if resident == 16 else "apart"])):
+        (y,) = runner(gpu, waiting(add_bf16(2000), together))(a, b)
+        assert torch.equal(y, a + b) and gpu.ways == ways
+
+
+def test_a_launch_of_unknown_size_is_cooperative_where_it_fits() -> None:
+    gpu = HoldingGpu(8)
+    run = runner(gpu, waiting(row_softmax(100), 2))
+    for rows in (8, 9, 0, 1):
+        x = torch.randn(rows, 100).bfloat16()
+        assert_softmax(run(x, rows)[0], x)
+    assert gpu.ways == ["together", "apart", "together"], "and none of no rows"
+
+
+def test_programs_that_the_device_cannot_hold_at_a_time_are_not_launched() -> None:
+    """Nor those of which four launches beside each other would fill it with waiting."""
+    a, b = vectors(2000)
+    for together, needed in ((2, 8), (16, 64)):
+        said = f"needs {needed} of programs at a time, but fake has 7"
+        with pytest.raises(HardwareExceededError, match=said):
+            runner(HoldingGpu(7), waiting(add_bf16(2000), together))(a, b)
+    gpu = HoldingGpu(7)
+    assert torch.equal(runner(gpu, waiting(add_bf16(2000), 16), add_bf16(2000))(a, b)[0], a + b)
+    assert not gpu.ways
+
+
+def test_a_build_of_programs_that_wait_asks_for_a_cooperative_launch() -> None:
+    for together in (1, 2):
+        (kernel,) = waiting(add_bf16(), together).kernels
+        metadata = compile_build(build_of(kernel, ("cuda", 90, 32))).metadata
+        assert metadata.launch_cooperative_grid == (together > 1)
+
+
 class Launcher:
     """Stands in for Triton's: `launch` is the C function that it calls at last."""
 
@@ -656,14 +738,15 @@ def test_a_launcher_is_left_out_where_it_only_passes_on() -> None:
     assert len(seen) == 1
 
 
-def test_tritons_own_launcher_only_passes_on() -> None:
+def test_tritons_own_launcher_only_passes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fields that its __call__ reads, without the driver that its __init__ needs."""
     from triton.backends.nvidia.driver import CudaLauncher
 
     own: Any = object.__new__(CudaLauncher)
     names = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
     vars(own).update(dict.fromkeys(names, 0), num_ctas=1, launch_cooperative_grid=False, launch_pdl=False)
-    vars(own).update(arg_annotations=["p"], kernel_signature=b"OO")
+    vars(own).update(arg_annotations=["p"], kernel_signature=b"OO", gsan_enabled=False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", object())  # which a newer one asks for
     seen: list[tuple[object, ...]] = []
     own.launch = lambda *given: seen.append(given)
     found = direct_call(own, 11, (4, 1, 0), 2)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from dataclasses import fields
 from pathlib import Path
@@ -121,6 +122,15 @@ def test_only_the_api_sees_both() -> None:
     assert set(both) <= {"fusion_compiler.api"}
 
 
+def test_what_is_imported_is_installed_with_the_package() -> None:
+    text = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = (text["optional-dependencies"][extra] for extra in ("rich", "dot"))
+    named = {re.split(r"\W", line)[0] for lines in (text["dependencies"], *extras) for line in lines}
+    ours = {"fusion_compiler", "", *sys.stdlib_module_names}
+    imported = {i.split(".")[0] for name, file in modules().items() for i in imports_of(name, file)}
+    assert imported - ours <= named
+
+
 def test_short_names_are_never_imported() -> None:
     folders = ("passes", "codegen", "tests", "examples", "benchmarks")
     files = [f for folder in folders for f in (ROOT / folder).rglob("*.py")]
@@ -155,6 +165,7 @@ def check_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         entry_points = next(archive.read(n).decode() for n in names if n.endswith("entry_points.txt"))
+    assert wheel.name.split("-")[1] == fc.__version__
     tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"fusion_compiler"}
     expected = {name.replace(".", "/") for name in modules()}
@@ -230,3 +241,17 @@ def test_the_readme_promises_what_there_is() -> None:
         assert ast.literal_eval(shown[field.name]) == field.default, field.name
     for file in re.findall(r"\]\(([\w./]+)\)", readme):
         assert (ROOT / file).exists(), file
+
+
+def test_the_versions_that_are_supported_are_those_that_can_be_tested() -> None:
+    pairs = []
+    for name in ("-oldest", "", "-newest"):
+        text = (ROOT / f"constraints{name}.txt").read_text()
+        pinned = dict(re.findall(r"^(torch|triton)==([\d.]+)", text, re.MULTILINE))
+        pairs.append((pinned["torch"], pinned["triton"]))
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert all(f"{torch} and {triton}" in said for torch, triton in pairs)
+    (low, least), *_, (high, most) = ([v.rpartition(".")[0] for v in pair] for pair in pairs)
+    assert f"PyTorch {low} to {high}" in said and f"({least} to {most})" in said
+    required = (ROOT / "pyproject.toml").read_text()
+    assert f'"torch>={low}"' in required and f'"triton>={least};' in required

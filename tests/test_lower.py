@@ -138,3 +138,34 @@ def test_a_conversion_to_few_bits_is_made_even_where_nothing_is_stored(dtype: to
     for ours, eager in zip(fast(x), quantized(x), strict=True):
         assert ours.dtype == eager.dtype and torch.equal(ours.float(), eager.float())
     assert bool(fast.plan[0].leftovers) == (dtype not in EIGHT_BITS)
+
+
+ROUND_TRIPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "half and float": lambda x: x.half().float() * 2,
+    "through views": lambda x: x.half()[None].t().clone().to(torch.float32),
+    "in a sum": lambda x: (x * 3).to(torch.bfloat16).type(torch.float32).sum(0),
+    "to double": lambda x: x.type(torch.float16).double(),
+    "what is rounded is so for all": lambda x: (h := x.half()).float() - h,
+}
+
+
+@pytest.mark.parametrize("capture", [Compiled, lambda f: fc.compile(f, backend="interpret", strict=True)])
+def test_a_round_trip_that_is_written_by_hand_rounds(capture: Callable[..., Any]) -> None:
+    def several(x: Tensor) -> list[Tensor]:
+        return [f(x) for f in ROUND_TRIPS.values()]
+
+    x = torch.tensor([1.0001, 70000.0, -1e-9, math.pi, 2049.0])
+    for name, ours, eager in zip(ROUND_TRIPS, capture(several)(x), several(x), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-6, atol=0, equal_nan=True, msg=name)
+
+
+def test_conversions_of_autocast_and_of_decompositions_round_nothing() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            product = torch.mm(x, w)
+        normed = F.layer_norm(F.gelu(product), (8,))
+        return normed.float(), torch.softmax(x.bfloat16(), -1, dtype=torch.float32)
+
+    fast = fc.compile(fn, backend="interpret", strict=True)
+    fast(torch.randn(8, 8), torch.randn(8, 8))
+    assert not any(plan.dag.op(name).rounds for plan in fast.plan for name in plan.dag.order)

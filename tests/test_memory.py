@@ -115,14 +115,36 @@ def _element_wise(cache: Tensor, new: Tensor, where: Tensor) -> Tensor:
     return cache.index_select(0, where)
 
 
-@pytest.mark.parametrize("backend", ["eager", "interpret"])
+def _returned(cache: Tensor, new: Tensor, where: Tensor) -> Tensor:
+    cache[where] = new
+    return cache
+
+
+def _returned_as_views(cache: Tensor, new: Tensor, where: Tensor) -> tuple[Tensor, ...]:
+    cache.index_add_(0, where, new)
+    return cache.view(-1), cache[2:], cache
+
+
+@pytest.mark.parametrize(("backend", "dynamic"), [("eager", None), ("interpret", None), ("eager", True)])
 @pytest.mark.parametrize(
     "function",
-    [_twice, _read_before, _read_after, _from_itself, _kept, _transposed, _element_wise],
+    [
+        _twice,
+        _read_before,
+        _read_after,
+        _from_itself,
+        _kept,
+        _transposed,
+        _element_wise,
+        _returned,
+        _returned_as_views,
+    ],
     ids=lambda f: f.__name__,
 )
-def test_arguments_that_are_written_into(function: Callable[..., Any], backend: str) -> None:
-    fast = fc.compile(function, backend=backend)
+def test_arguments_that_are_written_into(
+    function: Callable[..., Any], backend: str, dynamic: bool | None
+) -> None:
+    fast = fc.compile(function, backend=backend, dynamic=dynamic)
     mine = torch.randn(12, 8)
     theirs = mine.double()
     with torch.no_grad():
@@ -131,8 +153,13 @@ def test_arguments_that_are_written_into(function: Callable[..., Any], backend: 
             got, want = fast(mine, new, where), function(theirs, new.double(), where)
             torch.testing.assert_close(got, want, check_dtype=False)
             torch.testing.assert_close(mine, theirs, check_dtype=False)
-            for tensor in got if isinstance(got, tuple) else (got,):
-                assert tensor.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
+            assert _shared(got, mine) == _shared(want, theirs)
+
+
+def _shared(results: Tensor | tuple[Tensor, ...], argument: Tensor) -> list[bool]:
+    """Which results are memory of an argument."""
+    each = results if isinstance(results, tuple) else (results,)
+    return [r.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr() for r in each]
 
 
 def test_a_cache_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from benchmarks.accuracy import chance, ratios_to_eager
+from fusion_compiler import api
+from fusion_compiler.launch import Runner
 from fusion_compiler.plan import FusionPlan
 from fusion_compiler.plan_text import eager_ops
+from tests.exactness import fall_back
 from tests.golden_cases import FOLDER
 from tests.models import NAMES, VARIANTS, Batch, exact, small
 
@@ -125,13 +128,15 @@ def assert_eager_ops_are_golden(
     ids=str,
 )
 def test_results_and_every_gradient_are_as_close_as_eagers(
-    name: str, dtype: torch.dtype, request: pytest.FixtureRequest
+    name: str, dtype: torch.dtype, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = small(name, dropout=False)
     model, batch = model.to(dtype), cast(batch, dtype)
-    fast = fc.compile(model, backend="interpret", strict=True)
+    runners = recorded_runners(monkeypatch)
+    fast = fc.compile(model, backend="interpret")
     draws = DRAWS.get(name, 1) if dtype is torch.bfloat16 else 1
     means: list[float] = []
+    eager = truth = Run({})
     for draw in range(draws):
         if draw:
             drawn, batch = small(name, dropout=False)
@@ -152,6 +157,22 @@ def test_results_and_every_gradient_are_as_close_as_eagers(
     assert statistics.median(means) <= (0 if smooth_16_bits else 2 * spread), [math.exp(m) for m in means]
     if name in WITHOUT_DROPOUT and dtype is torch.float32:
         assert_eager_ops_are_golden(name, fast.plan, request)
+    if draws == 1:
+        fall_back(runners)
+        found = ratios_to_eager(step(fast, model, batch).tensors, eager.tensors, truth.tensors)
+        assert not {n: r for n, r in found.items() if r > chance(truth.tensors[n])}
+
+
+def recorded_runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
+    """Those that compilations make from now on."""
+    made: list[Runner] = []
+
+    def runner(*args: Any, **kwargs: Any) -> Runner:
+        made.append(Runner(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(api, "Runner", runner)
+    return made
 
 
 def loss_of(called: nn.Module, batch: Batch, seed: int) -> Tensor:
@@ -169,7 +190,7 @@ def test_eager_ops_with_dropout(name: str, request: pytest.FixtureRequest) -> No
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_dropout_draws_by_the_seed_and_its_gradient_is_that_of_its_loss(
-    name: str, request: pytest.FixtureRequest
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A difference quotient along the gradient tells whether backward has forward's masks.
 
@@ -177,7 +198,8 @@ def test_dropout_draws_by_the_seed_and_its_gradient_is_that_of_its_loss(
     """
     model, batch = small(name, batch=1, length=9)
     model, batch = model.double(), cast(batch, torch.float64)
-    fast: Any = fc.compile(model, backend="interpret", strict=True)
+    runners = recorded_runners(monkeypatch)
+    fast: Any = fc.compile(model, backend="interpret")
     loss = loss_of(fast, batch, seed=1)
     loss.backward()
     assert_eager_ops_are_golden(name, fast.plan, request)
@@ -195,3 +217,5 @@ def test_dropout_draws_by_the_seed_and_its_gradient_is_that_of_its_loss(
     assert after(0) == loss.item() != loss_of(fast, batch, seed=2).item()
     ahead, behind = after(STEP), after(-2 * STEP)
     assert (ahead - behind) / (2 * STEP) == pytest.approx(length, rel=2e-3)
+    fall_back(runners)
+    assert after(STEP) == pytest.approx(loss.item(), rel=1e-6), "the same masks"

@@ -149,6 +149,11 @@ def test_a_forward_of_the_instance_is_compiled_too() -> None:
     fast = compiled(model)
     torch.testing.assert_close(fast(torch.ones(2)), torch.full((2,), 8.0))
     assert names(fast) == ["graph0.inference"]
+    fast.forward = lambda x: x * 3  # another in its place, and none
+    torch.testing.assert_close(fast(torch.ones(2)), torch.full((2,), 3.0))
+    del fast.forward
+    assert "forward" not in vars(model) and fast(torch.ones(2, 4)).shape == (2, 4)
+    assert names(fast) == ["graph0.inference", "graph1.inference", "graph2.forward"]
 
 
 def test_a_plan_attribute_of_the_model_stays_its_own() -> None:
@@ -181,6 +186,16 @@ def test_inside_another_module() -> None:
     outer(torch.randn(2, 4)).sum().backward()
     assert fast.linear.weight.grad is not None
     assert "1.linear.weight" in outer.state_dict()
+
+
+def test_replicas_compute_with_their_own_parameters() -> None:
+    fast = compiled(Block())
+    x = torch.randn(3, 4)
+    fast(x)
+    replica = fast._replicate_for_data_parallel()  # as nn.DataParallel does for each device
+    replica.linear = nn.Linear(4, 4)
+    torch.testing.assert_close(replica(x), torch.tanh(replica.linear(x)))
+    torch.testing.assert_close(fast(x), torch.tanh(fast.linear(x)))
 
 
 def test_many_models_of_one_class_do_not_exhaust_recompilations() -> None:

@@ -79,3 +79,41 @@ def test_inductor_stays_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 6, requires_grad=True)
     fc.compile(lambda x: torch.softmax(x, -1).sum(), backend="eager")(x).backward()
     assert x.grad is not None and float(x.grad.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_saved_arguments_are_as_they_were_before_they_are_written(step: int) -> None:
+    """The backward makes a mask again from an index, which the forward overwrites."""
+
+    def fn(x: Tensor, index: Tensor) -> Tensor:
+        taken = torch.take_along_dim(x, index, -1)
+        index.fill_(2)
+        return taken
+
+    x, larger = torch.randn(3, 5, 20), torch.arange(30).remainder(20).view(3, 10, 1)
+    results: list[Tensor] = []
+    for f in (fn, fc.compile(fn, backend="interpret")):
+        leaf, index = x.clone().requires_grad_(), larger.clone()[:, ::step][:, :5]
+        out = f(leaf, index)
+        results += [out.detach(), index, *torch.autograd.grad(out, leaf, torch.ones_like(out))]
+    for ours, eager in zip(results[3:], results[:3], strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_saved_arguments_that_need_gradients_are_as_they_were_too() -> None:
+    """AOTAutograd writes those itself, when the graph has run."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        product = x * torch.sigmoid(y + 1)
+        y.mul_(2)
+        return product
+
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    results: list[tuple[Tensor, ...]] = []
+    for f in (fn, fc.compile(fn, backend="interpret")):
+        leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
+        other = leaves[1].clone()
+        out = f(leaves[0], other)
+        results.append((out.detach(), other.detach(), *torch.autograd.grad(out.sum() + other.sum(), leaves)))
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager)

@@ -75,7 +75,7 @@ def test_a_gradient_of_the_wrong_shape_is_an_error_and_none_is_zero() -> None:
     x, y = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
     for gradients, text in (
         (lambda x, y, s, out, g: (g.t(), g), r"its gradient of argument 0 is \[6, 4\], not \[4, 6\]"),
-        (lambda x, y, s, out, g: (g,), "1 gradients for 2 floating arguments"),
+        (lambda x, y, s, out, g: (g,), "1 gradients for 2 floating tensors"),
     ):
         pattern = fc.user_kernel(gate, gate, rows, rows, 2.0, backward=gradients)
         fast = fc.compile(user, patterns=(pattern,), backend="eager")

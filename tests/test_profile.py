@@ -366,9 +366,10 @@ def test_a_model_with_a_break_is_profiled_in_all_its_graphs() -> None:
         torch._dynamo.graph_break()
         return torch.log_softmax(y, -1)
 
-    with torch.no_grad():
+    with torch.no_grad(), pytest.warns(fc.FusionWarning, match="breaks the graph"):
         result = fc.profile(fc.compile(broken, backend="eager"), torch.randn(3, 4), repetitions=1)
     assert {m.unit.graph for m in result.units} == {"graph0.inference", "graph1.inference"}
+    assert [b.source.code for b in result.report().breaks if b.source] == ["torch._dynamo.graph_break()"]
 
 
 def test_interpreted_kernels_are_profiled_and_a_function_may_be_asked() -> None:

@@ -75,7 +75,10 @@ def check_gradients(dag: Dag, compiled: Compiled) -> None:
 @given(dags(differentiable=True))
 @profile(30)
 def test_gradients(dag: Dag) -> None:
-    check_gradients(dag, Compiled(dag))
+    compiled = Compiled(dag)
+    check_gradients(dag, compiled)
+    compiled.fall_back()
+    check_gradients(dag, compiled)
 
 
 @given(dags())
@@ -105,6 +108,7 @@ def test_symbolic_sizes(dag: Dag) -> None:
     """Compiled for any size, at the sizes drawn and, where the program has a meaning there, at others."""
     torch._dynamo.reset()
     fast = fc.compile(dag.function(), backend="interpret", strict=True, dynamic=True)
+    fallback = fc.compile(dag.function(), backend="eager", strict=True, dynamic=True)
     for more in (0, 1, 3):
         larger = replace(dag, inputs=tuple((_grown(s, more), d, f) for s, d, f in dag.inputs))
         inputs = larger.tensors()
@@ -113,6 +117,7 @@ def test_symbolic_sizes(dag: Dag) -> None:
         except (RuntimeError, IndexError):
             continue
         check(dag, fast(*inputs), inputs)
+        check(dag, fallback(*inputs), inputs)
 
 
 def _grown(shape: tuple[int, ...], more: int) -> tuple[int, ...]:
@@ -124,6 +129,8 @@ def _grown(shape: tuple[int, ...], more: int) -> tuple[int, ...]:
 def test_values(dag: Dag) -> None:
     inputs = dag.tensors()
     compiled = Compiled(dag)
+    check(dag, compiled(*inputs), inputs)
+    compiled.fall_back()
     check(dag, compiled(*inputs), inputs)
 
 

@@ -23,6 +23,7 @@ from fusion_compiler.passes.rewrites import (
     RewriteNote,
     align_features,
     group_queries,
+    order_rows,
     simplify_masks,
 )
 from fusion_compiler.passes.rewrites.predicate import Bounds, Every, Formula, Le0, every, negation, some
@@ -357,3 +358,25 @@ def test_what_is_not_padded(rows: int, features: int, dtype: torch.dtype, reason
     new, notes = align_features(gm)
     assert new is gm
     assert [reason] == [n.reason[: len(reason)] for n in notes] if reason else notes == ()
+
+
+# Row order
+
+
+def test_rows_are_ordered_where_no_result_shows_it() -> None:
+    """A transposed stream is stored by rows; what the caller gets keeps eager's strides."""
+    x, w = torch.randn(2, 5, 3).transpose(1, 2), torch.randn(4, 5)
+
+    def strides(function: Callable[..., Any]) -> bool:
+        new, notes = order_rows(traced(function, x, w))
+        want, got = function(x, w), new(x, w)
+        for ours, eager in zip(got, want, strict=True):
+            assert ours.stride() == eager.stride()
+            torch.testing.assert_close(ours, eager)
+        return bool(notes)
+
+    assert strides(lambda x, w: (F.linear(torch.relu(x), w),))
+    assert strides(lambda x, w: (F.layer_norm(x * 2, (5,)),))
+    assert not strides(lambda x, w: (x + 1,))
+    assert not strides(lambda x, w: (F.linear(y := x + 1, w), y * 2, y.chunk(2, 1)[0]))
+    assert not strides(lambda x, w: ((x * 2).movedim(-1, 1),))  # in row order itself, and a view

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusion_compiler.canonical import Canonical, canonical
 from fusion_compiler.dag import build
 from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.device import device_spec
@@ -168,6 +170,61 @@ def test_an_unread_result_of_a_library_call_is_freed() -> None:
 
     code = check(values, torch.randn(5, 6)).code
     assert "del" in code.split("topk(", 1)[1].splitlines()[0]
+
+
+# -- the fx subgraph of a cluster ---------------------------------------------------------------------
+
+
+def form_of_a_product(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    return (torch.zeros_like(x @ x) + x.sum(0), i)
+
+
+def index_into_one_row(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    return (F.embedding(i, x[:1]) * 2, F.embedding(i, x[:1]) + 1)
+
+
+def overwritten(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    return (torch.slice_scatter(x @ x, torch.tanh(x)) * 2, i)
+
+
+def cut_off(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    return (torch.cat([x, x @ x])[:4] * 2, i)
+
+
+def without_inputs(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    return (torch.ones_like(x.t()), i)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [form_of_a_product, index_into_one_row, overwritten, cut_off, without_inputs],
+    ids=lambda f: f.__name__,
+)
+def test_a_subgraph_is_a_function_of_what_the_kernel_reads(function: Callable[..., Any]) -> None:
+    x, i = torch.randn(4, 4), torch.zeros(3, 2, dtype=torch.long)
+    plan = planned(function, x, i)
+    for cluster in plan.clusters:
+        module: Any = subgraph(cluster, plan.dag)
+        assert [n.name for n in module.graph.find_nodes(op="placeholder")] == [*cluster.inputs]
+        assert "mm" not in module.code
+    check(function, x, i)
+
+
+def test_memory_that_nothing_was_written_to_is_zero_as_in_a_kernel() -> None:
+    plan = planned(lambda x: (torch.empty_like(x) + 1,), torch.randn(4, 4))
+    module: Any = subgraph(plan.clusters[0], plan.dag)
+    assert torch.equal(module()[0], torch.ones(4, 4)) and "empty" not in module.code
+
+
+def test_only_clusters_of_one_device_share_a_runner() -> None:
+    """Their kernels are the same; what a subgraph makes out of nothing lies on its own device."""
+    keys: list[Canonical] = []
+    for device in ("cuda:0", "cuda:0", "cuda:1"):
+        with FakeTensorMode():
+            x = torch.empty(4, 4, device=device)
+        plan = planned(lambda x: (x + torch.arange(4, device=x.device),), x)
+        keys += [canonical(cluster, plan.dag) for cluster in plan.clusters]
+    assert keys[0] == keys[1] != keys[2] and keys[0].nests == keys[2].nests
 
 
 # -- order ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -11,10 +12,12 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
+from triton.runtime.cache import FileCacheManager
 
 from fusion_compiler import builds, cuda
 from fusion_compiler.builds import (
@@ -191,6 +194,38 @@ def test_an_unwritable_cache_moves_with_one_warning(tmp_path: Path, monkeypatch:
         assert len(caught) == 1
         compile_build(fresh_build())
         assert not str(triton.knobs.cache.dir).startswith(str(occupied))
+
+
+def test_a_full_disk_moves_the_cache_too(triton_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder may be written to, as far as its permissions tell."""
+    put = FileCacheManager.put
+
+    def put_where_there_is_room(self: FileCacheManager, *arguments: object, **named: object) -> str:
+        if str(self.cache_dir).startswith(str(triton_cache)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return put(self, *arguments, **named)
+
+    monkeypatch.setattr(FileCacheManager, "put", put_where_there_is_room)
+    moved = triton.knobs.cache.scope()
+    with moved, pytest.warns(FusionWarning, match="No space left.*TRITON_CACHE_DIR") as caught:
+        assert cuda._compiled(fresh_build(400)).metadata.name == "row_softmax"
+        cuda._compiled(fresh_build(401))
+    assert len(caught) == 1
+
+
+def test_a_launcher_that_does_not_load_is_removed_and_nothing_else(
+    triton_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ImportError names the file of any package."""
+    monkeypatch.setattr(cuda, "compile_build", lambda build: SimpleNamespace(run=None))
+    monkeypatch.setattr(cuda, "forget", lambda build: None)
+    entry = triton_cache / ("A2" * 26)
+    others = triton_cache / "package", triton_cache.parent / entry.name
+    for folder, gone in ((entry, True), *((other, False) for other in others)):
+        folder.mkdir(parents=True)
+        (folder / "launcher.so").write_text("")
+        cuda._reload(fresh_build(), ImportError("cannot import name", path=str(folder / "launcher.so")))
+        assert folder.exists() != gone
 
 
 def test_an_entry_removed_while_it_is_written(triton_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

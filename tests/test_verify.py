@@ -64,6 +64,16 @@ def test_a_wrong_kernel_is_found_and_not_used(monkeypatch: pytest.MonkeyPatch) -
         strict(x)
 
 
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_without_kernels_nothing_is_verified_and_a_warning_says_so(backend: str) -> None:
+    x = torch.randn(5, 7)
+    fast = fc.compile(function, backend=backend, verify=True)
+    with pytest.warns(FusionWarning) as told:
+        assert torch.equal(fast(x), function(x))
+    assert sum("no kernel to compare" in str(w.message) for w in told) == 1
+    assert not fast.verification.rows and "no kernel to compare" in str(fast.verification)
+
+
 def test_what_counts_as_different() -> None:
     one = torch.tensor([1.0, torch.nan, torch.inf, -2.0])
     assert compare("c", "o", one, one).agrees
@@ -76,6 +86,20 @@ def test_what_counts_as_different() -> None:
     assert not compare("c", "o", one[:1], one).agrees
     assert not compare("c", "o", torch.tensor([3]), torch.tensor([4])).agrees
     assert compare("c", "o", torch.empty(0), torch.empty(0)).agrees
+
+
+def test_what_cancels_in_eager_is_no_error() -> None:
+    """Eager's result is rounding alone, against which ours is held in float64."""
+
+    def centred(x: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)).sum(-1)
+
+    x = torch.randn(8, 64).bfloat16() + 3
+    fast = fc.compile(centred, backend="interpret", verify=True, strict=True)
+    want = centred(x)
+    assert (fast(x) - want).abs().max() > 0.5 * want.abs().max()
+    (row,) = fast.verification.rows
+    assert row.agrees and row.error < 1e-3
 
 
 # -- numerics="eager" -------------------------------------------------------------------------------------

@@ -187,6 +187,10 @@ function notesSection(report) {
     ["captured by", report.captured_by],
     ["not whole", report.not_whole],
     ["incomplete", report.incomplete],
+    ...(report.breaks ?? []).map(({ source, reason }) => [
+      "graph break",
+      `${source ? `${source.file}:${source.line}: ${source.code}: ` : ""}${reason}`,
+    ]),
     ...report.graphs.flatMap((graph) =>
       Object.entries(graph.notes).map(([key, text]) => [`${graph.name}: ${key}`, String(text)]),
     ),

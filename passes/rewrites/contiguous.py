@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from fusion_compiler.ops import Kind, spec_of
 from fusion_compiler.passes.rewrites.graphs import copied
@@ -24,7 +25,7 @@ RANK = 3  # (batch, length, features): images keep channels-last, which convolut
 
 def order_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Store by rows what element-wise ops of `gm` would hand on in another order."""
-    found = [node for node in gm.graph.nodes if _starts_stream(node)]
+    found = [node for node in gm.graph.nodes if _starts_stream(node) and not _shows(node)]
     notes = tuple(RewriteNote(RULE, n.name, True, f"strides {tuple(n.meta['val'].stride())}") for n in found)
     if not found:
         return gm, ()
@@ -44,6 +45,28 @@ def _starts_stream(node: fx.Node) -> bool:
     if not _is_transposed(node) or not _is_elementwise(node):
         return False
     return not any(_is_elementwise(source) and _is_transposed(source) for source in node.all_input_nodes)
+
+
+def _shows(node: fx.Node) -> bool:
+    """Whether a result of the graph would have other strides if `node` had."""
+    seen: set[fx.Node] = set()
+    reached = [node]
+    while reached:
+        for user in reached.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and _hands_on(user):
+                seen.add(user)
+                reached.append(user)
+    return False
+
+
+def _hands_on(node: fx.Node) -> bool:
+    """Whether strides may depend on those of the operands: of views, and of what is not in row order."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_contiguous():
+        return True
+    return isinstance(node.target, OpOverload) and any(r.alias_info for r in node.target._schema.returns)
 
 
 def _is_transposed(node: fx.Node) -> bool:

@@ -73,6 +73,8 @@ def _apply(
         try:
             _replace(match, dag, named, new, check)
             done = f"{len(match.ops)} ops replaced, {places([match.root], dag)}"
+            promise = match.pattern.promise if isinstance(match.pattern, Rewrite) else ""
+            done += f", equal {promise}" if promise else ""
             notes.append(RewriteNote(match.name, match.root, True, done))
         except Refused as refused:
             notes.append(RewriteNote(match.name, match.root, False, str(refused)))

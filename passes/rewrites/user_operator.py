@@ -192,7 +192,7 @@ def _own_backward(
                 given(*(v.detach() if isinstance(v, Tensor) else v for v in values))
             )
         if len(gradients) != len(places):
-            detail = f"backward returned {len(gradients)} gradients for {len(places)} floating arguments"
+            detail = f"backward returned {len(gradients)} gradients for {len(places)} floating tensors"
             raise _wrong(kernel.name, detail)
         shaped: list[Tensor] = []
         for i, g in zip(places, gradients, strict=True):

@@ -1,0 +1,110 @@
+"""Eager, every result of which is rounded up or down at random: results that a correct program may have.
+
+Each floating-point operation is computed in float64, and its result becomes one of the two neighbours in
+its dtype (Monte Carlo arithmetic: Parker, Pierce, Eggert 2000). What is exact stays as it is, so that a
+comparison of exact numbers never changes its mind; what cancels or amplifies shows by how much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+# Sums of many terms, whose order is free: their terms are rounded as well.
+ACCUMULATING = {
+    "sum", "mean", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "prod", "cumsum",
+    "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
+    "mm", "bmm", "addmm", "baddbmm", "dot", "mv", "native_layer_norm", "native_layer_norm_backward",
+    "native_group_norm", "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward",
+    "_fused_rms_norm", "_fused_rms_norm_backward",
+    "index_add", "index_put", "scatter_add", "scatter_reduce", "embedding_dense_backward", "convolution",
+    "convolution_backward", "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "diff", "cdist",
+}  # fmt: skip
+
+
+# What a term may be off by; for 16 bits alone, kernels take the hardware's functions (docs/numerics.md).
+TERMS = {
+    torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-18, torch.float16: 2.0**-18
+}  # fmt: skip
+
+
+class RandomRounding(TorchDispatchMode):
+    """While it is entered, floats round up or down as `seed` has it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        written = [i for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+        aliased = not written and any(r.alias_info for r in func._schema.returns)
+        if func.is_view or torch.Tag.inplace_view in func.tags or aliased:
+            return func(*args, **kwargs)
+        result = None if written else func(*args, **kwargs)
+        noisy = func.overloadpacket.__name__.rstrip("_") in ACCUMULATING
+        try:
+            wide_args, wide_kwargs = tree_map(self._wide, (args, kwargs))
+            if noisy:
+                fewest = min((r.numel() for r in tree_leaves(result) if isinstance(r, Tensor)), default=1)
+                wide_args = tree_map(lambda w, x: self._disturbed(w, x, fewest), wide_args, args)
+            wide = func(*wide_args, **wide_kwargs)
+        except RuntimeError:  # it takes these dtypes only
+            return result if not written else func(*args, **kwargs)
+        if not written:
+            return tree_map(self._rounded, result, wide)
+        for i in written:
+            self._write(args[i], wide_args[i])
+        return args[written[0]] if func._schema.returns else None
+
+    def _wide(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value.is_floating_point else value
+        if not isinstance(value, Tensor):
+            return value
+        return value.double().clone() if value.is_floating_point() else value.clone()
+
+    def _disturbed(self, x: Any, narrow: Any, results: int) -> Any:
+        """Terms, such that their sum has the rounding of another order; that of small halves has none.
+
+        narrow: the same in its own dtype.
+        """
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+            return x
+        if bool(((x * 64).frac() == 0).all()) and x.abs().sum() < 2**16:
+            return x
+        count = max(x.numel() / max(results, 1), x.shape[-1] if x.dim() else 1)
+        eps = math.sqrt(count) * TERMS[narrow.dtype]
+        return x * (1 + eps * (torch.rand(x.shape, generator=self.generator, dtype=x.dtype) * 2 - 1))
+
+    def _write(self, target: Any, wide: Any) -> None:
+        if isinstance(target, Tensor):
+            made = self._rounded(target, wide) if target.is_floating_point() else wide
+            for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+                if size > 1 and stride == 0:  # one element for all: `copy_` refuses
+                    target, made = target.narrow(dim, 0, 1), made.narrow(dim, 0, 1)
+            target.copy_(made)
+
+    def _rounded(self, result: Any, wide: Any) -> Any:
+        """`wide` as a tensor of the dtype and layout of `result`; that itself where it holds no floats."""
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        if result.dtype is torch.float64:
+            inexact = wide.isfinite() & (wide.float().double() != wide)
+            sign = torch.randint(-1, 2, wide.shape, generator=self.generator)
+            made = torch.where(inexact, wide * (1 + sign * 2.0**-52), wide)
+        else:
+            nearest = wide.to(result.dtype)
+            error = wide - nearest.double()
+            other = torch.nextafter(nearest, torch.where(error > 0, torch.inf, -torch.inf).to(result.dtype))
+            turned = torch.rand(wide.shape, generator=self.generator) < 0.5
+            made = torch.where(turned & (error != 0) & nearest.isfinite() & other.isfinite(), other, nearest)
+        return made if made.stride() == result.stride() else torch.empty_like(result).copy_(made)

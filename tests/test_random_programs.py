@@ -1,0 +1,158 @@
+"""Fresh random programs in every run, and that their judge sees what is wrong and nothing else.
+
+FUSION_RANDOM_SEED=7 draws the same again; `python -m tests.random_programs` draws as many as one likes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion_compiler.errors import FusionWarning
+from tests.random_programs.generate import draw
+from tests.random_programs.judge import Verdict, judge
+from tests.random_programs.program import Input, Program
+from tests.random_programs.rounding import RandomRounding
+from tests.random_programs.shrink import shrunk
+
+PROGRAMS, PARTS = 100, 4  # parts run beside each other
+Function = Callable[..., Any]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_fresh_programs(part: int) -> None:
+    first = int(os.environ.get("FUSION_RANDOM_SEED", secrets.randbelow(2**31))) + part * PROGRAMS // PARTS
+    failures: list[str] = []
+    for seed in range(first, first + PROGRAMS // PARTS):
+        program = draw(seed)
+        verdict = judge(program)
+        if verdict.failed:
+            again = f"python -m tests.random_programs --seed {seed} --count 1 --shrink"
+            failures.append(f"seed {seed}: {verdict}\n{verdict.detail}\n{program.text()}\n# {again}")
+    assert not failures, "\n\n".join(failures)
+
+
+def program(*lines: str, dtype: str = "float32", gradient: bool = True) -> Program:
+    """Of two arguments [4, 6]; what the last line makes is the result."""
+    inputs = tuple(Input(i, ((4, 6),), dtype, "normal", gradient=gradient) for i in range(2))
+    return Program(inputs, lines, (lines[-1].split(" ")[0],))
+
+
+SMOOTH = program("v0 = torch.softmax(a0 * a1, -1)", "v1 = v0.cumsum(0) @ a1.t()")
+WRITING = program("a0[1:].mul_(2)", "v0 = a0.sum()", gradient=False)
+CHOOSING = program("v0 = torch.tanh(a0 * 0.3)", "v1 = v0 == v0.amax(-1, True)", dtype="bfloat16")
+
+
+def off_by(relative: float) -> Callable[[Function, bool], Function]:
+    def compiled(fn: Function, dynamic: bool) -> Function:
+        return lambda *args: tuple(r * (1 + relative) for r in fn(*args))
+
+    return compiled
+
+
+def without_gradient(fn: Function, dynamic: bool) -> Function:
+    return lambda *args: tuple(r.detach().requires_grad_() + 0 * sum(a.sum() for a in args) for r in fn(*args))
+
+
+def without_writes(fn: Function, dynamic: bool) -> Function:
+    return lambda *args: fn(*(a.clone() for a in args))
+
+
+def in_columns(fn: Function, dynamic: bool) -> Function:
+    return lambda *args: tuple(r.t().contiguous().t() for r in fn(*args))
+
+
+def unrounded(fn: Function, dynamic: bool) -> Function:
+    """A mask of the largest values, made before those are rounded: in bfloat16 it is lost."""
+    return lambda x, y: ((t := torch.tanh(x.float() * 0.3)) == t.bfloat16().amax(-1, True),)
+
+
+def falling_back(fn: Function, dynamic: bool) -> Function:
+    def call(*args: Tensor) -> Any:
+        warnings.warn("runs eager", FusionWarning, stacklevel=2)
+        return fn(*args)
+
+    return call
+
+
+def failing(fn: Function, dynamic: bool) -> Function:
+    def call(*args: Tensor) -> Any:
+        raise KeyError("copy_")
+
+    return call
+
+
+def endless(fn: Function, dynamic: bool) -> Function:
+    def call(*args: Tensor) -> Any:
+        while True:
+            time.sleep(0.01)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("compiled", "given", "told"),
+    [
+        (off_by(1e-4), SMOOTH, "wrong: v1"),
+        (without_gradient, SMOOTH, "wrong: gradient of a0"),
+        (in_columns, SMOOTH, "wrong: strides of result 0"),
+        (without_writes, WRITING, "wrong: a0 after the call"),
+        (unrounded, CHOOSING, "wrong: v1"),
+        (falling_back, WRITING, "warning: FusionWarning: runs eager"),
+        (failing, WRITING, "error: KeyError: 'copy_'"),
+        (endless, WRITING, "no end: after 1 seconds"),
+    ],
+)
+def test_what_is_wrong_is_seen(compiled: Any, given: Program, told: str) -> None:
+    assert str(judge(given, compiled, seconds=1 if compiled is endless else 60)) == told
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_other_roundings_are_right(dtype: str) -> None:
+    given = program(*SMOOTH.lines, "v2 = v1 == v1.amax(-1, True)", "v3 = v1 * v2", dtype=dtype)
+
+    def rounded(fn: Function, dynamic: bool) -> Function:
+        def call(*args: Tensor) -> Any:
+            with RandomRounding(1234):
+                return fn(*args)
+
+        return call
+
+    assert judge(given, rounded) == Verdict("right")
+    assert judge(SMOOTH, off_by(1e-7)) == Verdict("right")
+
+
+def test_what_aot_autograd_cannot_do_does_not_apply() -> None:
+    given = Program((Input(0, ((4, 6),), "float32", layout="expanded"),), ("a0.fill_(2)",), ("a0",))
+    assert judge(given, failing).kind == "does not apply"
+
+
+def test_a_seed_is_a_program() -> None:
+    made = [draw(seed) for seed in range(20)]
+    assert made == [draw(seed) for seed in range(20)]
+    assert len({p.body for p in made}) == 20
+    assert {p.dynamic for p in made} == {True, False}
+    scope: dict[str, Any] = {"__name__": "pasted"}
+    text = made[0].text()
+    exec(text[: text.index("compiled = ")], scope)
+    arguments = scope["ARGUMENTS"][0]()
+    for ours, theirs in zip(scope["program"](*arguments), made[0].function(*made[0].arguments()), strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def test_programs_that_fail_become_small() -> None:
+    def verdict(p: Program) -> Verdict:
+        return Verdict("wrong", "v2") if "tanh" in p.body else Verdict("right")
+
+    lines = ("v0 = a0 + a1", "a1.mul_(2)", "v1 = v0.reshape(-1)", "v2 = torch.tanh(v1)", "v3 = v2.sum() * a1")
+    given = program(*lines)
+    small = shrunk(given, verdict(given), verdict)
+    assert len(small.lines) == len(small.inputs) == 1 and "tanh" in small.lines[0]

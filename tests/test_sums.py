@@ -1,0 +1,67 @@
+"""Sums, means and variances are as exact as eager's at every size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_compiler.codegen.analysis import MOST_TURNS, Cols
+from fusion_compiler.codegen.templates import schedules_of
+from fusion_compiler.device import device_spec
+from fusion_compiler.loops import ROWS, Axis, Index, Load, LoopNest, Reduce, Store
+from tests.exactness import Compiled, Schedules, cramped, skewed
+
+
+def norm_and_variance(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    off = x - x.mean(-1, keepdim=True)
+    return F.layer_norm(x, x.shape[-1:]), x.var(-1), off / (x.std(-1, keepdim=True) + 1e-5)
+
+
+@pytest.mark.parametrize("schedules", [schedules_of, cramped, skewed])
+@pytest.mark.parametrize("width", [7, 100, 1000, 20003, 40000])
+def test_rows_of_equal_elements_have_no_variance(width: int, schedules: Schedules) -> None:
+    """Eager finds exactly their mean; a sum divided by its length is off by a few units in the last place,
+    which a norm multiplies by 1 / sqrt(eps)."""
+    x = torch.tensor([0.1, -3.3, 1000.7, -98765.4]).unsqueeze(1).expand(4, width).contiguous()
+    normed, variance, standard = Compiled(norm_and_variance, schedules=schedules)(x)
+    assert normed.abs().max() == 0
+    assert (variance <= 1e-12 * x[:, 0] ** 2).all()
+    assert (standard.abs() <= 1e-6 * x.abs()).all()
+
+
+@pytest.mark.parametrize("width", [33, 1000, 20000, 40000])
+def test_norms_far_from_zero_are_as_exact_as_eagers(width: int) -> None:
+    x = torch.randn(16, width, generator=torch.Generator().manual_seed(0)) + 1000
+    truth = F.layer_norm(x.double(), (width,))
+
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (width,))
+
+    assert (Compiled(norm)(x) - truth).abs().max() <= (norm(x) - truth).abs().max()
+
+
+def sums_over_rows(count: int, width: int, along: bool) -> LoopNest:
+    """A sum over the rows of a matrix, with the sum along each row where asked for."""
+    axes = (Axis("row", count, "rows"), Axis("col", width, "cols"))
+    nodes: list[Any] = [Load("x", Index(0, ((0, width), (1, 1))), None, torch.float32)]
+    nodes.append(Reduce("sum", 0, frozenset({ROWS}), torch.float32))
+    stores = [Store("over", Index(0, ((1, 1),)), 1)]
+    if along:
+        nodes.append(Reduce("sum", 0, frozenset({"cols"}), torch.float32))
+        stores.append(Store("along", Index(0, ((0, 1),)), 2))
+    return LoopNest(axes, tuple(nodes), tuple(stores), ("x", "over", "along")[: len(nodes)])
+
+
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.parametrize("width", [4, 64, 768, 4096, 8192])
+@pytest.mark.parametrize("count", [1 << 10, 1 << 16, 1 << 22])
+def test_no_program_adds_up_more_blocks_than_rounding_allows(count: int, width: int, along: bool) -> None:
+    loops = sums_over_rows(count, width, along)
+    for s in schedules_of(loops, "sums", device_spec("h200")):
+        if s.programs is not None and s.splits == 1 and s.cols in (Cols.WHOLE, Cols.GRID):
+            assert math.ceil(count / (s.block_rows * s.programs)) <= MOST_TURNS, s
