@@ -78,6 +78,7 @@ def plan(
     clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
     final = {n: c.name for c in clusters for n in c.ops}
     rejections = _current(search, final)
+    note = space.effort.note
     return FusionPlan(
         name,
         dag,
@@ -86,7 +87,7 @@ def plan(
         rejections,
         device.name,
         calls,
-        notes=_notes(dag),
+        notes=_notes(dag) | ({} if note is None else {"search": f"ended before all was tried: {note}"}),
         setting=setting,
     )
 

@@ -36,6 +36,7 @@ from fusion_compiler.loops import Ref as Value
 from fusion_compiler.ops import Kind, spec_of
 from fusion_compiler.passes import layout
 from fusion_compiler.passes.cuts import Cut
+from fusion_compiler.passes.effort import Effort
 from fusion_compiler.passes.index import (
     ZERO,
     Extents,
@@ -62,6 +63,9 @@ from fusion_compiler.passes.space import (
 from fusion_compiler.passes.special import SPECIAL
 
 aten = torch.ops.aten
+# Of one attempt, views and what becomes dead among them; laws allow 96 operations, of which most were 261.
+# What reads shifted copies of itself, and these again, has exponentially many.
+MOST_VALUES = 4096
 
 
 def lower(
@@ -72,23 +76,29 @@ def lower(
     cut: Cut | None = None,
     stored: frozenset[str] = frozenset(),
     like_eager: bool = False,
+    effort: Effort | None = None,
 ) -> LoopNest:
     """The tile program of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
     a cut is given. Raises Illegal.
 
     stored: ops whose results this program or another one stores. like_eager: numerics="eager".
+    effort: where what it takes is counted.
     """
     rounding = Rounding(stored.union(outputs), like_eager)
     space = anchor_space(dag, ops, outputs, cut)
     for _ in range(24):
+        attempt = Lowering(dag, ops, outputs, space, rounding)
         try:
-            return Lowering(dag, ops, outputs, space, rounding).run()
+            return attempt.run()
         except NeedsSplit as split:
             space = space.split(split.axis, split.inner)
         except NotExpressible as error:
             raise Illegal("layout", str(error)) from None
         except RecursionError:
             raise Illegal("size", f"{len(ops)} ops nest too deep") from None
+        finally:
+            if effort is not None:
+                effort.spent += len(attempt.memo)
     raise Illegal("layout", "the views of these ops cut the space into too many pieces")
 
 
@@ -260,6 +270,8 @@ class Lowering:
         key = (name, coords, within)
         if key in self.memo:
             return self.memo[key]
+        if len(self.memo) >= MOST_VALUES:
+            raise Illegal("size", f"values that are needed at several places are more than {MOST_VALUES}")
         if name in self.inside:
             node = self.compute(op, coords, within)
             if self.space.cut is None or is_bijection(coords, shape, self.extents):  # and no piece of it

@@ -37,8 +37,8 @@ class Memo:
         if key not in self._known:
             try:
                 self._known[key] = names, self._price(ops, outputs)
-            except Illegal as error:
-                self._known[key] = names, error
+            except Illegal as error:  # without where it was raised, of which much hangs
+                self._known[key] = names, Illegal(error.rule, error.reason)
         before, result = self._known[key]
         renamed = {a: b for a, b in zip(before, names, strict=True) if a != b}
         if isinstance(result, Illegal):

@@ -22,6 +22,7 @@ from fusion_compiler.ops import Kind, spec_of
 from fusion_compiler.passes import layout
 from fusion_compiler.passes.cost import BufferInfo, cost_of
 from fusion_compiler.passes.cuts import Cut, cuts_of
+from fusion_compiler.passes.effort import Effort
 from fusion_compiler.passes.legality import first_refusal
 from fusion_compiler.passes.library import library_call
 from fusion_compiler.passes.lower import lower
@@ -87,6 +88,7 @@ class Parts:
     ) -> None:
         self.dag, self.device, self.hints, self.rounded = dag, device, hints, rounded
         self.reads = Reads(dag)
+        self.effort = Effort(len(dag.order))
         self.infos: dict[str, BufferInfo] = {}
         self.leftovers: list[Leftover] = []
         self.memo: dict[tuple[tuple[str, ...], frozenset[str]], Part | Illegal] = {}
@@ -139,11 +141,11 @@ class Parts:
         if known is None:
             try:
                 known = self._part(ops, kept)
-            except Illegal as error:
-                known = error
+            except Illegal as error:  # without where it was raised
+                known = Illegal(error.rule, error.reason)
             self.memo[ops, kept] = known
         if isinstance(known, Illegal):
-            raise known
+            raise Illegal(known.rule, known.reason)
         return known
 
     def _part(self, ops: tuple[str, ...], kept: frozenset[str]) -> Part:
@@ -174,7 +176,10 @@ class Parts:
     def form(self, ops: tuple[str, ...], outputs: tuple[str, ...], cut: Cut | None) -> tuple[LoopNest, Cost]:
         """One tile program of a set of ops, checked and priced. Raises Illegal."""
         stored = frozenset(n for n in ops if n in outputs or self.settled(n))
-        loops = simplify(lower(self.dag, ops, outputs, cut=cut, stored=stored, like_eager=self.rounded))
+        lowered = lower(
+            self.dag, ops, outputs, cut=cut, stored=stored, like_eager=self.rounded, effort=self.effort
+        )
+        loops = simplify(lowered)
         refusal = first_refusal(loops, self.device)
         if refusal is not None:
             raise Illegal(*refusal)
@@ -191,13 +196,15 @@ class Parts:
 
     def elsewhere(self, name: str, inside: set[str], kept: frozenset[str]) -> bool:
         """Whether a part other than this one computes `name` (again)."""
-        if self.must_exist(name) and name not in kept:
-            return True
-        return any(
-            user in self.owned
-            and (user not in inside or (user in self.again and self.elsewhere(user, inside, kept)))
-            for user in self.reads.users[name]
-        )
+        seen, stack = {name}, [name]
+        while stack:
+            op = stack.pop()
+            users = [user for user in self.reads.users[op] if user in self.owned]
+            if (self.must_exist(op) and op not in kept) or not inside.issuperset(users):
+                return True
+            stack += [user for user in users if user in self.again and user not in seen]
+            seen.update(users)
+        return False
 
     def must_exist(self, name: str) -> bool:
         """Whether something that cannot compute it again reads a value."""

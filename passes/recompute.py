@@ -26,6 +26,8 @@ def recompute(search: Search) -> bool:
     """Try what each cluster stores for others, all of it and one by one; whether any was worth it."""
     changed = False
     for number in sorted(search.parts):
+        if search.space.effort.is_spent():
+            return False
         part = search.parts[number]
         large = [n for n in part.outputs if search.space.bytes(n) >= LEAST_BYTES]
         chains = [c for n in large if (c := _chain(search, n, part)) is not None]

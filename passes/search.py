@@ -7,10 +7,12 @@ and when that obeys the laws; it is worth it when the cost model predicts that t
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fusion_compiler.passes import layout
+from fusion_compiler.passes.effort import ATTEMPT
 from fusion_compiler.passes.match import Match
 from fusion_compiler.passes.parts import Part, Parts
 from fusion_compiler.passes.reach import Reach
@@ -18,6 +20,10 @@ from fusion_compiler.passes.recompute import recompute
 from fusion_compiler.passes.space import Illegal
 from fusion_compiler.patterns import ClusterHint
 from fusion_compiler.plan import Rejected
+
+# Parts that share a tensor with one and are looked at beside it: a learning rate is read by all of an
+# optimizer's updates, and a kernel can hold no more than a few of them.
+MOST_READERS = 64
 
 
 class Search:
@@ -27,8 +33,9 @@ class Search:
         self.space, self.dag, self.reads = space, space.dag, space.reads
         self.matches = matches
         self.parts = dict(space.first)
-        order = self.dag.order
-        self.owner = {order[number]: number for number in self.parts}
+        self.order = self.dag.order
+        self.owner = {self.order[number]: number for number in self.parts}
+        self.users_of: tuple[frozenset[str], dict[str, list[int]]] = (space.again, {})
         self.rejections: dict[tuple[str, str], Rejected] = {}
         self.reach = Reach(self.units())
         self.version = dict.fromkeys(self.parts, 0)
@@ -49,7 +56,7 @@ class Search:
         return sources
 
     def run(self) -> None:
-        """Merge until nothing gains."""
+        """Merge until nothing gains, or the effort is spent."""
         for match in self.matches:
             if isinstance(match.pattern, ClusterHint) and match.pattern.fuse:
                 self.try_hint(match)
@@ -66,10 +73,11 @@ class Search:
                 for other, saved in self.neighbours(number).items():
                     if number < other:
                         self.push(number, other, saved)
-            while self.heap:
+            while self.heap and not self.space.effort.is_spent():
                 _, a, b, va, vb = heapq.heappop(self.heap)
                 if self.version.get(a) == va and self.version.get(b) == vb:
                     self.try_merge(a, b)
+            self.heap.clear()
 
     def push(self, a: int, b: int, saved: int) -> None:
         heapq.heappush(self.heap, (-float(saved), a, b, self.version[a], self.version[b]))
@@ -86,23 +94,40 @@ class Search:
             owner = self.owner.get(name)
             if owner is not None and owner != number and owner in self.parts:
                 found[owner] = found.get(owner, 0) + 2 * size
-            for user in self.readers(name):
+            for user in self.readers(name, number):
                 if user != number:
                     found[user] = found.get(user, 0) + size
         for name in part.outputs:
-            for user in self.readers(name):
+            for user in self.readers(name, number):
                 if user != number:
                     found[user] = found.get(user, 0) + 2 * self.space.bytes(name)
         return found
 
-    def readers(self, name: str) -> set[int]:
-        """Parts that read a tensor, directly or through what they compute again."""
-        seen, stack = {name}, [name]
-        while stack:
-            users = self.reads.users[stack.pop()]
-            stack += [u for u in users if u in self.space.again and u not in seen]
-            seen.update(users)
-        return {self.owner[user] for user in seen - {name} if user in self.owner}
+    def readers(self, name: str, near: int | None = None) -> set[int]:
+        """Parts that read a tensor, directly or through what they compute again; of very many the nearest."""
+        users = self.users(name)
+        if near is None or len(users) <= MOST_READERS:
+            return {self.owner[self.order[u]] for u in users if self.order[u] in self.owner}
+        found: set[int] = set()
+        for position in _outward(users, near):
+            found.update({self.owner[op]} if (op := self.order[position]) in self.owner else ())
+            if len(found) > MOST_READERS:
+                break
+        return found
+
+    def users(self, name: str) -> list[int]:
+        """The ops that read a tensor, directly or through what is computed again, by position."""
+        if self.users_of[0] is not self.space.again:
+            self.users_of = (self.space.again, {})
+        known = self.users_of[1]
+        if name not in known:
+            seen, stack = {name}, [name]
+            while stack:
+                users = self.reads.users[stack.pop()]
+                stack += [u for u in users if u in self.space.again and u not in seen]
+                seen.update(users)
+            known[name] = sorted(self.reads.position[user] for user in seen - {name})
+        return known[name]
 
     def held(self, ops: Sequence[str]) -> list[Match]:
         """The patterns that a set of ops holds whole, views aside."""
@@ -128,6 +153,7 @@ class Search:
 
     def merge(self, numbers: Sequence[int], pair: tuple[str, str]) -> bool:
         """Several parts become the first of them if that is legal and gains; else `pair` has a refusal."""
+        self.space.effort.spent += ATTEMPT
         parts = [self.parts[n] for n in numbers]
         if not self.reach.convex(numbers):
             reason = "an op between them needs one and feeds the other"
@@ -185,3 +211,15 @@ class Search:
 
     def label(self, number: int) -> str:
         return self.parts[number].outputs[-1]
+
+
+def _outward(positions: Sequence[int], middle: int) -> Iterator[int]:
+    """Sorted positions, those nearest to one first."""
+    after = bisect_left(positions, middle)
+    before = after - 1
+    while before >= 0 or after < len(positions):
+        left = before >= 0 and (
+            after == len(positions) or middle - positions[before] <= positions[after] - middle
+        )
+        yield positions[before if left else after]
+        before, after = before - left, after + (not left)
