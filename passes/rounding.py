@@ -44,8 +44,8 @@ class Rounding:
         return op.pinned or self.like_eager
 
     def of(self, op: Op) -> bool:
-        """A conversion to eight bits always is: nobody asks for one but to quantize. So is one that is written
-        and undone by hand."""
+        """A conversion to eight bits always is: nobody asks for one but to quantize. So is one that is
+        written and undone by hand."""
         dtype = op.outputs[0].dtype
         asked_for = op.rounds or (dtype.is_floating_point and dtype.itemsize == 1)
         return asked_for or (dtype in HALVES and (self.pins(op) or op.name in self.stored))

@@ -59,7 +59,11 @@ def off_by(relative: float) -> Callable[[Function, bool], Function]:
 
 
 def without_gradient(fn: Function, dynamic: bool) -> Function:
-    return lambda *args: tuple(r.detach().requires_grad_() + 0 * sum(a.sum() for a in args) for r in fn(*args))
+    def run(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        nothing = 0 * sum(a.sum() for a in args)
+        return tuple(r.detach().requires_grad_() + nothing for r in fn(*args))
+
+    return run
 
 
 def without_writes(fn: Function, dynamic: bool) -> Function:
@@ -144,7 +148,8 @@ def test_a_seed_is_a_program() -> None:
     text = made[0].text()
     exec(text[: text.index("compiled = ")], scope)
     arguments = scope["ARGUMENTS"][0]()
-    for ours, theirs in zip(scope["program"](*arguments), made[0].function(*made[0].arguments()), strict=True):
+    results = scope["program"](*arguments), made[0].function(*made[0].arguments())
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 

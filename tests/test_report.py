@@ -266,7 +266,7 @@ class Experts(nn.Module):
         self.up = nn.ModuleList(nn.Linear(256, 512) for _ in range(4))
         self.down = nn.ModuleList(nn.Linear(512, 256) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = [down(F.gelu(up(x))) for up, down in zip(self.up, self.down, strict=True)]
         return torch.stack(parts).sum(0)
 
@@ -274,7 +274,7 @@ class Experts(nn.Module):
 def test_what_is_bound_by_its_launch_is_shorter_than_two() -> None:
     report = fc.explain(Experts().half(), torch.empty(512, 256, dtype=torch.half))
     device = report.questions["graph0.backward"].setting.device
-    units = [unit for graph in report.json()["graphs"] for unit in graph["units"] if unit["sort"] == "cluster"]
+    units = [u for graph in report.json()["graphs"] for u in graph["units"] if u["sort"] == "cluster"]
     for unit in units:
         assert (unit["bound"] == "launch") == (unit["us"] <= device.launch_us + device.floor_us)
     several = next(u for u in units if u["bound"] != "launch")
