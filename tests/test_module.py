@@ -20,7 +20,6 @@ from fusion_compiler.decompositions import decomposition_table
 from fusion_compiler.module import CompiledFunction, Plans, plan_of, wrap
 from fusion_compiler.passes.rewrites import DEFAULT_REWRITES
 from fusion_compiler.plan import FusionPlan
-from tests import models
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -226,15 +225,3 @@ def test_functions_and_methods() -> None:
             return x + 1
 
     torch.testing.assert_close(Holder().method(torch.ones(2)), torch.full((2,), 2.0))
-
-
-def test_a_transformers_model_generates() -> None:
-    model, batch = models.small("llama", dropout=False)
-    model.config.use_cache = True
-    model.eval()
-    mask = torch.ones_like(batch["input_ids"])
-    arguments = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
-    want = model.generate(batch["input_ids"], **arguments)
-    fast = compiled(model)
-    assert torch.equal(fast.generate(batch["input_ids"], **arguments), want)
-    assert names(fast)
