@@ -60,13 +60,17 @@ def step(called: Any, model: nn.Module, batch: Batch, seed: int = 2) -> Result:
     return Result(floating, {n: t for n, t in values.items() if n not in floating})
 
 
-def exact(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
-    """Both in float64, in which there is no grouped product of experts."""
+def exact_step(model: nn.Module, batch: Batch) -> Result:
+    """The same in float64, in which there is no grouped product of experts."""
     wide: Any = copy.deepcopy(model).double()
     if hasattr(wide, "set_experts_implementation"):
         with contextlib.suppress(ValueError):
             wide.set_experts_implementation("batched_mm")
-    return wide, {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+    torch.set_default_dtype(torch.float64)  # of what a model makes on the way
+    try:
+        return step(wide, wide, {n: t.double() if t.is_floating_point() else t for n, t in batch.items()})
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def compare(ours: Result, eager: Result, truth: Result | None) -> tuple[float, str]:
@@ -82,6 +86,7 @@ def compare(ours: Result, eager: Result, truth: Result | None) -> tuple[float, s
     mine, theirs = (_finite(r.tensors, eager.tensors) for r in (ours, eager))
     known = _finite(truth.tensors, eager.tensors) if truth is not None else theirs
     largest = max((t.abs().max().item() for n, t in known.items() if n.startswith("d ")), default=0.0)
+    largest *= ROUNDINGS if truth is None else 1
     ratios = {n: _roundings(t, theirs[n], known[n], largest * n.startswith("d ")) for n, t in mine.items()}
     if truth is not None:
         found = ratios_to_eager(mine, theirs, known)
@@ -102,7 +107,7 @@ def _finite(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[s
 
 
 def _roundings(ours: Tensor, eager: Tensor, truth: Tensor, largest: float) -> float:
-    """Our error over eager's, four times, some roundings at its own scale and one at that of the largest
+    """Our error over eager's, four times, and what rounding is at its own scale and that of the largest
     gradient: the terms of a sum may be that much more than what is left of them."""
     own, other = ((t.double() - truth.double()).abs().max().item() for t in (ours, eager))
     info = torch.finfo(ours.dtype)
@@ -123,8 +128,7 @@ def examine(name: str, backend: str, device: str = "cpu") -> dict[str, Any]:
     draws = _differ(eager, step(model, model, batch, seed=3))
     truth: Result | None = None
     try:
-        wide, wide_batch = exact(model, batch)
-        truth = step(wide, wide, wide_batch)
+        truth = exact_step(model, batch)
         truth = truth if truth.tensors.keys() == eager.tensors.keys() else None
     except Exception as error:
         row["no float64"] = reason(error)

@@ -127,6 +127,13 @@ OPEN: Mapping[str, Any] = {
     "n_shared_experts": 1,
     "n_group": 1, "topk_group": 1, "layer_types": ["full_attention"] * LAYERS, "use_cache": False,
 }  # fmt: skip
+# What no default tells, by model type.
+GIVEN: Mapping[str, Mapping[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": HEAD_DIM},
+    "xmod": {"default_language": "en_XX"},
+}
 RECIPES: tuple[tuple[tuple[str, Change], ...], ...] = (
     WIDTHS + COUNTS + VOCABULARIES + DEPTHS,
     COUNTS + VOCABULARIES + DEPTHS,
@@ -253,7 +260,7 @@ def build(
     config_class: Any = transformers.CONFIG_MAPPING[architecture.name]
     config: Any = config_class()
     left_open = {n: v for n, v in OPEN.items() if filled and getattr(config, n, v) in (None, True)}
-    config = config_class(**left_open, **shrunk(config, rules))
+    config = config_class(**{**left_open, **shrunk(config, rules), **GIVEN.get(architecture.name, {})})
     model_class = _class_of(architecture)
     if not isinstance(config, model_class.config_class):  # the table names the whole, the model takes a part
         config = next((c for c in vars(config).values() if isinstance(c, model_class.config_class)), config)
