@@ -10,5 +10,5 @@ import triton
 MEASURED = (3, 7)
 of_measured_versions = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) > MEASURED,
-    reason="registers, spills and widths of accesses are those of Triton 3.6 and 3.7, with which was measured",
+    reason="registers, spills and widths of accesses are those of Triton 3.6 and 3.7, as they were measured",
 )
