@@ -27,6 +27,7 @@ from fusion_compiler.loops import COLS, LoopNest
 from fusion_compiler.target import compile_for
 from tests.exactness import Compiled, not_as_close, wide
 from tests.fake_gpu import FakeGpu
+from tests.versions import of_measured_versions
 
 WITHOUT_ROWS = ("SwiGLU", "4 x (tanh, sigmoid, mul, sub)")  # no value serves a row or a column
 
@@ -268,6 +269,7 @@ def test_rows_are_moved_in_words_and_copied_ahead() -> None:
         assert looped.spills == 0
 
 
+@of_measured_versions
 def test_blocks_within_the_row_are_moved_in_words_without_masks() -> None:
     """Those of both passes, weights included; the tiles with the row's ends are half as wide."""
     schedule = Schedule(1, 4096, Cols.LOOP, num_warps=4)
