@@ -70,7 +70,8 @@ class Work:
     def __init__(self, loops: LoopNest, buffers: Mapping[str, BufferInfo], hints: Mapping[sympy.Symbol, int]):
         self.buffers = buffers
         self.hints = hints
-        self.sizes = [axis.size if type(axis.size) is int else hint(axis.size, hints) for axis in loops.axes]
+        sizes = (axis.size for axis in loops.axes)  # those that are estimated may come out below zero
+        self.sizes = [size if type(size) is int else max(0, hint(size, hints)) for size in sizes]
         self.group_of = [1 if axis.group == ROWS else 2 for axis in loops.axes]
         rows = prod(size for size, group in zip(self.sizes, self.group_of, strict=True) if group == 1)
         cols = prod(size for size, group in zip(self.sizes, self.group_of, strict=True) if group == 2)

@@ -591,3 +591,10 @@ def test_eager_cost():
     assert us(reduces=False, near=10**7) == pytest.approx(us(reduces=False) + 1e13 / H200.l2_bandwidth)
     small = eager_cost(bytes_read=32, bytes_near=0, bytes_written=16, flops=8, reduces=False, device=H200)
     assert small == Cost(H200.launch_us, 32, 16, 8, "launch")
+
+
+def test_a_size_that_is_estimated_below_zero_costs_nothing():
+    """What a slice leaves of sizes that no one has told: the estimate of each may be larger than the other's."""
+    n = Nest({"i": (sympy.Symbol("s0", integer=True, positive=True) - 100, COLS)})
+    n.store("y", n.mul(n.load("x", at={"i": 1}, numel=1), n.constant(2.0)), at={"i": 1}, numel=1)
+    assert cost_of(n.nest(), H200, n.buffers).us == 0.0
