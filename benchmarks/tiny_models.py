@@ -129,7 +129,9 @@ OPEN: Mapping[str, Any] = {
 }  # fmt: skip
 # What no default tells, by model type.
 GIVEN: Mapping[str, Mapping[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": HEAD_DIM},
     "xmod": {"default_language": "en_XX"},

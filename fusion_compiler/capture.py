@@ -199,17 +199,19 @@ class _Stages:
             compiled = self._compiled(graph, fakes, info)
             if phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes):
                 self._bare = _unboxed(compiled)
-            return compiled
+            return _boxed(compiled)
 
         return once
 
     def _variant(self, fakes: Sequence[Any], info: GraphInfo, graph: fx.GraphModule, number: int) -> Boxed:
         name = f"{info.name}{number + 1}" if number else info.name
-        return self._compiled(graph, fakes, replace(info, name=name))
+        return _boxed(self._compiled(graph, fakes, replace(info, name=name)))
 
-    def _compiled(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo) -> Boxed:
+    def _compiled(
+        self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo
+    ) -> Callable[..., Any]:
         try:
-            return _boxed(self._compile_graph(graph, fakes, info))
+            return self._compile_graph(graph, fakes, info)
         except Exception as error:
             self._give_up(info.name, error)
             return make_boxed_func(graph.forward)

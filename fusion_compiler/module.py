@@ -173,6 +173,8 @@ def wrap(
         run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=whole)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # another compilation looks through this one
+                return run(*args, **kwargs)
             plans.called = True
             frames, known, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
             try:

@@ -594,7 +594,7 @@ def test_eager_cost():
 
 
 def test_a_size_that_is_estimated_below_zero_costs_nothing():
-    """What a slice leaves of sizes that no one has told: the estimate of each may be larger than the other's."""
+    """What a slice leaves of sizes that no one has told: either estimate may be the larger one."""
     n = Nest({"i": (sympy.Symbol("s0", integer=True, positive=True) - 100, COLS)})
     n.store("y", n.mul(n.load("x", at={"i": 1}, numel=1), n.constant(2.0)), at={"i": 1}, numel=1)
     assert cost_of(n.nest(), H200, n.buffers).us == 0.0

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fusion_compiler"
 # What stages hand to each other, and what that data needs to print itself: no stage, no api.
 LEAVES = ("ops", "dag", "plan", "errors", "device", "loops", "kernel", "options", "patterns")
-BELOW_LEAVES = ("dims", "pattern_text", "plan_text", "random", "row_widths", "schema")
+BELOW_LEAVES = ("calls", "dims", "pattern_text", "pinned", "plan_text", "random", "row_widths", "schema")
 
 
 def modules() -> dict[str, Path]:
