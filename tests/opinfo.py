@@ -191,8 +191,8 @@ def known_of(sample: Sample) -> Known | Outcome:
         count = len(fn(*(_copy(x, False) for x in sample.tensors)))
     except Exception as error:
         return Outcome("not applicable", f"eager: {_said(error)}")
-    if not eager:
-        return Outcome("not applicable", "no tensor comes out")
+    if not eager or any(t.layout is not torch.strided for t in eager):
+        return Outcome("not applicable", "no tensor comes out, or a sparse one")
     truth = eager
     with contextlib.suppress(Exception):  # of another dtype than the operator takes: then eager is the truth
         (wide,) = evaluate(fn, [sample], double=True)
@@ -265,16 +265,17 @@ class OutOfTimeError(BaseException):
 
 @contextmanager
 def limit(seconds: float) -> Generator[None]:
+    """Ends what is inside after so long, unless that falls into a finalizer, where it is lost."""
+
     def stop(*_: object) -> None:
         raise OutOfTimeError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again: in a finalizer it is lost
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def swept(info: Any, dtype: torch.dtype, most: int, seconds: float) -> list[Outcome]:
@@ -283,6 +284,7 @@ def swept(info: Any, dtype: torch.dtype, most: int, seconds: float) -> list[Outc
         return [Outcome("not applicable", "what it holds is not defined")]
     found: dict[int, Outcome] = {}
     samples: list[Sample] = []
+    last = time.monotonic() + seconds
     try:
         with limit(seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -291,6 +293,8 @@ def swept(info: Any, dtype: torch.dtype, most: int, seconds: float) -> list[Outc
             found = {n: k for n, k in known.items() if isinstance(k, Outcome)}
             left = [(s, k) for s in samples if isinstance(k := known[s.number], Known)]
             for start in range(0, len(left), TOGETHER):
+                if time.monotonic() > last:
+                    raise OutOfTimeError
                 some, theirs = zip(*left[start : start + TOGETHER], strict=True)
                 found |= dict(zip((s.number for s in some), judged(some, theirs), strict=True))
     except OutOfTimeError:
