@@ -67,7 +67,6 @@ _BORROWED = (
     aten.addmv,
     aten.dist,
     *(target for target in _INTERPOLATIONS if target._overloadname == "default"),
-    aten.bucketize,
     aten.rrelu_with_noise_backward,
 )
 
@@ -246,6 +245,14 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     if hit is None:
         return NotImplemented
     return (x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))).contiguous()
+
+
+def _bucketize(x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+    """PyTorch's binary search; of a number as of a tensor of one, whose boundaries no value has to tell."""
+    if statically_known_true(boundaries.shape[0] == 0):
+        return torch.zeros_like(x, dtype=torch.int32 if out_int32 else torch.int64)
+    listed = x if x.ndim else x.view(1)
+    return torch._refs.bucketize(listed, boundaries, out_int32=out_int32, right=right).view(x.shape)
 
 
 # Normalizations
@@ -694,6 +701,7 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.scatter.src: _scatter,
     aten.scatter.value: _scatter,
     aten.scatter_add.default: _scatter_add,
+    aten.bucketize.Tensor: _bucketize,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten._fused_rms_norm.default: _rms_norm,

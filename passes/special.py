@@ -227,9 +227,23 @@ def _iota(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
     else:
         bounds = [a for a in op.args if not isinstance(a, torch.dtype)]
         start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
-    if not isinstance(start, int) or not isinstance(step, int):
-        raise Illegal("operand", f"{op.name} counts in fractions")
+    if not isinstance(start, int | float) or not isinstance(step, int | float):
+        raise Illegal("operand", f"{op.name} counts by a size that is only known at run time")
+    if isinstance(start, float) or isinstance(step, float):
+        return _in_fractions(self, op, coords[0], start, step)
     return self.emit(Coordinate(shifted(combine([(coords[0], step)]), start), dtype), op.name)
+
+
+def _in_fractions(self: Lowering, op: Op, place: Index, start: float, step: float) -> int:
+    """start + step * place, in floats; eager cuts off what is to be an integer."""
+    dtype = compute_dtype(op.outputs[0].dtype)
+    if not dtype.is_floating_point:
+        raise Illegal("operand", f"{op.name} counts in fractions, as integers")
+    here = self.emit(Coordinate(place, torch.int64), f"{op.name}_position")
+    scaled = (("self", Value(self.converted(here, dtype, op.name))), ("other", step))
+    steps = self.emit(Compute(aten.mul.Tensor, scaled, dtype), f"{op.name}_steps")
+    moved = (("self", Value(steps)), ("other", start), ("alpha", 1))
+    return self.emit(Compute(aten.add.Tensor, moved, dtype), op.name)
 
 
 def _looked_up(self: Lowering, op: Op, coords: Coords, at: Sequence[Coords], within: int | None) -> int:

@@ -141,19 +141,6 @@ def together(samples: Sequence[Sample]) -> Callable[..., list[Tensor]]:
     return several
 
 
-def runs_in_aot_eager(sample: Sample) -> str | None:
-    """None where AOTAutograd takes a sample without any compiler, else what it says."""
-
-    def as_it_is(gm: Any, example_inputs: Any) -> Any:
-        return make_boxed_func(gm.forward)
-
-    try:
-        evaluate(aot_function(together([sample]), fw_compiler=as_it_is), [sample])
-    except Exception as error:
-        return _said(error)
-    return None
-
-
 # -- judging --------------------------------------------------------------------------------------------
 
 
@@ -191,8 +178,8 @@ def known_of(sample: Sample) -> Known | Outcome:
         count = len(fn(*(_copy(x, False) for x in sample.tensors)))
     except Exception as error:
         return Outcome("not applicable", f"eager: {_said(error)}")
-    if not eager:
-        return Outcome("not applicable", "no tensor comes out")
+    if not eager or any(t.layout is not torch.strided for t in eager):
+        return Outcome("not applicable", "no tensor comes out, or a sparse one")
     truth = eager
     with contextlib.suppress(Exception):  # of another dtype than the operator takes: then eager is the truth
         (wide,) = evaluate(fn, [sample], double=True)
@@ -204,6 +191,8 @@ def known_of(sample: Sample) -> Known | Outcome:
 
 
 def compared(ours: Sequence[Tensor], known: Known) -> Outcome:
+    if len(ours) != len(known.eager):
+        return Outcome("wrong", f"{len(ours)} results and gradients, eager has {len(known.eager)}")
     for number, (our, their, truth) in enumerate(zip(ours, known.eager, known.truth, strict=True)):
         if known.random:
             mine, eagers = ((t.dtype, tuple(t.shape)) for t in (our, their))
@@ -216,27 +205,36 @@ def compared(ours: Sequence[Tensor], known: Known) -> Outcome:
     return RIGHT
 
 
+def in_aot_eager(sample: Sample, known: Known) -> Outcome:
+    """What AOTAutograd makes of a sample without any compiler behind it."""
+
+    def as_it_is(gm: Any, example_inputs: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    try:
+        (found,) = evaluate(aot_function(together([sample]), fw_compiler=as_it_is), [sample])
+    except Exception as error:
+        return Outcome("error", _said(error))
+    return compared(found, known)
+
+
 def judged(samples: Sequence[Sample], known: Sequence[Known]) -> list[Outcome]:
     """An outcome for each sample, of all in one graph if that goes well."""
+    refused = ""
     try:
         compiled = Compiled(together(samples))
         ours = evaluate(compiled, samples, [k.count for k in known])
         found = [compared(o, k) for o, k in zip(ours, known, strict=True)]
         refused = refusals(compiled)
+    except UnsupportedDtypeError as error:
+        found = [Outcome("not applicable", f"strict: {_said(error)}")]
     except Exception as error:
-        if len(samples) == 1:
-            reason = runs_in_aot_eager(samples[0])
-            if isinstance(error, UnsupportedDtypeError):
-                return [Outcome("not applicable", f"strict: {_said(error)}")]
-            if reason is not None:
-                return [Outcome("not applicable", f"aot_eager: {reason}")]
-            return [Outcome("error", _said(error))]
-    else:
-        if all(o == RIGHT for o in found) and not refused:
-            return found
-        if len(samples) == 1:
-            return [Outcome("fallback", refused) if found[0] == RIGHT else found[0]]
-    return [judged([s], [k])[0] for s, k in zip(samples, known, strict=True)]
+        found = [Outcome("error", _said(error))]
+    if len(samples) > 1 and (refused or any(o != RIGHT for o in found)):
+        return [judged([s], [k])[0] for s, k in zip(samples, known, strict=True)]
+    if found[0].kind in ("wrong", "error") and (other := in_aot_eager(samples[0], known[0])) != RIGHT:
+        return [Outcome("not applicable", f"aot_eager: {other.detail}")]
+    return [Outcome("fallback", refused) if refused and o == RIGHT else o for o in found]
 
 
 def refusals(compiled: Compiled) -> str:
@@ -265,16 +263,17 @@ class OutOfTimeError(BaseException):
 
 @contextmanager
 def limit(seconds: float) -> Generator[None]:
+    """Ends what is inside after so long, unless that falls into a finalizer, where it is lost."""
+
     def stop(*_: object) -> None:
         raise OutOfTimeError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again: in a finalizer it is lost
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def swept(info: Any, dtype: torch.dtype, most: int, seconds: float) -> list[Outcome]:
@@ -283,6 +282,7 @@ def swept(info: Any, dtype: torch.dtype, most: int, seconds: float) -> list[Outc
         return [Outcome("not applicable", "what it holds is not defined")]
     found: dict[int, Outcome] = {}
     samples: list[Sample] = []
+    last = time.monotonic() + seconds
     try:
         with limit(seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -291,6 +291,8 @@ def swept(info: Any, dtype: torch.dtype, most: int, seconds: float) -> list[Outc
             found = {n: k for n, k in known.items() if isinstance(k, Outcome)}
             left = [(s, k) for s in samples if isinstance(k := known[s.number], Known)]
             for start in range(0, len(left), TOGETHER):
+                if time.monotonic() > last:
+                    raise OutOfTimeError
                 some, theirs = zip(*left[start : start + TOGETHER], strict=True)
                 found |= dict(zip((s.number for s in some), judged(some, theirs), strict=True))
     except OutOfTimeError:

@@ -42,7 +42,7 @@ NAMES = """
     mean sum prod amax amin argmax argmin all any aminmax nansum nanmean logsumexp count_nonzero
     var var_mean std std_mean norm linalg.vector_norm max min
     dist renorm lerp addcmul addcdiv masked_fill where clamp clamp_min clamp_max nan_to_num logaddexp
-    xlogy sinc logit frac sgn sign round floor ceil trunc rsub float_power square isclose isfinite
+    bucketize xlogy sinc logit frac sgn sign round floor ceil trunc rsub float_power square isclose isfinite
     tril triu repeat tile roll flip chunk split split_with_sizes unbind __getitem__ narrow select
     select_scatter slice slice_scatter stack cat hstack diagonal expand unflatten movedim swapaxes squeeze
     unsqueeze index_select gather take_along_dim zeros_like ones_like full_like new_zeros new_full

@@ -75,6 +75,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda a: F.pad(a, (0, 5)).flatten().view(3, 64, -1).clone(),
         (x(3, 64, 19),),
     ),
+    "counting in fractions": (
+        lambda a: [a * torch.arange(b, 2, 0.25, dtype=d) for b in (-1, 0.5) for d in (None, torch.float64)],
+        (x(1),),
+    ),
     "circular padding": (lambda a: F.pad(a, (1, 2), mode="circular"), (x(2, 3, 4),)),
     "reflection": (lambda a: F.pad(a, (1, 2), mode="reflect"), (x(2, 3, 4),)),
 }
