@@ -127,8 +127,10 @@ def on_streams_of_their_own(*names: str) -> None:
 
 
 def in_a_graph(name: str) -> None:
-    step, fill, own = step_of(name), Filler(), torch.cuda.Stream()
-    expected = step()
+    fill, own = Filler(), torch.cuda.Stream()
+    with torch.cuda.stream(own):  # autograd returns to the stream on which a leaf was made
+        step = step_of(name)
+        expected = step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=own):
