@@ -10,6 +10,7 @@ import functools
 import re
 
 import pytest
+import triton
 
 from fusion_compiler.kernel import Kernel
 from fusion_compiler.target import Binary, compile_for, instructions
@@ -49,11 +50,16 @@ def allowed(binary: Binary) -> int:
     return 8 if "__local_depot" in binary.asm.get("ptx", "") else 0
 
 
+# What the oldest compiler that is supported spills, in bytes; sm_100 was new to it.
+OLDER = {("3.6", "sm_100", "whisper"): 24}
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_without_spills(case: str, target: str) -> None:
     binaries = {kernel.name: compile_for(kernel, target) for kernel in distinct_kernels()[case]}
-    spilled = {name: b.spills for name, b in binaries.items() if b.spills > allowed(b)}
+    known = OLDER.get((triton.__version__.rpartition(".")[0], target, case), 0)
+    spilled = {name: b.spills for name, b in binaries.items() if b.spills > max(allowed(b), known)}
     assert not spilled, f"{target}: bytes (NVIDIA) or registers (AMD) in memory: {spilled}"
     assert all(binary.registers > 0 for binary in binaries.values())
 
