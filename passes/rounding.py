@@ -73,7 +73,7 @@ def unrounded(nodes: Sequence[Node], node: int, dtype: torch.dtype) -> int:
 def comparable(self: Lowering, op: Op, operands: list[tuple[str, object]]) -> list[tuple[str, object]]:
     """What 16-bit tensors are compared with, numbers and single elements, in their dtype: as PyTorch promotes
     them on a CPU."""
-    metas = {name: self.dag.op(name).outputs[0] for name in op.inputs}
+    metas = {name: self.dag.op(name).outputs[0] for name in op.inputs if self.dag.op(name).outputs}
     dtypes = {m.dtype for m in metas.values() if m.shape and m.dtype.is_floating_point}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if dtype not in HALVES:

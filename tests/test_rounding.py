@@ -112,6 +112,19 @@ def test_numbers_that_tensors_are_compared_with_are_of_their_dtype() -> None:
         assert torch.equal(compiled(compared)(x), compared(x)), dtype
 
 
+def test_a_size_is_compared_with_as_it_is() -> None:
+    def modulo(x: Tensor) -> Tensor:
+        return (x * 4).remainder(x.shape[0]) >= x.shape[0] - 2
+
+    for rows in (3, 5):
+        x = torch.arange(rows, dtype=torch.bfloat16)
+        fast = fc.compile(modulo, backend="interpret", dynamic=True, progress=False)
+        assert torch.equal(fast(x), modulo(x))
+    x = torch.randn(2, 1)
+    fast = fc.compile(lambda x: torch.roll(x, -3, 0), backend="interpret", dynamic=True, progress=False)
+    assert torch.equal(fast(x), torch.roll(x, -3, 0))
+
+
 # -- what it is for ----------------------------------------------------------------------------------
 
 GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
