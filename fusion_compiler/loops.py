@@ -146,7 +146,8 @@ class Compute:
         return hash(self._key())
 
     def _key(self) -> object:
-        return self.target, exact(self.operands), self.dtype, self.coarse, self.pinned
+        operands = tuple([(n, a if isinstance(a, Ref) else exact(a)) for n, a in self.operands])
+        return self.target, operands, self.dtype, self.coarse, self.pinned
 
 
 @dataclass(frozen=True, slots=True)
