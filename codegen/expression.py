@@ -9,7 +9,7 @@ from collections.abc import Callable
 import sympy
 import torch
 
-from fusion_compiler.loops import Axis, Compute, Dim, Index, Ref
+from fusion_compiler.loops import Axis, Compute, Dim, Index, Ref, wrapped
 from fusion_compiler.ops import Operands, spec_of
 
 TRITON_TYPES = {
@@ -138,7 +138,12 @@ def compute_text(
 
 
 def scalar_text(value: object, dtype: torch.dtype) -> str:
-    """A number in an expression; in double precision one that float32 cannot hold is typed."""
+    """A number in an expression; in double precision one that float32 cannot hold is typed.
+
+    Beside integers it is what their dtype makes of it, as in eager.
+    """
+    if type(value) is int and not dtype.is_floating_point and dtype is not torch.bool:
+        value = wrapped(value, dtype)
     if dtype is torch.float64 and isinstance(value, float) and math.isfinite(value):
         if struct.unpack("f", struct.pack("f", min(max(value, -3e38), 3e38)))[0] != value:
             return f"tl.full((), {value!r}, tl.float64)"
