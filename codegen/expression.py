@@ -9,7 +9,7 @@ from collections.abc import Callable
 import sympy
 import torch
 
-from fusion_compiler.loops import Axis, Compute, Dim, Index, Ref
+from fusion_compiler.loops import Axis, Compute, Dim, Index, Ref, wrapped
 from fusion_compiler.ops import Operands, spec_of
 
 CONDITIONS = frozenset({"condition", "mask"})  # operands that choose among the others
@@ -157,7 +157,7 @@ def scalar_text(value: object, dtype: torch.dtype, alone: bool = False) -> str:
         converted = convert_literal(value, dtype)
         if not isinstance(converted, int):  # a fraction beside integers: nothing stores the result as one
             return literal(value)
-        value = converted
+        value = wrapped(converted, dtype)
     own = _own_type(value)
     apart = own != dtype and (alone or torch.promote_types(own, dtype) != dtype)
     apart |= alone and dtype is torch.bool  # two of which Triton takes for integers

@@ -328,3 +328,9 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
 def renumber_index(index: Index, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Index:
     moved = ((~numbers[~k] if k < 0 else k if axes is None else axes[k], c) for k, c in index.terms)
     return Index(index.const, tuple(sorted(moved)))
+
+
+def wrapped(value: int, dtype: torch.dtype) -> int:
+    """What a dtype of integers makes of a number: -1 is 255 in uint8."""
+    info = torch.iinfo(dtype)
+    return (value - info.min) % (1 << info.bits) + info.min

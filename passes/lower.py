@@ -31,6 +31,7 @@ from fusion_compiler.loops import (
     Node,
     Reduce,
     Store,
+    wrapped,
 )
 from fusion_compiler.loops import Ref as Value
 from fusion_compiler.ops import Kind, spec_of
@@ -526,9 +527,9 @@ class Lowering:
         return self.emit(Compute(aten.where.self, operands, dtype), name)
 
     def constant(self, value: bool | int | float, dtype: torch.dtype, name: str) -> int:
-        typed = (
-            float(value) if dtype.is_floating_point else bool(value) if dtype is torch.bool else int(value)
-        )
+        if dtype.is_floating_point:
+            return self.emit(Constant(float(value), dtype), name)
+        typed = bool(value) if dtype is torch.bool else wrapped(int(value), dtype)
         return self.emit(Constant(typed, dtype), name)
 
 

@@ -60,6 +60,14 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "truth of fractions": (truth, (one_row_each(-0.3, 0.3, 0, math.nan, dtype=torch.float32),)),
     "truth of integers": (truth, (one_row_each(-3, 1 << 32, 0, -1, dtype=torch.int64),)),
     "truth of small integers": (truth, (one_row_each(-3, 4, 0, -1, dtype=torch.int8),)),
+    "numbers that an unsigned dtype wraps": (
+        lambda a: (a + -1, a.clamp(-2, 3), a * -2, a - 300, a < -1, a // -3, a.masked_fill(a > 5, -1)),
+        (torch.arange(12, dtype=torch.uint8).view(3, 4),),
+    ),
+    "constants that an unsigned dtype wraps": (
+        lambda a: (a.new_full((2,), -3), torch.where(a > 5, a, -1)),
+        (torch.arange(12, dtype=torch.uint8).view(3, 4),),
+    ),
     "elements beside a space without any": (
         lambda a, b: ((c := a != b), c[1:0:2].all(1, True)),
         (x(7), x(1, 7, 1)),

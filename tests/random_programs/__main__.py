@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     task = Task(given.lines, given.seconds, given.shrink)
     for verdict in judged(seeds, given.jobs, task):
         verdicts.append(verdict)
+        if len(verdicts) % 100 == 0:
+            print(f"{len(verdicts)} done", file=sys.stderr, flush=True)
         if verdict["failed"]:
             print(f"seed {verdict['seed']}: {verdict['kind']}: {verdict['what']}")
             print(f"{verdict['text']}\n{verdict['detail']}\n", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -56,10 +56,8 @@ def called(
     if asked and roots:
         along = [cotangent(r, i) for i, r in enumerate(roots)]
         with mode:
-            gradients: Sequence[Any] = torch.autograd.grad(
-                roots, [x for _, x in asked], along, allow_unused=True
-            )
-        for (name, x), g in zip(asked, gradients, strict=True):
+            gradients = torch.autograd.grad(roots, [x for _, x in asked], along, allow_unused=True)
+        for (name, x), g in zip(asked, cast("Sequence[Tensor | None]", gradients), strict=True):
             values.append((f"gradient of {name}", torch.zeros_like(x).detach() if g is None else g))
     return Outcome(tuple(values), tuple(map(steps, results)), facts)
 

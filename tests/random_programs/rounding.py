@@ -30,6 +30,12 @@ ACCUMULATING = {
 }  # fmt: skip
 
 
+# Differences of their operand and its mean: of what is all one number nothing is left, in any order.
+NORMALIZING = {
+    "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
+    "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "batch_norm_backward",
+    "_batch_norm_with_update", "_softmax_backward_data", "_log_softmax_backward_data",
+}  # fmt: skip
 # What a term may be off by; for 16 bits alone, kernels take the hardware's functions (docs/numerics.md).
 TERMS = {
     torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-18, torch.float16: 2.0**-18
@@ -47,25 +53,31 @@ class RandomRounding(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__.rstrip("_")
+        returns = func._schema.returns
         written = [i for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
-        aliased = not written and any(r.alias_info for r in func._schema.returns)
+        if name == "native_batch_norm" and args[5]:
+            written = [3, 4]  # which its schema does not say
+        aliased = not written and any(r.alias_info for r in returns)
         if func.is_view or torch.Tag.inplace_view in func.tags or aliased:
             return func(*args, **kwargs)
-        result = None if written else func(*args, **kwargs)
-        noisy = func.overloadpacket.__name__.rstrip("_") in ACCUMULATING
+        own = [x.clone() if i in written and isinstance(x, Tensor) else x for i, x in enumerate(args)]
+        result = func(*own, **kwargs)
         try:
             wide_args, wide_kwargs = tree_map(self._wide, (args, kwargs))
-            if noisy:
+            if name in ACCUMULATING:
                 fewest = min((r.numel() for r in tree_leaves(result) if isinstance(r, Tensor)), default=1)
                 wide_args = tree_map(lambda w, x: self._disturbed(w, x, fewest), wide_args, args)
             wide = func(*wide_args, **wide_kwargs)
         except RuntimeError:  # it takes these dtypes only
-            return result if not written else func(*args, **kwargs)
-        if not written:
-            return tree_map(self._rounded, result, wide)
+            wide_args, wide = own, result
+        if name in NORMALIZING:
+            wide = tree_map(self._centred, wide, result)
         for i in written:
             self._write(args[i], wide_args[i])
-        return args[written[0]] if func._schema.returns else None
+        if any(r.alias_info for r in returns):
+            return args[written[0]]
+        return tree_map(self._rounded, result, wide)
 
     def _wide(self, value: Any) -> Any:
         if isinstance(value, torch.dtype):
@@ -86,6 +98,13 @@ class RandomRounding(TorchDispatchMode):
         count = max(x.numel() / max(results, 1), x.shape[-1] if x.dim() else 1)
         eps = math.sqrt(count) * TERMS[narrow.dtype]
         return x * (1 + eps * (torch.rand(x.shape, generator=self.generator, dtype=x.dtype) * 2 - 1))
+
+    def _centred(self, x: Any, narrow: Any) -> Any:
+        """A result with the rounding of the terms that cancelled out in it."""
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+            return x
+        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype) * 2 - 1
+        return x + noise * TERMS[narrow.dtype] * x.abs().nan_to_num(0, 0, 0).max()
 
     def _write(self, target: Any, wide: Any) -> None:
         if isinstance(target, Tensor):
