@@ -69,12 +69,12 @@ def explain(
         given, named = faked.values(args), faked.values(kwargs)
         options = {"backend": "eager", "device": device}
         try:
-            compiler = Compiler(Options.of(**options), patterns)
+            compiler = Compiler(Options.of(**options), patterns, asked=True)
             plans = _plans_of_whole(plain, given, named, compiler, mode)
             return Report(_name(model), device, plans, emit=kernels_of)
         except UntraceableError as error:
             reason = str(error)
-        compiler = Compiler(Options.of(**options), patterns)  # whose graphs are numbered from the first
+        compiler = Compiler(Options.of(**options), patterns, asked=True)  # its graphs are numbered from 0
         fast = wrap(plain, compiler.backend(), compiler.plans, compile)
         incomplete = ""
         try:

@@ -49,11 +49,11 @@ class Reach:
         self.above[kept], self.below[kept] = above, below
         bit = 1 << kept
         for numbers, reach, more in ((above, self.below, below | bit), (below, self.above, above | bit)):
-            for number in _bits(numbers):  # nothing else had either of the two in its reach
+            for number in bits(numbers):  # nothing else had either of the two in its reach
                 reach[number] = (reach[number] & ~pair) | more
 
 
-def _bits(mask: int) -> Iterator[int]:
+def bits(mask: int) -> Iterator[int]:
     """Positions of the bits that are set."""
     while mask:
         lowest = mask & -mask
