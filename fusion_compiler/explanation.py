@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,7 +65,12 @@ def explain(
     device_spec(device)
     _check_signature(model, args, kwargs)
     # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.
-    with unset_fake_temporarily(), tracing(None), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with (
+        quiet_fakes(),
+        unset_fake_temporarily(),
+        tracing(None),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+    ):
         faked = _Fakes(mode)
         plain = faked.model(model) if isinstance(model, nn.Module) else model
         given, named = faked.values(args), faked.values(kwargs)
@@ -85,6 +92,21 @@ def explain(
             raise ArgumentMismatchError(model=_name(model), detail=_reason(error)) from error
     plans = compiler.plans
     return Report(_name(model), device, tuple(plans), incomplete, reason, kernels_of, breaks=plans.breaks)
+
+
+@contextmanager
+def quiet_fakes() -> Generator[None]:
+    """Without the traceback that torch logs where an operator refuses FakeTensors: an error says that too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def others(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    log.addFilter(others)
+    try:
+        yield
+    finally:
+        log.removeFilter(others)
 
 
 def kernels_of(plans: tuple[FusionPlan, ...]) -> Kernels:
