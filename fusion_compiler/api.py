@@ -115,10 +115,15 @@ def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) ->
 
 
 class Compiler:
-    """One compile() call: its options, and what its graphs share (kernels, plans, warnings)."""
+    """One compile() call: its options, and what its graphs share (kernels, plans, warnings).
 
-    def __init__(self, options: Options, patterns: Sequence[Pattern] = DEFAULT_PATTERNS) -> None:
-        self.options = options
+    asked: whether its plans are to answer questions, for which they keep their searches.
+    """
+
+    def __init__(
+        self, options: Options, patterns: Sequence[Pattern] = DEFAULT_PATTERNS, *, asked: bool = False
+    ) -> None:
+        self.options, self.asked = options, asked
         self.patterns = checked(patterns)
         self.given = tuple(p for p in self.patterns if p not in DEFAULT_PATTERNS)
         for pattern in self.given:
@@ -191,7 +196,8 @@ class Compiler:
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
         if self.options.cudagraphs:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
-        plan = replace(plan, notes={**plan.notes, **notes, "seconds": str(clock)})
+        notes = {**plan.notes, **notes, "seconds": str(clock)}
+        plan = replace(plan, notes=notes, solved=plan.solved if self.asked else None)
         self.plans.record(plan)
         self.debug.plan(plan)
         return run

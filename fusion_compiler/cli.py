@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fusion_compiler import __version__
 from fusion_compiler.errors import (
     FusionError,
+    OutputError,
     TargetError,
     UnknownOpError,
     UnsupportedDeviceError,
@@ -34,7 +35,7 @@ PROGRAM = "fusion-compiler"
 EXIT_CODES = """exit codes:
   0  done
   1  it failed: the model, the compilation, a check of doctor
-  2  used wrongly: an unknown option, a FILE:callable that names nothing, an unknown device or op"""
+  2  used wrongly: an unknown option, device or op, a FILE:callable or an output file that cannot be used"""
 
 TARGET = """FILE:callable names a function without arguments that returns (model, args) or
 (model, args, kwargs), where model(*args, **kwargs) is the call to look at:
@@ -92,10 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     command: Callable[[argparse.Namespace], int] = chosen.command
     try:
+        check_outputs(chosen)  # before what takes long
         code = command(chosen)
         sys.stdout.flush()
         return code
-    except (TargetError, UnknownOpError, UnsupportedDeviceError) as error:
+    except (OutputError, TargetError, UnknownOpError, UnsupportedDeviceError) as error:
         return _complain(error, USAGE)
     except BrokenPipeError:  # the reader (head, less) has enough
         with contextlib.suppress(OSError):
@@ -105,6 +107,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         return _complain(error, FAILED)
+
+
+def check_outputs(chosen: argparse.Namespace) -> None:
+    """Raises OutputError for a file that was asked for and cannot be written."""
+    for option in ("json", "html", "dot", "graphml", "trace"):
+        path = getattr(chosen, option, None)
+        if path in (None, "-"):
+            continue
+        file = Path(path)
+        if not file.parent.is_dir():
+            raise OutputError(path=path, detail=f"there is no folder {file.parent}")
+        if file.is_dir():
+            raise OutputError(path=path, detail="it is a folder")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise OutputError(path=path, detail="permission denied")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -170,6 +187,10 @@ def explain(chosen: argparse.Namespace) -> int:
     example = load(chosen.target)
     with torch.no_grad() if chosen.inference else contextlib.nullcontext():
         report = fc.explain(example.model, *example.args, device=chosen.device, **example.kwargs)
+    if chosen.why:
+        print(*report.why(*chosen.why), sep="\n\n")  # one answer for each graph that has both
+    elif "-" not in (chosen.json, chosen.dot):
+        report.show()
     if chosen.html:
         report.html(chosen.html)
     if chosen.graphml:
@@ -178,10 +199,6 @@ def explain(chosen: argparse.Namespace) -> int:
         _write(chosen.dot, report.dot())
     if chosen.json:
         _write(chosen.json, _data(report.json()))
-    if chosen.why:
-        print(*report.why(*chosen.why), sep="\n\n")  # one answer for each graph that has both
-    elif "-" not in (chosen.json, chosen.dot):
-        report.show()
     return DONE
 
 
@@ -191,21 +208,22 @@ def profile(chosen: argparse.Namespace) -> int:
 
     import fusion_compiler as fc
     from fusion_compiler.device import device_spec
+    from fusion_compiler.explanation import quiet_fakes
 
     if chosen.device is not None:
         device_spec(chosen.device)
     example = load(chosen.target)
     fast = fc.compile(example.model, backend=chosen.backend, device=chosen.device)
-    with torch.no_grad() if chosen.inference else contextlib.nullcontext():
+    with quiet_fakes(), torch.no_grad() if chosen.inference else contextlib.nullcontext():
         result = fc.profile(fast, *example.args, repetitions=chosen.repetitions, **example.kwargs)
+    if chosen.json != "-":
+        print(result)
     if chosen.trace:
         result.trace(chosen.trace)
     if chosen.html:
         result.report().html(chosen.html)
     if chosen.json:
         _write(chosen.json, _data(result.json()))
-    if chosen.json != "-":
-        print(result)
     return DONE
 
 

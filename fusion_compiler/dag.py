@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import networkx as nx
@@ -84,6 +85,11 @@ class OpDag:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     module: fx.GraphModule
+
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        """The fx nodes, by name."""
+        return {node.name: node for node in self.module.graph.nodes}
 
     def op(self, name: str) -> Op:
         return self.graph.nodes[name]["op"]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, _refs
 from torch._C import DispatchKey
 from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 from torch._ops import OpOverload
@@ -252,7 +252,7 @@ def _bucketize(x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right:
     if statically_known_true(boundaries.shape[0] == 0):
         return torch.zeros_like(x, dtype=torch.int32 if out_int32 else torch.int64)
     listed = x if x.ndim else x.view(1)
-    return torch._refs.bucketize(listed, boundaries, out_int32=out_int32, right=right).view(x.shape)
+    return _refs.bucketize(listed, boundaries, out_int32=out_int32, right=right).view(x.shape)
 
 
 # Normalizations

@@ -282,10 +282,17 @@ class TargetError(FusionError, ValueError):
 
 
 class UserCodeError(FusionError, RuntimeError):
-    """The user's own code failed. Fields: what, detail."""
+    """The user's own code failed. Fields: what, detail, todo."""
 
     template = "{what} failed: {detail}"
-    next_step = "correct the line above; FUSION_DEBUG=1 shows the whole traceback"
+    next_step = "{todo}; FUSION_DEBUG=1 shows the whole traceback"
+
+
+class OutputError(FusionError, OSError):
+    """A file that cannot be written. Fields: path, detail."""
+
+    template = "{path} cannot be written: {detail}"
+    next_step = "name a file in a folder that exists and may be written to"
 
 
 class FusionWarning(UserWarning):

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,18 +67,18 @@ def explain(
     device_spec(device)
     _check_signature(model, args, kwargs)
     # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.
-    with unset_fake_temporarily(), tracing(None), FakesOnly() as mode:
+    with quiet_fakes(), unset_fake_temporarily(), tracing(None), FakesOnly() as mode:
         faked = _Fakes(mode)
         copied = faked.model(model)
         given, named = faked.values(args), faked.values(kwargs)
         options = {"backend": "eager", "device": device}
         try:
-            compiler = Compiler(Options.of(**options), patterns)
+            compiler = Compiler(Options.of(**options), patterns, asked=True)
             plans = _plans_of_whole(copied, given, named, compiler, mode)
             return Report(_name(model), device, plans, emit=kernels_of)
         except UntraceableError as error:
             reason = str(error)
-        compiler = Compiler(Options.of(**options), patterns)  # whose graphs are numbered from the first
+        compiler = Compiler(Options.of(**options), patterns, asked=True)  # its graphs are numbered from 0
         fast = wrap(copied, compiler.backend(), compiler.plans, compile)
         incomplete = ""
         try:
@@ -87,6 +89,21 @@ def explain(
             raise ArgumentMismatchError(model=_name(model), detail=_reason(error)) from error
     plans = compiler.plans
     return Report(_name(model), device, tuple(plans), incomplete, reason, kernels_of, breaks=plans.breaks)
+
+
+@contextmanager
+def quiet_fakes() -> Generator[None]:
+    """Without the traceback that torch logs where an operator refuses FakeTensors: an error says that too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def others(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    log.addFilter(others)
+    try:
+        yield
+    finally:
+        log.removeFilter(others)
 
 
 def kernels_of(plans: tuple[FusionPlan, ...]) -> Kernels:

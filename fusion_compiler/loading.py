@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import linecache
 import os
 import re
@@ -57,6 +58,7 @@ def load(target: str) -> Example:
         raise TargetError(target=target, detail=f"{where} has no {name!r}{closest(name, known)}")
     if not callable(function):
         raise TargetError(target=target, detail=f"{name} is a {type(function).__name__}, not a function")
+    _check_takes_nothing(target, name, function)
     return _example(target, _run(f"{name}()", function))
 
 
@@ -83,11 +85,24 @@ def _imported(target: str, where: str) -> Any:
     return _run(f"importing {where}", lambda: importlib.import_module(where))
 
 
+def _check_takes_nothing(target: str, name: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin: the call will tell
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TargetError(target=target, detail=f"{name}{signature} takes arguments") from error
+
+
 def _run(what: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except Exception as error:
-        raise UserCodeError(user_line(error), what=what, detail=brief(error)) from error
+        where = user_line(error)
+        todo = "correct the line above" if where is not None else "correct what it says"
+        raise UserCodeError(where, what=what, detail=brief(error), todo=todo) from error
 
 
 def _example(target: str, result: Any) -> Example:

@@ -124,7 +124,8 @@ class Setting:
 class FusionPlan:
     """All decisions for one graph. `dag` is the graph that they were made for.
 
-    calls: what eager would run for the whole graph.
+    calls: what eager would run for the whole graph. solved: what `passes.cluster.solve` found, for questions
+    that are asked next; None where it was let go, as it is large.
     """
 
     name: str
@@ -136,6 +137,7 @@ class FusionPlan:
     calls: tuple[Call, ...] = ()
     notes: dict[str, str] = field(default_factory=dict[str, str])
     setting: Setting | None = None
+    solved: Any = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         """What to show a colleague: totals, clusters, library calls, eager ops, largest rejections."""

@@ -57,7 +57,7 @@ def plan(
     matches: where patterns were found.
     """
     setting = Setting(device, hints, numerics, tuple(matches))
-    search, groups = solve(dag, setting)
+    solved = search, groups = solve(dag, setting)
     space = search.space
     taken = set(dag.order)
     clusters: list[Cluster] = []
@@ -89,6 +89,7 @@ def plan(
         calls,
         notes=_notes(dag) | ({} if note is None else {"search": f"ended before all was tried: {note}"}),
         setting=setting,
+        solved=solved,
     )
 
 

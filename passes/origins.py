@@ -69,8 +69,7 @@ def is_wanted(pattern: Pattern, inputs: tuple[str | float | int | None, ...], da
 
 
 def _described(name: str, dag: OpDag, origins: Origins) -> MatchedTensor:
-    node = next(n for n in dag.module.graph.nodes if n.name == name)
-    value: torch.Tensor = node.meta["val"]
+    value: torch.Tensor = dag.nodes[name].meta["val"]
     behind = bare(dag, name)
     computed = dag.op(behind).target != "placeholder" or behind not in origins
     kind = "computed" if computed else origins[behind].kind

@@ -35,10 +35,10 @@ def meant(dag: OpDag, piece: str) -> list[Meant]:
     """What a piece of source stands for in a graph: a call on each line that has it, or several on one."""
     inputs = set(dag.inputs)
     found: dict[Spot, dict[str, Frame]] = {}
-    for node in dag.module.graph.nodes:
-        for frame in frames_of(node) if node.name not in inputs else ():
+    for name, node in dag.nodes.items():
+        for frame in frames_of(node) if name not in inputs else ():
             if piece in frame.code:
-                found.setdefault((frame.file, frame.line, _span(frame)), {})[node.name] = frame
+                found.setdefault((frame.file, frame.line, _span(frame)), {})[name] = frame
     chosen: dict[Spot, dict[str, Frame]] = {}
     for file, line in dict.fromkeys(spot[:2] for spot in found):
         spans = [spot[2] for spot in found if spot[:2] == (file, line)]

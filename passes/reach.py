@@ -51,7 +51,7 @@ class Reach:
         for mine, reach, theirs in ((above, self.below, below), (below, self.above, above)):
             for one, other in ((0, 1), (1, 0)):
                 more = theirs[other] | self.members[pair[other]]
-                for number in _bits(mine[one] & ~mine[other]):
+                for number in bits(mine[one] & ~mine[other]):
                     if number in reach:  # which has the numbers of those that became part of it
                         reach[number] |= more
         self.members[kept] = members
@@ -59,7 +59,7 @@ class Reach:
         del self.members[gone], self.above[gone], self.below[gone]
 
 
-def _bits(mask: int) -> Iterator[int]:
+def bits(mask: int) -> Iterator[int]:
     """Positions of the bits that are set."""
     while mask:
         lowest = mask & -mask

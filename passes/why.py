@@ -1,7 +1,7 @@
 """Why two things are not one kernel, and what that costs: asked of a finished plan, for any two.
 
-The search is run again from what the plan was decided for (`Setting`), so that every answer is about the
-clusters as they ended and not about what they were while they grew.
+Every answer is about the clusters as they ended, and not about what they were while they grew: it takes the
+finished search, which is run again from what the plan was decided for (`Setting`) where it was let go.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fusion_compiler.passes.cluster import solve
 from fusion_compiler.passes.cost import contraction_cost
 from fusion_compiler.passes.movement import Tensors
 from fusion_compiler.passes.parts import Part
+from fusion_compiler.passes.reach import Reach, bits
 from fusion_compiler.passes.space import Illegal
 from fusion_compiler.plan import Cluster, Cost, FusionPlan, Rejected
 from fusion_compiler.schema import is_view, short_name
@@ -40,6 +41,20 @@ class Unit:
     outputs: tuple[str, ...]
     cluster: Cluster | None = None
     numbers: tuple[int, ...] = ()
+
+
+class UnitReach(Reach):
+    """Reach by name. number: of each unit, in topological order."""
+
+    def __init__(self, graph: nx.DiGraph[str]) -> None:
+        self.names = list(nx.topological_sort(graph))
+        self.number = {name: i for i, name in enumerate(self.names)}
+        before = {n: graph.predecessors(n) for n in self.names}
+        super().__init__({self.number[n]: {self.number[s] for s in before[n]} for n in self.names})
+
+    def between(self, a: str, b: str) -> list[str]:
+        """The units that lie on a way from one to the other."""
+        return [self.names[i] for i in bits(self.below[self.number[a]] & self.above[self.number[b]])]
 
 
 class Why:
@@ -64,7 +79,7 @@ class Why:
         return found
 
     def _solved(self) -> Iterator[tuple[Cluster, list[int]]]:
-        self.search, groups = solve(self.dag, self.setting)
+        self.search, groups = self.plan.solved or solve(self.dag, self.setting)
         for cluster, numbers in zip(self.plan.clusters, groups, strict=True):
             assert cluster.outputs == tuple(o for n in numbers for o in self.search.parts[n].outputs)
             yield cluster, numbers
@@ -117,25 +132,18 @@ class Why:
         pairs = {
             (a, b): None for names in readers.values() for i, a in enumerate(names) for b in names[i + 1 :]
         }
-        return [
-            (a, b)
-            for a, b in pairs
-            if not self.graph.has_edge(a, b) and not self.graph.has_edge(b, a) and not self.between(a, b)
-        ]
+        number = self.reach.number
+        return [(a, b) for a, b in pairs if not self.reach.path(number[a], number[b])]
 
     @cached_property
-    def after(self) -> dict[str, set[str]]:
-        """Of each unit, those that need it, directly or not."""
-        found: dict[str, set[str]] = {}
-        for name in reversed(list(nx.topological_sort(self.graph))):
-            readers = list(self.graph.successors(name))
-            found[name] = set(readers).union(*(found[r] for r in readers))
-        return found
+    def reach(self) -> UnitReach:
+        """Which units lead to which others."""
+        return UnitReach(self.graph)
 
     def between(self, a: str, b: str) -> list[str]:
         """A shortest way from one unit to the other through a third one; empty where there is none."""
         for first, last in ((a, b), (b, a)):
-            middle = {m for m in self.after[first] if last in self.after[m]}
+            middle = self.reach.between(first, last)
             if middle:
                 ways = nx.restricted_view(self.graph.subgraph({first, last, *middle}), [], [(first, last)])
                 return list(nx.shortest_path(ways, first, last))

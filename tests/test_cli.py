@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -44,6 +45,12 @@ def wrong():
 
 def fails():
     return {}["model"]
+
+def needs(size):
+    return nn.Linear(size, 8), (torch.randn(4, size),)
+
+def unfit():
+    return (lambda x: x @ torch.ones(8, 8)), (torch.randn(4, 7),)
 
 def lone():
     return nn.Linear(8, 8)
@@ -94,6 +101,41 @@ def test_json_goes_to_stdout_alone_or_to_a_file(run: Run, model: str, tmp_path: 
     code, out, _ = run("explain", f"{model}:named", "--json", str(file))
     assert code == DONE and "plan" in out
     assert "softmax" in file.read_text() and type(json.loads(file.read_text())) is type(expected)
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--dot", "--graphml"])
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_planned(
+    option: str, run: Run, model: str, tmp_path: Path
+) -> None:
+    for file, reason in ((tmp_path / "no" / "plan", "there is no folder"), (tmp_path, "it is a folder")):
+        code, out, err = run("explain", f"{model}:fails", option, str(file))  # fails() is not called
+        assert code == USAGE and out == ""
+        assert f"{file} cannot be written: {reason}" in err and "what to do: name a file in a folder" in err
+
+
+def test_the_report_is_there_where_writing_it_fails(
+    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, out, err = run("explain", f"{model}:named", "--json", str(tmp_path / "plan.json"))
+    assert code == FAILED and "plan graph0.inference" in out and "No space left" in err
+
+
+def test_a_shape_that_does_not_fit_is_told_in_three_lines(run: Run, model: str) -> None:
+    records: list[logging.LogRecord] = []
+    keeping = logging.Handler()
+    keeping.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(keeping)
+    try:
+        code, out, err = run("explain", f"{model}:unfit")
+    finally:
+        log.removeHandler(keeping)
+    assert code == FAILED and not records and not out
+    assert [line.split()[0] for line in err.splitlines()] == ["fusion-compiler:", "at", "what"]
 
 
 class Report:
@@ -166,6 +208,7 @@ def test_every_format_of_a_real_report(run: Run, model: str, tmp_path: Path) -> 
         ("{}:wrong", FAILED, ["shape '[3, 7]' is invalid", "users_model.py:6: return (x + 1).reshape(3, 7)"]),
         ("{}:exampl", USAGE, ["has no 'exampl'; did you mean 'example'?"]),
         ("{}:number", USAGE, ["number is a int, not a function"]),
+        ("{}:needs", USAGE, ["needs(size) takes arguments", "a function without arguments"]),
         ("{}:lone", USAGE, ["it returns (Linear)", "(model, args) or"]),
         ("{}", USAGE, ["no colon"]),
         ("nowhere/model.py:example", USAGE, ["there is no file nowhere/model.py"]),

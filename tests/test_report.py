@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import io
 import json
 import re
@@ -12,7 +13,7 @@ import networkx as nx
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import fusion_compiler as fc
 from examples.encoder_layer import EncoderLayer
@@ -256,6 +257,25 @@ def test_text_says_what_the_data_says(report: fc.Report) -> None:
     stream = io.StringIO()
     report.show(stream)
     assert stream.getvalue() == f"{text}\n"
+
+
+def calls_to_print(layers: int) -> int:
+    """Python functions that are called to print a report, for which nothing is planned again."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(layers):
+            x = F.dropout(torch.tanh(x @ w), 0.1)  # all of them read one seed
+        return x
+
+    report = fc.explain(model, torch.empty(64, 64, requires_grad=True), torch.empty(64, 64))
+    counter = cProfile.Profile()
+    counter.runcall(str, report)
+    return sum(row.callcount for row in counter.getstats())
+
+
+def test_a_report_is_printed_in_linear_time() -> None:
+    few, many = calls_to_print(8), calls_to_print(16)
+    assert many < 2.1 * few and many < 150_000
 
 
 class Experts(nn.Module):
