@@ -29,6 +29,9 @@ TRITON_TYPES = {
 }
 
 
+_SMALL = (torch.int8, torch.uint8, torch.int16)
+
+
 def literal(value: object) -> str:
     """A Python scalar as it stands in a kernel."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -142,7 +145,11 @@ def compute_text(
     expr = spec.expr
     if rough:
         expr = (spec.coarse if node.coarse else None) or spec.rough or spec.expr
-    return expr(**values) if callable(expr) else expr.format(**values)
+    text = expr(**values) if callable(expr) else expr.format(**values)
+    # Triton's functions take a literal as int32, and then the other operand.
+    variables = [fetched[n][0] if n in fetched else arg for n, arg in node.operands if arg is not None]
+    widened = node.dtype in _SMALL and not all(isinstance(v, str) for v in variables)
+    return f"({text}).to({TRITON_TYPES[node.dtype]})" if widened else text
 
 
 def scalar_text(value: object, dtype: torch.dtype, alone: bool = False) -> str:
