@@ -98,9 +98,7 @@ def convert_literal(value: object, want: torch.dtype) -> object:
     if want.is_floating_point and isinstance(value, bool | int | float):
         return float(value)
     if not want.is_floating_point and isinstance(value, bool | int):
-        bits = torch.iinfo(want).bits
-        low = torch.iinfo(want).min
-        return (int(value) - low) % (1 << bits) + low
+        return wrapped(int(value), want)
     return value
 
 
@@ -164,7 +162,7 @@ def scalar_text(value: object, dtype: torch.dtype, alone: bool = False) -> str:
         converted = convert_literal(value, dtype)
         if not isinstance(converted, int):  # a fraction beside integers: nothing stores the result as one
             return literal(value)
-        value = wrapped(converted, dtype)
+        value = converted
     own = _own_type(value)
     apart = own != dtype and (alone or torch.promote_types(own, dtype) != dtype)
     apart |= alone and dtype is torch.bool  # two of which Triton takes for integers
