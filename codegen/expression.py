@@ -209,5 +209,7 @@ def _is_where(node: Compute) -> bool:
 
 
 def _rounded(variable: str, dtype: str) -> str:
+    if dtype == str(torch.bfloat16):
+        return f"fm.to_bfloat16({variable})"
     name = TRITON_TYPES[getattr(torch, dtype.removeprefix("torch."))]
     return f"{variable}.to({name}).to(tl.float32)"

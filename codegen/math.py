@@ -74,6 +74,25 @@ def instruction(name: tl.constexpr, x):
 
 
 @triton.jit
+def to_bfloat16(x):
+    """x rounded to bfloat16, still in float32: two at once, which LLVM does not find where sums follow."""
+    if compiles_to_ptx():
+        if x.numel % 2 == 0:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 both;
+                     cvt.rn.bf16x2.f32 both, $3, $2;
+                     shl.b32 $0, both, 16;
+                     and.b32 $1, both, 0xffff0000; }""",
+                "=r,=r,r,r",
+                [x],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=2,
+            )
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
 def rough_reciprocal(x):
     """1 / x, and 0 where that is below 2^-126."""
     if has_ptx():

@@ -16,7 +16,7 @@ import torch
 
 from fusion_compiler.codegen.analysis import HALVES, rounding_of, waiting
 from fusion_compiler.codegen.expression import dim_text
-from fusion_compiler.loops import COLS, Compute, Load, Reduce, operands_of
+from fusion_compiler.loops import COLS, Compute, Dim, Load, Reduce, operands_of
 
 if TYPE_CHECKING:
     from fusion_compiler.codegen.printer import Printer
@@ -26,11 +26,13 @@ _TO_COPY = torch.ops.aten._to_copy.default
 LONGEST = 8192  # so many equal elements of 11 significant bits have a sum that float32 holds
 
 
-def is_exact(p: Printer, number: int) -> bool:
-    """Whether adding up equal elements does not round: they have 16 bits, and are not too many."""
-    total, _ = p.a.moments[number]
+def is_exact(p: Printer, total: int, width: Dim) -> bool:
+    """Whether adding up `width` equal elements does not round: they have 16 bits, and are not too many.
+
+    Differences from the mean do round, all alike between two powers of two: a correction would add that.
+    """
     (source,) = operands_of(p.loops.nodes[total])
-    node, width = p.loops.nodes[source], p.a.size(COLS)
+    node = p.loops.nodes[source]
     while isinstance(node, Compute) and node.target is _TO_COPY and rounding_of(node) is None:
         (source,) = operands_of(node)
         node = p.loops.nodes[source]

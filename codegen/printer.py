@@ -26,6 +26,7 @@ from fusion_compiler.codegen.analysis import (
     accumulated_groups,
     accumulator_dtype,
     operand_of,
+    rounding_of,
 )
 from fusion_compiler.codegen.expression import (
     TRITON_TYPES,
@@ -57,6 +58,7 @@ from fusion_compiler.loops import (
     Ref,
     Store,
     operands_of,
+    right_neighbours,
     store_operands,
 )
 from fusion_compiler.ops import spec_of
@@ -534,7 +536,8 @@ class Printer:
 
     def reduce(self, number: int) -> None:
         """A reduction over the columns of a tile that holds whole rows."""
-        if number in self.a.moments and not moments.is_exact(self, number):
+        made_of = self.a.moments.get(number)
+        if made_of and not moments.is_exact(self, made_of[0], self.a.size(COLS)):
             moments.print_squares(self, number)
             return
         together = [number, *self.sum_beside(number)]
@@ -625,8 +628,27 @@ class Printer:
         stores = self.stores_of("main")
         roots = [o for s in stores for o in store_operands(s)]
         self.print_row_values([*roots, *self.accumulated()])
-        self.print_nodes(pairs_last(self, self.need([*roots, *self.accumulated()])))
-        store_all(self, stores)
+        early = self.stored_early(stores)
+        for number in pairs_last(self, self.need([*roots, *self.accumulated()])):
+            self.print_nodes([number])
+            for store in early.get(number, ()):
+                self.store(store)
+        done = [store for some in early.values() for store in some]
+        store_all(self, [store for store in stores if store not in done])
+
+    def stored_early(self, stores: Iterable[Store]) -> dict[int, list[Store]]:
+        """By the node that rounds it to what is stored: stores of a value that is used on so.
+
+        Stored there, the value is held once and not twice. A store beside another waits for it.
+        """
+        found: dict[int, list[Store]] = {}
+        if self.s.skewed or right_neighbours(self.loops.axes, enumerate(stores)):
+            return found
+        for number, node in enumerate(self.loops.nodes):
+            if rounding_of(node) is not None:
+                of = [s for s in stores if s.value in operands_of(node)]
+                found |= {number: of} if of else {}
+        return found
 
     def accumulated(self) -> list[int]:
         """Operands of the reductions over rows, whole or by segments."""

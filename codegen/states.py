@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from fusion_compiler.codegen.analysis import WORD, Analysis, Cols, part_cols
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
+from fusion_compiler.codegen.moments import is_exact
 from fusion_compiler.codegen.names import Own
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.codegen.segments import scaled_sum
@@ -215,6 +216,9 @@ class Moments:
         p.line(f"{mean} = {p.along('tl.sum', 'x')} / {_count(p)}")
         mask = p.mask(ALONG, None)
         p.define("off", f"tl.where({mask}, x - {mean}, 0.0)" if mask else f"x - {mean}")
+        if is_exact(p, self.total, p.s.block_cols):
+            p.line(f"{squares} = {p.along('tl.sum', 'off * off')}")
+            return
         p.line(f"{squares}, left = fm.sums(off * off, off, {'0' if p.flat else '1'}, {not p.flat})")
         p.line(f"{mean}, {squares} = fm.corrected({mean}, {squares}, left, {_count(p)})")
 

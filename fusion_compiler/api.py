@@ -249,10 +249,10 @@ class Compiler:
             raise EagerOperatorError(first.source, op=first.target, reason=first.reason, others=more)
 
     def broke(self, found: Sequence[GraphBreak]) -> None:
-        """Graph breaks of a call go into the plans; of the first there is a warning."""
+        """Graph breaks of a call go into the plans; of the first that is the program's there is a warning."""
         self.plans.broke(found)
         self.debug.breaks(found)
-        for one in found[:1]:
+        for one in [one for one in found if not one.deliberate][:1]:
             self.warned.fall_back("graph break", one.error)
 
     def verified(

@@ -21,6 +21,7 @@ from fusion_compiler.sources import is_library
 
 GIVEN_UP = ("Unsupported", "UserError")  # what Dynamo raises and then goes on without
 _EXPLANATION = re.compile(r"^\s*Explanation: (.+)$", re.MULTILINE)
+_FIRST = re.compile(r":\n\s*- (.+)$", re.MULTILINE)  # of reasons in a list
 _HINT = re.compile(r"^\s*Hint: (.+)$", re.MULTILINE)
 _NEXT = "\n*** While handling this graph break"  # what became of the first one
 _RECOMPILED = "Dynamo recompile limit exceeded"
@@ -42,6 +43,11 @@ class GraphBreak:
     @property
     def text(self) -> str:
         return f"all of {self.function}() runs eager: {self.reason}" if self.function else self.reason
+
+    @property
+    def deliberate(self) -> bool:
+        """Asked for by PyTorch's own code, as by its optimizers between two pieces of Python."""
+        return self.source is None and "torch._dynamo.graph_break()" in self.reason
 
     @property
     def error(self) -> GraphBreakError:
@@ -78,7 +84,10 @@ def _of(text: str, frames: Iterable[FrameSummary], function: str = "") -> GraphB
     first = text.partition(_NEXT)[0].strip()
     headline = first.partition("\n")[0]
     explanation, hint = _EXPLANATION.search(first), _HINT.search(first)
-    reason = f"{headline}: {explanation[1]}" if explanation else headline
+    if explanation:
+        listed = _FIRST.match(first, explanation.end() - 1)
+        headline = f"{headline}: {listed[1] if listed else explanation[1]}"
+    reason = headline.removesuffix(" Message: None")
     todo = hint[1] if hint else ""
     if headline.startswith(("generic_jump", "Data-dependent branching")):
         reason, todo = "a branch depends on the values of a tensor", "Use torch.where or torch.cond."

@@ -301,8 +301,9 @@ def _own_frame(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    name = getattr(function, "__name__", "call")
     own = types.FunctionType(
-        call.__code__.replace(), call.__globals__, call.__name__, call.__defaults__, call.__closure__
+        call.__code__.replace(co_name=name), call.__globals__, name, call.__defaults__, call.__closure__
     )
     # Without its attributes: torch.compile keeps what it knows of a function in them.
     return functools.update_wrapper(own, function, updated=()) if hasattr(function, "__name__") else own

@@ -104,13 +104,14 @@ def test_an_optimizer_makes_each_step_once(name: str, options: dict[str, Any]) -
 
 def test_a_compiled_optimizer_trains() -> None:
     """The same with kernels, among them those that write a parameter."""
-    mine, held = optimizer("AdamW", foreach=True)
-    theirs, reference = optimizer("AdamW", foreach=True)
-    step = fc.compile(mine.step, backend="interpret", strict=True)
+    mine, held = optimizer("AdamW", foreach=False)
+    theirs, reference = optimizer("AdamW", foreach=False)
+    step = fc.compile(mine.step, backend="interpret")
     for _ in range(3):
         step()
         theirs.step()
         torch.testing.assert_close(held, reference)
+    assert any(cluster.eager for plan in step.plan for cluster in plan.clusters)
 
 
 def _closures() -> dict[str, Callable[[Tensor], tuple[Callable[..., Any], list[Tensor]]]]:

@@ -405,8 +405,8 @@ def test_interpolation_is_fused_and_its_gradient_is_eagers(mode: str, rank: int)
         return torch.nn.functional.interpolate(x * 2, scale_factor=2, mode=mode).sin()
 
     x = torch.randn(2, 3, *[4] * rank)
-    fast = fc.compile(fn, backend="interpret", strict=True)
-    torch.testing.assert_close(fast(x), fn(x))
+    torch.testing.assert_close(fc.compile(fn, backend="interpret", strict=True)(x), fn(x))
+    fast = fc.compile(fn, backend="interpret")
     torch.testing.assert_close(slopes(fast, x), slopes(fn, x))
     left = [item.target for plan in fast.plan for item in plan.leftovers]
     assert len(left) == 1 and left[0].endswith("_backward.default")

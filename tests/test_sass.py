@@ -54,12 +54,18 @@ def allowed(binary: Binary) -> int:
 OLDER = {("3.6", "sm_100", "whisper"): 24}
 
 
+# Bytes of one value that ptxas keeps in memory for a while to do with 40 registers, though it may have 255:
+# of an embedding's thread, beside the 64 that it moves.
+FEW_REGISTERS = {("sm_90", "embedding_rms_norm"): 8}
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_without_spills(case: str, target: str) -> None:
     binaries = {kernel.name: compile_for(kernel, target) for kernel in distinct_kernels()[case]}
     known = OLDER.get((triton.__version__.rpartition(".")[0], target, case), 0)
-    spilled = {name: b.spills for name, b in binaries.items() if b.spills > max(allowed(b), known)}
+    most = {n: max(allowed(b), known, FEW_REGISTERS.get((target, n), 0)) for n, b in binaries.items()}
+    spilled = {name: b.spills for name, b in binaries.items() if b.spills > most[name]}
     assert not spilled, f"{target}: bytes (NVIDIA) or registers (AMD) in memory: {spilled}"
     assert all(binary.registers > 0 for binary in binaries.values())
 

@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def net() -> tuple[Any, Net]:
 
 def same(fast: Any, plain: Any, *more: Any) -> None:
     """A step of both: gradients of the argument and of parameters, and what the step leaves in buffers."""
-    mine = torch.randn(4, 8).requires_grad_()
+    mine = torch.randn(4, 8, dtype=next(plain.parameters()).dtype).requires_grad_()
     theirs = mine.detach().clone().requires_grad_()
     for model, x in ((fast, mine), (plain, theirs)):
         model.zero_grad()
@@ -95,6 +96,7 @@ def test_hooks(net: tuple[Any, Net]) -> None:
     """Of the module, before and after the first call; of a part, as for torch.compile, before it."""
     told: list[list[Tensor]] = [[], []]
     for model, log in zip(net, told, strict=True):
+        model.double()  # these hooks make of differences of float32 what is no difference of meaning
         model.register_forward_pre_hook(lambda m, args, log=log: log.append(args[0].detach()))
         model.register_forward_hook(lambda m, args, result: result * 2)
         model.norm.register_forward_hook(lambda m, args, result: result + 1)
@@ -233,7 +235,10 @@ def test_function_transforms(name: str, whole: bool) -> None:
     if whole:
         got = fc.compile(lambda x: FUNCTIONS[name](model, x), backend="interpret")(x)
     else:
-        got = FUNCTIONS[name](fc.compile(model, backend="interpret"), x)
+        known = name == "functional_call"
+        eager = pytest.warns(fc.FusionWarning, match=r"torch\.func\.|torch\.vmap|functorch")
+        with nullcontext() if known else eager:
+            got = FUNCTIONS[name](fc.compile(model, backend="interpret"), x)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
