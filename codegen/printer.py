@@ -628,27 +628,18 @@ class Printer:
         stores = self.stores_of("main")
         roots = [o for s in stores for o in store_operands(s)]
         self.print_row_values([*roots, *self.accumulated()])
-        early = self.stored_early(stores)
+        # A value that is used on as stored, rounded, is stored there: it is held once then and not twice.
+        in_pairs = self.s.skewed or right_neighbours(self.loops.axes, enumerate(stores))
+        early = set[int]() if in_pairs else {s.value for s in stores}
+        done: set[int] = set()
         for number in pairs_last(self, self.need([*roots, *self.accumulated()])):
             self.print_nodes([number])
-            for store in early.get(number, ()):
-                self.store(store)
-        done = [store for some in early.values() for store in some]
-        store_all(self, [store for store in stores if store not in done])
-
-    def stored_early(self, stores: Iterable[Store]) -> dict[int, list[Store]]:
-        """By the node that rounds it to what is stored: stores of a value that is used on so.
-
-        Stored there, the value is held once and not twice. A store beside another waits for it.
-        """
-        found: dict[int, list[Store]] = {}
-        if self.s.skewed or right_neighbours(self.loops.axes, enumerate(stores)):
-            return found
-        for number, node in enumerate(self.loops.nodes):
+            node = self.loops.nodes[number]
             if rounding_of(node) is not None:
-                of = [s for s in stores if s.value in operands_of(node)]
-                found |= {number: of} if of else {}
-        return found
+                for value in early.intersection(operands_of(node)) - done:
+                    done.add(value)
+                    store_all(self, [s for s in stores if s.value == value])
+        store_all(self, [s for s in stores if s.value not in done])
 
     def accumulated(self) -> list[int]:
         """Operands of the reductions over rows, whole or by segments."""

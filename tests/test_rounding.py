@@ -101,6 +101,18 @@ def test_what_is_stored_is_used_as_stored() -> None:
     assert (normed.double() - truth).abs().max() <= torch.finfo(torch.bfloat16).eps / 2 * truth.abs().max()
 
 
+def test_what_is_stored_and_rounded_for_other_uses_is_stored() -> None:
+    """A power of zero dimensions, whose gradient looks at it where it is pinned and where it is not."""
+
+    def power(x: Tensor, y: Tensor) -> Tensor:
+        return torch.pow(x.abs() + 0.5, y.clamp(-2, 2))
+
+    x, y = (torch.tensor(v, dtype=torch.bfloat16).requires_grad_() for v in (-1.5, 0.5))
+    got, want = compiled(power)(x, y), power(x, y)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, (x, y)), torch.autograd.grad(want, (x, y)))
+
+
 def test_numbers_that_tensors_are_compared_with_are_of_their_dtype() -> None:
     limit = torch.tensor(0.7)
 
