@@ -157,7 +157,7 @@ class _Draft:
         for number, scope in enumerate(self.scopes):
             try:
                 execute(line, scope, wide=number % 2 == 1)
-            except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
+            except (RuntimeError, LookupError, TypeError, ValueError, ArithmeticError):
                 return False
             if target and not isinstance(scope[target], Tensor):
                 return False
