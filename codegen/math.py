@@ -501,7 +501,7 @@ def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
 
     Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
     """
-    share = other_count / (count + other_count)
+    share = tl.full((), other_count, mean.dtype) / (count + other_count)  # of integers it were a float32
     move = other_mean - mean
     return mean + move * share, squares + other_squares + move * move * (count * share)
 

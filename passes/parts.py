@@ -268,7 +268,7 @@ class Parts:
         counts = Counter(devices.values())
         main = max(counts, key=counts.__getitem__, default="")
         for name in order:
-            reason = self.foreign(self.dag.op(name), main) if name in self.owned else None
+            reason = self.unfit(self.dag.op(name), main) if name in self.owned else None
             if reason is not None:
                 self.give_up(name, reason)
         while not self.build_parts(order):  # an op that is given up needs its operands to exist
@@ -299,8 +299,12 @@ class Parts:
         if reason:
             self.leave(self.dag.op(name), reason)
 
-    def foreign(self, op: Op, main: str) -> str | None:
-        """A tensor on another device than the graph's."""
+    def unfit(self, op: Op, main: str) -> str | None:
+        """A tensor on another device than the graph's, a result that cannot be written in any order."""
+        out = op.outputs[0]
+        span = 1 + sum((size - 1) * stride for size, stride in zip(out.shape, out.stride, strict=True))
+        if hint(span, self.hints) < hint(self.info(op.name).numel, self.hints):
+            return "elements of its result share memory, in which the last one written stays"
         tensors = [m.device for i in op.inputs for m in self.dag.op(i).outputs]
         if any(d != op.outputs[0].device for d in tensors):
             return "reads a tensor on another device"

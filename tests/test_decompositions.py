@@ -315,6 +315,19 @@ def test_what_is_scattered_into_keeps_its_dtype(dtype: torch.dtype) -> None:
     assert ours.dtype is dtype and torch.equal(ours, fn(x, y))
 
 
+def test_what_is_scattered_into_a_result_that_shares_memory_is_as_in_eager() -> None:
+    """In which an element of a window is one of the next window, too: the last one written stays."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return torch.select_scatter(x.unfold(0, 8, 1), y, -1, -1)
+
+    x, y = torch.randn(3, 16).t(), torch.randn(9, 3)
+    fast = fc.compile(fn, backend="interpret")
+    ours = fast(x, y)
+    assert torch.equal(ours, fn(x, y)) and ours.stride() == fn(x, y).stride()
+    assert any("share memory" in left.reason for plan in fast.plan for left in plan.leftovers)
+
+
 NORMS = {
     aten.native_layer_norm.default: lambda x, w: (x, [6], None if w is None else w[:6], None, 1e-5),
     aten.native_group_norm.default: lambda x, w: (x, None if w is None else w[:4], None, 2, 4, 6, 2, 1e-5),

@@ -46,7 +46,8 @@ def test_between_dynamo_and_a_kernel_there_are_three_functions(monkeypatch: pyte
     ours = [call for call in calls if "/torch/" not in call.replace("\\", "/")]
     names = [call.rpartition(" ")[2] for call in ours]
     assert names == [
-        "<lambda>", "__call__", "call", "<lambda>", "<lambda>", "forward", "launch", "current_stream", "_nothing",
+        "<lambda>", "__call__", "call", "<lambda>",
+        "<lambda>", "forward", "launch", "current_stream", "_nothing",
     ]  # fmt: skip
     assert not [call for call in calls if "record_pregraph" in call or "runtime_wrappers" in call]
 

@@ -56,6 +56,16 @@ def test_norms_far_from_zero_are_as_exact_as_eagers(width: int) -> None:
     assert (Compiled(norm)(x) - truth).abs().max() <= (norm(x) - truth).abs().max()
 
 
+@pytest.mark.parametrize("width", [1000, 10002, 40000])
+def test_variances_of_float64_are_made_in_float64(width: int) -> None:
+    x = torch.randn(2, width, dtype=torch.float64)
+
+    def variance(x: Tensor) -> Tensor:
+        return x.var(-1)
+
+    torch.testing.assert_close(Compiled(variance)(x), variance(x), rtol=1e-13, atol=0)
+
+
 def sums_over_rows(count: int, width: int, along: bool) -> LoopNest:
     """A sum over the rows of a matrix, with the sum along each row where asked for."""
     axes = (Axis("row", count, "rows"), Axis("col", width, "cols"))
