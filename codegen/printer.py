@@ -287,7 +287,9 @@ class Printer:
                 text, base = self.random(node), "word" if node.dtype is torch.uint32 else "uniform"
             case Checked():
                 self.check(node)
-                text, base = self.variable(node.operand), ""
+                text, base = self.variable(node.operand), "same"
+                if self.a.groups[node.operand] != self.a.groups[number]:  # of a table of one element
+                    text = f"tl.broadcast_to({text}, {self.shape(self.a.groups[number])})"
             case Compute():
                 text, base = self.compute(number, node), self.base_name(node)
             case Reduce():

@@ -199,7 +199,7 @@ class Moments:
         names = (p.fresh("mean"), p.fresh("squares"))
         dtype = TRITON_TYPES[_reduce(p, self.squares).dtype]
         for name in names:
-            p.line(f"{name} = tl.full({p.shape(frozenset({ROWS}))}, 0.0, {dtype})")
+            p.line(f"{name} = tl.full({p.shape(p.a.groups[self.squares])}, 0.0, {dtype})")
         return names
 
     def step(self, p: Printer, names: Sequence[str]) -> None:

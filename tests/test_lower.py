@@ -68,6 +68,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda a: (a.new_full((2,), -3), torch.where(a > 5, a, -1)),
         (torch.arange(12, dtype=torch.uint8).view(3, 4),),
     ),
+    "a norm of rows that are one number": (
+        lambda a: (n := F.layer_norm((e := a.expand(3, 2)) / e.abs().sum(), (2,)), n.logsumexp(1)),
+        (x(),),
+    ),
     "small integers that a limit does not widen": (
         lambda a: ((a.clamp(0, 120) + 100) / 2, a.clamp(max=50) - 100 > 0, torch.fmod(a, a.clamp(1, 3) + 1)),
         (torch.arange(-100, 100, 7, dtype=torch.int8),),
