@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 
 from fusion_compiler.breaks import GraphBreak
 from fusion_compiler.builds import prepare
@@ -206,6 +207,8 @@ class Compiler:
         """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""
         if isinstance(error, FusionError | Warning):  # the user's, or one that a filter made an error
             raise error
+        if isinstance(error, exceptions_allowed_to_be_fallback):  # Dynamo breaks the graph where data decides
+            raise error
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {error}"
         fault = InternalError(
@@ -249,10 +252,10 @@ class Compiler:
             raise EagerOperatorError(first.source, op=first.target, reason=first.reason, others=more)
 
     def broke(self, found: Sequence[GraphBreak]) -> None:
-        """Graph breaks of a call go into the plans; of the first that is the program's there is a warning."""
+        """Graph breaks of a call go into the plans; of one that leaves most to eager there is a warning."""
         self.plans.broke(found)
         self.debug.breaks(found)
-        for one in [one for one in found if not one.deliberate][:1]:
+        for one in sorted((b for b in found if not b.deliberate), key=lambda b: not b.function)[:1]:
             self.warned.fall_back("graph break", one.error)
 
     def verified(

@@ -112,6 +112,24 @@ def test_a_plan_without_a_graph_says_why() -> None:
     assert str(off.plan).startswith("no graph was captured when it was called: TorchDynamo is off")
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in IndexPutBackward0")  # AOTAutograd looks for anomalies
+def test_a_gradient_whose_size_depends_on_data_is_no_fault_of_the_compilers() -> None:
+    """AOTAutograd cannot trace it: Dynamo leaves the function alone, as it does for every backend."""
+
+    def assigned(x: Tensor, value: Tensor) -> Tensor:
+        x = x * 2
+        x[x > 0] = value
+        return x.sin()
+
+    fast = fc.compile(assigned, backend="interpret")
+    x, ours, eager = torch.randn(4, 6), *(torch.tensor(0.3, requires_grad=True) for _ in range(2))
+    with pytest.warns(FusionWarning, match=r"all of assigned\(\) runs eager: Backend .*aten\.nonzero"):
+        fast(x, ours).sum().backward()
+    assigned(x, eager).sum().backward()
+    assert ours.grad == eager.grad
+    assert any(one.function == "assigned" for one in fast.plan.breaks) and len(fast.plan) == 0
+
+
 def test_breaks_belong_to_the_model_that_they_are_in() -> None:
     first, second = (fc.compile(f, backend="interpret") for f in (masked, calls_disabled))
     with pytest.warns(FusionWarning):
