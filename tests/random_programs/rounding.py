@@ -115,8 +115,11 @@ class RandomRounding(TorchDispatchMode):
             target.copy_(made)
 
     def _rounded(self, result: Any, wide: Any) -> Any:
-        """`wide` as a tensor of the dtype and layout of `result`; that itself where it holds no floats."""
-        if not isinstance(result, Tensor) or not result.is_floating_point():
+        """`wide` as a tensor of the dtype and layout of `result`; that itself where it holds no floats.
+
+        A backend of convolutions may return what it was not asked for, and another for float64 may not.
+        """
+        if not isinstance(result, Tensor) or not isinstance(wide, Tensor) or not result.is_floating_point():
             return result
         if result.dtype is torch.float64:
             inexact = wide.isfinite() & (wide.float().double() != wide)
