@@ -262,8 +262,9 @@ def _compiled_module(
 
         @functools.wraps(original.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # A replica that another library made has tensors of its own.
-            return run(model if self.__dict__ is model.__dict__ else self, *args, **kwargs)
+            # A replica that another library made has tensors of its own. Others compile no identities.
+            own = torch.compiler.is_compiling() or self.__dict__ is not model.__dict__
+            return run(self if own else model, *args, **kwargs)
 
         return forward
 

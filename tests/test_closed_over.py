@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_compiler as fc
 from tests.test_capture import Captured
+from tests.versions import TORCH, not_before
 
 OPTIMIZERS = {
     name: getattr(torch.optim, name)
@@ -87,9 +88,17 @@ def optimizer(name: str, **options: Any) -> tuple[Any, list[Tensor]]:
     return made, [*own, *(p.grad for p in own), *states]
 
 
+# It iterates in bfloat16, which makes much of little.
+ROUNDED = [not_before((2, 12), "Muon's products are rounded in another order by any backend")]
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in OPTIMIZERS), ("Adam", {"foreach": True}), ("SGD", {"shared": True})],
+    [
+        *(pytest.param(n, {}, marks=ROUNDED * (n == "Muon")) for n in OPTIMIZERS),
+        ("Adam", {"foreach": True}),
+        ("SGD", {"shared": True}),
+    ],
     ids=str,
 )
 def test_an_optimizer_makes_each_step_once(name: str, options: dict[str, Any]) -> None:
@@ -158,6 +167,8 @@ def _closures() -> dict[str, Callable[[Tensor], tuple[Callable[..., Any], list[T
 @pytest.mark.parametrize("name", _closures())
 def test_a_closure_is_written_once_a_call(name: str, inlined: bool) -> None:
     """inlined: Dynamo passes what modules hold as arguments; else they stay modules that its graph calls."""
+    if name == "module" and not inlined and TORCH < (2, 12):
+        pytest.skip("AOTAutograd of PyTorch before 2.12 raises an IndexError for any backend")
     make = _closures()[name]
     (function, held), (other, reference) = make(torch.ones(3)), make(torch.ones(3))
     with torch._dynamo.config.patch(inline_inbuilt_nn_modules=inlined):

@@ -24,7 +24,7 @@ from fusion_compiler.target import compile_for
 from tests.exactness import Compiled, not_as_close, wide
 from tests.hand_made import contiguous
 from tests.nests import Nest
-from tests.versions import of_measured_versions
+from tests.versions import not_before, of_measured_versions
 
 GROUPS = {"n": ROWS, "g": ROWS, "c": COLS, "s": COLS}
 H200 = device_spec("h200")
@@ -207,6 +207,7 @@ def test_a_block_of_several_segments_does_not_spill() -> None:
     assert [compile_for(kernel, "sm_90").spills for kernel in first.kernels] == [0, 0]
 
 
+@not_before((2, 12), "the gradient of SiLU has no sigmoid to keep")
 @of_measured_versions
 def test_what_took_special_functions_is_kept_and_the_rest_computed_again() -> None:
     """Between the sums and dx: x as it was loaded, and the product in which the sigmoid is."""
