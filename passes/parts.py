@@ -303,7 +303,7 @@ class Parts:
         """A tensor on another device than the graph's, a result that cannot be written in any order."""
         out = op.outputs[0]
         span = 1 + sum((size - 1) * stride for size, stride in zip(out.shape, out.stride, strict=True))
-        if hint(span, self.hints) < hint(self.info(op.name).numel, self.hints):
+        if 0 < hint(span, self.hints) < hint(self.info(op.name).numel, self.hints):
             return "elements of its result share memory, in which the last one written stays"
         tensors = [m.device for i in op.inputs for m in self.dag.op(i).outputs]
         if any(d != op.outputs[0].device for d in tensors):
