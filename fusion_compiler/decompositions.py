@@ -247,6 +247,11 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     return (x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))).contiguous()
 
 
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """PyTorch's asks an index without dimensions for its number."""
+    return aten.index.Tensor(x.reshape(-1), [index])
+
+
 def _bucketize(x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
     """PyTorch's binary search; of a number as of a tensor of one, whose boundaries no value has to tell."""
     if statically_known_true(boundaries.shape[0] == 0):
@@ -701,6 +706,7 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.scatter.src: _scatter,
     aten.scatter.value: _scatter,
     aten.scatter_add.default: _scatter_add,
+    aten.take.default: _take,
     aten.bucketize.Tensor: _bucketize,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,

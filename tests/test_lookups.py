@@ -63,6 +63,7 @@ INSIDE: dict[str, Case] = {
     "lanes past the end": (lambda i, e: F.embedding(i, e) * 2, (torch.arange(1, 8), x(8, 3))),
     "past the end of a loop": (lambda i, e: F.embedding(i, e).sum(0), (torch.arange(601) % 10, x(10, 40))),
     "table of one element": (lambda a, i: (b := a.index_select(0, i), b.sum(0)), (x(1), ints(0, 0))),
+    "one element": (lambda a, i: a.take(i) * 2, (x(2, 3), torch.tensor(-2))),
     "other side of a pad": (lambda a, i: F.pad(a[i], (0, 0, 2, 1)) + 1, (x(4, 3), ints(1, 3))),
 }
 
