@@ -173,7 +173,7 @@ def wrap(
         run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=whole)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # another compilation looks through this one
+            if torch.compiler.is_dynamo_compiling():  # another compilation looks through this one
                 return run(*args, **kwargs)
             plans.called = True
             frames, known, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
@@ -263,7 +263,7 @@ def _compiled_module(
         @functools.wraps(original.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # A replica that another library made has tensors of its own. Others compile no identities.
-            own = torch.compiler.is_compiling() or self.__dict__ is not model.__dict__
+            own = torch.compiler.is_dynamo_compiling() or self.__dict__ is not model.__dict__
             return run(self if own else model, *args, **kwargs)
 
         return forward

@@ -65,6 +65,14 @@ def test_settings_of_dynamo_are_put_back() -> None:
     assert torch._dynamo.config.record_runtime_overhead is True
 
 
+def test_a_call_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)  # as Dynamo sets it, for all threads
+    fast = fc.compile(lambda x: x.sin(), backend="eager")
+    fast(torch.randn(3))
+    assert torch._dynamo.config.record_runtime_overhead is True
+    assert fast.plan is not None
+
+
 def microseconds(call: Callable[[], object]) -> float:
     for _ in range(20):
         call()
