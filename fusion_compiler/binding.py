@@ -110,18 +110,22 @@ class Gpu(Protocol):
     """What launching needs to know of one device; `cuda.CudaGpu` is the real one.
 
     alone: the process sees no other device, so that no call can be another's.
+    turn: held while programs that wait for each other are launched. follow: told of the stream of such a
+        launch before, so that it comes after those on other streams.
     """
 
     index: int
     alone: bool
     name: str
     target: tuple[str, int | str, int]
+    turn: AbstractContextManager[Any]
 
     def current_device(self) -> int: ...
     def current_stream(self, index: int, /) -> int: ...
     def empty(self, shape: Any, stride: Any, dtype: torch.dtype, /) -> torch.Tensor: ...
     def active(self) -> AbstractContextManager[None]: ...
     def is_capturing(self) -> bool: ...
+    def follow(self, stream: int, /) -> None: ...
     def load(self, build: Build) -> Entry: ...
     def times(self, calls: Sequence[Callable[[], object]]) -> list[float]: ...
 
@@ -292,7 +296,7 @@ def bind(
     grids = _write_grids(text, program, parameters, too_large)
     _write_buffers(text, program, gpu)
     for i, (kernel, entry) in enumerate(zip(program.kernels, entries, strict=True)):
-        _write_launch(text, i, kernel, entry, grids[i])
+        _write_launch(text, i, kernel, entry, grids[i], gpu)
     text.add("return (" + "".join(f"y{i}, " for i in range(len(program.outputs))) + ")")
     source = "\n".join([f"def launch({parameters}):", *text.lines, ""])
     names = " ".join(kernel.name for kernel in program.kernels)
@@ -367,7 +371,9 @@ def _write_buffers(text: _Text, program: Program, gpu: Gpu) -> None:
         text.add(f"{''.join(f's{i}, ' for i in zeroed)}= zeroed_scratch(stream, {elements})")
 
 
-def _write_launch(text: _Text, number: int, kernel: Kernel, entry: Entry, grid: tuple[str, str, str]) -> None:
+def _write_launch(
+    text: _Text, number: int, kernel: Kernel, entry: Entry, grid: tuple[str, str, str], gpu: Gpu
+) -> None:
     """Launches one kernel, unless an extent of its grid is zero."""
     values = {
         Role.INPUT: "p{}",
@@ -386,12 +392,20 @@ def _write_launch(text: _Text, number: int, kernel: Kernel, entry: Entry, grid: 
         return
     programs = " * ".join(grid)
     if unknown:
-        text.add(f"if {programs} > {entry.resident}:")
-        text.add(f"    {_call(text, f'{number}_apart', entry.apart, grid, arguments)}")
-        text.add(f"el{here}{_call(text, str(number), entry, grid, arguments)}")
+        text.add(f"if {programs}:")
+    text.bind("turn", gpu.turn)
+    text.bind("follow", gpu.follow)
+    indent = "    " if unknown else ""
+    text.add(f"{indent}with turn:")
+    text.add(f"{indent}    follow(stream)")
+    if unknown:
+        text.add(f"        if {programs} <= {entry.resident or 0}:")
+        text.add(f"            {_call(text, str(number), entry, grid, arguments)}")
+        text.add("        else:")
+        text.add(f"            {_call(text, f'{number}_apart', entry.apart, grid, arguments)}")
     else:
-        fits = entry.resident is not None and math.prod(map(int, grid)) <= entry.resident
-        text.add(_call(text, str(number), entry if fits else entry.apart, grid, arguments))
+        fits = math.prod(map(int, grid)) <= (entry.resident or 0)
+        text.add(f"    {_call(text, str(number), entry if fits else entry.apart, grid, arguments)}")
 
 
 def _call(

@@ -10,6 +10,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -93,6 +94,8 @@ class CudaGpu:
             target = active.get_current_target()
         self.target: tuple[str, int | str, int] = (target.backend, target.arch, target.warp_size)
         self._loaded: dict[Build, Entry] = {}
+        self.turn = threading.Lock()
+        self._last_stream: int | None = None  # of programs that wait for each other
         # The plain functions, without torch.cuda's checks on every call: by now CUDA is initialised.
         self.current_device: Callable[[], int] = torch._C._cuda_getDevice
         self.current_stream: Callable[[int], int] = active.get_current_stream
@@ -103,6 +106,20 @@ class CudaGpu:
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def follow(self, stream: int, /) -> None:
+        """Makes the programs launched on `stream` next wait for those of the last call on another stream.
+
+        Of two launches whose programs wait for each other, each can hold places that the other needs: where
+        processes take turns on a device, cooperative ones too. Not in a CUDA graph, which has its own order.
+        """
+        last = self._last_stream
+        if stream == last or self.is_capturing():
+            return
+        self._last_stream = stream
+        if last is not None:
+            event = torch.cuda.ExternalStream(last, self.index).record_event()
+            torch.cuda.ExternalStream(stream, self.index).wait_event(event)
 
     def load(self, build: Build) -> Entry:
         """Compiles `build` if need be and loads it; equal builds once.

@@ -7,6 +7,7 @@ it computes; where `compiles` is set, every kernel is compiled for sm_90 first.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,8 @@ class FakeGpu:
     loaded: list[Build] = field(default_factory=list[Build])
     launched: list[tuple[str, tuple[int, ...], int]] = field(default_factory=list[Any])
     timed: int = 0
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    followed: list[int] = field(default_factory=list[int])
     fill: float | None = None
 
     def current_device(self) -> int:
@@ -52,6 +55,10 @@ class FakeGpu:
     def empty(self, shape: Any, stride: Any, dtype: torch.dtype, /) -> torch.Tensor:
         made = torch.empty_strided(shape, stride, dtype=dtype)
         return made.fill_(3)  # nobody may rely on fresh memory
+
+    def follow(self, stream: int, /) -> None:
+        assert self.turn.locked()
+        self.followed.append(stream)
 
     def is_capturing(self) -> bool:
         return self.capturing

@@ -661,7 +661,7 @@ def test_a_launch_is_cooperative_where_the_device_holds_all_programs(resident: i
     a, b = vectors(2000)  # 16 programs
     for together, ways in ((1, []), (2, ["together" if resident == 16 else "apart"])):
         (y,) = runner(gpu, waiting(add_bf16(2000), together))(a, b)
-        assert torch.equal(y, a + b) and gpu.ways == ways
+        assert torch.equal(y, a + b) and gpu.ways == ways and len(gpu.followed) == len(ways)
 
 
 def test_a_launch_of_unknown_size_is_cooperative_where_it_fits() -> None:
@@ -671,6 +671,7 @@ def test_a_launch_of_unknown_size_is_cooperative_where_it_fits() -> None:
         x = torch.randn(rows, 100).bfloat16()
         assert_softmax(run(x, rows)[0], x)
     assert gpu.ways == ["together", "apart", "together"], "and none of no rows"
+    assert gpu.followed == [gpu.stream] * 3
 
 
 def test_programs_that_the_device_cannot_hold_at_a_time_are_not_launched() -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,13 +166,18 @@ def without_one_that_is_waited_for() -> None:
         print(f"ended: {error}")
 
 
-def run(*arguments: str, cache: Path | None = None) -> str:
-    """What a function of this file prints in another process; it must end."""
+def run(*arguments: str, cache: Path | None = None, processes: int = 1) -> str:
+    """What a function of this file prints in another process, or in several at once; they must end."""
     environment = os.environ | ({"TRITON_CACHE_DIR": str(cache)} if cache else {})
     command = [sys.executable, "-W", "ignore", "-c", CODE, *arguments]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
-    return done.stdout or done.stderr
+
+    def one(_: int) -> str:
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
+        return done.stdout or done.stderr
+
+    with ThreadPoolExecutor(processes) as pool:
+        return "".join(sorted(set(pool.map(one, range(processes)))))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -182,6 +188,12 @@ def test_beside_a_kernel_that_fills_the_device(name: str) -> None:
 @pytest.mark.parametrize("names", [["widest norm"] * 3, ["softmax"] * 4, [*CASES]], ids=" ".join)
 def test_several_at_once(names: list[str]) -> None:
     assert run("on_streams_of_their_own", *names) == f"0 of {TURNS // 5} differ\n"
+
+
+@pytest.mark.parametrize("names", [["norm", "widest norm"], ["norm", "softmax"]], ids=" ".join)
+def test_several_at_once_in_several_processes(names: list[str]) -> None:
+    """That take turns, each of which ends in the middle of a launch."""
+    assert run("on_streams_of_their_own", *names, processes=3) == f"0 of {TURNS // 5} differ\n"
 
 
 @pytest.mark.parametrize("name", ["norm", "softmax"])
