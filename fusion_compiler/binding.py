@@ -118,7 +118,7 @@ class Gpu(Protocol):
     alone: bool
     name: str
     target: tuple[str, int | str, int]
-    turn: AbstractContextManager[Any]
+    turn: threading.Lock
 
     def current_device(self) -> int: ...
     def current_stream(self, index: int, /) -> int: ...
