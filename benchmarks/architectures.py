@@ -31,7 +31,7 @@ from benchmarks.record import Record, environment, reason
 from benchmarks.tiny_models import Batch, CannotBuildError, architectures, loss_of, tensors_of, tiny
 from fusion_compiler import FusionWarning
 from fusion_compiler import compile as compile_model
-from fusion_compiler.module import plan_of
+from fusion_compiler.capture.module import plan_of
 
 SAME, DRAWS, OTHER, DIFFERS, FAILS, OUT = "same", "draws", "torch too", "DIFFERS", "FAILS", "left out"
 # Times eager's error beyond chance: a tensor in thousands is that much luckier in eager.

@@ -18,7 +18,7 @@ from benchmarks.case import FIRST_TABLE, PHASES
 from benchmarks.performance import MARK as FIGURES
 from benchmarks.performance import markdown, origin, rewritten
 from benchmarks.record import ROOT, figure
-from fusion_compiler.report import missed_text
+from fusion_compiler.report.report import missed_text
 
 PLAN = "plan: written by python -m benchmarks readme"
 MISSED = 3  # fusions that the README shows

@@ -29,17 +29,17 @@ from benchmarks.record import Record, environment, figure, reason, table
 from benchmarks.sizes import ALL_CASES
 from benchmarks.timing import Yardstick
 from fusion_compiler.api import Compiler
-from fusion_compiler.binding import Gpu
-from fusion_compiler.builds import compile_builds
-from fusion_compiler.canonical import Canonical, canonical, describe
-from fusion_compiler.codegen.analysis import Analysis, Schedule
-from fusion_compiler.codegen.grid import grid, neighbours
-from fusion_compiler.codegen.templates import program_of, schedules_of
-from fusion_compiler.device import DeviceSpec
-from fusion_compiler.kernel import Program
-from fusion_compiler.launch import Runner, find_gpu, program_builds
+from fusion_compiler.codegen.emit import program_of, schedules_of
+from fusion_compiler.ir.canonical import Canonical, canonical, describe
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.kernel import Program
+from fusion_compiler.ir.plan import Cluster, FusionPlan
 from fusion_compiler.options import Options
-from fusion_compiler.plan import Cluster, FusionPlan
+from fusion_compiler.runtime.binding import Gpu
+from fusion_compiler.runtime.builds import compile_builds
+from fusion_compiler.runtime.launch import Runner, find_gpu, program_builds
+from fusion_compiler.schedule.analysis import Analysis, Schedule
+from fusion_compiler.schedule.grid import grid, neighbours
 
 TUNED = 4  # schedules that the tuner times
 NEAR = 1.05  # times the best: as good

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler.plan import FusionPlan
+from fusion_compiler.ir.plan import FusionPlan
 
 
 class RMSNorm(nn.Module):

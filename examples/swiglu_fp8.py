@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from triton.runtime.jit import JITFunction
 
 import fusion_compiler as fc
-from fusion_compiler.interpreter import run_source
+from fusion_compiler.runtime.interpreter import run_source
 
 LARGEST = 448.0  # of float8_e4m3fn
 TYPES = {

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_compiler.api import compile
     from fusion_compiler.errors import FusionError, FusionWarning
-    from fusion_compiler.explanation import explain
     from fusion_compiler.options import Options
     from fusion_compiler.patterns import DEFAULT_PATTERNS, cluster_hint, rewrite, user_kernel
-    from fusion_compiler.profiling import Profile, profile
-    from fusion_compiler.report import Report
+    from fusion_compiler.report.explanation import explain
+    from fusion_compiler.report.profiling import Profile, profile
+    from fusion_compiler.report.report import Report
 
 __version__ = "0.1.0"
 _HOMES = {
@@ -26,10 +26,10 @@ _HOMES = {
     "Options": "options",
     "DEFAULT_PATTERNS": "patterns",
     "cluster_hint": "patterns",
-    "explain": "explanation",
-    "Profile": "profiling",
-    "profile": "profiling",
-    "Report": "report",
+    "explain": "report.explanation",
+    "Profile": "report.profiling",
+    "profile": "report.profiling",
+    "Report": "report.report",
     "rewrite": "patterns",
     "user_kernel": "patterns",
 }

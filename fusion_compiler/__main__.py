@@ -2,7 +2,7 @@
 
 import sys
 
-from fusion_compiler.cli import main
+from fusion_compiler.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

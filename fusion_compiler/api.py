@@ -16,17 +16,10 @@ import torch
 from torch import fx, nn
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 
-from fusion_compiler.breaks import GraphBreak
-from fusion_compiler.builds import prepare
-from fusion_compiler.cache import Cache
-from fusion_compiler.canonical import Canonical, canonical, describe
-from fusion_compiler.capture import GraphInfo, Phase, make_backend
-from fusion_compiler.codegen.templates import emit
-from fusion_compiler.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings
-from fusion_compiler.dag import OpDag, build, size_hints
-from fusion_compiler.debug import Debug, DebugSettings
-from fusion_compiler.decompositions import decomposition_table
-from fusion_compiler.device import DEFAULT, DeviceSpec, device_spec
+from fusion_compiler.capture.capture import make_backend
+from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.capture.module import Plans, compiled_class, plain, wrap
+from fusion_compiler.codegen.emit import emit
 from fusion_compiler.errors import (
     EagerDeviceError,
     EagerOperatorError,
@@ -38,26 +31,40 @@ from fusion_compiler.errors import (
     UnsupportedDtypeError,
     WarnOnce,
 )
-from fusion_compiler.kernel import Program
-from fusion_compiler.launch import Runner, compile_all
-from fusion_compiler.module import Plans, compiled_class, plain, wrap
+from fusion_compiler.ir.breaks import GraphBreak
+from fusion_compiler.ir.canonical import Canonical, canonical, describe
+from fusion_compiler.ir.dag import OpDag, build, size_hints
+from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
+from fusion_compiler.ir.graph_info import GraphInfo, Phase
+from fusion_compiler.ir.kernel import Program
+from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.ir.plan_text import count
+from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
-from fusion_compiler.passes.cluster import plan as plan_clusters
-from fusion_compiler.passes.indexed import key_of
-from fusion_compiler.passes.match import search
-from fusion_compiler.passes.pattern_notes import notes_of_hints
+from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
+from fusion_compiler.passes.patterns.indexed import key_of
+from fusion_compiler.passes.patterns.match import search
+from fusion_compiler.passes.patterns.notes import notes_of_hints
+from fusion_compiler.passes.patterns.trace import (
+    Traced,
+    check_numbers,
+    traced_gradient,
+    traced_hint,
+    traced_whole,
+)
 from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, RewriteNote
 from fusion_compiler.passes.rewrites.equality import check_equal
 from fusion_compiler.passes.rewrites.user import check_reachable, replace_patterns
-from fusion_compiler.passes.trace import Traced, check_numbers, traced_gradient, traced_hint, traced_whole
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, UserKernel, checked
-from fusion_compiler.plan import Cluster, FusionPlan
-from fusion_compiler.plan_text import count
-from fusion_compiler.progress import Progress
-from fusion_compiler.sources import source_of
-from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
-from fusion_compiler.units import ranges_of
-from fusion_compiler.verify import KernelCheck, Verifier, coarsest
+from fusion_compiler.runtime.builds import prepare
+from fusion_compiler.runtime.cache import Cache
+from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings
+from fusion_compiler.runtime.debug import Debug, DebugSettings
+from fusion_compiler.runtime.launch import Runner, compile_all
+from fusion_compiler.runtime.progress import Progress
+from fusion_compiler.runtime.verify import KernelCheck, Verifier, coarsest
+from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
+from fusion_compiler.stitch.units import ranges_of
 
 
 def compile(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from fusion_compiler.device import device_spec
 from fusion_compiler.errors import (
     ContradictoryOptionsError,
     InvalidOptionError,
     UnknownOptionError,
     closest,
 )
+from fusion_compiler.ir.device import device_spec
 
 BACKENDS = ("auto", "interpret", "eager")
 NUMERICS = ("float32", "eager")

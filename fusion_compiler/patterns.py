@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_compiler.errors import InvalidPatternError
-from fusion_compiler.pattern_text import parameter_names, written
+from fusion_compiler.ir.pattern_text import parameter_names, written
 
 Code = Callable[..., Any]
 Interval = tuple[float, float]

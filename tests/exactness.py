@@ -16,18 +16,19 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch.utils._pytree import tree_map
 
 from fusion_compiler.api import Compiler
-from fusion_compiler.capture import GraphInfo, Phase
-from fusion_compiler.codegen import skew, templates, wide_rows
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
-from fusion_compiler.codegen.templates import schedules_of
-from fusion_compiler.decompositions import decomposition_table
-from fusion_compiler.device import DeviceSpec
-from fusion_compiler.dims import hint
-from fusion_compiler.launch import Runner
-from fusion_compiler.loops import COLS, LoopNest
+from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.capture.partition import partition
+from fusion_compiler.codegen import emit
+from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.graph_info import GraphInfo, Phase
+from fusion_compiler.ir.loops import COLS, LoopNest
+from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.options import Options
-from fusion_compiler.partition import partition
-from fusion_compiler.plan import FusionPlan
+from fusion_compiler.runtime.launch import Runner
+from fusion_compiler.schedule import misaligned, wide_rows
+from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule
 
 Schedules = Callable[[LoopNest, str, DeviceSpec], tuple[Schedule, ...]]
 
@@ -61,7 +62,7 @@ class Compiled:
     def _stage(self, numbers: Any, phase: Phase, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         info = GraphInfo(f"g{next(numbers)}.{phase}", phase, (), outputs)
-        with patch.object(templates, "schedules_of", self.schedules):
+        with patch.object(emit, "schedules_of", self.schedules):
             run = self.compiler.graph(gm, inputs, info)
         for runner in self.compiler.runners.values():
             runner.schedule = min(self.schedule, len(runner.candidates) - 1)
@@ -99,7 +100,7 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
     few = max(4, 1 << (hint(analysis.size(COLS)) // 256).bit_length())
     kinds: dict[Schedule, None] = {}
     along = any(COLS in analysis.over(i) for i in analysis.reductions)
-    for template in templates.TEMPLATES:
+    for template in emit.TEMPLATES:
         for s in template.schedules(analysis, device) if template.fits(analysis) else ():
             if s.splits > 1 or (s.cols is Cols.LOOP and not along):
                 continue  # see below; only what goes through a row knows the columns of a loop
@@ -119,7 +120,7 @@ def skewed(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ..
     """Skewed forms of schedules, of tiles too narrow for the tuner to choose them; others where none is."""
     analysis, plain = Analysis(loops), schedules_of(loops, name, device)
     few = (replace(s, programs=s.programs and 8) for s in plain)
-    forms = (skew.skewed(analysis, s) for s in few) if skew.fits(analysis) else ()
+    forms = (misaligned.skewed(analysis, s) for s in few) if misaligned.fits(analysis) else ()
     return tuple(dict.fromkeys(s for s in forms if s is not None)) or plain
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from fusion_compiler.passes.parts import Part
-from fusion_compiler.passes.search import Search
-from fusion_compiler.passes.space import Illegal
+from fusion_compiler.passes.fuse.candidates import Part
+from fusion_compiler.passes.fuse.search import Search
+from fusion_compiler.passes.lower.space import Illegal
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:

@@ -18,10 +18,10 @@ from triton.runtime.errors import OutOfResources
 
 from fusion_compiler import api
 from fusion_compiler.api import Compiler
-from fusion_compiler.binding import Entry, Varying
-from fusion_compiler.builds import Build, compile_build
-from fusion_compiler.interpreter import run_source
-from fusion_compiler.launch import Runner
+from fusion_compiler.runtime.binding import Entry, Varying
+from fusion_compiler.runtime.builds import Build, compile_build
+from fusion_compiler.runtime.interpreter import run_source
+from fusion_compiler.runtime.launch import Runner
 
 
 @dataclass

@@ -21,12 +21,12 @@ from benchmarks.families import CAT_CASES
 from benchmarks.kernels import leaves
 from benchmarks.workloads import WORKLOADS, Workload, result_of
 from fusion_compiler.api import Compiler
-from fusion_compiler.canonical import canonical
-from fusion_compiler.device import device_spec
-from fusion_compiler.kernel import Argument, Kernel, Program, Role
+from fusion_compiler.ir.canonical import canonical
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.kernel import Argument, Kernel, Program, Role
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_text import execution_order
 from fusion_compiler.options import Options
-from fusion_compiler.plan import FusionPlan
-from fusion_compiler.plan_text import execution_order
 
 FOLDER = Path(__file__).parent / "golden"
 DEVICE = "h200"

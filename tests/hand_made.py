@@ -7,7 +7,7 @@ from dataclasses import replace
 import sympy
 import torch
 
-from fusion_compiler.kernel import Argument, Buffer, Dim, Kernel, Program, Role
+from fusion_compiler.ir.kernel import Argument, Buffer, Dim, Kernel, Program, Role
 
 HEADER = """\
 import triton

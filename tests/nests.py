@@ -7,8 +7,8 @@ from math import prod
 
 import torch
 
-from fusion_compiler.dims import Dim, hint
-from fusion_compiler.loops import (
+from fusion_compiler.ir.dims import Dim, hint
+from fusion_compiler.ir.loops import (
     COLS,
     ROWS,
     Axis,
@@ -24,8 +24,8 @@ from fusion_compiler.loops import (
     Ref,
     Store,
 )
-from fusion_compiler.ops import OPS
-from fusion_compiler.passes.cost import BufferInfo
+from fusion_compiler.ir.ops import OPS
+from fusion_compiler.passes.fuse.cost import BufferInfo
 
 TARGETS = {str(spec.target).removeprefix("aten.").removeprefix("prims."): spec.target for spec in OPS}
 

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fusion_compiler.errors import UnsupportedDtypeError
-from fusion_compiler.ops import spec_of
+from fusion_compiler.ir.ops import spec_of
 from tests.exactness import Compiled, not_as_close
 from tests.samples import opinfo_samples
 

@@ -9,13 +9,13 @@ import networkx as nx
 import torch
 from torch import fx
 
-from fusion_compiler.dag import Op, OpDag, Source, TensorMeta
-from fusion_compiler.device import device_spec
-from fusion_compiler.loops import COLS, ROWS
-from fusion_compiler.ops import Kind
-from fusion_compiler.passes.cost import cost_of
-from fusion_compiler.passes.movement import eager_calls
-from fusion_compiler.plan import Cluster, FusionPlan, Leftover, Rejected
+from fusion_compiler.ir.dag import Op, OpDag, Source, TensorMeta
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.plan import Cluster, FusionPlan, Leftover, Rejected
+from fusion_compiler.passes.fuse.cost import cost_of
+from fusion_compiler.passes.fuse.movement import eager_calls
 from tests.nests import TARGETS, Nest
 
 aten = torch.ops.aten

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from fusion_compiler import api
 from fusion_compiler.api import Compiler
-from fusion_compiler.codegen import templates
-from fusion_compiler.dag import OpDag
+from fusion_compiler.codegen import emit
 from fusion_compiler.errors import (
     FusionWarning,
     InternalError,
@@ -27,8 +26,9 @@ from fusion_compiler.errors import (
     UnknownOptionError,
     UnsupportedDtypeError,
 )
-from fusion_compiler.plan import Cluster
-from fusion_compiler.stitch import subgraph
+from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.ir.plan import Cluster
+from fusion_compiler.stitch.stitch import subgraph
 
 
 class Model(nn.Module):
@@ -103,7 +103,7 @@ def test_a_kernel_that_cannot_be_printed_runs_eager(monkeypatch: pytest.MonkeyPa
     def fails(loops: Any, name: str, device: Any) -> Any:
         raise LookupError(f"no template fits {name}")
 
-    monkeypatch.setattr(templates, "schedules_of", fails)
+    monkeypatch.setattr(emit, "schedules_of", fails)
     x = torch.randn(5, 8)
     said = r"(?s)tanh_2 failed to be printed: LookupError: .*test_bad_input.py:\d+.*what to do.*eager"
     with pytest.warns(FusionWarning, match=said) as caught:

@@ -21,7 +21,7 @@ from fusion_compiler.errors import (
     GraphBreakError,
     UnsupportedDtypeError,
 )
-from fusion_compiler.plan_text import breaks_text
+from fusion_compiler.ir.plan_text import breaks_text
 
 HERE = Path(__file__).name
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import fusion_compiler
-from fusion_compiler.cache import Cache, default_path
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.runtime.cache import Cache, default_path
 
 # Importing the package would import torch: the processes take its modules without its __init__.
 BARE = f"""

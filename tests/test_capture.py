@@ -15,11 +15,12 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
-from fusion_compiler import pre_autograd
-from fusion_compiler.capture import Backend, GraphInfo, Phase, make_backend
-from fusion_compiler.decompositions import decomposition_table
+from fusion_compiler.capture import pre_autograd
+from fusion_compiler.capture.capture import Backend, make_backend
+from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.ir.graph_info import GraphInfo, Phase
+from fusion_compiler.ir.sources import source_of
 from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, Rewrite, RewriteNote, vocabulary
-from fusion_compiler.sources import source_of
 from tests import models
 
 # Dynamo looks at .grad of whatever a graph break hands on.

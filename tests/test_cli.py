@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_compiler import __version__, cli, explanation
-from fusion_compiler.cache import Cache
-from fusion_compiler.cli import DONE, EXIT_CODES, FAILED, USAGE, main
-from fusion_compiler.loading import brief, load, user_line
-from fusion_compiler.stored import kernel_entries, tuning_entries
+from fusion_compiler import __version__
+from fusion_compiler.cli import commands
+from fusion_compiler.cli.commands import DONE, EXIT_CODES, FAILED, USAGE, main
+from fusion_compiler.report import explanation
+from fusion_compiler.runtime.cache import Cache
+from fusion_compiler.runtime.loading import brief, load, user_line
+from fusion_compiler.runtime.stored import kernel_entries, tuning_entries
 from tests.test_target import fresh_build
 
 ROOT = Path(__file__).parent.parent
@@ -316,7 +318,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Path]:
     """A tuning result, a damaged one, a kernel of ours, one that is damaged, and one of somebody else's."""
     monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path / "tuning"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
-    from fusion_compiler.builds import compile_build
+    from fusion_compiler.runtime.builds import compile_build
 
     cache = Cache()
     cache.put(
@@ -385,7 +387,7 @@ def test_help_has_examples_that_parse_and_exit_codes(run: Run, command: str) -> 
     shown = commands_in(out)
     assert len(shown) >= 2
     for words in shown:
-        assert cli.parser().parse_args(words).command
+        assert commands.parser().parse_args(words).command
 
 
 def commands_in(text: str) -> list[list[str]]:
@@ -401,7 +403,7 @@ def test_every_command_of_the_page_parses_and_its_model_runs(
     page = PAGE.read_text()
     shown = commands_in(page)
     for words in shown:
-        assert cli.parser().parse_args(words).command
+        assert commands.parser().parse_args(words).command
     assert {words[0] for words in shown} == {"explain", "profile", "cache", "doctor"}
     options = set(re.findall(r"`(--[a-z]+)", page))
     known = {o for _, sub in _commands().items() for o in re.findall(r"--[a-z]+", sub)}
@@ -420,7 +422,7 @@ def test_every_command_of_the_page_parses_and_its_model_runs(
 
 def _commands() -> dict[str, str]:
     """Usage of each command."""
-    choices = next(a.choices for a in cli.parser()._actions if a.choices)
+    choices = next(a.choices for a in commands.parser()._actions if a.choices)
     assert isinstance(choices, dict)
     return {str(name): sub.format_usage() for name, sub in choices.items()}
 
@@ -437,4 +439,4 @@ def test_it_runs_as_a_module_without_torch_for_help(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == DONE and "doctor" in done.stdout and not done.stderr
     entry = (ROOT / "pyproject.toml").read_text()
-    assert 'fusion-compiler = "fusion_compiler.cli:main"' in entry
+    assert 'fusion-compiler = "fusion_compiler.cli.commands:main"' in entry

@@ -21,7 +21,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import fusion_compiler as fc
-from fusion_compiler.ops import OPS
+from fusion_compiler.ir.ops import OPS
 from tests.exactness import Compiled, not_as_close, wide
 from tests.samples import opinfo_samples
 from tests.test_ops import EXPRESSIONS, call, reaches_kernel, samples

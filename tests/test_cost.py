@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._ops import OpOverload
 
-from fusion_compiler.dag import Op, TensorMeta
-from fusion_compiler.device import DEVICES, device_spec
-from fusion_compiler.dims import hint
-from fusion_compiler.loops import COLS, ROWS, Load, Ref
-from fusion_compiler.ops import Kind
-from fusion_compiler.passes.cost import BufferInfo, contraction_cost, cost_of, eager_cost
-from fusion_compiler.plan import Cost
+from fusion_compiler.ir.dag import Op, TensorMeta
+from fusion_compiler.ir.device import DEVICES, device_spec
+from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.loops import COLS, ROWS, Load, Ref
+from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.plan import Cost
+from fusion_compiler.passes.fuse.cost import BufferInfo, contraction_cost, cost_of, eager_cost
 from tests.nests import Nest
 
 aten = torch.ops.aten

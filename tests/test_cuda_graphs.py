@@ -15,11 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fusion_compiler as fc
-from fusion_compiler import cuda_graphs
-from fusion_compiler.binding import ZeroedScratch, unkept_scratch
-from fusion_compiler.capture import GraphInfo, Phase
-from fusion_compiler.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings, refusal
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.ir.graph_info import GraphInfo, Phase
+from fusion_compiler.runtime import cuda_graphs
+from fusion_compiler.runtime.binding import ZeroedScratch, unkept_scratch
+from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings, refusal
 from tests.fake_gpu import FakeGpu, use
 from tests.hand_made import contiguous
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.codegen.templates import schedules_of
-from fusion_compiler.loops import InRange, LoopNest
-from fusion_compiler.passes.cuts import cuts_of
-from fusion_compiler.passes.lower import lower
-from fusion_compiler.passes.space import Illegal
-from fusion_compiler.plan import FusionPlan
+from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.ir.loops import InRange, LoopNest
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.passes.lower.index_splits import cuts_of
+from fusion_compiler.passes.lower.lower import lower
+from fusion_compiler.passes.lower.space import Illegal
 from tests.exactness import Compiled, Schedules, cramped, not_as_close, rounding_noise, wide
 
 

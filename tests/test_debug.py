@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import fx
 
-from fusion_compiler.debug import Debug, DebugSettings
 from fusion_compiler.errors import FusionWarning, WarnOnce
-from fusion_compiler.plan_text import format_plan
+from fusion_compiler.ir.plan_text import format_plan
+from fusion_compiler.runtime.debug import Debug, DebugSettings
 from tests.plans import layered_plan
 
 KERNEL = "def add_tanh_mul(x):\n    pass\n"

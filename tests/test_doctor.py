@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_compiler import doctor
-from fusion_compiler.cache import Cache
-from fusion_compiler.cli import DONE, FAILED, main
-from fusion_compiler.doctor import FAIL, OK, WARN, Check
+from fusion_compiler.cli import doctor
+from fusion_compiler.cli.commands import DONE, FAILED, main
+from fusion_compiler.cli.doctor import FAIL, OK, WARN, Check
+from fusion_compiler.runtime.cache import Cache
 
 ROOT = Path(__file__).parent.parent
 
@@ -171,8 +171,8 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_kernel_that_is_wrong_or_does_not_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusion_compiler import launch
     from fusion_compiler.errors import KernelError
+    from fusion_compiler.runtime import launch
 
     original = launch.interpret
     monkeypatch.setattr(launch, "interpret", lambda *a: tuple(y + 1e-3 for y in original(*a)))  # pyright: ignore[reportUnknownLambdaType]
@@ -189,6 +189,6 @@ def test_a_kernel_that_is_wrong_or_does_not_run_fails(monkeypatch: pytest.Monkey
 
 
 def test_nothing_is_imported_before_it_is_checked() -> None:
-    code = "import fusion_compiler.doctor, sys; print('torch' in sys.modules, 'triton' in sys.modules)"
+    code = "import fusion_compiler.cli.doctor, sys; print('torch' in sys.modules, 'triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["False", "False"], done.stderr

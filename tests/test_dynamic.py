@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from benchmarks.clusters import CASES, Case
-from fusion_compiler import device
+from fusion_compiler.ir import device
 from tests import models
 
 

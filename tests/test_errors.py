@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import fusion_compiler.errors as errors
-from fusion_compiler.dag import Source
-from fusion_compiler.device import DEVICES, device_spec, spec_of_properties
 from fusion_compiler.errors import FusionError, FusionWarning, WarnOnce
+from fusion_compiler.ir.dag import Source
+from fusion_compiler.ir.device import DEVICES, device_spec, spec_of_properties
 from fusion_compiler.options import Options
 
 SOURCE = Source("model.mlp", "/home/me/model.py", 12, "    y = F.gelu(x)  ")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fusion_compiler.codegen.math import UNSENT as MARK
-from fusion_compiler.kernel import Kernel, Program, Role
-from fusion_compiler.launch import Runner, interpret
-from fusion_compiler.target import compile_for
+from fusion_compiler.ir.kernel import Kernel, Program, Role
+from fusion_compiler.runtime.launch import Runner, interpret
+from fusion_compiler.runtime.target import compile_for
 from tests.hand_made import HEADER, argument, contiguous
 
 ROWS = 2

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fusion_compiler as fc
-from fusion_compiler import explanation
+from fusion_compiler.capture.pre_autograd import UntraceableError
+from fusion_compiler.capture.symbolic_trace import trace_whole
 from fusion_compiler.errors import ArgumentMismatchError, NotCallableError, UnsupportedDeviceError
-from fusion_compiler.pre_autograd import UntraceableError
-from fusion_compiler.whole import trace_whole
+from fusion_compiler.report import explanation
 from tests import models
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_compiler.loops import Index
-from fusion_compiler.passes.index import (
+from fusion_compiler.ir.index import (
     Extents,
     NeedsSplit,
     NotExpressible,
@@ -24,6 +23,7 @@ from fusion_compiler.passes.index import (
     regroup,
     shifted,
 )
+from fusion_compiler.ir.loops import Index
 
 
 def points(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

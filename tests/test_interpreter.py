@@ -16,11 +16,11 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from fusion_compiler.errors import KernelError
-from fusion_compiler.interpreter import interpreting, run_kernel
-from fusion_compiler.kernel import Kernel, Role
-from fusion_compiler.launch import interpret
-from fusion_compiler.libdevice import LIBDEVICE
-from fusion_compiler.target import compile_for
+from fusion_compiler.ir.kernel import Kernel, Role
+from fusion_compiler.runtime.interpreter import interpreting, run_kernel
+from fusion_compiler.runtime.launch import interpret
+from fusion_compiler.runtime.libdevice import LIBDEVICE
+from fusion_compiler.runtime.target import compile_for
 from tests.hand_made import HEADER, argument, elementwise, row_softmax, ticket_sum, two_kernel_sum
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16

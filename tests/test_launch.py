@@ -20,8 +20,10 @@ import sympy
 import torch
 import triton
 
-from fusion_compiler import cuda, launch
-from fusion_compiler.binding import (
+from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelError, MissingTritonError
+from fusion_compiler.ir.kernel import Program, Role
+from fusion_compiler.runtime import cuda, launch
+from fusion_compiler.runtime.binding import (
     Entry,
     Variant,
     Varying,
@@ -31,12 +33,10 @@ from fusion_compiler.binding import (
     direct_call,
     evaluate,
 )
-from fusion_compiler.builds import Build, compile_build
-from fusion_compiler.cache import Cache
-from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelError, MissingTritonError
-from fusion_compiler.kernel import Program, Role
-from fusion_compiler.launch import MOST_VARIANTS, Runner, compile_all, find_gpu, interpret, tuning_key
-from fusion_compiler.target import build_of
+from fusion_compiler.runtime.builds import Build, compile_build
+from fusion_compiler.runtime.cache import Cache
+from fusion_compiler.runtime.launch import MOST_VARIANTS, Runner, compile_all, find_gpu, interpret, tuning_key
+from fusion_compiler.runtime.target import build_of
 from tests.fake_gpu import FakeGpu
 from tests.hand_made import argument, contiguous, elementwise, row_softmax, ticket_sum, two_kernel_sum
 

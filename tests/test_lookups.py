@@ -13,12 +13,12 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from fusion_compiler.api import Compiler
-from fusion_compiler.canonical import canonical
-from fusion_compiler.device import device_spec
 from fusion_compiler.errors import IndexRangeError
-from fusion_compiler.kernel import Kernel, Program
+from fusion_compiler.ir.canonical import canonical
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.kernel import Kernel, Program
 from fusion_compiler.options import Options
-from fusion_compiler.target import compile_for, instructions
+from fusion_compiler.runtime.target import compile_for, instructions
 
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 

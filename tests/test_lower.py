@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.codegen.templates import schedules_of
-from fusion_compiler.loops import Reduce
+from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.ir.loops import Reduce
 from tests.exactness import Compiled, Schedules, cramped, not_as_close, rounding_noise, wide
 
 FIRST = torch.tensor([2, 0, 1, -1])

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.canonical import canonical
-from fusion_compiler.dag import OpDag, build
-from fusion_compiler.decompositions import decomposition_table
-from fusion_compiler.device import device_spec
-from fusion_compiler.passes import memo
-from fusion_compiler.passes.cluster import plan as plan_clusters
-from fusion_compiler.passes.memo import Memo
-from fusion_compiler.plan import FusionPlan
+from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.ir.canonical import canonical
+from fusion_compiler.ir.dag import OpDag, build
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.passes.fuse import memo
+from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
+from fusion_compiler.passes.fuse.memo import Memo
 
 
 class Layer(nn.Module):
@@ -65,7 +65,7 @@ def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_further_equal_layer_costs_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Memo] = []
     monkeypatch.setattr(
-        "fusion_compiler.passes.parts.Memo", lambda *a: made.append(memo.Memo(*a)) or made[-1]
+        "fusion_compiler.passes.fuse.candidates.Memo", lambda *a: made.append(memo.Memo(*a)) or made[-1]
     )
     for layers in (4, 6):
         planned(dag_of([2.0] * layers))

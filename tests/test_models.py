@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from benchmarks.accuracy import chance, ratios_to_eager
 from fusion_compiler import api
-from fusion_compiler.launch import Runner
-from fusion_compiler.plan import FusionPlan
-from fusion_compiler.plan_text import eager_ops
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_text import eager_ops
+from fusion_compiler.runtime.launch import Runner
 from tests.exactness import fall_back
 from tests.golden_cases import FOLDER
 from tests.models import NAMES, VARIANTS, Batch, exact, small

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.codegen import printer, templates
+from fusion_compiler.codegen import emit, printer
 from fusion_compiler.codegen.names import HEADER, problem
-from fusion_compiler.device import device_spec
 from fusion_compiler.errors import KernelError
-from fusion_compiler.kernel import Buffer
-from fusion_compiler.loops import COLS, ROWS
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.kernel import Buffer
+from fusion_compiler.ir.loops import COLS, ROWS
 from tests.exactness import Compiled
 from tests.nests import Nest
 
@@ -76,7 +76,7 @@ def test_values_make_way_for_the_printers_own_names(monkeypatch: pytest.MonkeyPa
     shapes = {"x": (6, 40000), "y": (6, 40000), "sums": (6,)}
     strides = {"x": (40000, 1), "y": (40000, 1), "sums": (1,)}
     buffers = {n: Buffer(n, shapes[n], strides[n], torch.float32) for n in shapes}
-    for program in templates.emit((nest.nest(),), "fm", "", buffers, device_spec("h200")):
+    for program in emit.emit((nest.nest(),), "fm", "", buffers, device_spec("h200")):
         source = program.kernels[0].source
         assert problem(source) is None and "def fm_(" in source
         assert "row_1 = " in source and "fm_1 = " in source

@@ -17,7 +17,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion_compiler.builds import Build, compile_build
+from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.codegen.expression import (
     CONDITIONS,
     TRITON_TYPES,
@@ -25,14 +25,14 @@ from fusion_compiler.codegen.expression import (
     convert_literal,
     literal,
 )
-from fusion_compiler.decompositions import decomposition_table
-from fusion_compiler.interpreter import run_kernel
-from fusion_compiler.kernel import Argument, Kernel, Role
-from fusion_compiler.loops import Compute, Ref
-from fusion_compiler.ops import OPS, OpSpec, spec_of
-from fusion_compiler.passes.space import HELD, compute_dtype
-from fusion_compiler.passes.special import SPECIAL
-from fusion_compiler.target import TRITON_TYPES as ARGUMENT_TYPES
+from fusion_compiler.ir.kernel import Argument, Kernel, Role
+from fusion_compiler.ir.loops import Compute, Ref
+from fusion_compiler.ir.ops import OPS, OpSpec, spec_of
+from fusion_compiler.passes.lower.space import HELD, compute_dtype
+from fusion_compiler.passes.lower.special import SPECIAL
+from fusion_compiler.runtime.builds import Build, compile_build
+from fusion_compiler.runtime.interpreter import run_kernel
+from fusion_compiler.runtime.target import TRITON_TYPES as ARGUMENT_TYPES
 from tests.samples import opinfo_samples
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

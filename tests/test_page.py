@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler.page import page
+from fusion_compiler.report.page import page
 from tests.browser import CONTRAST, THROUGH_BOXES, UPWARDS, chromium
 from tests.reports import HOSTILE, report_of
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fusion_compiler.errors import ReportSchemaError
-from fusion_compiler.page import page
+from fusion_compiler.report.page import page
 from tests.reports import OPS_OF_A_LAYER, report_of
 
 ASSETS = Path(__file__).parent.parent / "fusion_compiler" / "assets"

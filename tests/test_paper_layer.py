@@ -16,8 +16,8 @@ import torch
 
 import fusion_compiler as fc
 from examples.encoder_layer import EncoderLayer
-from fusion_compiler.plan import Cluster, FusionPlan
-from fusion_compiler.schema import short_name
+from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.ir.schema import short_name
 
 BATCH, LENGTH, HIDDEN, HEADS, INNER = 8, 512, 1024, 16, 4096
 ROWS = BATCH * LENGTH

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
-from fusion_compiler import partition, random
+from fusion_compiler.capture import partition
+from fusion_compiler.ir import random
 from tests import models
 
 aten = torch.ops.aten

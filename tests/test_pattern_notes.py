@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler import pattern_text
-from fusion_compiler.dag import OpDag
 from fusion_compiler.errors import FusionError, InvalidPatternError, PredicateError
-from fusion_compiler.passes import pattern_notes
-from fusion_compiler.passes.indexed import looked_through
-from fusion_compiler.passes.trace import traced_hint, traced_whole
+from fusion_compiler.ir import pattern_text
+from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.passes.patterns import notes
+from fusion_compiler.passes.patterns.indexed import looked_through
+from fusion_compiler.passes.patterns.trace import traced_hint, traced_whole
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, MatchedTensor, Pattern, Rewrite
 
 rows, row = torch.ones(6, 10), torch.ones(10)
@@ -171,13 +171,13 @@ def test_a_match_is_counted_with_its_places() -> None:
 
 def test_only_the_users_patterns_without_a_match_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    original = pattern_notes.closest
+    original = notes.closest
 
     def counted(traced: Any, dag: OpDag, **more: Any) -> str:
         asked.append(traced.name)
         return original(traced, dag, **more)
 
-    monkeypatch.setattr(pattern_notes, "closest", counted)
+    monkeypatch.setattr(notes, "closest", counted)
     mine = fc.cluster_hint(lambda x: torch.tanh(x) * 0.25, rows, name="mine")
     found = fc.cluster_hint(lambda x: torch.tanh(x) * 0.5, rows, name="found")
     fast = compiled(model, mine, found, *DEFAULT_PATTERNS)

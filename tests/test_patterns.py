@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
-from fusion_compiler.dag import TensorMeta, build
 from fusion_compiler.errors import InvalidPatternError, RewriteNotEqualError
-from fusion_compiler.passes import indexed, trace
-from fusion_compiler.passes.match import find
-from fusion_compiler.passes.trace import traced_gradient, traced_hint
+from fusion_compiler.ir.dag import TensorMeta, build
+from fusion_compiler.passes.patterns import indexed, trace
+from fusion_compiler.passes.patterns.match import find
+from fusion_compiler.passes.patterns.trace import traced_gradient, traced_hint
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint
 from tests import models
 

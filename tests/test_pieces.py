@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fusion_compiler as fc
-from fusion_compiler.passes.pieces import meant
-from fusion_compiler.sources import frames_of, marked
+from fusion_compiler.ir.sources import frames_of, marked
+from fusion_compiler.passes.fuse.pieces import meant
 
 VERSION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import sympy
 
-from fusion_compiler.loops import Axis
-from fusion_compiler.plan import FusionPlan, Leftover, Rejected
-from fusion_compiler.plan_text import (
+from fusion_compiler.ir.loops import Axis
+from fusion_compiler.ir.plan import FusionPlan, Leftover, Rejected
+from fusion_compiler.ir.plan_text import (
     WIDTH,
     cycle_of,
     execution_order,

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 import fusion_compiler as fc
+from fusion_compiler.capture.module import plan_of
 from fusion_compiler.errors import (
     InvalidOptionError,
     NotCompiledError,
     NothingToProfileError,
     ReplayedGraphError,
 )
-from fusion_compiler.module import plan_of
-from fusion_compiler.plan_text import WIDTH
-from fusion_compiler.profiling import Profile, profile_of
-from fusion_compiler.stitch import stitch
-from fusion_compiler.straight_line import Ranged
-from fusion_compiler.timeline import STEP, device_timeline, host_timeline, named
-from fusion_compiler.units import ranges_of, units_of
+from fusion_compiler.ir.plan_text import WIDTH
+from fusion_compiler.report.profiling import Profile, profile_of
+from fusion_compiler.report.timeline import STEP, device_timeline, host_timeline, named
+from fusion_compiler.stitch.graph_source import Ranged
+from fusion_compiler.stitch.stitch import stitch
+from fusion_compiler.stitch.units import ranges_of, units_of
 from tests.fake_gpu import FakeGpu, use
 from tests.test_stitch import planned, runner_of
 

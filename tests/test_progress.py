@@ -16,11 +16,12 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from fusion_compiler import api, builds, progress
-from fusion_compiler.builds import compile_builds
+from fusion_compiler import api
 from fusion_compiler.errors import InvalidOptionError
-from fusion_compiler.launch import compile_all
-from fusion_compiler.progress import ERASE, Line, Logged, Plain, Progress, Spinner
+from fusion_compiler.runtime import builds, progress
+from fusion_compiler.runtime.builds import compile_builds
+from fusion_compiler.runtime.launch import compile_all
+from fusion_compiler.runtime.progress import ERASE, Line, Logged, Plain, Progress, Spinner
 from tests.test_target import fresh_build
 
 

@@ -12,13 +12,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusion_compiler.codegen.shorten import thresholds
-from fusion_compiler.decompositions import decomposition_table
-from fusion_compiler.interpreter import run_kernel
-from fusion_compiler.kernel import Argument, Kernel, Role
-from fusion_compiler.loops import COLS, Axis, Compute, Index, Load, LoopNest, Random, Ref, Store
-from fusion_compiler.partition import partition
-from fusion_compiler.random import merge_seeds, philox, seed, uniform
+from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.capture.partition import partition
+from fusion_compiler.codegen.strength_reduction import thresholds
+from fusion_compiler.ir.kernel import Argument, Kernel, Role
+from fusion_compiler.ir.loops import COLS, Axis, Compute, Index, Load, LoopNest, Random, Ref, Store
+from fusion_compiler.ir.random import merge_seeds, philox, seed, uniform
+from fusion_compiler.runtime.interpreter import run_kernel
 from tests.exactness import Compiled
 
 HEADER = """

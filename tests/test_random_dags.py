@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.codegen.templates import schedules_of
+from fusion_compiler.codegen.emit import schedules_of
 from tests.dags import NAMES, WIDE, Dag, dags
 from tests.exactness import Compiled, Schedules, cramped, not_as_close, rounding_noise, wide
 

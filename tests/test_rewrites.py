@@ -16,8 +16,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.capture import make_backend
-from fusion_compiler.decompositions import decomposition_table
+from fusion_compiler.capture.capture import make_backend
+from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.passes.rewrites import (
     DEFAULT_REWRITES,
     RewriteNote,

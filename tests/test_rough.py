@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
-from fusion_compiler import interpreter
-from fusion_compiler.libdevice import APPROXIMATIONS, Array
+from fusion_compiler.runtime import interpreter
+from fusion_compiler.runtime.libdevice import APPROXIMATIONS, Array
 from tests.exactness import Compiled
 
 TABLE = Path(__file__).parents[1] / "docs" / "numerics.md"

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.codegen.analysis import rounding_of
-from fusion_compiler.loops import Compute
-from fusion_compiler.passes.layout import is_view
-from fusion_compiler.plan import FusionPlan
-from fusion_compiler.schema import short_name
+from fusion_compiler.ir.layout import is_view
+from fusion_compiler.ir.loops import Compute
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.schema import short_name
+from fusion_compiler.schedule.analysis import rounding_of
 
 HALVES = (torch.bfloat16, torch.float16)
 X = torch.randn(4, 32, dtype=torch.bfloat16)

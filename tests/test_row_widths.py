@@ -11,14 +11,26 @@ import sympy
 import torch
 
 import fusion_compiler as fc
-from fusion_compiler.codegen.analysis import Schedule
 from fusion_compiler.codegen.assemble import build
-from fusion_compiler.codegen.templates import schedules_of
-from fusion_compiler.device import DEVICES, device_spec
-from fusion_compiler.dims import Dim, strides_of
-from fusion_compiler.kernel import Buffer
-from fusion_compiler.loops import COLS, ROWS, Axis, Compute, Index, Load, LoopNest, Node, Reduce, Ref, Store
-from fusion_compiler.passes.legality import first_refusal
+from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.ir.device import DEVICES, device_spec
+from fusion_compiler.ir.dims import Dim, strides_of
+from fusion_compiler.ir.kernel import Buffer
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Axis,
+    Compute,
+    Index,
+    Load,
+    LoopNest,
+    Node,
+    Reduce,
+    Ref,
+    Store,
+)
+from fusion_compiler.passes.fuse.legality import first_refusal
+from fusion_compiler.schedule.analysis import Schedule
 
 aten = torch.ops.aten
 ROW_COUNT, WIDTH = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))

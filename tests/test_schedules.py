@@ -16,12 +16,12 @@ from benchmarks.__main__ import parse
 from benchmarks.case import Case
 from benchmarks.schedules import Found, GpuClock, InterpreterClock, Search, clusters_of, summarize
 from benchmarks.sizes import ALL_CASES
-from fusion_compiler.builds import Build
 from fusion_compiler.codegen import finishing
-from fusion_compiler.codegen.analysis import Cols, Schedule
-from fusion_compiler.codegen.grid import neighbours
-from fusion_compiler.kernel import Kernel
-from fusion_compiler.launch import Runner
+from fusion_compiler.ir.kernel import Kernel
+from fusion_compiler.runtime.builds import Build
+from fusion_compiler.runtime.launch import Runner
+from fusion_compiler.schedule.analysis import Cols, Schedule
+from fusion_compiler.schedule.grid import neighbours
 from tests.exactness import Compiled
 from tests.fake_gpu import FakeGpu
 

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.dag import build
-from fusion_compiler.decompositions import decomposition_table
-from fusion_compiler.device import device_spec
-from fusion_compiler.passes import effort
-from fusion_compiler.passes.lower import lower
-from fusion_compiler.passes.parts import Parts
-from fusion_compiler.passes.search import MOST_READERS, Search, _outward
-from fusion_compiler.passes.space import Illegal
+from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.ir.dag import build
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.passes.fuse.candidates import Parts
+from fusion_compiler.passes.fuse.search import MOST_READERS, Search, _outward
+from fusion_compiler.passes.lower import effort
+from fusion_compiler.passes.lower.lower import lower
+from fusion_compiler.passes.lower.space import Illegal
 from tests.exactness import Compiled
 
 from .exhaustive import best_us

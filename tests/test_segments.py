@@ -11,16 +11,16 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
-from fusion_compiler.canonical import canonical
 from fusion_compiler.codegen import assemble
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, pieces_of
-from fusion_compiler.codegen.templates import emit
-from fusion_compiler.device import device_spec
-from fusion_compiler.kernel import Buffer, Program
-from fusion_compiler.launch import interpret
-from fusion_compiler.loops import COLS, ROWS, LoopNest
-from fusion_compiler.passes.legality import first_refusal
-from fusion_compiler.target import compile_for
+from fusion_compiler.codegen.emit import emit
+from fusion_compiler.ir.canonical import canonical
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.kernel import Buffer, Program
+from fusion_compiler.ir.loops import COLS, ROWS, LoopNest
+from fusion_compiler.passes.fuse.legality import first_refusal
+from fusion_compiler.runtime.launch import interpret
+from fusion_compiler.runtime.target import compile_for
+from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule, pieces_of
 from tests.exactness import Compiled, not_as_close, wide
 from tests.hand_made import contiguous
 from tests.nests import Nest

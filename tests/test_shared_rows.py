@@ -15,15 +15,15 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
-from fusion_compiler import device as devices
-from fusion_compiler.canonical import canonical
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule
-from fusion_compiler.codegen.templates import emit, schedules_of
-from fusion_compiler.device import DeviceSpec, device_spec
-from fusion_compiler.kernel import Program
-from fusion_compiler.loops import COLS, LoopNest
-from fusion_compiler.plan import FusionPlan
-from fusion_compiler.target import compile_for
+from fusion_compiler.codegen.emit import emit, schedules_of
+from fusion_compiler.ir import device as devices
+from fusion_compiler.ir.canonical import canonical
+from fusion_compiler.ir.device import DeviceSpec, device_spec
+from fusion_compiler.ir.kernel import Program
+from fusion_compiler.ir.loops import COLS, LoopNest
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.runtime.target import compile_for
+from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule
 from tests.exactness import Compiled, not_as_close, wide
 from tests.versions import of_measured_versions
 

@@ -17,14 +17,14 @@ from triton.runtime.interpreter import InterpreterBuilder, _interpreter
 
 from benchmarks.case import Case, as_tuple
 from benchmarks.clusters import CASES
-from fusion_compiler.codegen import skew, wide_rows
-from fusion_compiler.codegen.analysis import Analysis, Cols, Schedule, inner_cols
-from fusion_compiler.codegen.templates import schedules_of
-from fusion_compiler.device import DeviceSpec
-from fusion_compiler.kernel import Program
-from fusion_compiler.launch import Runner
-from fusion_compiler.loops import COLS, LoopNest
-from fusion_compiler.target import compile_for
+from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.kernel import Program
+from fusion_compiler.ir.loops import COLS, LoopNest
+from fusion_compiler.runtime.launch import Runner
+from fusion_compiler.runtime.target import compile_for
+from fusion_compiler.schedule import misaligned, wide_rows
+from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule, inner_cols
 from tests.exactness import Compiled, not_as_close, wide
 from tests.fake_gpu import FakeGpu
 from tests.versions import of_measured_versions
@@ -41,7 +41,7 @@ def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[S
     over blocks, and shared by programs in both ways; where nothing is reduced, a grid of blocks."""
     plain, a = schedules_of(loops, name, device), Analysis(loops)
     width = a.size(COLS)
-    if not skew.fits(a) or not isinstance(width, int):
+    if not misaligned.fits(a) or not isinstance(width, int):
         return plain
     block = 1 << (width - 1).bit_length()
     kinds = [Schedule(1, block, Cols.WHOLE, programs=8, num_stages=2)]
@@ -58,7 +58,7 @@ def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[S
             ]
     if not a.reductions:
         kinds.append(Schedule(1, block // 4, Cols.GRID))
-    forms = [s for s in (skew.skewed(a, s) for s in kinds) if s is not None]
+    forms = [s for s in (misaligned.skewed(a, s) for s in kinds) if s is not None]
     return (forms[min(form, len(forms) - 1)],)
 
 
@@ -141,11 +141,11 @@ def test_each_element_counts_once_and_is_stored_once(number: int, monkeypatch: p
 def form_of(schedule: Schedule, loops: LoopNest, *_: object) -> tuple[Schedule, ...]:
     """The skewed form of a schedule, which has to have one at these widths unless too many share a row."""
     a = Analysis(loops)
-    form = skew.skewed(a, schedule)
+    form = misaligned.skewed(a, schedule)
     while form is None:
         assert schedule.splits > 1
         schedule = replace(schedule, splits=schedule.splits - 1)
-        form = skew.skewed(a, schedule)
+        form = misaligned.skewed(a, schedule)
     assert form.skewed and 0 < inner_cols(a, form) < a.size(COLS)
     return (form,)
 
@@ -155,12 +155,12 @@ def several_rows(
 ) -> tuple[Schedule, ...]:
     """Groups of three programs that take several rows at once, where there is something to exchange."""
     a = Analysis(loops)
-    if not skew.fits(a) or not any(COLS in a.over(i) for i in a.reductions):
+    if not misaligned.fits(a) or not any(COLS in a.over(i) for i in a.reductions):
         return schedules_of(loops, name, device)
     width = a.size(COLS)
     assert isinstance(width, int)
     block = 1 << (width // 3).bit_length()
-    form = skew.skewed(a, Schedule(rows, block, Cols.WHOLE, programs, num_stages=2, splits=3))
+    form = misaligned.skewed(a, Schedule(rows, block, Cols.WHOLE, programs, num_stages=2, splits=3))
     assert form is not None and form.word == programs
     return (form,)
 

@@ -15,14 +15,14 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.canonical import Canonical, canonical
-from fusion_compiler.dag import build
-from fusion_compiler.decompositions import decomposition_table
-from fusion_compiler.device import device_spec
-from fusion_compiler.passes.cluster import plan as plan_clusters
-from fusion_compiler.plan import Cluster, FusionPlan
-from fusion_compiler.schedule import Call, peak, schedule
-from fusion_compiler.stitch import reinterpreted, restrided, stitch, subgraph
+from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.ir.canonical import Canonical, canonical
+from fusion_compiler.ir.dag import build
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
+from fusion_compiler.stitch.order import Call, peak, schedule
+from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
 
 
 def planned(function: Callable[..., Any], *inputs: Tensor) -> FusionPlan:

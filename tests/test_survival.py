@@ -21,10 +21,11 @@ from triton import knobs
 from triton.runtime.errors import OutOfResources
 
 import fusion_compiler as fc
-from fusion_compiler import api, launch
-from fusion_compiler.binding import Entry
-from fusion_compiler.builds import Build
+from fusion_compiler import api
 from fusion_compiler.errors import FusionWarning, KernelError
+from fusion_compiler.runtime import launch
+from fusion_compiler.runtime.binding import Entry
+from fusion_compiler.runtime.builds import Build
 from tests.fake_gpu import FakeGpu, use
 from tests.test_bad_input import Model
 

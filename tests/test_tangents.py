@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler.dag import OpDag
+from fusion_compiler.ir.dag import OpDag
 
 
 class Model(nn.Module):

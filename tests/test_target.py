@@ -19,8 +19,10 @@ import torch
 import triton
 from triton.runtime.cache import FileCacheManager
 
-from fusion_compiler import builds, cuda
-from fusion_compiler.builds import (
+from fusion_compiler.errors import FusionWarning, KernelError
+from fusion_compiler.ir.kernel import Kernel, Role
+from fusion_compiler.runtime import builds, cuda
+from fusion_compiler.runtime.builds import (
     Build,
     cache_entry,
     compile_build,
@@ -29,9 +31,7 @@ from fusion_compiler.builds import (
     is_cached,
     load_kernel,
 )
-from fusion_compiler.errors import FusionWarning, KernelError
-from fusion_compiler.kernel import Kernel, Role
-from fusion_compiler.target import _directive, argument_type, build_of, compile_for, parse_target
+from fusion_compiler.runtime.target import _directive, argument_type, build_of, compile_for, parse_target
 from tests.hand_made import HEADER, argument, elementwise, row_softmax, ticket_sum, two_kernel_sum
 
 PROGRAMS = (two_kernel_sum(37, 64), ticket_sum(37, 64), row_softmax(100))

@@ -14,7 +14,7 @@ from torch import Tensor
 import fusion_compiler as fc
 from fusion_compiler.api import Compiler
 from fusion_compiler.errors import FusionWarning, KernelError
-from fusion_compiler.verify import compare
+from fusion_compiler.runtime.verify import compare
 from tests import models
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 import fusion_compiler as fc
-from fusion_compiler.cuda import gpu_of
+from fusion_compiler.runtime.cuda import gpu_of
 
 TURNS = 1000
 CODE = "import sys; from tests.gpu import test_cooperative as here; getattr(here, sys.argv[1])(*sys.argv[2:])"
@@ -149,7 +149,7 @@ def in_a_graph(name: str) -> None:
 
 def without_one_that_is_waited_for() -> None:
     from fusion_compiler.codegen import math as fm
-    from fusion_compiler.launch import Runner
+    from fusion_compiler.runtime.launch import Runner
     from tests.test_exchange import exchange, numbers
 
     fm.PATIENCE = tl.constexpr(1 << 12)  # looks

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
-from fusion_compiler.cuda_graphs import RECORDED
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.runtime.cuda_graphs import RECORDED
 
 CUDA = torch.device("cuda")
 # PyTorch's recordings begin with an empty one of their own, and expect its warning to be recorded.

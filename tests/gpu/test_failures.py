@@ -15,7 +15,7 @@ import torch
 import fusion_compiler as fc
 from fusion_compiler.api import Compiler
 from fusion_compiler.errors import FusionWarning, KernelError
-from fusion_compiler.kernel import Kernel, Program
+from fusion_compiler.ir.kernel import Kernel, Program
 from tests.test_survival import assert_killing_harms_nothing, assert_right, compiled, softmax
 
 CUDA = torch.device("cuda")

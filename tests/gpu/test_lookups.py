@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion_compiler.cuda import gpu_of
-from fusion_compiler.kernel import Buffer
-from fusion_compiler.launch import Runner
+from fusion_compiler.ir.kernel import Buffer
+from fusion_compiler.runtime.cuda import gpu_of
+from fusion_compiler.runtime.launch import Runner
 from tests.test_lookups import COSTS, programs_of, unchecked
 
 CUDA = torch.device("cuda")

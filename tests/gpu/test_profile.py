@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from benchmarks.timing import device_time
+from fusion_compiler.capture.module import plan_of
 from fusion_compiler.errors import ReplayedGraphError
-from fusion_compiler.module import plan_of
-from fusion_compiler.profiling import Profile
-from fusion_compiler.straight_line import Ranged
+from fusion_compiler.report.profiling import Profile
+from fusion_compiler.stitch.graph_source import Ranged
 
 CUDA = torch.device("cuda")
 

@@ -14,7 +14,7 @@ from benchmarks.accuracy import not_worse
 from benchmarks.case import Case
 from benchmarks.clusters import CASES
 from benchmarks.kernels import leaves, run, truth_of
-from fusion_compiler.codegen import templates
+from fusion_compiler.codegen import emit as templates
 from tests.test_skew import FORMS, several_rows, skewed
 
 CUDA = torch.device("cuda")

@@ -1,0 +1,279 @@
+"""Capture: a TorchDynamo backend that hands out functional ATen graphs, forward and backward.
+
+    Dynamo graph -> pre-autograd ATen graph -> rewrites -> AOTAutograd -> compile_graph, once per graph
+
+The pre-autograd graph still has `linear` and `scaled_dot_product_attention` whole; what is
+rewritten there gets its backward from autograd. Where that graph would not mean the same as
+Dynamo's (see pre_autograd.py) it is not made, the rewrites are left out and a note says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import TorchDynamoException
+from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fusion_compiler.capture.decompositions import gradients_of_interpolation
+from fusion_compiler.capture.partition import partition
+from fusion_compiler.capture.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
+from fusion_compiler.capture.tangents import Backward, Boxed, leave_undefined, separable
+from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, origins_of
+from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
+
+CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
+
+
+class Backend(Protocol):
+    """What TorchDynamo calls with each graph; traced: the graph is in its pre-autograd form already."""
+
+    def __call__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False
+    ) -> Callable[..., Any]: ...
+
+
+def raising(name: str, error: Exception) -> None:
+    """Lets no graph run as it is."""
+    del name
+    raise error
+
+
+def make_backend(
+    compile_graph: CompileGraph,
+    *,
+    rewrites: Sequence[Rewrite],
+    decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
+    give_up: Callable[[str, Exception], None] = raising,
+) -> Backend:
+    """A backend for `torch.compile(model, backend=...)`.
+
+    compile_graph(gm, inputs, info): gm is functional ATen; inputs are FakeTensors, SymInts or
+        ints, one per placeholder. It returns a callable that takes one argument per placeholder
+        and returns the list of outputs; with the attribute `_boxed_call` set it takes one list
+        of arguments, which it empties, so that saved activations are freed at their last use.
+    rewrites: run in order on the pre-autograd graph.
+    decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
+    give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
+    """
+    numbers = itertools.count()
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False) -> Callable[..., Any]:
+        name = f"graph{next(numbers)}"
+        gm, held = lift_attributes(gm)
+        try:
+            run = compiled(name, gm, (*held, *inputs), traced)
+        except TorchDynamoException:  # not an error: Dynamo may start again
+            raise
+        except Exception as error:
+            if traced:
+                raise
+            give_up(name, error)
+            run = gm.forward
+        return functools.partial(run, *held) if held else run
+
+    def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
+        rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
+        stages = _Stages(compile_graph, name, give_up)
+        try:
+            return stages.compile(rewritten, inputs, notes, decompositions())
+        except TorchDynamoException:
+            raise
+        except Exception as error:
+            if rewritten is gm or stages.reached:
+                raise
+            # What a rewrite yields can lay out its results differently, which a `view` in the
+            # model may not accept: Dynamo's own graph is what the user wrote.
+            reason = f"undone, autograd refused the result: {type(error).__name__}: {error}"
+            undone = (replace(n, applied=False, reason=f"{n.reason}; undone") for n in notes if n.applied)
+            refused = (n for n in notes if not n.applied)
+            notes = (RewriteNote("pre-autograd", "", False, reason), *undone, *refused)
+            return stages.compile(gm, inputs, notes, decompositions())
+
+    return backend
+
+
+class _Stages:
+    """The compilers that AOTAutograd calls for one Dynamo graph.
+
+    reached: whether compile_graph was called, so that an error may be its own.
+    """
+
+    _bare: Callable[..., Any] | None  # the graph without AOTAutograd's wrapper, where that does nothing
+    _inputs: Sequence[Any] | None  # where it may do nothing
+
+    def __init__(
+        self, compile_graph: CompileGraph, name: str, give_up: Callable[[str, Exception], None]
+    ) -> None:
+        self._compile_graph = compile_graph
+        self._give_up = give_up
+        self._name = name
+        self.reached = False
+        self._separable = False
+        self._origins: tuple[Origin, ...] = ()
+
+    @gradients_of_interpolation()
+    def compile(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        notes: Notes,
+        decompositions: Mapping[Any, Callable[..., Any]],
+    ) -> Callable[..., Any]:
+        self._separable, self._bare = False, None
+        self._origins = tuple(origins_of(gm.graph).values())
+        # Asked here: while a graph is compiled other modes may be set. Dynamo guards both.
+        recorded = torch.is_grad_enabled() and any(_wants_gradient(x) for x in inputs)
+        self._inputs = None if recorded or torch._C._is_any_autocast_enabled() else inputs
+        run = aot_autograd(
+            fw_compiler=self._stage(Phase.FORWARD, notes),
+            bw_compiler=self._stage(Phase.BACKWARD, notes),
+            inference_compiler=self._stage(Phase.INFERENCE, notes),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,  # the graph writes into its arguments itself
+            decompositions=dict(decompositions),
+        )(gm, inputs)
+        if self._bare is not None:
+            return self._bare
+        return leave_undefined(run) if self._separable else run
+
+    def _stage(self, phase: Phase, notes: Notes) -> Callable[..., Any]:
+        made: list[Callable[..., Any]] = []
+
+        def once(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+            # A backward may be compiled when it is first called, which several threads may do at once.
+            with compile_lock:
+                if not made:
+                    made.append(compile_stage(graph, fakes))
+                return made[0]
+
+        def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+            self.reached = True
+            info = _info(graph, self._name, phase, notes)
+            info = replace(info, origins=_named(graph, phase, self._origins))
+            if phase is Phase.FORWARD:
+                self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
+            if phase is Phase.BACKWARD and self._separable:
+                return _boxed(Backward(graph, functools.partial(self._variant, fakes, info)))
+            compiled = self._compiled(graph, fakes, info)
+            if phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes):
+                self._bare = _unboxed(compiled)
+            return _boxed(compiled)
+
+        return once
+
+    def _variant(self, fakes: Sequence[Any], info: GraphInfo, graph: fx.GraphModule, number: int) -> Boxed:
+        name = f"{info.name}{number + 1}" if number else info.name
+        return _boxed(self._compiled(graph, fakes, replace(info, name=name)))
+
+    def _compiled(
+        self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo
+    ) -> Callable[..., Any]:
+        try:
+            return self._compile_graph(graph, fakes, info)
+        except Exception as error:
+            self._give_up(info.name, error)
+            return make_boxed_func(graph.forward)
+
+
+def _named(graph: fx.GraphModule, phase: Phase, origins: Sequence[Origin]) -> dict[str, Origin]:
+    """Origins by the placeholders of AOTAutograd's graph, which numbers its arguments as Dynamo's are."""
+    names = [f"primals_{i + 1}" for i in range(len(origins))]
+    if phase is Phase.INFERENCE:
+        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    return dict(zip(names, origins, strict=False))
+
+
+def _wants_gradient(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _passed_on(inputs: Sequence[Any], fakes: Sequence[Any]) -> bool:
+    """Whether AOTAutograd's wrapper hands an inference graph's arguments and results on as they are.
+
+    inputs: of the Dynamo graph, called where neither autograd nor autocast has a part in what runs.
+    fakes: of the graph that is compiled.
+    """
+    context = TracingContext.try_get()
+    metadata: Any = context.fw_metadata if context else None
+    if metadata is None or len(inputs) != len(fakes):
+        return False
+    if any(isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x) for x in inputs):
+        return False
+    return not (
+        metadata.num_mutated_inp_runtime_indices
+        or metadata.mutated_graph_handled_indices_seen_by_autograd
+        or metadata.num_outputs_aliased
+        or metadata.num_intermediate_bases
+        or metadata.dynamic_outputs
+        or metadata.is_rng_op_functionalized
+        or metadata.tokens
+        or metadata.grad_enabled_mutation is not None
+        or any(isinstance(m, SubclassCreationMeta) for m in metadata.subclass_fw_graph_out_meta)
+    )
+
+
+def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function that takes one list; AOTAutograd's wrappers lose the mark of other callables."""
+    if not isinstance(compiled, Backward) and not getattr(compiled, "_boxed_call", False):
+        return make_boxed_func(compiled)
+
+    def call(args: list[Any]) -> Any:
+        return compiled(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _unboxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes its arguments one by one."""
+    if getattr(compiled, "_boxed_call", False):
+        return lambda *args: compiled([*args])
+    return compiled
+
+
+def rewrite(
+    gm: fx.GraphModule, inputs: Sequence[Any], rewrites: Sequence[Rewrite], *, traced: bool = False
+) -> tuple[fx.GraphModule, Notes]:
+    """The pre-autograd form of `gm` (itself, where it is `traced`) after `rewrites`, or `gm` and a note."""
+    if not rewrites:
+        return gm, ()
+    try:
+        graph = gm if traced else trace_pre_autograd(gm, inputs)
+    except UntraceableError as reason:
+        return gm, (RewriteNote("pre-autograd", "", False, str(reason)),)
+    notes: Notes = ()
+    for rule in rewrites:
+        graph, more = rule(graph)
+        notes += more
+    return graph, notes
+
+
+def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> GraphInfo:
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context else None
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    returned = graph.graph.output_node().args[0]
+    outputs = len(returned) if isinstance(returned, Sequence) else 1
+    owned: tuple[str, ...] = ()
+    if metadata is None:
+        return GraphInfo(f"{name}.{phase}", phase, (), outputs, (), notes)
+    static = {int(i) for i in metadata.static_input_indices}
+    if phase is Phase.BACKWARD:
+        # The partitioner keeps the joint graph's names for inputs that it saves.
+        names = {f"primals_{i + 1}" for i in static}
+        static = {i for i, node in enumerate(placeholders) if node.name in names}
+        owned = tuple(node.name for node in placeholders if not node.name.startswith("primals_"))
+    elif phase is Phase.FORWARD:
+        outputs = metadata.num_forward_returns
+    return GraphInfo(f"{name}.{phase}", phase, tuple(sorted(static)), outputs, owned, notes)

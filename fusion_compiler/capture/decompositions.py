@@ -1,0 +1,755 @@
+"""Composite operators written in rows of the operator table, for AOTAutograd.
+
+Start: PyTorch's core ATen decompositions, less the operators that have a row of their own and
+the contractions, which stay whole. The functions here replace those that are missing there, that
+would sum 16-bit floats in 16 bits, or that scatter, that cancel, or that lose a NaN. The rules: 16-bit
+floats are widened to float32 once at the entry and narrowed once at the exit; variances are of centred
+values; 1 - sigmoid(x) is sigmoid(-x), of which digits are left where x is large; of a choice between
+formulas NaN takes the one that computes with it; what eager makes contiguous is contiguous here, and
+channels-last what is that in eager, as a traced view may rely on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, _refs
+from torch._C import DispatchKey
+from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
+from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_compiler.ir import random
+from fusion_compiler.ir.ops import Kind, spec_of
+
+aten = torch.ops.aten
+
+# Contractions and scatters that core ATen would take apart. They stay library calls.
+_WHOLE = (
+    aten.baddbmm.default,
+    aten.scaled_dot_product_attention.default,
+    aten._scaled_dot_product_attention_math.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten.embedding_dense_backward.default,
+    aten.select_scatter.default,  # PyTorch's gives the dtype of both, eager that of the first
+)
+
+# Interpolation, which PyTorch's tracing takes apart above autograd, into gathers: their gradient is a scatter
+# that adds, whose indices a GPU sorts first. Here the forward alone is taken apart, below autograd.
+_INTERPOLATIONS = tuple(
+    getattr(getattr(aten, name), overload)
+    for name in (
+        *(f"upsample_{mode}" for mode in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")),
+        *("upsample_trilinear3d", "upsample_bicubic2d"),
+        *(f"_upsample_nearest_exact{rank}d" for rank in (1, 2, 3)),
+    )
+    for overload in ("default", "vec")
+)
+
+# Right as they are in PyTorch, and not part of its core table. They call var_mean and friends,
+# which are then taken from this table.
+_BORROWED = (
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._native_batch_norm_legit_no_training,
+    aten._batch_norm_with_update_functional,
+    aten._batch_norm_no_update,
+    aten.batch_norm_backward,
+    aten.addmv,
+    aten.dist,
+    *(target for target in _INTERPOLATIONS if target._overloadname == "default"),
+    aten.rrelu_with_noise_backward,
+)
+
+
+def decomposition_table() -> dict[OpOverload, Callable[..., Any]]:
+    """ATen overload -> its decomposition, for the `decompositions` argument of AOTAutograd.
+
+    A new table for each capture: every random operator traced with one table gets a salt of
+    its own, so that two dropouts differ even where a later pass merges their seeds.
+    """
+    return _shared() | _random(itertools.count())
+
+
+@functools.cache
+def _shared() -> dict[OpOverload, Callable[..., Any]]:
+    """What is the same in all tables. Composite operators come apart above it, without a table."""
+    table: dict[Any, Callable[..., Any]] = dict(_core_aten_decompositions_post_autograd())
+    table.update(get_decompositions(_BORROWED))
+    for target in list(table):
+        spec = spec_of(target)
+        if target in _WHOLE or (spec is not None and spec.kind is not Kind.LAYOUT):
+            del table[target]
+    return table | {target: _for_real(function) for target, function in _OURS.items()}
+
+
+@contextlib.contextmanager
+def gradients_of_interpolation() -> Generator[None]:
+    """While a graph is traced interpolation has the gradient that it has in eager."""
+    keys = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+    taken = {op: {k: op.py_kernels.pop(k) for k in keys if k in op.py_kernels} for op in _INTERPOLATIONS}
+    try:
+        for op in taken:
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in taken.items():
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
+def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave complex tensors alone: no kernel holds them."""
+
+    def decomposition(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, Tensor) and arg.is_complex() for arg in args):
+            return NotImplemented
+        return function(*args, **kwargs)
+
+    return decomposition
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _axes(x: Tensor, dims: int | Sequence[int] | None) -> list[int]:
+    """Dimensions to reduce, non-negative and in order; none given means all."""
+    if dims is None or (isinstance(dims, Sequence) and not dims):
+        return list(range(x.ndim))
+    listed = [dims] if isinstance(dims, int) else list(dims)
+    return sorted(dim % max(x.ndim, 1) for dim in listed) if x.ndim else []
+
+
+def _count(x: Tensor, dims: Sequence[int]) -> int:
+    return math.prod(x.shape[dim] for dim in dims)
+
+
+def _sum(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    return torch.sum(x, list(dims), keepdim=keepdim) if x.ndim else x
+
+
+def _zero(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=like.dtype, device=like.device)
+
+
+def _coordinates(size: int, dim: int, like: Tensor) -> Tensor:
+    """0 .. size - 1 along `dim`, to be broadcast against `like`."""
+    return torch.arange(size, device=like.device).view([-1 if d == dim else 1 for d in range(like.ndim)])
+
+
+# Reductions
+
+
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    dims = _axes(x, dim)
+    return (_sum(_wide(x), dims, keepdim) / _count(x, dims)).to(x.dtype)
+
+
+def _var_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    dims, wide = _axes(x, dim), _wide(x)
+    count = _count(x, dims)
+    mean = _sum(wide, dims, True) / count
+    centred = wide - mean
+    freedom = torch.sym_max(count - (1 if correction is None else correction), 0)
+    var = _sum(centred * centred, dims, keepdim) / freedom
+    mean = mean if keepdim else mean.squeeze(dims)
+    return var.to(x.dtype), mean.to(x.dtype)
+
+
+def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    wide, dims = _wide(x if x.is_floating_point() else x.to(torch.get_default_dtype())), _axes(x, dim)
+    if statically_known_true(_count(x, dims) == 0):  # there is no largest
+        nothing = torch.log(_sum(torch.exp(wide), dims, keepdim))
+        return nothing.to(x.dtype if x.is_floating_point() else wide.dtype)
+    top = torch.amax(wide, dims, keepdim=True)
+    top = torch.where(torch.isinf(top), _zero(top), top)
+    total = torch.log(_sum(torch.exp(wide - top), dims, True)) + top
+    return (total if keepdim else total.squeeze(dims)).to(x.dtype if x.is_floating_point() else wide.dtype)
+
+
+def _vector_norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    dims, size = _axes(x, dim), _wide(x).abs()
+    match float(ord):
+        case 0.0:
+            norm = _sum((size != 0).to(size.dtype), dims, keepdim)
+        case _ if all(statically_known_true(x.shape[d] == 1) for d in dims):
+            norm = size if keepdim else size.squeeze(dims)  # exact, as eager's: no power and its root
+        case 1.0:
+            norm = _sum(size, dims, keepdim)
+        case 2.0:
+            norm = torch.sqrt(_sum(size * size, dims, keepdim))
+        case power if math.isinf(power):
+            norm = (torch.amax if power > 0 else torch.amin)(size, dims, keepdim)
+        case power:
+            norm = _sum(size**power, dims, keepdim) ** (1 / power)
+    return norm.to(x.dtype)
+
+
+def _max_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    ordered = x.to(torch.uint8) if x.dtype is torch.bool else x
+    return torch.amax(x, dim, keepdim), torch.argmax(ordered, dim, keepdim)
+
+
+def _min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    ordered = x.to(torch.uint8) if x.dtype is torch.bool else x
+    return torch.amin(x, dim, keepdim), torch.argmin(ordered, dim, keepdim)
+
+
+def _one_in_each_row(x: Tensor, dim: int, index: Tensor) -> Tensor | None:
+    """Where `index` points, if it names exactly one position along dim everywhere else in x."""
+    whole = [1 if d == dim % max(x.ndim, 1) else size for d, size in enumerate(x.shape)]
+    if not x.ndim or index.ndim != x.ndim:
+        return None
+    if not all(statically_known_true(a == b) for a, b in zip(index.shape, whole, strict=True)):
+        return None
+    return _coordinates(x.shape[dim], dim % x.ndim, x) == index
+
+
+def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Any:
+    """Element-wise where each row gets one value: the gradient of max, one-hot, a target's probability.
+
+    Eager's result is in row order, whatever that of the operands.
+    """
+    hit = _one_in_each_row(x, dim, index)
+    if hit is None:
+        return NotImplemented
+    if isinstance(src, Tensor):
+        value = src[tuple(slice(size) for size in index.shape)]
+    else:
+        value = torch.full((), src, dtype=x.dtype, device=x.device)
+    return torch.where(hit, value, x).contiguous()
+
+
+def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
+    hit = _one_in_each_row(x, dim, index)
+    if hit is None:
+        return NotImplemented
+    return (x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))).contiguous()
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """PyTorch's asks an index without dimensions for its number."""
+    return aten.index.Tensor(x.reshape(-1), [index])
+
+
+def _bucketize(x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+    """PyTorch's binary search; of a number as of a tensor of one, whose boundaries no value has to tell."""
+    if statically_known_true(boundaries.shape[0] == 0):
+        return torch.zeros_like(x, dtype=torch.int32 if out_int32 else torch.int64)
+    listed = x if x.ndim else x.view(1)
+    return _refs.bucketize(listed, boundaries, out_int32=out_int32, right=right).view(x.shape)
+
+
+# Normalizations
+
+
+def _normalized(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) * rstd over dims, mean and rstd (both with dims kept), of a wide x."""
+    count = _count(x, dims)
+    mean = _sum(x, dims, True) / count
+    centred = x - mean
+    rstd = torch.rsqrt(_sum(centred * centred, dims, True) / count + eps)
+    return centred * rstd, mean, rstd
+
+
+def _normalized_backward(grad: Tensor, unit: Tensor, rstd: Tensor, dims: Sequence[int]) -> Tensor:
+    """The gradient of x, given that of unit = (x - mean) * rstd."""
+    count = _count(unit, dims)
+    mean_grad = _sum(grad, dims, True) / count
+    mean_product = _sum(grad * unit, dims, True) / count
+    return (grad - mean_grad - unit * mean_product) * rstd
+
+
+def _affine(unit: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    scaled = unit if weight is None else unit * _wide(weight)
+    return scaled if bias is None else scaled + _wide(bias)
+
+
+def _statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    """Eager's, for what a norm of channels returns of its rows, and for layer norm on a CPU."""
+    return x.dtype if weight is None else weight.dtype
+
+
+def _layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = list(range(x.ndim - len(shape), x.ndim))
+    unit, mean, rstd = _normalized(_wide(x.contiguous()), dims, eps)
+    dtype = _statistics_dtype(x, weight) if x.device.type == "cpu" else mean.dtype
+    return _affine(unit, weight, bias).to(x.dtype), mean.to(dtype), rstd.to(dtype)
+
+
+def _layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    inner = list(range(x.ndim - len(shape), x.ndim))
+    outer = list(range(x.ndim - len(shape)))
+    wide_grad = _wide(grad.contiguous())
+    mean, rstd = _wide(mean), _wide(rstd)
+    unit = (_wide(x.contiguous()) - mean) * rstd
+    dx = dweight = dbias = None
+    if output_mask[0]:
+        dx = _normalized_backward(_affine(wide_grad, weight, None), unit, rstd, inner).to(x.dtype)
+    if output_mask[1] and weight is not None:
+        product = wide_grad * unit
+        dweight = (_sum(product, outer) if outer else product).to(weight.dtype)
+    if output_mask[2] and bias is not None:
+        dbias = (_sum(wide_grad, outer) if outer else wide_grad).to(bias.dtype)
+    return dx, dweight, dbias
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    wide = _wide(x.contiguous())
+    dims = list(range(x.ndim - len(shape), x.ndim))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    rstd = torch.rsqrt(_sum(wide * wide, dims, True) / _count(x, dims) + eps)
+    return _affine(wide * rstd, weight, None).to(x.dtype), rstd
+
+
+def _rms_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    inner = list(range(x.ndim - len(shape), x.ndim))
+    outer = list(range(x.ndim - len(shape)))
+    wide_grad, unit = _wide(grad.contiguous()), _wide(x.contiguous()) * rstd
+    dx = dweight = None
+    if output_mask[0]:
+        scaled = _affine(wide_grad, weight, None)
+        mean_product = _sum(scaled * unit, inner, True) / _count(x, inner)
+        dx = ((scaled - unit * mean_product) * rstd).to(x.dtype)
+    if output_mask[1] and weight is not None:
+        product = wide_grad * unit
+        dweight = (_sum(product, outer) if outer else product).to(weight.dtype)
+    return dx, dweight
+
+
+def _per_channel(x: Tensor, values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.view([1, -1] + [1] * (x.ndim - 2))
+
+
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hw: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    unit, mean, rstd = _normalized(_wide(x).reshape(n, groups, c // groups * hw), [2], eps)
+    out = _affine(unit.view(x.shape), _per_channel(x, weight), _per_channel(x, bias)).to(x.dtype)
+    dtype = _statistics_dtype(x, weight)
+    out = out.contiguous(memory_format=suggest_memory_format(x))
+    return out, mean.squeeze(2).to(dtype), rstd.squeeze(2).to(dtype)
+
+
+def _group_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    n: int,
+    c: int,
+    hw: int,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    grouped = (n, groups, c // groups * hw)
+    wide_grad, mean, rstd = _wide(grad), _wide(mean).unsqueeze(2), _wide(rstd).unsqueeze(2)
+    unit = (_wide(x).reshape(grouped) - mean) * rstd
+    dx = dweight = dbias = None
+    if output_mask[0]:
+        scaled = _affine(wide_grad, _per_channel(x, weight), None).reshape(grouped)
+        dx = _normalized_backward(scaled, unit, rstd, [2]).view(x.shape).to(x.dtype)
+        dx = dx.contiguous(memory_format=suggest_memory_format(x))
+    rest = [dim for dim in range(x.ndim) if dim != 1]
+    dtype = x.dtype if weight is None else weight.dtype
+    if output_mask[1]:
+        dweight = _sum(wide_grad * unit.view(x.shape), rest).to(dtype)
+    if output_mask[2]:
+        dbias = _sum(wide_grad, rest).to(dtype)
+    return dx, dweight, dbias
+
+
+# Softmax and losses
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = _wide(x.contiguous())
+    if wide.numel() == 0:
+        return wide if half_to_float else wide.to(x.dtype)
+    exp = torch.exp(wide - torch.amax(wide, dim, keepdim=True))
+    out = exp / torch.sum(exp, dim, keepdim=True)
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = _wide(x.contiguous())
+    if wide.numel() == 0:
+        return wide if half_to_float else wide.to(x.dtype)
+    shifted = wide - torch.amax(wide, dim, keepdim=True)
+    out = shifted - torch.log(torch.sum(torch.exp(shifted), dim, keepdim=True))
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    product = _wide(grad.contiguous()) * _wide(out)
+    return (product - _wide(out) * torch.sum(product, dim, keepdim=True)).to(input_dtype)
+
+
+def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    wide = _wide(grad.contiguous())
+    return (wide - torch.exp(_wide(out)) * torch.sum(wide, dim, keepdim=True)).to(input_dtype)
+
+
+def _nll_loss_forward(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """x: [N, C, ...] or [C]; target: the same without C. reduction: 0 none, 1 mean, 2 sum."""
+    dim = 0 if x.ndim < 2 else 1
+    counts = target != ignore_index
+    safe = torch.where(counts, target, _zero(target))
+    loss = -_wide(torch.gather(x, dim, safe.unsqueeze(dim)).squeeze(dim))
+    scale = torch.ones_like(loss) if weight is None else aten.index.Tensor(_wide(weight), [safe])
+    loss = torch.where(counts, loss if weight is None else loss * scale, _zero(loss))
+    if reduction == 0:
+        return loss.to(x.dtype), _zero(loss)
+    total_weight = torch.sum(torch.where(counts, scale, _zero(scale)))
+    total = torch.sum(loss)
+    return (total / total_weight if reduction == 1 else total).to(x.dtype), total_weight
+
+
+def _nll_loss_backward(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    dim = 0 if x.ndim < 2 else 1
+    wide = -_wide(grad)
+    if reduction == 1:
+        wide = wide / total_weight
+    counts = target != ignore_index
+    if weight is not None:
+        wide = wide * aten.index.Tensor(_wide(weight), [torch.where(counts, target, _zero(target))])
+    row = torch.where(counts, wide, _zero(wide)).unsqueeze(dim)
+    hit = _coordinates(x.shape[dim], dim, row) == target.unsqueeze(dim)
+    return torch.where(hit, row, _zero(row)).to(x.dtype)
+
+
+# Element-wise
+
+
+_ROOT_HALF = math.sqrt(0.5)
+_GELU_SCALE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+def _normal_cdf(wide: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(wide * _ROOT_HALF))
+
+
+def _gelu_argument(wide: Tensor) -> Tensor:
+    """2u of the approximation (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel where x is negative."""
+    return wide * (2 * _GELU_SCALE + 2 * _GELU_SCALE * _GELU_CUBE * (wide * wide))
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    wide = _wide(x)
+    part = torch.sigmoid(_gelu_argument(wide)) if approximate == "tanh" else _normal_cdf(wide)
+    return (wide * part).to(x.dtype)
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    wide = _wide(x)
+    if approximate == "tanh":
+        argument = _gelu_argument(wide)
+        part, rest = torch.sigmoid(argument), torch.sigmoid(-argument)  # 1 - part would cancel
+        rise = 2 * _GELU_SCALE + 6 * _GELU_SCALE * _GELU_CUBE * (wide * wide)
+        slope = part + part * rest * wide * rise
+    else:
+        density = math.sqrt(0.5 / math.pi) * torch.exp(wide * wide * -0.5)
+        slope = _normal_cdf(wide) + wide * density
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    scaled = _wide(x) * beta
+    wide = _wide(grad)
+    return torch.where(scaled > threshold, wide, wide * torch.sigmoid(scaled)).to(grad.dtype)
+
+
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
+    return (_wide(grad) * torch.sigmoid(-_wide(x))).to(grad.dtype)
+
+
+def _soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    wide, sign = _wide(x), _wide(target)
+    slope = -sign * torch.sigmoid(-(sign * wide))
+    slope = slope / x.numel() if reduction == 1 else slope
+    return (_wide(grad) * slope).to(torch.promote_types(x.dtype, grad.dtype))
+
+
+def _elu_backward(
+    grad: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, value: Tensor
+) -> Tensor:
+    """value: the result of the forward pass or its input."""
+    wide, known = _wide(grad), _wide(value)
+    rise = known + alpha * scale if is_result else alpha * scale * torch.exp(known * input_scale)
+    return torch.where(known > 0, wide * scale, wide * input_scale * rise).to(grad.dtype)
+
+
+def _hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    wide, known = _wide(grad), _wide(x)
+    inner = wide * (known / 3 + 0.5)
+    return torch.where(known <= -3, _zero(wide), torch.where(known >= 3, wide, inner)).to(grad.dtype)
+
+
+def _smooth_l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:
+    off = _wide(x) - _wide(target)
+    scaled = _wide(grad) / x.numel() if reduction == 1 else _wide(grad)
+    slope = torch.sign(off) if beta == 0 else torch.where(off.abs() >= beta, torch.sign(off), off / beta)
+    return (scaled * slope).to(torch.promote_types(x.dtype, grad.dtype))
+
+
+def _tanh_of_softplus(wide: Tensor) -> Tensor:
+    """tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2), which is 1 in float64 too from x = 20 on."""
+    e = torch.exp(torch.clamp_max(wide, 20))
+    n = e * (e + 2)
+    return n / (n + 2)
+
+
+def _mish(x: Tensor) -> Tensor:
+    wide = _wide(x)
+    return (wide * _tanh_of_softplus(wide)).to(x.dtype)
+
+
+def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    wide = _wide(x)
+    part = _tanh_of_softplus(wide)
+    slope = part + wide * torch.sigmoid(wide) * (1 - part * part)
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+def _add_bool(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """Sums of bools are a logical or; all other sums have a row."""
+    return torch.logical_or(x, y) if _bools(x, y) and alpha else NotImplemented
+
+
+def _mul_bool(x: Any, y: Any) -> Any:
+    return torch.logical_and(x, y) if _bools(x, y) else NotImplemented
+
+
+def _maximum_bool(x: Any, y: Any) -> Any:
+    return torch.logical_or(x, y) if _bools(x, y) else NotImplemented
+
+
+def _minimum_bool(x: Any, y: Any) -> Any:
+    return torch.logical_and(x, y) if _bools(x, y) else NotImplemented
+
+
+def _bools(*operands: Any) -> bool:
+    return all(isinstance(operand, Tensor) and operand.dtype is torch.bool for operand in operands)
+
+
+def _neg_unsigned(x: Tensor) -> Any:
+    return NotImplemented if x.dtype.is_signed else aten.rsub.Scalar(x, 0)
+
+
+def _not_unsigned(x: Tensor) -> Any:
+    unsigned = not x.dtype.is_signed and x.dtype is not torch.bool
+    return torch.bitwise_xor(x, torch.iinfo(x.dtype).max) if unsigned else NotImplemented
+
+
+def _whole_number(x: Tensor, **_: Any) -> Any:
+    """Rounding of what is whole already."""
+    return NotImplemented if x.is_floating_point() else x.clone()
+
+
+def _relu_whole(x: Tensor) -> Any:
+    """Of integers a choice between two of their own type."""
+    return NotImplemented if x.is_floating_point() else torch.clamp_min(x, 0)
+
+
+def _pow_zero(x: Tensor, exponent: float) -> Any:
+    return torch.ones_like(x) if exponent == 0 and not isinstance(exponent, float) else NotImplemented
+
+
+def _shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
+    return torch.where((x >= -lambd) & (x <= lambd), _zero(grad), grad)
+
+
+# Layout
+
+
+def _pad(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [before, after])
+
+
+def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
+    dim %= len(sizes)
+    size, length = sizes[dim], grad.shape[dim]
+    if step != 1:
+        return torch.slice_scatter(grad.new_zeros(sizes), grad, dim, start, end, step)
+    start = min(max(start + size if start < 0 else start, 0), size)
+    return _pad(grad, dim, start, size - start - length)
+
+
+def _select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
+    dim %= len(sizes)
+    index = index + sizes[dim] if index < 0 else index
+    return _pad(grad.unsqueeze(dim), dim, index, sizes[dim] - index - 1)
+
+
+def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    starts = [0, *itertools.accumulate(sizes)]
+    return [x.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    sizes = [1] * (len(repeats) - x.ndim) + list(x.shape)
+    spread = x.view([extent for size in sizes for extent in (1, size)])
+    spread = spread.expand([extent for pair in zip(repeats, sizes, strict=True) for extent in pair])
+    return spread.clone(memory_format=torch.contiguous_format).view(
+        [times * size for times, size in zip(repeats, sizes, strict=True)]
+    )
+
+
+# Random numbers
+
+
+def _random(salts: Iterator[int]) -> dict[OpOverload, Callable[..., Any]]:
+    def numbers(shape: Sequence[int], device: torch.device) -> Tensor:
+        return random.uniform(random.seed(device), shape, next(salts))
+
+    def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        if train is False or p == 0:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        if p == 1:
+            return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+        keep = numbers(x.shape, x.device) >= p
+        return _native_dropout_backward(x, keep, 1 / (1 - p)), keep
+
+    def bernoulli_p(x: Tensor, p: float = 0.5, *, generator: object = None) -> Any:
+        return NotImplemented if generator else (numbers(x.shape, x.device) < p).to(x.dtype)
+
+    def bernoulli(x: Tensor, *, generator: object = None) -> Any:
+        return NotImplemented if generator else (numbers(x.shape, x.device) < x).to(x.dtype)
+
+    def rand(shape: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+        # Only float32 has as many random bits as eager gives.
+        if (dtype or torch.get_default_dtype()) is not torch.float32:
+            return NotImplemented
+        return numbers(shape, torch.device(device or torch.get_default_device()))
+
+    def rand_like(x: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+        return rand(x.shape, dtype=dtype or x.dtype, device=device or x.device)
+
+    return {
+        aten.native_dropout.default: native_dropout,
+        aten.bernoulli.default: bernoulli,
+        aten.bernoulli.p: bernoulli_p,
+        aten.rand.default: rand,
+        aten.rand_like.default: rand_like,
+    }
+
+
+def _native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
+    wide = _wide(grad)
+    return (wide * (mask.to(wide.dtype) * scale)).to(
+        grad.dtype
+    )  # a choice between two numbers, and a product
+
+
+_OURS: dict[OpOverload, Callable[..., Any]] = {
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.var.correction: _var,
+    aten.var_mean.correction: _var_mean,
+    aten.logsumexp.default: _logsumexp,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.max.default: lambda x: torch.amax(x),
+    aten.min.default: lambda x: torch.amin(x),
+    aten.max.dim: _max_dim,
+    aten.min.dim: _min_dim,
+    aten.scatter.src: _scatter,
+    aten.scatter.value: _scatter,
+    aten.scatter_add.default: _scatter_add,
+    aten.take.default: _take,
+    aten.bucketize.Tensor: _bucketize,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten._fused_rms_norm.default: _rms_norm,
+    aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._softmax.default: _softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax.default: _log_softmax,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    aten.nll_loss_forward.default: _nll_loss_forward,
+    aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.nll_loss2d_forward.default: _nll_loss_forward,
+    aten.nll_loss2d_backward.default: _nll_loss_backward,
+    aten.gelu.default: _gelu,
+    aten.gelu_backward.default: _gelu_backward,
+    aten.softplus_backward.default: _softplus_backward,
+    aten.log_sigmoid_backward.default: _log_sigmoid_backward,
+    aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
+    aten.elu_backward.default: _elu_backward,
+    aten.hardswish_backward.default: _hardswish_backward,
+    aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
+    aten.mish.default: _mish,
+    aten.mish_backward.default: _mish_backward,
+    aten.hardshrink_backward.default: _shrink_backward,
+    aten.softshrink_backward.default: _shrink_backward,
+    aten.add.Tensor: _add_bool,
+    aten.mul.Tensor: _mul_bool,
+    aten.maximum.default: _maximum_bool,
+    aten.minimum.default: _minimum_bool,
+    aten.neg.default: _neg_unsigned,
+    aten.bitwise_not.default: _not_unsigned,
+    aten.floor.default: _whole_number,
+    aten.ceil.default: _whole_number,
+    aten.trunc.default: _whole_number,
+    aten.round.default: _whole_number,
+    aten.round.decimals: _whole_number,
+    aten.relu.default: _relu_whole,
+    aten.pow.Tensor_Scalar: _pow_zero,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.repeat.default: _repeat,
+    aten.native_dropout_backward.default: _native_dropout_backward,
+}

@@ -1,0 +1,314 @@
+"""What compile() returns: a drop-in for the module or function, with its plans.
+
+A compiled module is an instance of a subclass of the model's own class that *shares the model's
+__dict__*: parameters, buffers, hooks, mode and every attribute are the same objects under the
+same names, whichever of the two is changed. Only `forward` differs, and `plan` is added.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, overload
+
+import torch
+from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
+from torch._dynamo.utils import counters, graph_break_reasons
+
+from fusion_compiler.capture.capture import Backend
+from fusion_compiler.errors import FusionError, NotCallableError
+from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_text import breaks_text
+from fusion_compiler.runtime.verify import Verification
+
+
+class Plans(Sequence[FusionPlan]):
+    """The plans of all graphs captured so far, in order of their compilation; str() joins them.
+
+    verification: the error table that verify=True fills. breaks: the places at which graphs end early, and
+    the functions that no graph holds. called: whether the model was.
+    """
+
+    def __init__(self) -> None:
+        self._plans: list[FusionPlan] = []
+        self._left: list[str] = []
+        self.verification = Verification()
+        self.breaks: tuple[GraphBreak, ...] = ()
+        self.called = False
+
+    def record(self, plan: FusionPlan) -> None:
+        """Add the plan of a graph that has just been compiled."""
+        self._plans.append(plan)
+
+    def broke(self, found: Sequence[GraphBreak]) -> None:
+        """Add what a call has shown; the same place is found again by each recompilation."""
+        self.breaks = distinct((*self.breaks, *found))
+
+    def leave(self, name: str, reason: str) -> None:
+        """Say that a graph runs as it is."""
+        self._left.append(f"graph {name} runs eager: {reason}")
+
+    @overload
+    def __getitem__(self, index: int) -> FusionPlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[FusionPlan]: ...
+    def __getitem__(self, index: int | slice) -> FusionPlan | Sequence[FusionPlan]:
+        return self._plans[index]
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __iter__(self) -> Iterator[FusionPlan]:
+        return iter(tuple(self._plans))
+
+    def __repr__(self) -> str:
+        return f"Plans({', '.join(p.name for p in self._plans)})"
+
+    def __str__(self) -> str:
+        table = [f"verified\n{self.verification}"] if self.verification.rows else []
+        broken = [breaks_text(self.breaks)] if self.breaks else []
+        plans = [*self._none(), *(str(p) for p in self._plans)]
+        return "\n\n".join([*plans, *self._left, *broken, *table])
+
+    def _none(self) -> list[str]:
+        """Why there is no plan."""
+        if self._plans or self._left:
+            return []
+        if not self.called:
+            return ["no graph has been captured yet: call it once"]
+        reason = "" if self.breaks else ": TorchDynamo is off, or found nothing that computes on tensors"
+        return [f"no graph was captured when it was called{reason}"]
+
+
+# Rebuilds a compiled object from the plain one: copies and unpickled modules are compiled anew.
+Recompile = Callable[[Any], Any]
+
+
+class CompiledModule(nn.Module):
+    """What compiled modules have beside their own class; see compiled_module."""
+
+    _fusion_model: nn.Module  # the plain model; both have one __dict__
+    _fusion_plans: Plans
+    _fusion_recompile: Recompile
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        del protocol
+        return _rebuild, (self._fusion_recompile, self._fusion_model)
+
+    def __copy__(self) -> Any:
+        return self._fusion_recompile(copy.copy(self._fusion_model))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._fusion_recompile(copy.deepcopy(self._fusion_model, memo))
+
+
+class CompiledFunction:
+    """A compiled function: called like the function, with its name, signature and docstring."""
+
+    def __init__(
+        self, function: Callable[..., Any], run: Callable[..., Any], plans: Plans, recompile: Recompile
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._run, self._plans, self._recompile = function, run, plans, recompile
+
+    @property
+    def plan(self) -> Plans:
+        return self._plans
+
+    @property
+    def verification(self) -> Verification:
+        return self._plans.verification
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._recompile, self._function)
+
+
+def wrap(
+    target: nn.Module | Callable[..., Any],
+    backend: Backend,
+    plans: Plans,
+    recompile: Recompile,
+    *,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    strict: bool = False,
+    broke: Callable[[Sequence[GraphBreak]], None] | None = None,
+) -> Any:
+    """`target` compiled through `backend`: a module of the same class, or a CompiledFunction.
+
+    plans: filled by the backend; it becomes `.plan`.
+    recompile: makes a compiled object of a plain one, for deepcopy and pickle (it is pickled too).
+    dynamic, fullgraph: as torch.compile's. strict: fullgraph, with an error of our own.
+    broke: told of the graph breaks of a call that compiled something; without it `plans` keeps them.
+    """
+    broke = broke or plans.broke
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        settings = _Settings()
+
+        @functools.wraps(backend)
+        def quiet(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            # Dynamo writes the code around a graph once it is compiled, with two calls for a
+            # profiler's ranges in it unless it is told not to: 2 us of every call of the code.
+            settings.enter(torch._dynamo.config.patch(record_runtime_overhead=False))
+            return backend(gm, inputs)
+
+        # A frame of its own: Dynamo counts recompilations per code object, and many models
+        # share one outermost function (a decorator's).
+        whole = fullgraph or strict
+        run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=whole)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():  # another compilation looks through this one
+                return run(*args, **kwargs)
+            plans.called = True
+            frames, known, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
+            try:
+                return run(*args, **kwargs)
+            except BackendCompilerFailed as failed:  # Dynamo's wrapping; the error names the place itself
+                if isinstance(error := failed.inner_exception, FusionError):
+                    raise error from error.__cause__
+                raise
+            except (Unsupported, UserError, FailOnRecompileLimitHit) as error:
+                if strict:
+                    raise of_error(error).error from None
+                raise
+            finally:
+                if settings.entered:
+                    settings.leave()
+                if counters["frames"].get("total") != frames:  # something was compiled
+                    broke(breaks_since(known, began))
+
+        return call
+
+    if isinstance(target, nn.Module):
+        return _compiled_module(target, compiled, plans, recompile)
+    return CompiledFunction(target, compiled(target), plans, recompile)
+
+
+class _Settings(threading.local):
+    """What a call has entered while it compiled, to be left when it is over; calls of other threads have
+    entered their own."""
+
+    def __init__(self) -> None:
+        self.entered: list[AbstractContextManager[None]] = []
+
+    def enter(self, setting: AbstractContextManager[None]) -> None:
+        setting.__enter__()
+        self.entered.append(setting)
+
+    def leave(self) -> None:
+        while self.entered:
+            self.entered.pop().__exit__(None, None, None)
+
+
+def plain(target: Any) -> Any:
+    """What `target` was made of, if compile() or torch.compile() made it; else itself."""
+    while True:
+        if isinstance(target, CompiledModule):
+            inner: Any = target._fusion_model
+        elif isinstance(target, CompiledFunction):
+            inner = target._function
+        elif isinstance(target, OptimizedModule):
+            inner = target._orig_mod
+        else:
+            inner = innermost_fn(target)
+        if inner is target:
+            return target
+        target = inner
+
+
+def compiled_class(cls: type, recompile: Recompile) -> type:
+    """A subclass of `cls` by the same name whose instances are compiled: a module's forward, another's
+    __call__. Raises NotCallableError for a class without."""
+    name = "forward" if issubclass(cls, nn.Module) else "__call__"
+    method = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+    if method is None:
+        raise NotCallableError(got=cls.__name__)
+    body = {n: getattr(cls, n) for n in ("__module__", "__qualname__", "__doc__")} | {name: recompile(method)}
+    return types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
+
+
+def plan_of(compiled: object) -> Plans:
+    """The plans of a compiled module or function, also of a module that has a `plan` of its own."""
+    return compiled.plan if isinstance(compiled, CompiledFunction) else compiled._fusion_plans  # type: ignore[attr-defined]
+
+
+def _compiled_module(
+    model: nn.Module,
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
+    plans: Plans,
+    recompile: Recompile,
+) -> nn.Module:
+    original = type(model)
+
+    @functools.cache
+    def forward_of(own: Callable[..., Any] | None) -> Callable[..., Any]:
+        run = compiled(original.forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs))
+
+        @functools.wraps(original.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # A replica that another library made has tensors of its own. Others compile no identities.
+            own = torch.compiler.is_dynamo_compiling() or self.__dict__ is not model.__dict__
+            return run(self if own else model, *args, **kwargs)
+
+        return forward
+
+    # A forward of the instance's own, as other libraries set it, goes before the class's: the present one.
+    present = property(
+        lambda self: types.MethodType(forward_of(vars(self).get("forward")), self),
+        lambda self, value: vars(self).update(forward=value),
+        lambda self: vars(self).pop("forward", None),
+    )
+    body: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": present if "forward" in vars(model) else forward_of(None),
+        "_fusion_model": model,
+        "_fusion_plans": plans,
+        "_fusion_recompile": staticmethod(recompile),
+    }
+    if hasattr(model, "get_compiled_call"):
+        # transformers' generate() would hand the call to Inductor where its cache is static.
+        body["get_compiled_call"] = lambda self, config: self.__call__
+    if not hasattr(model, "plan"):
+        body["plan"] = property(lambda self: plans, doc=Plans.__doc__)
+    if not hasattr(model, "verification"):
+        body["verification"] = property(lambda self: plans.verification, doc=Verification.__doc__)
+    cls = types.new_class(original.__name__, (CompiledModule, original), {}, lambda space: space.update(body))
+    fast: nn.Module = object.__new__(cls)
+    fast.__dict__ = model.__dict__
+    return fast
+
+
+def _own_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` behind a code object that nothing else has."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    name = getattr(function, "__name__", "call")
+    own = types.FunctionType(
+        call.__code__.replace(co_name=name), call.__globals__, name, call.__defaults__, call.__closure__
+    )
+    # Without its attributes: torch.compile keeps what it knows of a function in them.
+    return functools.update_wrapper(own, function, updated=()) if hasattr(function, "__name__") else own
+
+
+def _rebuild(recompile: Recompile, plain: Any) -> Any:
+    return recompile(plain)

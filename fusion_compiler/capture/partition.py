@@ -1,0 +1,164 @@
+"""Which activations are saved for backward: AOTAutograd's min-cut, told what our clusters recompute.
+
+A value is recomputed in backward where that needs fewer saved bytes and only work that a
+cluster does on the way: element-wise ops, casts, constants, and random numbers from a saved seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch._functorch import config, partitioners
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._ordered_set import OrderedSet
+
+from fusion_compiler.ir.calls import mark_gradients
+from fusion_compiler.ir.loops import exact
+from fusion_compiler.ir.pinned import pin
+from fusion_compiler.ir.random import merge_seeds
+
+_aten = torch.ops.aten
+
+
+def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph into forward and backward; see torch._functorch.partitioners."""
+    merge_seeds(joint)
+    read_wide_statistics(joint.graph)
+    joint.graph.eliminate_dead_code()
+    merge_equal(joint.graph)
+    pin(joint.graph)
+    mark_gradients(joint.graph)
+    default = partitioners.get_default_op_list
+    extended = functools.cache(lambda: _extended(default()))
+    with config.patch(cse=False), patch.object(partitioners, "get_default_op_list", extended):
+        forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+    keep_old_values(forward, backward, options["num_fwd_outputs"])
+    return forward, backward
+
+
+def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
+    """What the backward gets of an argument that the forward writes into is a copy from before, in place.
+
+    outputs: how many results of the forward are the caller's; the others are saved.
+    """
+    returned = forward.graph.output_node()
+    results: list[Any] = list(returned.args[0])  # type: ignore[arg-type]
+    written = {_storage(node) for node in _written(forward.graph)} - {None}
+    saved = [i for i, n in enumerate(results) if i >= outputs and isinstance(n, fx.Node)]
+    stale = [i for i in saved if _storage(results[i]) in written]
+    if not stale:
+        return
+    last = forward.graph.find_nodes(op="placeholder")[-1]
+    held = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    for i in stale:
+        node = results[i]
+        with forward.graph.inserting_after(last if node.op == "placeholder" else node):
+            copy = results[i] = forward.graph.call_function(_aten.clone.default, (node,))
+        copy.meta = node.meta | {"val": node.meta["val"].clone()}
+        held[node.name]._rename(copy.name)  # not an argument of the caller's any more
+        held[node.name].target, held[node.name].meta = copy.name, dict(copy.meta)
+    returned.args = (type(returned.args[0])(results),)  # type: ignore[call-arg,arg-type]
+    forward.recompile()
+    backward.recompile()
+    # A copy is dense, where its original may have been part of a larger tensor.
+    inputs = [node.meta["val"] for node in held.values()]
+    FakeTensorProp(backward, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
+
+
+def _written(graph: fx.Graph) -> list[fx.Node]:
+    """The arguments of a forward graph that it writes into, or AOTAutograd with what it returns."""
+    writes = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    written = [write.args[0] for write in writes if isinstance(write.args[0], fx.Node)]
+    told: Sequence[object] = graph.output_node().meta.get("desc", ())
+    later = [d.mutated_input for d in told if isinstance(d, InputMutationAOTOutput)]
+    arguments = graph.find_nodes(op="placeholder") if later else []
+    return written + [node for node in arguments if node.meta.get("desc") in later]
+
+
+def read_wide_statistics(graph: fx.Graph) -> None:
+    """A norm's backward reads its statistics as the forward computed them, in place.
+
+    The operator returns them in eager's dtype, which may have 16 bits; nothing else needs them in that.
+    """
+    for node in list(graph.nodes):
+        if not _casts(node, _NORMS_BACKWARD):
+            continue
+        (source,) = node.all_input_nodes
+        while source.target is _aten.alias.default:  # what autograd saves is detached
+            (source,) = source.all_input_nodes
+        if not _casts(source, _NORMS):
+            continue
+        (wide,) = source.all_input_nodes
+        if wide.meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(wide)
+            graph.erase_node(node)
+
+
+_NORMS = ("native_layer_norm", "native_group_norm")
+_NORMS_BACKWARD = ("native_layer_norm_backward", "native_group_norm_backward")
+
+
+def _casts(node: fx.Node, operators: tuple[str, ...]) -> bool:
+    """Whether a node is a conversion that one of some operators is made of."""
+    original = node.meta.get("original_aten")  # a copy of the overload
+    return node.target is _aten._to_copy.default and getattr(original, "_opname", None) in operators
+
+
+def merge_equal(graph: fx.Graph) -> None:
+    """Calls of one operator with the same arguments become one, in place.
+
+    As PyTorch's own pass does, which imports all of Inductor: half a second of a process's first
+    compile. Tensors that are returned stay apart, as do calls with a mutation between them.
+    """
+    returned = {_storage(n) for n in graph.output_node().all_input_nodes} - {None}
+    known: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            known.clear()
+        elif _repeatable(node) and _storage(node) not in returned:
+            first = known.setdefault((node.target, exact(node.args), exact(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def _repeatable(node: fx.Node) -> bool:
+    """Whether a call gives the same values each time."""
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    drawn = torch.Tag.nondeterministic_seeded in node.target.tags
+    return not drawn and "empty" not in node.target._schema.name  # uninitialised memory
+
+
+def _storage(node: fx.Node) -> StorageWeakRef | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return StorageWeakRef(value.untyped_storage())
+
+
+def _extended(ops: partitioners.OpTypes) -> partitioners.OpTypes:
+    more = OrderedSet[Callable[..., Any]](
+        [
+            torch.ops.prims.iota,
+            _aten.full_like,
+            _aten.zeros_like,
+            _aten.ones_like,
+            _aten.scalar_tensor,
+            torch.ops.fusion_compiler.uniform,
+        ]
+    )
+    return replace(ops, fusible_ops=ops.fusible_ops | more, recomputable_ops=ops.recomputable_ops | more)

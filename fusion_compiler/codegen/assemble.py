@@ -1,0 +1,394 @@
+"""Turn a tile program and a schedule into a Program: main kernel, partial sums, finishing.
+
+Tile programs that do not depend on each other share a launch: each takes its part of the grid.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+
+from fusion_compiler.codegen import misaligned_tiles
+from fusion_compiler.codegen.exchange import letters, mailbox
+from fusion_compiler.codegen.expression import dim_text
+from fusion_compiler.codegen.finishing import Finishing, finishing_of
+from fusion_compiler.codegen.names import GLOBAL, HEADER, problem
+from fusion_compiler.codegen.partial_reductions import partial_results, segments_of
+from fusion_compiler.codegen.printer import Printer
+from fusion_compiler.codegen.running import print_passes
+from fusion_compiler.codegen.sizes import given_names
+from fusion_compiler.codegen.strength_reduction import shortened
+from fusion_compiler.ir.dims import Dim, product, simple, strides_of
+from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
+from fusion_compiler.ir.loops import COLS, ROWS, Load, LoopNest, Random, symbols_of
+from fusion_compiler.schedule.analysis import (
+    WORD,
+    Analysis,
+    Cols,
+    Schedule,
+    accumulated_groups,
+    along_rows_first,
+    ceil_div,
+    part_cols,
+)
+from fusion_compiler.schedule.registers import tile_registers
+
+# Of a thread, for tiles: with as many a multiprocessor still holds the dozen warps that keep memory busy.
+ENOUGH_REGISTERS = 128
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Buffers of a program by name, with their roles; sizes and derived as in `Program`."""
+
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+    sizes: tuple[sympy.Symbol, ...]
+    derived: tuple[tuple[sympy.Symbol, sympy.Expr], ...] = ()
+
+
+def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> Signature:
+    """Inputs in order of first load, outputs in order of first store, symbols in order of name."""
+    loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
+    stored = dict.fromkeys(s.buffer for loops in nests for s in loops.stores)
+    tensors = [(*buffers[name].shape, *buffers[name].stride) for name in (*loaded, *stored)]
+    salts = [n.salt for loops in nests for n in loops.nodes if isinstance(n, Random)]
+    streams = dict.fromkeys(s for s in salts if isinstance(s, sympy.Symbol))
+    sizes = (*symbols_of(nests, tensors), *streams)
+    return Signature(tuple(buffers[b] for b in loaded), tuple(buffers[b] for b in stored), sizes)
+
+
+def build(
+    nests: tuple[LoopNest, ...],
+    schedules: tuple[Schedule, ...],
+    name: str,
+    doc: str,
+    buffers: Mapping[str, Buffer],
+) -> Program:
+    """The program of one cluster: its tile programs beside each other, each under its schedule.
+
+    buffers: describes every loaded or stored name. What the tile programs leave to a second kernel
+    runs beside each other as well.
+    """
+    name = f"{name}_" if name in GLOBAL else name
+    signature = signature_of(nests, buffers)
+    nests, names = given_names(nests)
+    signature = replace(signature, derived=tuple((symbol, size) for size, symbol in names.items()))
+    nests = tuple(shortened(loops, buffers) for loops in nests)
+    analyses = [
+        Analysis(along_rows_first(loops) if schedule.in_passes else loops)
+        for loops, schedule in zip(nests, schedules, strict=True)
+    ]
+    numbers, tickets = itertools.count(), itertools.count()
+    finishings = [finishing_of(a, s, numbers, tickets) for a, s in zip(analyses, schedules, strict=True)]
+    segments = [segments_of(a, s, numbers) for a, s in zip(analyses, schedules, strict=True)]
+    named = [
+        {**parts.partials, **mailboxes(a, s, i)}
+        for i, (a, s, parts) in enumerate(zip(analyses, schedules, segments, strict=True))
+    ]
+    scratch = (
+        *(b for f in finishings if f is not None for b in f.scratch),
+        *(b for own in named for b in own.values()),
+    )
+    main = [
+        _Assembly(analysis, schedule, signature, scratch, finishing, own)
+        for analysis, schedule, finishing, own in zip(analyses, schedules, finishings, named, strict=True)
+    ]
+    rest = [(f.loops, f.schedule) for f in finishings if f is not None and f.counter is None]
+    rest += [pair for parts in segments for pair in parts.finishings]
+    after = [_Assembly(Analysis(loops), schedule, signature, scratch) for loops, schedule in rest]
+    kernels = _kernels(main, name, doc)
+    kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
+    shown = " beside ".join(str(s) for s in dict.fromkeys(schedules))
+    skewed = any(s.skewed for s in schedules)
+    return Program(
+        tuple(kernels),
+        signature.inputs,
+        signature.outputs,
+        scratch,
+        signature.sizes,
+        signature.derived,
+        shown,
+        word=WORD * max((b.dtype.itemsize for b in signature.inputs), default=0) if skewed else 0,
+    )
+
+
+def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
+    """As few launches as the parts allow."""
+    launches: list[list[_Assembly]] = []
+    for part in parts:
+        home = next((group for group in launches if all(_suit(part, other) for other in group)), None)
+        if home is None:
+            launches.append([part])
+        else:
+            home.append(part)
+    names = [name] if len(launches) == 1 else [f"{name}_{i}" for i in range(len(launches))]
+    kernels = [
+        replace(_kernel(group, own, doc), fp_fusion=not any(part.a.rounds_products for part in group))
+        for group, own in zip(launches, names, strict=True)
+    ]
+    for kernel in kernels:
+        wrong = problem(kernel.source)
+        if wrong is not None:
+            raise ValueError(f"the text of {kernel.name} is no kernel: {wrong}")
+    return kernels
+
+
+def _suit(one: _Assembly, other: _Assembly) -> bool:
+    """Whether two tile programs lose nothing in one launch.
+
+    It has one number of warps, and the registers of its hungriest part for all: what runs with few
+    of them alone would have fewer programs on a multiprocessor, unless all have enough anyway.
+    Programs that wait for each other have a launch to themselves.
+    """
+    fewer, more = sorted((one.registers, other.registers))
+    alike = one.s.num_warps == other.s.num_warps and one.s.splits == other.s.splits == 1
+    return alike and more <= max(ENOUGH_REGISTERS, 2 * fewer)
+
+
+def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
+    """One launch: the parts take their shares of the grid in turn."""
+    warps, stages = parts[0].s.num_warps, max(part.s.num_stages for part in parts)
+    if len(parts) == 1:
+        functions, body, grid = parts[0].text(name, "tl.program_id(0)")
+        return parts[0].kernel(name, doc, functions, body, grid, warps, stages)
+    lines = ["    program = tl.program_id(0)"]
+    functions = ""
+    end: Dim = 0
+    for position, part in enumerate(parts):
+        own, body, grid = part.text(f"{name}_{position}", "program")
+        start, end = end, simple(end + product(grid))
+        used = ", ".join(a.name for a in part.used(body))
+        functions += f"{own}@triton.jit\ndef {name}_{position}(program, {used}):\n{body}\n\n\n"
+        last = position == len(parts) - 1
+        lines.append("    else:" if last else f"    {'el' if position else ''}if program < {dim_text(end)}:")
+        number = "program" if position == 0 else f"program - {dim_text(start)}"
+        lines.append(f"        {name}_{position}({number}, {used})")
+    return parts[0].kernel(name, doc, functions, "\n".join(lines), (end,), warps, stages)
+
+
+def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str, Buffer]:
+    """Scratch of programs that share rows: what each sends to each, letter by letter, for every row.
+
+    By the name that the printer knows it under; position: of the tile program in its cluster.
+    """
+    if schedule.splits == 1:
+        return {}
+    shape = (analysis.size(ROWS), schedule.splits, schedule.splits)
+    names = [mailbox(letter) for letter in letters(analysis)]
+    return {
+        name: Buffer(
+            f"{name}_of_{position}" if position else name, shape, strides_of(shape), torch.int64, zeroed=True
+        )
+        for name in names
+    }
+
+
+class _Assembly:
+    """One tile program under a schedule, with the parameters of the kernels that it may be part of."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        schedule: Schedule,
+        signature: Signature,
+        scratch: tuple[Buffer, ...],
+        finishing: Finishing | None = None,
+        named: Mapping[str, Buffer] | None = None,
+    ) -> None:
+        self.a, self.s, self.finishing, self.named = analysis, schedule, finishing, named or {}
+        self.registers = tile_registers(analysis, schedule)
+        self.empty = frozenset(b.name for b in signature.inputs if 0 in b.shape)
+        self.parameters: dict[str, Argument] = {}
+        for role, buffers in (
+            (Role.INPUT, signature.inputs),
+            (Role.OUTPUT, signature.outputs),
+            (Role.SCRATCH, scratch),
+        ):
+            for i, buffer in enumerate(buffers):
+                parameter = f"{PREFIX[role]}{i}_ptr" if role is not Role.SCRATCH else f"{buffer.name}_ptr"
+                self.parameters[buffer.name] = Argument(parameter, role, i, buffer.dtype)
+        for i, symbol in enumerate((*signature.sizes, *(symbol for symbol, _ in signature.derived))):
+            self.parameters[f"size {symbol.name}"] = Argument(
+                symbol.name, Role.SIZE, i, torch.int64, aligned=False
+            )
+
+    def printer(self, analysis: Analysis, schedule: Schedule, load_options: str = "") -> Printer:
+        pointers = {b: p.name for b, p in self.parameters.items()}
+        pointers |= {name: pointers[buffer.name] for name, buffer in self.named.items()}
+        dtypes = {b: p.dtype for b, p in self.parameters.items()}
+        return Printer(analysis, schedule, pointers, dtypes, set(pointers.values()), load_options, self.empty)
+
+    def text(self, name: str, program: str) -> tuple[str, str, tuple[Dim, ...]]:
+        """(functions that it calls, body, grid); `program` is what counts its programs."""
+        p = self.printer(self.a, self.s)
+        p.program = program
+        grid = self.body(p)
+        functions = self.last_program(p, f"{name}_last")
+        p.print_checks()
+        return functions, "\n".join(p.lines), grid
+
+    def used(self, body: str) -> tuple[Argument, ...]:
+        return tuple(a for a in self.parameters.values() if _uses(body, a.name))
+
+    def kernel(
+        self,
+        name: str,
+        doc: str,
+        functions: str,
+        body: str,
+        grid: tuple[Dim, ...],
+        warps: int,
+        stages: int,
+    ) -> Kernel:
+        used = self.used(body)
+        head = f"@triton.jit\ndef {name}({', '.join(a.name for a in used)}):\n"
+        quoted = "\n    ".join(doc.splitlines())
+        source = f'{HEADER}{functions}{head}    """{quoted}"""\n{body}\n'
+        return Kernel(name, source, used, grid, warps, max(1, stages), self.s.splits, self.s.registers)
+
+    def body(self, p: Printer) -> tuple[Dim, ...]:
+        """Print the main part; the grid that it needs."""
+        s = self.s
+        wide = ".to(tl.int64)" if p.wide else ""
+        blocks = ceil_div(self.a.size(ROWS), s.block_rows)
+        share = blocks if s.programs is None else s.programs  # programs along the rows
+        row_program, grid = self.place_cols(p, share, wide)
+        if s.programs is None:
+            if share == 1:
+                if self.a.axes[ROWS]:
+                    p.rows_at("0")
+            else:
+                p.rows_at(row_program if p.flat else f"{row_program} * {s.block_rows}")
+            self.block(p)
+            accumulators = self.tile_accumulators(p)
+        else:
+            accumulators = self.row_loop(p, row_program if s.programs > 1 else "0", s.programs)
+        self.finish(p, accumulators, row_program)
+        return grid
+
+    def place_cols(self, p: Printer, share: Dim, wide: str) -> tuple[str, tuple[Dim, ...]]:
+        """Define `col`; (text of the program's number along the rows, grid)."""
+        program = p.program + wide
+        if self.s.splits > 1:
+            first = "row" if p.flat and self.s.programs is None else "group"  # which these programs share
+            p.define(first, f"{program} // {self.s.splits}")
+            p.define("part", f"{program} % {self.s.splits}")
+            p.define("first_col", f"part * {dim_text(part_cols(self.a, self.s))}")
+            if self.s.skewed:
+                misaligned_tiles.skew_at(p, first)
+            if self.s.cols is Cols.WHOLE:
+                p.cols_at("first_col")
+            return first, (product((share, self.s.splits)),)
+        if self.s.cols is not Cols.GRID:
+            if self.s.skewed:
+                misaligned_tiles.skew_at(p, program)
+            if self.s.cols is Cols.WHOLE:
+                p.cols_at(None)
+            return program, (share,)
+        blocks = ceil_div(self.a.size(COLS) + max(self.s.word - 1, 0), self.s.block_cols)
+        if share == 1:
+            p.define("first_col", f"{program} * {self.s.block_cols}")
+            p.cols_at("first_col")
+            return program, (blocks,)
+        if blocks == 1:
+            p.define("first_col", "0")
+        else:
+            p.define("first_col", f"{program} % {dim_text(blocks)} * {self.s.block_cols}")
+            program = f"({program} // {dim_text(blocks)})"
+        if self.s.skewed:
+            misaligned_tiles.skew_at(p, program)
+        p.cols_at("first_col")
+        return program, (product((blocks, share)),)
+
+    def block(self, p: Printer) -> None:
+        if self.s.in_passes:
+            print_passes(p)
+        else:
+            partial_results(p, self.a.segmented)
+            p.whole_block()
+
+    def row_loop(self, p: Printer, program: str, programs: int) -> dict[int, str]:
+        """Blocks of rows in turn; what does not depend on the row is computed before."""
+        if self.s.cols is not Cols.LOOP:
+            late = self.a.finish | {i for i, n in enumerate(self.a.level) if n and self.s.in_passes}
+            early = [i for i, g in enumerate(self.a.groups) if ROWS not in g and i not in late]
+            wanted = p.need([*(o for s in p.stores_of("main") for o in (s.value,)), *p.accumulated()])
+            p.print_nodes(i for i in wanted if i in early)
+        accumulators = {
+            i: p.start_accumulator(i, accumulated_groups(self.a, self.s, i)) for i in self.a.across_rows
+        }
+        step = programs * self.s.block_rows
+        alone = program == "0" or self.s.block_rows == 1 or self.s.skewed  # its first block begins there
+        start = program if alone else f"{program} * {self.s.block_rows}"
+        rows = dim_text(self.a.size(ROWS))
+        with p.scope(p.each("first_row", f"tl.range({start}, {rows}, {step}{p.stages()})")):
+            p.rows_at("first_row")
+            p.pending = dict(accumulators)
+            self.block(p)
+            p.accumulate_rows(max(self.a.level, default=0))
+        return accumulators
+
+    def tile_accumulators(self, p: Printer) -> dict[int, str]:
+        """Without a loop the tile itself is the accumulator."""
+        names: dict[int, str] = {}
+        for number in self.a.across_rows:
+            text = p.tile(number, self.a.over(number))
+            names[number] = name = p.fresh("tile")
+            p.line(f"{name} = {text}")
+        return names
+
+    def finish(self, p: Printer, accumulators: dict[int, str], program: str) -> None:
+        """Fold each accumulator; store it as a partial result, or go on to what waits for it."""
+        for position, number in enumerate(self.a.across_rows):
+            folded = p.fold_rows(number, accumulators[number])
+            if self.finishing is None:
+                p.env[number] = name = p.fresh("total")
+                p.line(f"{name} = {folded}")
+                continue
+            wide = COLS in self.a.groups[number]
+            width = self.a.size(COLS) if wide else 1
+            index = program if width == 1 else f"{program} * {dim_text(width)}"
+            index += " + col" if wide else "" if p.flat else " + tl.zeros([1, 1], tl.int32)"
+            mask = p.once(self.a.groups[number], p.col_mask if wide else None)
+            target = self.finishing.partials[position].name
+            p.line(f"tl.store({target}_ptr + {index}, {folded}{f', mask={mask}' if mask else ''})")
+        if self.finishing is None:
+            for store in p.stores_of("finish"):
+                p.row_mask = None
+                p.store(store)
+
+    def last_program(self, p: Printer, name: str) -> str:
+        """The program that takes the last ticket runs the finishing part, and puts the counter back.
+
+        Returns the finishing part as a function of its own: its names mean other tiles than the caller's.
+        """
+        late = self.finishing
+        if late is None or late.counter is None:
+            return ""
+        inner = self.printer(Analysis(late.loops), late.schedule, ', cache_modifier=".cg"')
+        inner.cols_at(None)
+        inner.print_nodes(inner.need([s.value for s in late.loops.stores]))
+        for store in late.loops.stores:
+            inner.store(store)
+        inner.print_checks()
+        body = "\n".join(inner.lines)
+        used = ", ".join(a.name for a in self.used(body))
+        p.line("tl.debug_barrier()")
+        programs = late.programs * self.s.splits
+        with p.scope(f"if tl.atomic_add({late.counter.name}_ptr, 1) == {programs - 1}:"):
+            p.line(f"tl.store({late.counter.name}_ptr, 0)")
+            p.line(f"{name}({used})")
+        return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
+
+
+PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}
+
+
+def _uses(body: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", body) is not None

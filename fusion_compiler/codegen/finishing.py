@@ -1,0 +1,165 @@
+"""What follows the reductions over rows that several programs share.
+
+Each program leaves one partial result in scratch memory. The sum of these, and every op that waits for
+it, is a tile program of its own: where it is one element wide the last program to arrive runs it (a
+ticket counter tells); where it is a row, or of so many programs that the counter would take longer, a
+second kernel does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fusion_compiler.codegen.printer import axes_strides
+from fusion_compiler.ir.dims import Dim, strides_of
+from fusion_compiler.ir.kernel import Buffer
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Axis,
+    Index,
+    Load,
+    LoopNest,
+    Node,
+    Reduce,
+    Store,
+    operands_of,
+    renumber,
+)
+from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule, accumulator_dtype, ceil_div, waiting
+
+# Programs that draw a ticket: each waits until its results have arrived, and one, of as few warps as all,
+# reads what they left. Sixteen thousand take 8 us of an H200 at that, and a second kernel two.
+MOST_TICKETS = 4096
+
+
+@dataclass(frozen=True)
+class Finishing:
+    """What follows the sums over rows of a tile program, once the programs that share them are done.
+
+    partials: one partial result a program. loops, schedule: what adds them up, and all that waits for
+    it. counter: of the programs that are done, where the last of them runs that; else a second kernel.
+    """
+
+    partials: tuple[Buffer, ...]
+    loops: LoopNest
+    schedule: Schedule
+    programs: int
+    counter: Buffer | None
+
+    @property
+    def scratch(self) -> tuple[Buffer, ...]:
+        return self.partials if self.counter is None else (*self.partials, self.counter)
+
+
+def finishing_of(
+    analysis: Analysis, schedule: Schedule, numbers: Iterator[int], tickets: Iterator[int]
+) -> Finishing | None:
+    """None where nothing is summed over rows, or one program does it all.
+
+    numbers, tickets: what the names of a cluster's partial results and counters are made of.
+    """
+    programs = row_programs(analysis, schedule)
+    if not analysis.across_rows or programs == 1:
+        return None
+    assert isinstance(programs, int), "programs that share a reduction are counted at compile time"
+    partials = tuple(_partial(analysis, next(numbers), number, programs) for number in analysis.across_rows)
+    late = finishing(analysis, programs, tuple(b.name for b in partials))
+    counter: Buffer | None = None
+    if not analysis.ends_in_a_row and programs <= MOST_TICKETS:
+        ticket = next(tickets)
+        counter = Buffer(f"ticket_{ticket}" if ticket else "ticket", (1,), (1,), torch.int32, zeroed=True)
+    return Finishing(partials, late, _finish_schedule(late, programs), programs, counter)
+
+
+def row_programs(analysis: Analysis, schedule: Schedule) -> Dim:
+    """How many programs share the rows."""
+    if schedule.programs is not None:
+        return schedule.programs
+    return ceil_div(analysis.size(ROWS), schedule.block_rows)
+
+
+def _partial(analysis: Analysis, position: int, number: int, programs: int) -> Buffer:
+    node = analysis.loops.nodes[number]
+    assert isinstance(node, Reduce)
+    width = analysis.size(COLS) if COLS in analysis.groups[number] else 1
+    shape = (programs, width)
+    return Buffer(f"partial_{position}", shape, strides_of(shape), accumulator_dtype(node))
+
+
+def finishing(analysis: Analysis, programs: int, partials: tuple[str, ...]) -> LoopNest:
+    """The tile program that sums the partial results and computes what waits for them."""
+    loops = analysis.loops
+    cols = analysis.axes[COLS] if analysis.ends_in_a_row else ()
+    group = ROWS if cols else COLS  # one element wide: the partials are the row
+    axes = (Axis("row" if cols else "col", programs, group), *cols)
+    shift = 1 - len(analysis.axes[ROWS])
+    moved = {i: i + shift for i in range(len(analysis.axes[ROWS]), len(loops.axes))}
+    loads: dict[int, Load] = {}
+    for number, buffer in zip(analysis.across_rows, partials, strict=True):
+        node = loops.nodes[number]
+        assert isinstance(node, Reduce)
+        wide = COLS in analysis.groups[number]
+        width = analysis.size(COLS) if wide else 1
+        terms = ((0, width), *(axes_strides(cols, 1) if wide else ()))
+        loads[number] = Load(buffer, Index(0, tuple(terms)), None, accumulator_dtype(node))
+    return completed(loops, loads, axes, group, moved)
+
+
+def completed(
+    loops: LoopNest,
+    partials: Mapping[int, Load],
+    axes: tuple[Axis, ...],
+    group: str,
+    moved: Mapping[int, int],
+) -> LoopNest:
+    """Some reductions over their partial results, in `group` of `axes`, and the stores that wait for them.
+
+    partials: by the reduction. moved: the axes that are left, by those of `loops`.
+    """
+    late = waiting(loops, partials)
+    roots = [s.value for s in loops.stores if s.value in late]
+    needed: set[int] = set()
+    stack = list(roots)
+    while stack:
+        number = stack.pop()
+        if number not in needed:
+            needed.add(number)
+            stack.extend(() if number in partials else operands_of(loops.nodes[number]))
+    numbers: dict[int, int] = {}
+    nodes: list[Node] = []
+    names: list[str] = []
+    for number in sorted(needed):
+        node = loops.nodes[number]
+        if number in partials:
+            assert isinstance(node, Reduce)
+            nodes.append(partials[number])
+            names.append("partial")
+            node = Reduce(node.combine, len(nodes) - 1, frozenset({group}), node.dtype)
+        else:
+            node = renumber(node, numbers, moved)
+        numbers[number] = len(nodes)
+        nodes.append(node)
+        names.append(loops.names[number])
+    stores = tuple(
+        Store(
+            s.buffer, Index(s.index.const, tuple((moved[k], c) for k, c in s.index.terms)), numbers[s.value]
+        )
+        for s in loops.stores
+        if s.value in late
+    )
+    return LoopNest(axes, tuple(nodes), stores, tuple(names))
+
+
+def _finish_schedule(late: LoopNest, programs: int) -> Schedule:
+    rows = [a for a in late.axes if a.group == ROWS]
+    if not rows:
+        return Schedule(1, _power(programs), Cols.WHOLE, num_warps=min(32, max(4, _power(programs) // 512)))
+    return Schedule(min(_power(programs), 64), 32, Cols.GRID, programs=1, num_warps=4)
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

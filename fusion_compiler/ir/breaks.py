@@ -1,0 +1,108 @@
+"""Where TorchDynamo ended a graph early, and what it left alone altogether, read from what it keeps of that.
+
+`torch._dynamo.utils` has both, in torch 2.11 as in 2.13: `graph_break_reasons`, which `torch._dynamo.explain`
+shows, with each place at which a graph ended; and the metrics of each compilation, with the reason for which
+a function was given up. Neither says which thread it was.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from traceback import FrameSummary
+
+from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+
+from fusion_compiler.errors import GraphBreakError
+from fusion_compiler.ir.dag import Source
+from fusion_compiler.ir.sources import is_library
+
+GIVEN_UP = ("Unsupported", "UserError")  # what Dynamo raises and then goes on without
+_EXPLANATION = re.compile(r"^\s*Explanation: (.+)$", re.MULTILINE)
+_FIRST = re.compile(r":\n\s*- (.+)$", re.MULTILINE)  # of reasons in a list
+_HINT = re.compile(r"^\s*Hint: (.+)$", re.MULTILINE)
+_NEXT = "\n*** While handling this graph break"  # what became of the first one
+_RECOMPILED = "Dynamo recompile limit exceeded"
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """Code that no graph holds: it runs as plain Python, its tensor operations eager.
+
+    source: the line, None where TorchDynamo does not say. reason, todo: in its words. function: the name of
+    the function all of which runs so, "" where the graphs before and after the line are compiled.
+    """
+
+    source: Source | None
+    reason: str
+    todo: str = ""
+    function: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"all of {self.function}() runs eager: {self.reason}" if self.function else self.reason
+
+    @property
+    def deliberate(self) -> bool:
+        """Asked for by PyTorch's own code, as by its optimizers between two pieces of Python."""
+        return self.source is None and "torch._dynamo.graph_break()" in self.reason
+
+    @property
+    def error(self) -> GraphBreakError:
+        return GraphBreakError(self.source, reason=self.text, todo=self.todo or "rewrite that line")
+
+
+def breaks_since(known: int, began: int) -> tuple[GraphBreak, ...]:
+    """What was recorded since.
+
+    known: how many of `graph_break_reasons` there were. began: nanoseconds of the clock then.
+    """
+    found = [_of(r.reason, r.user_stack) for r in graph_break_reasons[known:]]
+    for m in get_compilation_metrics():
+        if m.fail_type in GIVEN_UP and (m.start_time_us or 0) >= began // 1000:
+            place = [FrameSummary(m.fail_user_frame_filename or "", m.fail_user_frame_lineno or 0, "")]
+            found.append(_of(m.fail_reason or "", place, _function(m.co_name, m.fail_reason)))
+    return distinct(found)
+
+
+def distinct(breaks: Iterable[GraphBreak]) -> tuple[GraphBreak, ...]:
+    """Each once. A line that ends a graph may be why the function around it is given up afterwards."""
+    found = dict.fromkeys(breaks)
+    given_up = {replace(b, function="") for b in found if b.function}
+    return tuple(b for b in found if b not in given_up)
+
+
+def of_error(error: Exception) -> GraphBreak:
+    """That for which Dynamo gave up where a graph may not break."""
+    cause = error.__cause__ or error  # a limit on recompilations has the reason behind it
+    return _of(str(cause), getattr(cause, "real_stack", ()))
+
+
+def _of(text: str, frames: Iterable[FrameSummary], function: str = "") -> GraphBreak:
+    first = text.partition(_NEXT)[0].strip()
+    headline = first.partition("\n")[0]
+    explanation, hint = _EXPLANATION.search(first), _HINT.search(first)
+    if explanation:
+        listed = _FIRST.match(first, explanation.end() - 1)
+        headline = f"{headline}: {listed[1] if listed else explanation[1]}"
+    reason = headline.removesuffix(" Message: None")
+    todo = hint[1] if hint else ""
+    if headline.startswith(("generic_jump", "Data-dependent branching")):
+        reason, todo = "a branch depends on the values of a tensor", "Use torch.where or torch.cond."
+    return GraphBreak(_place(frames), re.sub(r" at 0x[0-9a-f]+", "", reason), todo, function)
+
+
+def _place(frames: Iterable[FrameSummary]) -> Source | None:
+    """The innermost line outside of torch."""
+    for frame in reversed(list(frames)):
+        if frame.filename and not is_library(frame.filename):
+            line = frame.lineno or 0
+            return Source("", frame.filename, line, linecache.getline(frame.filename, line).strip())
+    return None
+
+
+def _function(name: str | None, reason: str | None) -> str:
+    """The function that was given up; none where earlier graphs of it are still used."""
+    return "" if not name or _RECOMPILED in (reason or "") else name

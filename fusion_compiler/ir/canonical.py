@@ -1,0 +1,62 @@
+"""Structural identity: clusters that need the same kernel are recognised and compiled once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import sympy
+
+from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.ir.kernel import Buffer
+from fusion_compiler.ir.loops import Load, LoopNest, Node, Random
+from fusion_compiler.ir.plan import Cluster
+from fusion_compiler.ir.schema import short_name
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """Tile programs with their tensors by position: equal for clusters that need the same kernel, and whose
+    fx subgraphs, which make constants on a device, may stand for each other."""
+
+    nests: tuple[LoopNest, ...]
+    buffers: tuple[Buffer, ...]
+    device: str
+
+
+def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
+    """Rename tensors by first use and values by number; identical clusters become equal."""
+    names = dict.fromkeys((*cluster.inputs, *cluster.outputs))
+    short = {name: f"buffer{i}" for i, name in enumerate(names)}
+    salts = {salt: sympy.Symbol(f"salt{i}", integer=True) for i, salt in enumerate(salts_of(cluster))}
+    nests = tuple(_renamed(loops, short, salts) for loops in cluster.nests)
+    metas = [(short[name], dag.op(name).outputs[0]) for name in names]
+    buffers = tuple(Buffer(n, m.shape, m.stride, m.dtype) for n, m in metas)
+    return Canonical(nests, buffers, dag.op(cluster.outputs[0]).outputs[0].device)
+
+
+def salts_of(cluster: Cluster) -> tuple[int, ...]:
+    """The streams of random numbers that a cluster makes: kernels take them as arguments, after the sizes."""
+    nodes = (n for loops in cluster.nests for n in loops.nodes)
+    return tuple(dict.fromkeys(n.salt for n in nodes if isinstance(n, Random) and isinstance(n.salt, int)))
+
+
+def _renamed(loops: LoopNest, short: dict[str, str], salts: dict[int, sympy.Symbol]) -> LoopNest:
+    def rename(node: Node) -> Node:
+        if isinstance(node, Load):
+            return replace(node, buffer=short[node.buffer])
+        if isinstance(node, Random) and isinstance(node.salt, int):
+            return replace(node, salt=salts[node.salt])
+        return node
+
+    nodes = tuple(map(rename, loops.nodes))
+    stores = tuple(replace(s, buffer=short[s.buffer]) for s in loops.stores)
+    return LoopNest(loops.axes, nodes, stores, tuple(str(i) for i in range(len(nodes))))
+
+
+def describe(cluster: Cluster, dag: OpDag) -> str:
+    """A kernel's docstring: what it computes and where that stands in the model."""
+    ops = " ".join(short_name(dag.op(n).target) for n in cluster.ops)
+    sources = [s for n in cluster.ops if (s := dag.op(n).source) is not None]
+    places = dict.fromkeys(f"{s.module} {s.file.rpartition('/')[2]}:{s.line}".strip() for s in sources)
+    lines = [ops if len(ops) <= 100 else ops[:97] + "...", *(f"from {p}" for p in list(places)[:4])]
+    return "\n".join(lines).replace("\\", "/").replace('"""', "'''")

@@ -1,0 +1,279 @@
+"""The operator DAG: a networkx.DiGraph of frozen Op records, read from an fx graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.functions import Max
+
+from fusion_compiler.ir.calls import EagerCall, call_of
+from fusion_compiler.ir.dims import Dim, hint, numel, simple
+from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ir.pinned import pinned_values
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an op comes from in the user's model."""
+
+    module: str  # "model.layers.0.mlp"
+    file: str
+    line: int
+    code: str  # the line itself
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Shape and strides in elements; integers, or sympy expressions of the graph's symbols."""
+
+    shape: tuple[Dim, ...]
+    stride: tuple[Dim, ...]
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is another op's result."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator. `inputs` are the names of the ops that it reads, in argument order.
+
+    args, kwargs: as in the fx node, with Ref(name) for tensors. outputs: one per result.
+    flops, bytes: what it computes, and what it reads and writes when it runs alone.
+    pinned: its value is one number wherever it is made or held, as something that jumps depends on it.
+    rounds: its value is rounded to its dtype even where it is not stored: see `round_trips`.
+    """
+
+    name: str
+    target: object
+    kind: Kind
+    inputs: tuple[str, ...]
+    outputs: tuple[TensorMeta, ...]
+    args: tuple[object, ...]
+    kwargs: tuple[tuple[str, object], ...]
+    flops: int
+    bytes: int
+    source: Source | None
+    call: EagerCall | None = None
+    pinned: bool = False
+    rounds: bool = False
+
+
+@dataclass(frozen=True)
+class OpDag:
+    """graph: nodes are op names with attribute `op`; edges producer -> consumer.
+
+    inputs: names of placeholders and attributes; outputs: names of what the graph returns.
+    """
+
+    graph: nx.DiGraph[str]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    module: fx.GraphModule
+
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        """The fx nodes, by name."""
+        return {node.name: node for node in self.module.graph.nodes}
+
+    def op(self, name: str) -> Op:
+        return self.graph.nodes[name]["op"]
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Names in execution order."""
+        return tuple(self.graph.nodes)
+
+    def consumers(self, name: str) -> tuple[str, ...]:
+        return tuple(self.graph.successors(name))
+
+
+# Library calls: their arithmetic is worth more than any fusion around them.
+CONTRACTIONS = frozenset({
+    "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "_addmm_activation",
+    "_scaled_mm", "_grouped_mm", "matmul", "einsum",
+})  # fmt: skip
+
+
+def kind_of(node: fx.Node) -> Kind:
+    """The class of an fx node: from the operator table, else contraction by name, else opaque."""
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        return (
+            kind_of(parent) if isinstance(parent, fx.Node) and kind_of(parent) is Kind.LAYOUT else Kind.OPAQUE
+        )
+    spec = spec_of(node.target)
+    if spec is not None:
+        return spec.kind
+    name = getattr(node.target, "_opname", "")
+    if name in CONTRACTIONS or "scaled_dot_product" in name or "attention" in name:
+        return Kind.CONTRACTION
+    return Kind.OPAQUE
+
+
+def dim_of(size: int | torch.SymInt) -> Dim:
+    """An integer as it is; a SymInt as its sympy expression, or as an integer where it is constant."""
+    if isinstance(size, int):
+        return size
+    expr = sympy.expand(size.node.expr)
+    return int(expr) if expr.is_Integer else expr
+
+
+def step_of(stride: int | torch.SymInt) -> Dim:
+    """A stride like a size; Max(1, n) is n: where n is 0 the tensor is empty and no stride counts."""
+    dim = dim_of(stride)
+    if isinstance(dim, int) or not dim.has(Max):
+        return dim
+    expr = dim.replace(
+        lambda e: isinstance(e, Max) and len(e.args) == 2 and sympy.Integer(1) in e.args,
+        lambda e: next(a for a in e.args if a != 1),
+    )
+    return simple(expr)  # type: ignore[arg-type]
+
+
+def metas_of(value: object) -> tuple[TensorMeta, ...]:
+    """TensorMeta of every tensor in an fx node's `val`; empty for symbolic integers and None."""
+    if isinstance(value, torch.Tensor):
+        shape = tuple(map(dim_of, value.shape))
+        strided = value.layout is torch.strided
+        stride = tuple(map(step_of, value.stride())) if strided else ()
+        return (TensorMeta(shape, stride, value.dtype, str(value.device)),)
+    if isinstance(value, list | tuple):
+        return tuple(m for v in value for m in metas_of(v))
+    return ()
+
+
+def _argument(arg: object) -> object:
+    """An fx argument with nodes as Ref, symbolic integers as Dim, containers as tuples."""
+    if isinstance(arg, fx.Node):
+        value = arg.meta.get("val")
+        return dim_of(value) if isinstance(value, int | torch.SymInt) else Ref(arg.name)
+    if isinstance(arg, list | tuple):
+        return tuple(_argument(a) for a in arg)
+    if isinstance(arg, slice):
+        return (_argument(arg.start), _argument(arg.stop), _argument(arg.step))
+    return arg
+
+
+def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMeta]) -> int:
+    """Arithmetic of one op: table rows by element, matrix products by their inner dimension."""
+    spec = spec_of(node.target)
+    out = sum(numel(m.shape) for m in outputs)
+    if spec is not None:
+        return spec.flops * (max([out, *(numel(m.shape) for m in inputs)]) if spec.combine else out)
+    name = getattr(node.target, "_opname", "")
+    if name in ("mm", "bmm", "linear"):
+        return 2 * out * hint(inputs[0].shape[-1])
+    if name in ("addmm", "baddbmm", "_addmm_activation"):
+        return 2 * out * hint(inputs[1].shape[-1])
+    if "attention" in name and len(inputs) >= 3:
+        query, key = inputs[:2]  # two products, forward; five in the backward pass
+        return (10 if "backward" in name else 4) * numel(query.shape) * hint(key.shape[-2])
+    if name.startswith("convolution") and len(inputs) >= 2:
+        weight = inputs[2 if "backward" in name else 1]
+        positions = inputs[0] if "backward" in name else outputs[0]
+        return 2 * numel(positions.shape) * numel(weight.shape[1:]) * (2 if "backward" in name else 1)
+    return 0
+
+
+def _bytes(meta: TensorMeta) -> int:
+    return numel(meta.shape) * meta.dtype.itemsize
+
+
+# Operators that convert, as a user's code, Dynamo's graph and ATen name them.
+CONVERSIONS = frozenset({
+    "to", "_to_copy", "type", "type_as", "half", "float", "double", "bfloat16", "convert_element_type",
+})  # fmt: skip
+
+
+def round_trips(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Conversions to 16 bits that are written in the model's code and undone there, as in x.half().float():
+    nobody writes both but to round. Those of autocast, of decompositions and of gradients say only in which
+    dtype a result is wanted."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_written(node):
+            source = node.all_input_nodes[0]
+            while kind_of(source) is Kind.LAYOUT or getattr(source.target, "_opname", "") == "clone":
+                source = source.all_input_nodes[0]
+            if _is_written(source) and source.meta["val"].dtype in (torch.float16, torch.bfloat16):
+                found.add(source)
+    return frozenset(found)
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether a node is a conversion between float dtypes that the model's code asks for."""
+    original, origins = node.meta.get("original_aten"), node.meta.get("from_node")
+    names = [getattr(node.target, "_opname", ""), getattr(original, "_opname", "_to_copy")]
+    if origins:
+        names.append(str(origins[0].target).removeprefix("aten.").partition(".")[0])
+    backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+    if backward or not CONVERSIONS.issuperset(names):
+        return False
+    values = (node.meta.get("val"), node.all_input_nodes[0].meta.get("val"))
+    dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    return len(set(dtypes)) == 2
+
+
+def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = lambda node: None) -> OpDag:
+    """Read an fx graph of functional ATen ops, annotated with FakeTensors, as an OpDag."""
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    inputs: list[str] = []
+    outputs: tuple[str, ...] = ()
+    pinned = pinned_values(gm.graph)
+    rounded = round_trips(gm.graph)
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            outputs = tuple(n.name for n in node.all_input_nodes)
+            continue
+        metas = metas_of(node.meta.get("val"))
+        reads = [metas_of(n.meta.get("val")) for n in node.all_input_nodes]
+        flat = [m for r in reads for m in r]
+        is_input = node.op in ("placeholder", "get_attr")
+        if is_input:
+            inputs.append(node.name)
+        op = Op(
+            name=node.name,
+            target=node.op if is_input else node.target,
+            kind=Kind.OPAQUE if is_input else kind_of(node),
+            inputs=tuple(n.name for n in node.all_input_nodes),
+            outputs=metas,
+            args=tuple(_argument(a) for a in node.args),
+            kwargs=tuple((k, _argument(v)) for k, v in node.kwargs.items()),
+            flops=0 if is_input else _work(node, metas, flat),
+            bytes=0 if is_input else sum(map(_bytes, metas)) + sum(map(_bytes, flat)),
+            source=None if is_input else source_of(node),
+            call=None if is_input else call_of(node),
+            pinned=node in pinned,
+            rounds=node in rounded,
+        )
+        graph.add_node(node.name, op=op)
+        graph.add_edges_from((name, node.name) for name in op.inputs)
+    return OpDag(graph, tuple(inputs), outputs, gm)
+
+
+def size_hints(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
+    """The sizes that symbols had when the graph was captured."""
+    hints: dict[sympy.Symbol, int] = {}
+    for value in inputs:
+        dims: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for dim in dims:
+            if isinstance(dim, torch.SymInt) and isinstance(dim.node.expr, sympy.Symbol):
+                hint = dim.node.hint  # None where data decides; a ragged dimension's is no number either
+                hints[dim.node.expr] = hint if isinstance(hint, int) else 64
+    return hints

@@ -1,0 +1,63 @@
+"""What is known of a captured graph beside its nodes: its phase, and where its tensors come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from torch import fx, nn
+
+from fusion_compiler.ir.rewrite_note import Notes
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Of a graph's input. kind: "parameter", "buffer" or "input"."""
+
+    kind: str
+    requires_grad: bool
+
+
+Origins = Mapping[str, Origin]  # by placeholder; those that are missing hold what another graph computed
+
+
+def origins_of(graph: fx.Graph) -> dict[str, Origin]:
+    """Of the placeholders of a graph above autograd, by what TorchDynamo says of them."""
+    return {node.name: _origin(node) for node in graph.find_nodes(op="placeholder")}
+
+
+def _origin(node: fx.Node) -> Origin:
+    given = node.meta.get("example_value", node.meta.get("val"))
+    static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+    kind = "parameter" if isinstance(given, nn.Parameter) else "buffer" if static else "input"
+    return Origin(kind, bool(getattr(given, "requires_grad", False)))
+
+
+class Phase(StrEnum):
+    FORWARD = "forward"  # of a graph that is trained: also returns what backward needs
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+@dataclass(frozen=True)
+class GraphInfo:
+    """What is known of one captured graph beside its nodes.
+
+    name: "graph0.forward"; graphs are numbered in the order in which Dynamo finds them.
+    static_inputs: positions of the parameters and buffers among the placeholders: their
+        addresses stay the same from call to call (until the module is moved).
+    outputs: how many leading outputs belong to the caller; the others are saved for backward.
+    owned: names of the placeholders that the caller gives up: activations saved for backward and
+        the gradients that it starts from.
+    rewrites: what the pre-autograd rewrites did or refused, the same for all phases.
+    origins: of the placeholders that are arguments of the Dynamo graph, by name.
+    """
+
+    name: str
+    phase: Phase
+    static_inputs: tuple[int, ...]
+    outputs: int
+    owned: tuple[str, ...] = ()
+    rewrites: Notes = ()
+    origins: Origins = field(default_factory=dict[str, Origin])

@@ -1,0 +1,112 @@
+"""What codegen hands to the runtime: kernel sources, their arguments, their scratch memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import sympy
+import torch
+
+from fusion_compiler.ir.dims import Dim
+
+
+class Role(StrEnum):
+    INPUT = "input"
+    OUTPUT = "output"
+    SCRATCH = "scratch"
+    SIZE = "size"  # an integer that is only known when the kernel is launched
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter of a kernel, in the order of its signature.
+
+    index: position among the program's inputs, outputs, scratch buffers or sizes, behind which are the
+        derived ones.
+    dtype: of the buffer; int64 for sizes.
+    aligned: the pointer (or size) is a multiple of 16 (bytes); the launcher checks it for
+        tensors that it did not allocate and takes a build that does not rely on it when it is not.
+    """
+
+    name: str
+    role: Role
+    index: int
+    dtype: torch.dtype
+    aligned: bool = True
+
+    @property
+    def given(self) -> str:
+        """What the caller gives for it: "p0", "p1", ... (inputs), "n0", ... (sizes), or "" for nothing."""
+        letter = {Role.INPUT: "p", Role.SIZE: "n"}.get(self.role)
+        return f"{letter}{self.index}" if letter else ""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One Triton kernel.
+
+    source: text of a complete Python module that defines `name` under @triton.jit; all
+        sizes known at compile time are literals in it, so it has no constexpr parameters.
+    grid: up to three extents; integers, or expressions over the program's sizes.
+    together: so many neighbouring programs wait for each other (`math.receive`) and run at the same time. The
+        launch is cooperative where the device holds all of its programs at once.
+    registers: the most that a thread may take, where the compiler takes more than leave room for others.
+    fp_fusion: a product and the sum that takes it up may become one instruction, which rounds once.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[Argument, ...]
+    grid: tuple[Dim, ...]
+    num_warps: int = 4
+    num_stages: int = 1
+    together: int = 1
+    registers: int | None = None
+    fp_fusion: bool = True
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that a program reads, writes or needs as scratch: shape and strides in elements."""
+
+    name: str
+    shape: tuple[Dim, ...]
+    stride: tuple[Dim, ...]
+    dtype: torch.dtype
+    zeroed: bool = False  # scratch only: zero before the first launch; kernels leave it zero
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that computes one cluster: kernels launched in order, over shared scratch.
+
+    sizes: the symbols that become integer arguments, in order. derived: further ones, with the expressions of
+        those that the launcher computes for them.
+    schedule: how it was scheduled, for people ("rows: 4 rows x 1024, 4 warps").
+    cost: predicted microseconds, the key by which candidates are ranked.
+    word: bytes; 0, or it reads words of so many, also those that its inputs end within. Where an input is not
+        aligned to them, such a word may cross a page, and another candidate has to run.
+    """
+
+    kernels: tuple[Kernel, ...]
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+    scratch: tuple[Buffer, ...] = ()
+    sizes: tuple[sympy.Symbol, ...] = ()
+    derived: tuple[tuple[sympy.Symbol, sympy.Expr], ...] = ()
+    schedule: str = ""
+    cost: float = 0.0
+    word: int = 0
+
+    @property
+    def symbols(self) -> tuple[sympy.Symbol, ...]:
+        """Those of all sizes, in the order of the arguments."""
+        return (*self.sizes, *(symbol for symbol, _ in self.derived))
+
+    @property
+    def alignment(self) -> int:
+        """Bytes: what the addresses of inputs are a multiple of, or the launcher takes another build."""
+        return max(16, self.word)
+
+    notes: dict[str, str] = field(default_factory=dict[str, str])

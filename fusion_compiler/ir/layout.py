@@ -1,0 +1,111 @@
+"""Layout operators as access maps: where an element of the result lies in the operand.
+
+`pull` is the whole of it for operators that move no data: coordinates of the result in,
+(operand, its coordinates) out. Such ops never belong to a cluster; whoever reads through
+them absorbs them.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.index import ZERO, Extents, NotExpressible, combine, regroup, shifted
+from fusion_compiler.ir.loops import Index
+
+aten = torch.ops.aten
+
+VIEWS = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.permute.default,
+    aten.transpose.int, aten.t.default, aten.slice.Tensor, aten.select.int, aten.alias.default,
+    aten.detach.default, aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int,
+    aten.lift_fresh_copy.default, aten.diagonal.default,
+})  # fmt: skip
+
+
+def is_view(op: Op) -> bool:
+    """Whether the op only reads its operand at other coordinates."""
+    return op.target in VIEWS or (op.target is operator.getitem and op.kind == "layout")
+
+
+def argument(op: Op, position: int, name: str, default: object = None) -> object:
+    """An argument of an ATen call, positional or by keyword."""
+    if position < len(op.args):
+        return op.args[position]
+    return dict(op.kwargs).get(name, default)
+
+
+def wrap(dim: int, rank: int) -> int:
+    return dim + rank if dim < 0 else dim
+
+
+def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tuple[str, tuple[Index, ...]]:
+    """(operand, coordinates in it) of the element of a view at `coords`."""
+    target = op.target
+    if target is operator.getitem:
+        return _pull_part(dag, op, coords)
+    source = op.inputs[0]
+    shape = dag.op(source).outputs[0].shape
+    out_shape = op.outputs[0].shape
+    rank = len(shape)
+    if target is aten.permute.default:
+        order = [wrap(d, rank) for d in op.args[1]]  # type: ignore[union-attr]
+        inner = [ZERO] * rank
+        for position, dim in enumerate(order):
+            inner[dim] = coords[position]
+        return source, tuple(inner)
+    if target in (aten.transpose.int, aten.t.default):
+        a, b = (0, 1) if target is aten.t.default else (wrap(d, rank) for d in op.args[1:3])  # type: ignore[arg-type]
+        inner = list(coords)
+        if rank > 1:
+            inner[a], inner[b] = inner[b], inner[a]
+        return source, tuple(inner)
+    if target is aten.slice.Tensor:
+        dim = wrap(argument(op, 1, "dim", 0), rank)  # type: ignore[arg-type]
+        start = argument(op, 2, "start") or 0
+        step = argument(op, 4, "step", 1)
+        if isinstance(start, int) and start < 0:
+            start = start + shape[dim]
+        if isinstance(start, int) and isinstance(shape[dim], int):
+            start = min(max(start, 0), shape[dim])
+        moved = shifted(combine([(coords[dim], step)]), start)  # type: ignore[list-item, arg-type]
+        return source, (*coords[:dim], moved, *coords[dim + 1 :])
+    if target is aten.select.int:
+        dim = wrap(op.args[1], rank)  # type: ignore[arg-type]
+        index = op.args[2]
+        if isinstance(index, int) and index < 0:
+            index = index + shape[dim]
+        if isinstance(index, Ref):
+            raise NotExpressible("select at an index that is data")
+        return source, (*coords[:dim], Index(index, ()), *coords[dim:])  # type: ignore[arg-type]
+    if target is aten.diagonal.default:
+        offset = argument(op, 1, "offset", 0)
+        first, second = (wrap(argument(op, i, f"dim{i - 1}", i - 2), rank) for i in (2, 3))  # type: ignore[arg-type]
+        assert isinstance(offset, int)
+        others = iter(coords[:-1])
+        along = {first: shifted(coords[-1], max(-offset, 0)), second: shifted(coords[-1], max(offset, 0))}
+        return source, tuple(along[d] if d in along else next(others) for d in range(rank))
+    if target is aten.expand.default:
+        lead = len(out_shape) - rank
+        return source, tuple(ZERO if s == 1 else c for s, c in zip(shape, coords[lead:], strict=True))
+    if target in (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default):
+        return source, coords
+    return source, regroup(coords, out_shape, shape, extents)
+
+
+def _pull_part(dag: OpDag, op: Op, coords: tuple[Index, ...]) -> tuple[str, tuple[Index, ...]]:
+    """One piece of split, split_with_sizes, chunk or unbind."""
+    parent = dag.op(op.inputs[0])
+    source = parent.inputs[0]
+    rank = len(dag.op(source).outputs[0].shape)
+    part = op.args[1]
+    assert isinstance(part, int)
+    if parent.target is aten.unbind.int:
+        dim = wrap(argument(parent, 1, "dim", 0), rank)  # type: ignore[arg-type]
+        return source, (*coords[:dim], Index(part, ()), *coords[dim:])
+    dim = wrap(argument(parent, 2, "dim", 0), rank)  # type: ignore[arg-type]
+    start = sum((parent.outputs[i].shape[dim] for i in range(part)), 0)
+    return source, (*coords[:dim], shifted(coords[dim], start), *coords[dim + 1 :])

@@ -1,0 +1,336 @@
+"""The tile program: one cluster over one iteration space, before a schedule is chosen.
+
+    LoopNest := axes, nodes, stores
+    axis     := name, size, group            group is "rows" or "cols"
+    index    := const + sum(coeff * axis) + sum(coeff * value)
+    node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
+              | InRange(index, low, high) | Random(seed, index, salt)
+              | Checked(operand, index, low, high, within)
+              | Compute(target, operands) | Reduce(combine, operand, over, kept)
+    store    := buffer, index, value, within    several to one buffer have elements of their own each
+
+Nodes are in SSA order and name each other by position. Every node has a dtype: that in which
+it is computed (float32 for all floats but float64). A node's `groups` are the axis groups it
+varies over; a tile holds it as [ROWS, COLS], [ROWS, 1], [1, COLS] or [1, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+from torch._ops import OpOverload
+
+from fusion_compiler.ir.dims import Dim, product, quotient
+
+ROWS, COLS = "rows", "cols"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    name: str
+    size: Dim
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """An affine element index. Keys of terms: axis number, or ~node for an indirect one."""
+
+    const: Dim
+    terms: tuple[tuple[int, Dim], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Element `index` of `buffer` where node `within` (a bool, or None for everywhere) holds, else 0."""
+
+    buffer: str
+    index: Index
+    within: int | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """The index itself as an integer value (arange, iota)."""
+
+    index: Index
+    dtype: torch.dtype
+
+
+def exact(value: object) -> object:
+    """A key for an argument: 1, 1.0 and True are different, as are 0.0 and -0.0, and a NaN equals itself."""
+    if isinstance(value, list | tuple):
+        return tuple(map(exact, value))
+    if isinstance(value, dict):
+        return tuple((k, exact(v)) for k, v in sorted(value.items()))
+    return type(value), repr(value) if isinstance(value, float | slice) else value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    value: bool | int | float
+    dtype: torch.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> object:
+        return exact(self.value), self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class InRange:
+    """low <= index < high; the side of a concatenation, the inside of a padding."""
+
+    index: Index
+    low: Dim
+    high: Dim
+    dtype: torch.dtype = torch.bool
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """Uniform float32 in [0, 1): lane index % 4 of Philox(seed, index // 4), stream `salt`.
+
+    Of dtype uint32: the word itself, of which that would be the upper 24 bits.
+    """
+
+    seed: int
+    index: Index
+    salt: Dim  # an argument of the kernel once clusters are compared: dropouts differ in it alone
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """`operand`, and an error unless low <= `index` < high wherever `within` holds.
+
+    index: a value that says where to read, mostly the operand itself. what: whose index it is.
+    """
+
+    operand: int
+    index: int
+    low: Dim
+    high: Dim
+    within: int | None
+    what: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compute:
+    """`target` applied to operands: (schema name, node number or Python scalar).
+
+    coarse: eager rounds the result to bfloat16, so that the table's coarse expression serves as well.
+    pinned: made in several kernels it has to be the same number in each (pinned.py): by the table's first
+        expression, and by no product fused into a sum.
+    """
+
+    target: OpOverload
+    operands: tuple[tuple[str, object], ...]  # ("self", Ref(3)), ("alpha", 2)
+    dtype: torch.dtype
+    coarse: bool = False
+    pinned: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compute) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> object:
+        operands = tuple([(n, a if isinstance(a, Ref) else exact(a)) for n, a in self.operands])
+        return self.target, operands, self.dtype, self.coarse, self.pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Combine `operand` over whole axis groups.
+
+    kept: axes of these groups that the result keeps: one value for each of their points, which no tile holds
+    as a row or a column. It is only stored.
+    """
+
+    combine: str
+    operand: int
+    over: frozenset[str]
+    dtype: torch.dtype
+    kept: frozenset[int] = frozenset()
+
+
+Node = Load | Coordinate | Constant | InRange | Random | Checked | Compute | Reduce
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    buffer: str
+    index: Index
+    value: int
+    within: int | None = None
+
+
+@dataclass(frozen=True)
+class LoopNest:
+    axes: tuple[Axis, ...]
+    nodes: tuple[Node, ...]
+    stores: tuple[Store, ...]
+    names: tuple[str, ...]  # of the values, for printing: one per node
+
+
+def operands_of(node: Node) -> tuple[int, ...]:
+    """Numbers of the nodes that a node reads."""
+    match node:
+        case Load(_, index, within, _):
+            own = () if within is None else (within,)
+            return (*own, *_indirect(index))
+        case Coordinate(index, _) | InRange(index, _, _, _):
+            return _indirect(index)
+        case Random(seed, index, _, _):
+            return (seed, *_indirect(index))
+        case Checked(operand, index, _, _, within):
+            return (operand, index) if within is None else (operand, index, within)
+        case Compute(_, operands):
+            return tuple(a.node for _, a in operands if isinstance(a, Ref))
+        case Reduce():
+            return (node.operand,)
+        case _:
+            return ()
+
+
+def _indirect(index: Index) -> tuple[int, ...]:
+    return tuple(~key for key, _ in index.terms if key < 0)
+
+
+def store_operands(store: Store) -> tuple[int, ...]:
+    within = () if store.within is None else (store.within,)
+    return (store.value, *within, *_indirect(store.index))
+
+
+def right_neighbours(axes: Sequence[Axis], accesses: Iterable[tuple[int, Load | Store]]) -> dict[int, int]:
+    """Of accesses to every other element along the columns, those with the ones between them.
+
+    2 i -> 2 i + 1, by the numbers that the accesses come with: each is one half of aligned pairs.
+    """
+    wide = {n: a for n, a in accesses if a.within is None and _by_twos(axes, a.index)}
+    at = {(a.buffer, a.index): n for n, a in wide.items()}
+    right = {n: at.get((a.buffer, replace(a.index, const=a.index.const + 1))) for n, a in wide.items()}
+    return {n: other for n, other in right.items() if other is not None and wide[n].index.const % 2 == 0}
+
+
+def _by_twos(axes: Sequence[Axis], index: Index) -> bool:
+    """Whether an index goes along the innermost columns in steps of two, and elsewhere in even ones."""
+    last = len(axes) - 1
+    innermost = dict(index.terms).get(last) == 2 and axes[last].group == COLS
+    return (
+        innermost
+        and isinstance(index.const, int)
+        and all(k >= 0 and quotient(c, 2) is not None for k, c in index.terms)
+    )
+
+
+def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
+    """The axis groups that each node varies over."""
+    out: list[frozenset[str]] = []
+    for node in loops.nodes:
+        groups = {g for o in operands_of(node) for g in out[o]}
+        if isinstance(node, Load | Coordinate | InRange | Random):
+            groups |= {loops.axes[k].group for k, _ in node.index.terms if k >= 0}
+        if isinstance(node, Reduce):
+            groups -= node.over
+        out.append(frozenset(groups))
+    return tuple(out)
+
+
+def resized(loops: LoopNest, size: Callable[[Dim], Dim]) -> LoopNest:
+    """A tile program with `size` of each of its sizes in that one's place; salts are none."""
+
+    def index(i: Index) -> Index:
+        return Index(size(i.const), tuple((key, size(step)) for key, step in i.terms))
+
+    def node(n: Node) -> Node:
+        match n:
+            case InRange():
+                return replace(n, index=index(n.index), low=size(n.low), high=size(n.high))
+            case Checked():
+                return replace(n, low=size(n.low), high=size(n.high))
+            case Load() | Coordinate() | Random():
+                return replace(n, index=index(n.index))
+            case _:
+                return n
+
+    axes = tuple(replace(a, size=size(a.size)) for a in loops.axes)
+    stores = tuple(replace(s, index=index(s.index)) for s in loops.stores)
+    return replace(loops, axes=axes, nodes=tuple(map(node, loops.nodes)), stores=stores)
+
+
+def symbols_of(nests: Iterable[LoopNest], tensors: Iterable[Sequence[Dim]]) -> tuple[sympy.Symbol, ...]:
+    """The symbols in the sizes of some tile programs, and of their tensors in shapes and strides, by name:
+    what a kernel takes as arguments."""
+    dims = [dim for sizes in tensors for dim in sizes]
+    for loops in nests:
+        resized(loops, lambda dim: dims.append(dim) or dim)
+    found = {s for dim in dims if not isinstance(dim, int) for s in dim.free_symbols}
+    return tuple(sorted(found, key=lambda s: s.name))  # type: ignore[arg-type,union-attr]
+
+
+def segment_of(loops: LoopNest, kept: frozenset[int]) -> int | None:
+    """The columns that a reduction which keeps these axes combines in each row to one value, of the outer
+    columns that it keeps; None where it keeps no columns, and a row is one segment."""
+    cols = [k for k, a in enumerate(loops.axes) if a.group == COLS]
+    if not kept & set(cols):
+        return None
+    segment = product(loops.axes[k].size for k in cols if k not in kept)
+    assert isinstance(segment, int), "segments have a known size"
+    return segment
+
+
+def longest_piece(segment: int) -> int:
+    """The largest power of two of columns that a segment consists of: no block of them crosses its end."""
+    return segment & -segment
+
+
+def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Node:
+    """A node whose operands, and axes where given, go by new numbers."""
+    match node:
+        case Load():
+            within = None if node.within is None else numbers[node.within]
+            return replace(node, index=renumber_index(node.index, numbers, axes), within=within)
+        case Coordinate() | InRange():
+            return replace(node, index=renumber_index(node.index, numbers, axes))
+        case Random():
+            return replace(node, seed=numbers[node.seed], index=renumber_index(node.index, numbers, axes))
+        case Checked():
+            operand, index = numbers[node.operand], numbers[node.index]
+            within = None if node.within is None else numbers[node.within]
+            return replace(node, operand=operand, index=index, within=within)
+        case Compute():
+            operands = tuple((n, Ref(numbers[a.node]) if isinstance(a, Ref) else a) for n, a in node.operands)
+            return replace(node, operands=operands)
+        case Reduce():
+            kept = node.kept if axes is None else frozenset(axes[k] for k in node.kept)
+            return replace(node, operand=numbers[node.operand], kept=kept)
+        case _:
+            return node
+
+
+def renumber_index(index: Index, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Index:
+    moved = ((~numbers[~k] if k < 0 else k if axes is None else axes[k], c) for k, c in index.terms)
+    return Index(index.const, tuple(sorted(moved)))
+
+
+def wrapped(value: int, dtype: torch.dtype) -> int:
+    """What a dtype of integers makes of a number: -1 is 255 in uint8."""
+    info = torch.iinfo(dtype)
+    return (value - info.min) % (1 << info.bits) + info.min

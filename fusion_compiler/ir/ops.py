@@ -1,0 +1,574 @@
+"""The operator table: one row for every ATen overload that a cluster may hold.
+
+A row says what an operator *is* (its kind), what it *computes* (a Triton expression over
+the names of its ATen schema) and what it *costs* (operations per output element). Shapes
+and dtypes never come from here: FakeTensor knows them.
+
+How an expression is filled in. Every argument of the schema is given, defaults included, as
+text: a tensor as a variable name, a number as a Python literal, None and strings as their repr.
+A tensor argument may be a literal too (`1 - x` is aten.sub.Tensor(1, x)). Tl functions read a
+literal as float32, so where the result is float64 a number that float32 does not hold is written
+`tl.full((), 0.1, tl.float64)`. The result is then converted to the result's compute dtype.
+Expressions may use `tl`, `libdevice` (triton.language.extra) and `fm` (fusion_compiler.codegen.math).
+
+A row without an expression is lowered by what its kind says: layout ops become access maps,
+gathers indirect loads, arange and iota coordinates.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch._ops import OpOverload
+
+from fusion_compiler.ir import random
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class Kind(StrEnum):
+    """Operator classes of Ivanov et al. (2021), with layout, random and opaque beside them."""
+
+    CONTRACTION = "contraction"  # matrix products, convolution, attention: stays a library call
+    NORMALIZATION = "normalization"  # a reduction whose result is broadcast back
+    REDUCTION = "reduction"
+    ELEMENTWISE = "elementwise"
+    LAYOUT = "layout"  # moves no data, or only moves data
+    RANDOM = "random"
+    OPAQUE = "opaque"  # no row in the table: stays an ATen call
+
+
+class Operands(StrEnum):
+    """The dtype in which an expression sees its tensor operands."""
+
+    RESULT = "result"  # converted to the compute dtype of the result
+    PROMOTED = "promoted"  # promoted among themselves (comparisons)
+    OWN = "own"  # each as it is (where's condition, shifts)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One operator.
+
+    expr: Triton expression with the schema's argument names in braces, or a function from
+        those names to such an expression where the text depends on a scalar argument.
+        Tensor operands arrive as variable names, scalars as literals.
+    combine: for reductions, the combining function: sum, prod, max, min, any, all,
+        argmax or argmin.
+    flops: arithmetic operations per element (of the input, for reductions).
+    special: how many of the slow-unit operations (exp, log, tanh, division, ...) it takes.
+    rough: a faster expression, right to 2^-15 relative: taken where all that comes of the result is
+        stored in 16 bits.
+    jumps: its result jumps where an operand crosses a value, or is taken from one element of it: what the
+        operand rounds to decides (see pinned.py).
+    coarse: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
+        this result to bfloat16. What follows may cancel all but the error: of a result that eager
+        keeps in float32 (GELU's tanh) that would be seen.
+    """
+
+    target: OpOverload
+    kind: Kind
+    expr: str | Callable[..., str] | None = None
+    operands: Operands = Operands.RESULT
+    combine: str | None = None
+    flops: int = 1
+    special: int = 0
+    rough: str | Callable[..., str] | None = None
+    coarse: str | None = None
+    jumps: bool = False
+
+
+def number(text: str) -> float | None:
+    """The value of a literal, typed or not; None if the text is anything else: a variable, None, a string."""
+    typed = re.fullmatch(r"tl\.full\(\(\), (\S+), tl\.\w+\)", text)
+    try:
+        value: object = ast.literal_eval(typed[1] if typed else text)
+    except (ValueError, SyntaxError):
+        return None
+    return value if isinstance(value, int | float) else None
+
+
+def _scaled(name: str, factor: str) -> str:
+    return name if number(factor) == 1 else f"{name} * {factor}"
+
+
+def _add(self: str, other: str, alpha: str = "1") -> str:
+    return f"{self} + {_scaled(other, alpha)}"
+
+
+def _sub(self: str, other: str, alpha: str = "1") -> str:
+    return f"{self} - {_scaled(other, alpha)}"
+
+
+def _rsub(self: str, other: str, alpha: str = "1") -> str:
+    return f"{other} - {_scaled(self, alpha)}"
+
+
+def _div(self: str, other: str) -> str:
+    value = number(other)
+    # Multiplying by a power of two is exact, and cheap.
+    if value and math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5 and 2**-60 < abs(value) < 2**60:
+        return f"{self} * {1 / value!r}"
+    return f"fm.div({self}, {other})"
+
+
+def _rough_div(self: str, other: str) -> str:
+    value = number(other)
+    if value is not None and 2**-120 < abs(value) < 2**120:
+        return f"{self} * {1 / value!r}"
+    return f"{self} / {other}"
+
+
+def _div_mode(self: str, other: str, rounding_mode: str = "None") -> str:
+    match rounding_mode.strip("'\""):
+        case "floor":
+            return f"fm.floor_divide({self}, {other})"
+        case "trunc":
+            return f"fm.trunc_divide({self}, {other})"
+        case _:
+            return _div(self, other)
+
+
+def _pow(self: str, exponent: str) -> str:
+    match number(exponent):
+        case 1:
+            return self
+        case 2:
+            return f"{self} * {self}"
+        case 3:
+            return f"{self} * {self} * {self}"
+        case 0.5:
+            return f"fm.sqrt({self})"
+        case -0.5:  # tl.rsqrt takes subnormal numbers as 0
+            return f"fm.div(1.0, fm.sqrt({self}))"
+        case -1:
+            return f"fm.div(1.0, {self})"
+        case -2:
+            return f"fm.div(1.0, {self} * {self})"
+        case _:
+            return f"fm.pow({self}, {exponent})"
+
+
+def _rough_pow(self: str, exponent: str) -> str:
+    value = number(exponent)
+    match value:
+        case 0.5:
+            return f"fm.rough_sqrt({self})"
+        case -1 | -2:
+            return f"1.0 / ({_pow(self, str(-value))})"
+        case float() if not value.is_integer() and value != -0.5 and abs(value) <= 64:
+            return f"fm.rough_pow({self}, {exponent})"
+        case _:
+            return _pow(self, exponent)
+
+
+def _rough_pow_of_scalar(self: str, exponent: str) -> str:
+    base = number(self)
+    if base is None or not 0 < base < math.inf or base == 1:
+        return f"fm.pow({self}, {exponent})"
+    return f"tl.exp2({exponent} * {math.log2(base)!r})"
+
+
+def _maximum(a: str, b: str) -> str:
+    return f"tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)"
+
+
+def _minimum(a: str, b: str) -> str:
+    return f"tl.minimum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)"
+
+
+def _clamp(self: str, min: str = "None", max: str = "None") -> str:
+    bounded = self if min == "None" else _maximum(self, min)
+    return bounded if max == "None" else _minimum(bounded, max)
+
+
+def _elu(
+    self: str,
+    alpha: str = "1",
+    scale: str = "1",
+    input_scale: str = "1",
+    expm1: str = "libdevice.expm1",
+) -> str:
+    rise = f"{expm1}({_scaled(self, input_scale)})"
+    return f"tl.where({self} < 0, {_scaled(_scaled(rise, alpha), scale)}, {_scaled(self, scale)})"
+
+
+def _round_decimals(self: str, decimals: str) -> str:
+    factor = repr(10.0 ** abs(int(decimals)))
+    if int(decimals) > 0:
+        return f"fm.div(libdevice.nearbyint({self} * {factor}), {factor})"
+    return f"libdevice.nearbyint(fm.div({self}, {factor})) * {factor}"
+
+
+def _lerp(self: str, end: str, weight: str) -> str:
+    from_start = f"{self} + {weight} * ({end} - {self})"
+    from_end = f"{end} - ({end} - {self}) * (1 - {weight})"
+    value = number(weight)
+    if value is not None:
+        return from_start if abs(value) < 0.5 else from_end
+    return f"tl.where(tl.abs({weight}) < 0.5, {from_start}, {from_end})"
+
+
+def _addcmul(self: str, tensor1: str, tensor2: str, value: str = "1") -> str:
+    return f"{self} + {_scaled(tensor1, value)} * {tensor2}"
+
+
+def _addcdiv(self: str, tensor1: str, tensor2: str, value: str = "1") -> str:
+    return f"{self} + {_scaled(f'fm.div({tensor1}, {tensor2})', value)}"
+
+
+def _elementwise(
+    expr: str | Callable[..., str] | None,
+    *targets: OpOverload,
+    operands: Operands = Operands.RESULT,
+    flops: int = 1,
+    special: int = 0,
+    rough: str | Callable[..., str] | None = None,
+    coarse: str | None = None,
+    jumps: bool = False,
+) -> tuple[OpSpec, ...]:
+    return tuple(
+        OpSpec(target, Kind.ELEMENTWISE, expr, operands, None, flops, special, rough, coarse, jumps)
+        for target in targets
+    )
+
+
+def _layout(*targets: OpOverload) -> tuple[OpSpec, ...]:
+    return tuple(OpSpec(target, Kind.LAYOUT, flops=0) for target in targets)
+
+
+def _reduction(combine: str, *targets: OpOverload) -> tuple[OpSpec, ...]:
+    jumps = combine not in ("sum", "prod")
+    return tuple(OpSpec(target, Kind.REDUCTION, combine=combine, jumps=jumps) for target in targets)
+
+
+def _comparison(symbol: str, packet: torch._ops.OpOverloadPacket) -> tuple[OpSpec, ...]:
+    expr = f"{{self}} {symbol} {{other}}"
+    return _elementwise(expr, packet.Tensor, packet.Scalar, operands=Operands.PROMOTED, jumps=True)
+
+
+_ARITHMETIC = (
+    *_elementwise("tl.abs({self})", aten.abs.default),
+    # Not `-x`: Triton computes 0 - x, which loses the sign of zero.
+    *_elementwise("{self} * -1", aten.neg.default),
+    *_elementwise(_add, aten.add.Tensor, aten.add.Scalar),
+    *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar),
+    *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar),
+    *_elementwise("{self} * {other}", aten.mul.Tensor, aten.mul.Scalar),
+    *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, rough=_rough_div),
+    *_elementwise(_div_mode, aten.div.Tensor_mode, aten.div.Scalar_mode, flops=4, special=1, jumps=True),
+    *_elementwise(
+        "fm.floor_divide({self}, {other})",
+        aten.floor_divide.default,
+        aten.floor_divide.Scalar,
+        flops=8,
+        special=2,
+        jumps=True,
+    ),
+    *_elementwise(
+        "fm.fmod({self}, {other})", aten.fmod.Tensor, aten.fmod.Scalar, flops=8, special=1, jumps=True
+    ),
+    *_elementwise(
+        "fm.remainder({self}, {other})",
+        aten.remainder.Tensor,
+        aten.remainder.Scalar,
+        aten.remainder.Scalar_Tensor,
+        flops=8,
+        special=1,
+        jumps=True,
+    ),
+    *_elementwise(_pow, aten.pow.Tensor_Scalar, flops=2, rough=_rough_pow),
+    *_elementwise("fm.pow({self}, {exponent})", aten.pow.Tensor_Tensor, flops=16, special=2),
+    *_elementwise(
+        "fm.pow({self}, {exponent})", aten.pow.Scalar, flops=16, special=2, rough=_rough_pow_of_scalar
+    ),
+    *_elementwise(_lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3),
+    *_elementwise(_addcmul, aten.addcmul.default, flops=2),
+    *_elementwise(_addcdiv, aten.addcdiv.default, flops=2, special=1),
+    *_elementwise(_maximum("{self}", "{other}"), aten.maximum.default),
+    *_elementwise(_minimum("{self}", "{other}"), aten.minimum.default),
+    # Unlike maximum and minimum these ignore a NaN on one side.
+    *_elementwise(
+        "tl.where(({self} >= {other}) | ({other} != {other}), {self}, {other})", aten.fmax.default, flops=3
+    ),
+    *_elementwise(
+        "tl.where(({self} <= {other}) | ({other} != {other}), {self}, {other})", aten.fmin.default, flops=3
+    ),
+    *_elementwise(_clamp, aten.clamp.default, aten.clamp.Tensor, flops=2),
+    *_elementwise(_maximum("{self}", "{min}"), aten.clamp_min.default, aten.clamp_min.Tensor),
+    *_elementwise(_minimum("{self}", "{max}"), aten.clamp_max.default, aten.clamp_max.Tensor),
+    *_elementwise("fm.copysign({self}, {other})", aten.copysign.Tensor, aten.copysign.Scalar, jumps=True),
+)
+
+_COMPARISONS = (
+    *_comparison("==", aten.eq),
+    *_comparison("!=", aten.ne),
+    *_comparison("<", aten.lt),
+    *_comparison("<=", aten.le),
+    *_comparison(">", aten.gt),
+    *_comparison(">=", aten.ge),
+    *_elementwise("{self} != {self}", aten.isnan.default, operands=Operands.OWN),
+    *_elementwise(
+        '({self} == float("inf")) | ({self} == float("-inf"))',
+        aten.isinf.default,
+        operands=Operands.OWN,
+        flops=3,
+        jumps=True,
+    ),
+    *_elementwise(
+        '({self} > float("-inf")) & ({self} < float("inf"))',
+        aten.isfinite.default,
+        operands=Operands.OWN,
+        flops=3,
+        jumps=True,
+    ),
+    *_elementwise("{self} & {other}", aten.logical_and.default, jumps=True),
+    *_elementwise("{self} | {other}", aten.logical_or.default, jumps=True),
+    *_elementwise("{self} ^ {other}", aten.logical_xor.default, jumps=True),
+    *_elementwise("{self} == 0", aten.logical_not.default, operands=Operands.OWN, jumps=True),
+    *_elementwise("tl.where({condition}, {self}, {other})", aten.where.self, operands=Operands.OWN),
+    *_elementwise(
+        "tl.where({mask}, {value}, {self})",
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        operands=Operands.OWN,
+    ),
+)
+
+_BITS = (
+    *_elementwise("~{self}", aten.bitwise_not.default),
+    *_elementwise(
+        "{self} & {other}",
+        aten.bitwise_and.Tensor,
+        aten.bitwise_and.Scalar,
+        aten.bitwise_and.Scalar_Tensor,
+        aten.__and__.Tensor,
+        aten.__and__.Scalar,
+    ),
+    *_elementwise(
+        "{self} | {other}",
+        aten.bitwise_or.Tensor,
+        aten.bitwise_or.Scalar,
+        aten.bitwise_or.Scalar_Tensor,
+        aten.__or__.Tensor,
+        aten.__or__.Scalar,
+    ),
+    *_elementwise(
+        "{self} ^ {other}",
+        aten.bitwise_xor.Tensor,
+        aten.bitwise_xor.Scalar,
+        aten.bitwise_xor.Scalar_Tensor,
+        aten.__xor__.Tensor,
+        aten.__xor__.Scalar,
+    ),
+    *_elementwise(
+        "fm.left_shift({self}, {other})",
+        aten.bitwise_left_shift.Tensor,
+        aten.bitwise_left_shift.Tensor_Scalar,
+        aten.bitwise_left_shift.Scalar_Tensor,
+        aten.__lshift__.Tensor,
+        aten.__lshift__.Scalar,
+        flops=4,
+    ),
+    *_elementwise(
+        "fm.right_shift({self}, {other})",
+        aten.bitwise_right_shift.Tensor,
+        aten.bitwise_right_shift.Tensor_Scalar,
+        aten.bitwise_right_shift.Scalar_Tensor,
+        aten.__rshift__.Tensor,
+        aten.__rshift__.Scalar,
+        flops=4,
+    ),
+)
+
+_ROUNDING = (
+    *_elementwise("fm.sign({self})", aten.sign.default, aten.sgn.default, flops=2, jumps=True),
+    *_elementwise("tl.floor({self})", aten.floor.default, jumps=True),
+    *_elementwise("tl.ceil({self})", aten.ceil.default, jumps=True),
+    *_elementwise("libdevice.trunc({self})", aten.trunc.default, jumps=True),
+    *_elementwise("{self} - libdevice.trunc({self})", aten.frac.default, flops=2, jumps=True),
+    *_elementwise("libdevice.nearbyint({self})", aten.round.default, jumps=True),
+    *_elementwise(_round_decimals, aten.round.decimals, flops=3, special=1, jumps=True),
+)
+
+_FUNCTIONS = (
+    # libdevice's exp and not Triton's, whose float32 error grows with |x| to 40 ulp.
+    *_elementwise(
+        "libdevice.exp({self})", aten.exp.default, flops=4, special=1, rough="fm.rough_exp({self})"
+    ),
+    *_elementwise("libdevice.exp2({self})", aten.exp2.default, special=1),
+    *_elementwise(
+        "libdevice.expm1({self})", aten.expm1.default, flops=12, special=1, rough="fm.rough_expm1({self})"
+    ),
+    *_elementwise(
+        "tl.log({self})",
+        aten.log.default,
+        flops=8,
+        special=1,
+        rough=f"fm.rough_log2({{self}}) * {math.log(2)!r}",
+    ),
+    *_elementwise("tl.log2({self})", aten.log2.default, flops=8, special=1, rough="fm.rough_log2({self})"),
+    *_elementwise(
+        "libdevice.log10({self})",
+        aten.log10.default,
+        flops=8,
+        special=1,
+        rough=f"fm.rough_log2({{self}}) * {math.log10(2)!r}",
+    ),
+    *_elementwise(
+        "libdevice.log1p({self})", aten.log1p.default, flops=12, special=1, rough="fm.rough_log1p({self})"
+    ),
+    *_elementwise("fm.sqrt({self})", aten.sqrt.default, flops=4, special=1, rough="fm.rough_sqrt({self})"),
+    *_elementwise("tl.rsqrt({self})", aten.rsqrt.default, special=1),
+    *_elementwise("fm.div(1.0, {self})", aten.reciprocal.default, flops=4, special=1, rough="1.0 / {self}"),
+    *_elementwise(
+        "fm.sigmoid({self})",
+        aten.sigmoid.default,
+        flops=8,
+        special=2,
+        rough="fm.rough_sigmoid({self})",
+        coarse="fm.coarse_sigmoid({self})",
+    ),
+    *_elementwise(
+        "libdevice.tanh({self})",
+        aten.tanh.default,
+        flops=12,
+        special=2,
+        rough="fm.rough_tanh({self})",
+        coarse="fm.coarse_tanh({self})",
+    ),
+    *_elementwise("libdevice.sin({self})", aten.sin.default, flops=16),
+    *_elementwise("libdevice.cos({self})", aten.cos.default, flops=16),
+    *_elementwise("libdevice.tan({self})", aten.tan.default, flops=24, special=1),
+    *_elementwise("libdevice.asin({self})", aten.asin.default, flops=16, special=1),
+    *_elementwise("libdevice.acos({self})", aten.acos.default, flops=16, special=1),
+    *_elementwise("libdevice.atan({self})", aten.atan.default, flops=16, special=1),
+    *_elementwise("libdevice.sinh({self})", aten.sinh.default, flops=16, special=1),
+    *_elementwise("libdevice.cosh({self})", aten.cosh.default, flops=16, special=1),
+    *_elementwise("libdevice.asinh({self})", aten.asinh.default, flops=16, special=2),
+    *_elementwise("libdevice.acosh({self})", aten.acosh.default, flops=16, special=2),
+    *_elementwise("libdevice.atanh({self})", aten.atanh.default, flops=16, special=2),
+    *_elementwise("fm.atan2({self}, {other})", aten.atan2.default, flops=20, special=1),
+    *_elementwise("fm.hypot({self}, {other})", aten.hypot.default, flops=12, special=1),
+    *_elementwise("tl.erf({self})", aten.erf.default, flops=20, special=1, rough="fm.rough_erf({self})"),
+    *_elementwise(
+        "libdevice.erfc({self})", aten.erfc.default, flops=24, special=2, rough="fm.rough_erfc({self})"
+    ),
+    *_elementwise("libdevice.erfinv({self})", aten.erfinv.default, flops=24, special=2),
+    *_elementwise("libdevice.lgamma({self})", aten.lgamma.default, flops=40, special=2),
+    *_elementwise(_maximum("{self}", "0"), aten.relu.default),
+    *_elementwise(
+        "tl.where({self} > 0, {self}, {self} * {negative_slope})", aten.leaky_relu.default, flops=3
+    ),
+    *_elementwise(
+        _elu,
+        aten.elu.default,
+        flops=16,
+        special=1,
+        rough=functools.partial(_elu, expm1="fm.rough_expm1"),
+    ),
+    *_elementwise(
+        lambda self, min_val="-1", max_val="1": _clamp(self, min_val, max_val), aten.hardtanh.default, flops=2
+    ),
+)
+
+_COPIES_AND_CONSTANTS = (
+    *_elementwise("{a}", prims.convert_element_type.default, flops=0),
+    *_elementwise("{self}", aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default, flops=0),
+    *_elementwise("{src}", aten.copy.default, flops=0),
+    *_elementwise("{value}", aten.fill.Scalar, aten.fill.Tensor, flops=0),
+    *_elementwise("{fill_value}", aten.full.default, aten.full_like.default, flops=0),
+    *_elementwise("0", aten.zeros_like.default, flops=0),
+    *_elementwise("1", aten.ones_like.default, flops=0),
+    *_elementwise("{s}", aten.scalar_tensor.default, flops=0),
+    *_elementwise(
+        None, aten.arange.start_step, aten.arange.start, aten.arange.default, prims.iota.default, flops=0
+    ),
+    # Whoever writes into an empty tensor writes all of it that is ever read: any constant will do.
+    *_elementwise(
+        None,
+        aten.empty.memory_format,
+        aten.empty_permuted.default,
+        aten.empty_strided.default,
+        aten.new_empty_strided.default,
+        flops=0,
+    ),
+    *_elementwise(None, aten._efficientzerotensor.default, flops=0),
+)
+
+_GATHERS = _elementwise(
+    None,
+    aten.embedding.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_select.default,
+    flops=0,
+)
+
+_REDUCTIONS = (
+    *_reduction("sum", aten.sum.dim_IntList, aten.sum.default),
+    *_reduction("prod", aten.prod.default, aten.prod.dim_int),
+    *_reduction("max", aten.amax.default),
+    *_reduction("min", aten.amin.default),
+    *_reduction("any", aten.any.default, aten.any.dim, aten.any.dims),
+    *_reduction("all", aten.all.default, aten.all.dim, aten.all.dims),
+    *_reduction("argmax", aten.argmax.default),
+    *_reduction("argmin", aten.argmin.default),
+)
+
+_LAYOUTS = _layout(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.diagonal.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.alias.default,
+    aten.detach.default,
+    aten.cat.default,
+    aten.stack.default,
+    aten.constant_pad_nd.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.flip.default,
+)
+
+OPS: tuple[OpSpec, ...] = (
+    *_ARITHMETIC,
+    *_COMPARISONS,
+    *_BITS,
+    *_ROUNDING,
+    *_FUNCTIONS,
+    *_COPIES_AND_CONSTANTS,
+    *_GATHERS,
+    *_REDUCTIONS,
+    *_LAYOUTS,
+    OpSpec(random.uniform, Kind.RANDOM, flops=16),
+)
+
+_BY_TARGET = {spec.target: spec for spec in OPS}
+
+
+def spec_of(target: object) -> OpSpec | None:
+    """The row of an ATen overload; None for everything that is not in the table."""
+    return _BY_TARGET.get(target) if isinstance(target, OpOverload) else None

@@ -1,0 +1,413 @@
+"""A fusion plan for people (`format_plan`) and for programs (`plan_json`). Both are deterministic."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import networkx as nx
+
+from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.schema import is_view, short_name
+
+if TYPE_CHECKING:  # plan.py prints itself with this module
+    from fusion_compiler.ir.breaks import GraphBreak
+    from fusion_compiler.ir.dag import OpDag, Source
+    from fusion_compiler.ir.plan import Cluster, FusionPlan, Leftover, Rejected
+
+SCHEMA = 2
+WIDTH = 110
+TOP = 5  # rejections that the plan itself shows
+
+
+@dataclass(frozen=True)
+class Totals:
+    """One plan in numbers. Bytes and microseconds are those of the fused ops: as eager's calls, and fused.
+
+    fused_calls: the ATen calls of eager that the kernels replace.
+    """
+
+    ops: int
+    fused_ops: int
+    fused_calls: int
+    kernels: int
+    distinct_kernels: int
+    library_calls: int
+    eager_ops: int
+    bytes_before: int
+    bytes_after: int
+    us_before: float
+    us_after: float
+
+
+def signature(dag: OpDag, cluster: Cluster) -> tuple[object, ...]:
+    """Equal for clusters that are the same work in another layer: targets, sizes and prediction."""
+    targets = tuple(str(dag.op(name).target) for name in cluster.ops)
+    axes = tuple((str(axis.size), axis.group) for axis in cluster.loops.axes)
+    return targets, axes, cluster.cost, len(cluster.loops.nodes), cluster.pattern
+
+
+def totals(plan: FusionPlan) -> Totals:
+    fused = [plan.dag.op(name) for cluster in plan.clusters for name in cluster.ops]
+    library = library_calls(plan)
+    inputs = set(plan.dag.inputs)
+    calls = [call for cluster in plan.clusters for call in cluster.eager]
+    return Totals(
+        ops=sum(name not in inputs for name in plan.dag.graph.nodes),
+        fused_ops=len(fused),
+        fused_calls=len(calls),
+        kernels=len(plan.clusters),
+        distinct_kernels=len({signature(plan.dag, cluster) for cluster in plan.clusters}),
+        library_calls=sum(library.values()),
+        eager_ops=len(eager_ops(plan)),
+        bytes_before=sum(c.cost.bytes_read + c.cost.bytes_written for c in calls),
+        bytes_after=sum(c.cost.bytes_read + c.cost.bytes_written for c in plan.clusters),
+        us_before=sum(call.cost.us for call in calls),
+        us_after=sum(cluster.cost.us for cluster in plan.clusters),
+    )
+
+
+def eager_ops(plan: FusionPlan) -> list[Leftover]:
+    """Ops that stay ATen calls though they are no contractions; views and tuple elements launch nothing."""
+    return [
+        left
+        for left in plan.leftovers
+        if left.kind != Kind.CONTRACTION and not is_view(plan.dag.op(left.op).target)
+    ]
+
+
+def _units(plan: FusionPlan) -> nx.DiGraph[str]:
+    """What runs as one: clusters, and the ops that no cluster stores; edges from the read to the reader."""
+    made_by = {name: cluster.name for cluster in plan.clusters for name in cluster.outputs}
+    units: nx.DiGraph[str] = nx.DiGraph()
+    for name in plan.dag.graph.nodes:
+        if name not in made_by:
+            units.add_edges_from((made_by.get(i, i), name) for i in plan.dag.op(name).inputs)
+    for cluster in plan.clusters:
+        units.add_node(cluster.name)
+        units.add_edges_from((made_by.get(i, i), cluster.name) for i in cluster.inputs)
+    return units
+
+
+def cycle_of(plan: FusionPlan) -> tuple[str, ...]:
+    """Clusters and ops that wait for each other in a ring; empty for every plan that can run."""
+    units = _units(plan)
+    if nx.is_directed_acyclic_graph(units):  # in linear time; the search for a ring takes the square of that
+        return ()
+    return tuple(edge[0] for edge in nx.find_cycle(units))
+
+
+def execution_order(plan: FusionPlan) -> list[Cluster]:
+    """The clusters in an order in which they can run: by their last op, inputs first. Raises
+    networkx.NetworkXUnfeasible where `cycle_of` is not empty."""
+    position = {name: i for i, name in enumerate(plan.dag.graph.nodes)}
+    last = {cluster.name: max(position[name] for name in cluster.ops) for cluster in plan.clusters}
+    clusters = {cluster.name: cluster for cluster in plan.clusters}
+
+    def key(unit: str) -> int:
+        return last.get(unit, position.get(unit, 0))
+
+    order = nx.lexicographical_topological_sort(_units(plan), key=key)
+    return [clusters[unit] for unit in order if unit in clusters]
+
+
+def library_calls(plan: FusionPlan) -> Counter[str]:
+    """How often each contraction is called, by short name."""
+    fused = {name for cluster in plan.clusters for name in cluster.ops}
+    ops = [plan.dag.op(name) for name in plan.dag.graph.nodes if name not in fused]
+    return Counter(short_name(op.target) for op in ops if op.kind is Kind.CONTRACTION)
+
+
+def iteration_space(cluster: Cluster) -> str:
+    """ "16384 rows x 4096", or the number of elements where all axes are of one group; of tile programs that
+    share a launch the first's, and how many more there are."""
+    more = f", +{len(cluster.beside)}" if cluster.beside else ""
+    rows, cols = (prod(a.size for a in cluster.loops.axes if a.group == group) for group in (ROWS, COLS))
+    groups = {axis.group for axis in cluster.loops.axes}
+    return (f"{rows} rows x {cols}" if len(groups) == 2 else f"{rows * cols} elements") + more
+
+
+def format_plan(plan: FusionPlan, level: int = 1) -> str:
+    """The plan as text, at most 110 columns wide.
+
+    level 1: totals, one entry per distinct cluster in execution order (clusters that repeat in other layers
+    are folded, with how often they run), library calls, what stayed eager and why, and the rejections that
+    would have saved most. level 2 and above: every rejection.
+    """
+    t = totals(plan)
+    gain = f" ({t.us_before / t.us_after:.1f}x)" if t.us_after else ""
+    repeated = f" ({t.distinct_kernels} distinct)" if t.distinct_kernels < t.kernels else ""
+    lines = [
+        f"plan {plan.name} for {plan.device}",
+        f"  {count(t.ops, 'op')}: {t.fused_ops} in {count(t.kernels, 'kernel')}{repeated}, "
+        f"{count(t.library_calls, 'library call')}, {t.eager_ops} eager",
+        f"  {count(t.fused_calls, 'call')} of eager fused: {human_bytes(t.bytes_before)} -> "
+        f"{human_bytes(t.bytes_after)} moved, {t.us_before:.1f} -> {t.us_after:.1f} us predicted{gain}",
+    ]
+    ring = cycle_of(plan)
+    if ring:
+        lines += wrapped("  CANNOT RUN: ", " -> ".join((*ring, ring[0])))
+    lines += _clusters(plan, plan.clusters if ring else execution_order(plan))
+    library = [f"{number} {name}" for name, number in sorted(library_calls(plan).items())]
+    if library:
+        lines += ["", *wrapped("library calls: ", ", ".join(library))]
+    lines += _eager(eager_ops(plan))
+    lines += _rejections(plan.rejections, everything=level >= 2)
+    if plan.notes:
+        lines += ["", *(line for key, text in plan.notes.items() for line in wrapped(f"{key}: ", text))]
+    return "\n".join(lines)
+
+
+def _clusters(plan: FusionPlan, clusters: Sequence[Cluster]) -> list[str]:
+    """A table row and a line of ops for each distinct cluster."""
+    groups: dict[tuple[object, ...], list[Cluster]] = {}
+    for cluster in clusters:
+        groups.setdefault(signature(plan.dag, cluster), []).append(cluster)
+    if not groups:
+        return []
+    head = ("kernel", "runs", "ops", "iteration space", "moves", "us", "eager", "bound")
+    rows: list[tuple[str, ...]] = [head]
+    below = [""]
+    for same in groups.values():
+        first = same[0]
+        cost = first.cost
+        rows.append((
+            shortened(first.name, 30),
+            f"x{len(same)}" if len(same) > 1 else "",
+            str(len(first.ops)),
+            shortened(iteration_space(first), 24),
+            human_bytes(cost.bytes_read + cost.bytes_written),
+            f"{cost.us:.1f}",
+            f"{first.eager_us:.1f}",
+            cost.bound,
+        ))  # fmt: skip
+        names = [name for cluster in same for name in cluster.ops]
+        below.append(_below(plan.dag, first, modules_of(plan.dag, names)))
+    table = aligned(rows, left=(0, 3, 7))
+    both = [line for pair in zip(table, below, strict=True) for line in pair if line]
+    return ["", *(f"  {line}" for line in both)]
+
+
+def _below(dag: OpDag, cluster: Cluster, where: Sequence[str]) -> str:
+    """The ops in short form, repeats counted, then the modules that they come from."""
+    ops = [dag.op(name) for name in cluster.ops]
+    counts = Counter(short_name(op.target) for op in ops if not is_view(op.target))
+    pattern = f"[{shortened(cluster.pattern, 30)}] " if cluster.pattern else ""
+    modules = f"  @ {fitting(where, 50)}" if where else ""
+    names = [name if number == 1 else f"{name} x{number}" for name, number in counts.items()]
+    return f"    {pattern}{fitting(names, WIDTH - 6 - len(pattern) - len(modules))}{modules}"
+
+
+def modules_of(dag: OpDag, names: Iterable[str]) -> list[str]:
+    """The user's modules behind some ops, layer numbers that differ as *: "layers.*.mlp"."""
+    found = {op.source.module: None for op in map(dag.op, names) if op.source and op.source.module}
+    by_form: dict[str, list[str]] = {}
+    for module in found:
+        by_form.setdefault(re.sub(r"\b\d+\b", "*", module), []).append(module)
+    return [form if len(modules) > 1 else modules[0] for form, modules in by_form.items()]
+
+
+def _eager(leftovers: Sequence[Leftover]) -> list[str]:
+    groups: dict[tuple[str, str], list[Leftover]] = {}
+    for left in leftovers:
+        groups.setdefault((left.target, left.reason), []).append(left)
+    lines = ["", "stayed eager"] if groups else []
+    for (target, reason), same in groups.items():
+        times = f" x{len(same)}" if len(same) > 1 else ""
+        lines += wrapped(f"  {target}{times}: ", reason)
+        if same[0].source:
+            lines.append(f"      at {shortened(place(same[0].source), WIDTH - 9)}")
+    return lines
+
+
+def breaks_text(breaks: Sequence[GraphBreak]) -> str:
+    """The places that no graph holds, one entry each."""
+    lines = ["graph breaks: what stands there is in no plan, and its tensor operations run eager"]
+    for one in breaks:
+        where = shortened(place(one.source), WIDTH - 3) if one.source else "somewhere"
+        lines += [f"  {where}", *wrapped("      ", one.text)]
+    return "\n".join(lines)
+
+
+def _rejections(rejections: Sequence[Rejected], everything: bool) -> list[str]:
+    """Largest possible saving first; those that differ only in layer numbers once, with their sum."""
+    groups: dict[tuple[str, str, str, str], list[Rejected]] = {}
+    for rejected in rejections:
+        a, b = (re.sub(r"_\d+$", "", name) for name in (rejected.a, rejected.b))
+        groups.setdefault((a, b, rejected.rule, rejected.reason), []).append(rejected)
+    savings = {key: sum(r.saving_us for r in same) for key, same in groups.items()}
+    ranked = sorted(groups, key=lambda key: (-savings[key], key))
+    shown = ranked if everything else [key for key in ranked if savings[key] > 0][:TOP]
+    if not shown:
+        return []
+    part = "" if len(shown) == len(ranked) else f" ({len(shown)} of {len(ranked)}; FUSION_DEBUG=2 shows all)"
+    lines = ["", f"not fused, by what it would have saved{part}"]
+    for key in shown:
+        same = groups[key]
+        first, times = same[0], f" x{len(same)}" if len(same) > 1 else ""
+        lead = f"  {savings[key]:>8.1f} us  {first.a} + {first.b}{times}: "
+        lines += wrapped(lead, f"{first.rule}: {first.reason}")
+    return lines
+
+
+def place(source: Source) -> str:
+    """ "model.py:12: y = f(x)  (in layers.0.mlp)": the file without its folders."""
+    text = f"{Path(source.file).name}:{source.line}: {source.code.strip()}"
+    return f"{text}  (in {source.module})" if source.module else text
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Columns of equal width; those in `left` start at the left, the others end at the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def wrapped(lead: str, text: str) -> list[str]:
+    """`lead` and text over as many lines as it takes, the later ones indented."""
+    indent = len(lead) - len(lead.lstrip()) + 4
+    return textwrap.wrap(lead + text, WIDTH, subsequent_indent=" " * indent, drop_whitespace=True)
+
+
+def shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def fitting(items: Sequence[str], width: int) -> str:
+    """As many items as fit, separated by commas; then how many more there are."""
+    text = ""
+    for shown, item in enumerate(items):
+        longer = f"{text}, {item}" if text else item
+        rest = len(items) - shown - 1
+        if len(longer) + (len(f", +{rest}") if rest else 0) > width:
+            return f"{text}, +{rest + 1}" if text else shortened(item, width)
+        text = longer
+    return text
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def human_bytes(number: int) -> str:
+    """Decimal units, four digits: "100.7 MB"."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
+    return f"{number} B"
+
+
+def source_json(source: Source | None) -> dict[str, object] | None:
+    """{module, file, line, code}, null where it is not known."""
+    if source is None:
+        return None
+    return {"module": source.module, "file": source.file, "line": source.line, "code": source.code.strip()}
+
+
+def plan_json(plan: FusionPlan) -> dict[str, object]:
+    """The plan as plain data for json.dumps.
+
+    schema: 2, raised when a key changes its meaning or goes. graph, device: strings.
+    totals: the fields of `Totals`; bytes and microseconds (us_*) cover the fused ops only.
+    cycle: `cycle_of`, empty for a plan that can run.
+    clusters: in execution order, each {name, pattern or null, repeats (number of clusters that are the same
+        work, itself included), ops: [{name, target, kind, source}], inputs, outputs, axes: [{name, size,
+        group, estimate}], cost: {us, bytes_read, bytes_written, flops, bound}, eager_us}; size is text
+        where it is symbolic, estimate the number that was planned for.
+    library_calls: {short name: count}. eager: [{op, target, kind, reason, source}].
+    rejections: [{a, b, rule, reason, saving_us}], in the order in which they were made.
+    notes: {key: text}. A source is null or {module, file, line, code}.
+    """
+    ring = cycle_of(plan)
+    clusters = plan.clusters if ring else execution_order(plan)
+    repeats = Counter(signature(plan.dag, cluster) for cluster in plan.clusters)
+    return {
+        "schema": SCHEMA,
+        "graph": plan.name,
+        "device": plan.device,
+        "totals": dict(vars(totals(plan))),
+        "cycle": list(ring),
+        "clusters": [_cluster_json(plan.dag, c, repeats[signature(plan.dag, c)]) for c in clusters],
+        "library_calls": dict(sorted(library_calls(plan).items())),
+        "eager": [
+            {
+                "op": left.op,
+                "target": left.target,
+                "kind": str(left.kind),
+                "reason": left.reason,
+                "source": source_json(left.source),
+            }
+            for left in eager_ops(plan)
+        ],
+        "rejections": [
+            {"a": r.a, "b": r.b, "rule": r.rule, "reason": r.reason, "saving_us": r.saving_us}
+            for r in plan.rejections
+        ],
+        "notes": dict(plan.notes),
+    }
+
+
+def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, object]:
+    ops = [dag.op(name) for name in cluster.ops]
+    cost = cluster.cost
+    return {
+        "name": cluster.name,
+        "pattern": cluster.pattern,
+        "repeats": repeats,
+        "ops": [
+            {"name": o.name, "target": str(o.target), "kind": str(o.kind), "source": source_json(o.source)}
+            for o in ops
+        ],
+        "inputs": list(cluster.inputs),
+        "outputs": list(cluster.outputs),
+        "axes": [
+            {
+                "name": axis.name,
+                "size": axis.size if isinstance(axis.size, int) else str(axis.size),
+                "group": axis.group,
+                "estimate": hint(axis.size),
+            }
+            for axis in cluster.loops.axes
+        ],
+        "cost": {
+            "us": cost.us,
+            "bytes_read": cost.bytes_read,
+            "bytes_written": cost.bytes_written,
+            "flops": cost.flops,
+            "bound": cost.bound,
+        },
+        "eager_us": cluster.eager_us,
+    }
+
+
+def print_plan(plan: FusionPlan, level: int = 1, file: TextIO | None = None) -> None:
+    """Print the plan; at a terminal with colours where rich is installed, the same text either way."""
+    show(format_plan(plan, level), file)
+
+
+def show(text: str, file: TextIO | None = None) -> None:
+    """Print text; with colours at a terminal where rich is installed."""
+    out: TextIO = sys.stdout if file is None else file
+    if out.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            Console(file=out, markup=False, soft_wrap=True).print(text)
+            return
+    print(text, file=out)

@@ -1,0 +1,134 @@
+"""An answer to "why are these two not one kernel?", where the two are named as a user would name them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import networkx as nx
+
+from fusion_compiler.errors import UnknownOpError, closest
+from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.ir.plan import Cluster, FusionPlan, Rejected
+from fusion_compiler.ir.plan_text import count
+from fusion_compiler.ir.schema import is_view
+from fusion_compiler.passes.fuse.pieces import Meant, meant
+from fusion_compiler.passes.fuse.why import Why
+
+MOST_PAIRS = 16  # of calls that two pieces of source may stand for
+PLACE = re.compile(r"(?P<file>[^:]+\.py):(?P<line>\d+)")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of two ops in one graph. str() is the answer.
+
+    fused: they are one kernel. refused: where they are not, the rule, its reason and the saving; None where
+    one of them launches nothing.
+    """
+
+    graph: str
+    text: str
+    fused: bool = False
+    refused: Rejected | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def candidates(plan: FusionPlan, name: str) -> list[Meant]:
+    """What a name stands for: an op, a cluster, "file.py:12", a module's path or a piece of source, which may
+    be several calls."""
+    dag = plan.dag
+    clusters = {c.name: c.ops for c in plan.clusters}
+    own = [n for n in dag.order if n not in dag.inputs]
+    if name in own:
+        return [Meant(name, (name,))]
+    if name in clusters:
+        return [Meant(name, clusters[name])]
+    if place := PLACE.fullmatch(name.strip()):
+        found = tuple(n for n in own if _at(dag, n, place["file"], int(place["line"])))
+        return [Meant(name, found)] if found else []
+    sources = {n: s for n in own if (s := dag.op(n).source) is not None}
+    module = [n for n, s in sources.items() if s.module == name or s.module.startswith(f"{name}.")]
+    return [Meant(name, tuple(module))] if module else meant(dag, name)
+
+
+def _at(dag: OpDag, name: str, file: str, line: int) -> bool:
+    source = dag.op(name).source
+    return source is not None and source.line == line and Path(source.file).match(file)
+
+
+def unknown(name: str, plans: Iterable[FusionPlan]) -> UnknownOpError:
+    """The error for a name that no plan has."""
+    known = {n for plan in plans for n in (*plan.dag.order, *(c.name for c in plan.clusters))}
+    return UnknownOpError(name=name, suggestion=closest(name, known))
+
+
+def answers(why: Why, a: str, b: str) -> list[Answer]:
+    """Every different answer for the ops that two names stand for, in one graph, what is one kernel first;
+    empty where it lacks one."""
+    first, second = candidates(why.plan, a), candidates(why.plan, b)
+    pairs = [(x, y) for x in first for y in second]
+    found = [answer for x, y in pairs[:MOST_PAIRS] for answer in _answers(why, x, y)]
+    if len(pairs) > MOST_PAIRS:
+        text = f"{a} and {b} stand for {len(first)} and {len(second)} calls: give more of their lines"
+        found.append(Answer(why.plan.name, text))
+    different = {answer.text: answer for answer in found}
+    return sorted(different.values(), key=lambda answer: not answer.fused)
+
+
+def _answers(why: Why, a: Meant, b: Meant) -> list[Answer]:
+    plan = why.plan
+    homes = {name: [u.name for u in why.units.values() if name in u.ops] for name in {*a.ops, *b.ops}}
+    mine, theirs = ({unit for n in each.ops for unit in homes[n]} for each in (a, b))
+    if not mine or not theirs:
+        return [Answer(plan.name, _nothing(why, (a if not mine else b).ops[-1]))]
+    both = [c for c in plan.clusters if c.name in mine & theirs]
+    if both:
+        return [_together(plan, c, a, b) for c in both]
+    pairs = [(x, y) for x in sorted(mine) for y in sorted(theirs) if x != y]
+    if not pairs:
+        return [Answer(plan.name, f"{a.label} and {b.label} are one call: {next(iter(mine))}", fused=True)]
+    near = [p for p in pairs if why.graph.has_edge(*p) or why.graph.has_edge(*reversed(p))]
+    return [_apart(why, x, y) for x, y in (near or pairs[:1])]
+
+
+def _nothing(why: Why, name: str) -> str:
+    """Why an op runs nowhere."""
+    op = why.dag.op(name)
+    if is_view(op.target):
+        base = why.tensors.base(name)
+        return f"{name} is a view of {base}: it moves nothing, and who reads it reads {base}"
+    return f"{name} is in no kernel: nothing that the graph returns needs it"
+
+
+def _together(plan: FusionPlan, cluster: Cluster, a: Meant, b: Meant) -> Answer:
+    cost = f"{cluster.name}, {cluster.cost.us:.1f} us ({cluster.cost.bound})"
+    calls = count(len(cluster.eager), "call")
+    rest = f"eager's {calls} for it take{'s' * (len(cluster.eager) == 1)} {cluster.eager_us:.1f} us"
+    if a.sure and b.sure:
+        return Answer(plan.name, f"{a.label} and {b.label} are one kernel: {cost}; {rest}", fused=True)
+    text = f"some of {a.label} and of {b.label} are in one kernel, which of it cannot be told: {cost}; {rest}"
+    return Answer(plan.name, text)
+
+
+def _apart(why: Why, a: str, b: str) -> Answer:
+    if nx.has_path(why.graph, b, a):
+        a, b = b, a
+    refused = why.refusal(a, b)
+    lead = f"{a} and {b} are apart: {refused.rule}: {refused.reason}"
+    if not refused.tensors:
+        lead += "; they share no tensor"
+    return Answer(why.plan.name, f"{lead}. {saving(refused)}", refused=refused)
+
+
+def saving(refused: Rejected) -> str:
+    """A sentence on what a refusal costs."""
+    if refused.at_most:
+        return f"One kernel would save at most {max(0.0, refused.saving_us):.1f} us."
+    if refused.saving_us > 0:
+        return f"One kernel would save {refused.saving_us:.1f} us."
+    return f"One kernel would cost {-refused.saving_us:.1f} us more."

@@ -1,0 +1,143 @@
+"""Group ops into clusters: what one can hold (`parts`), which of them merge (`search`), which of those
+share a launch (`beside`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import sympy
+
+from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.layout import is_view
+from fusion_compiler.ir.loops import Load
+from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ir.plan import Call, Cluster, FusionPlan, Rejected, Setting
+from fusion_compiler.ir.plan_text import count
+from fusion_compiler.ir.schema import short_name
+from fusion_compiler.passes.fuse.candidates import Part, Parts
+from fusion_compiler.passes.fuse.cost import side_by_side
+from fusion_compiler.passes.fuse.horizontal import launches
+from fusion_compiler.passes.fuse.movement import eager_calls
+from fusion_compiler.passes.fuse.search import Search
+from fusion_compiler.passes.lower.rounding import HALVES
+from fusion_compiler.passes.patterns.match import Match
+
+
+def cluster_name(dag: OpDag, ops: tuple[str, ...], matches: Sequence[Match] = (), limit: int = 6) -> str:
+    """What the kernel does: the patterns that it holds whole, the names of its other ops."""
+    skip = {"cast", "clone", "_to_copy", "full", "scalar_tensor", "where", "uniform"}
+    first = {next(n for n in ops if n in set(m.ops)): m.name for m in matches}
+    covered = {n for m in matches for n in m.ops} - first.keys()
+    names = [first.get(n) or short_name(dag.op(n).target).strip("_") for n in ops if n not in covered]
+    names = [n for n in names if n not in skip] or names
+    short: list[str] = []
+    for name in names:
+        if not short or short[-1] != name:
+            short.append(name)
+    shown = short if len(short) <= limit else [*short[: limit - 1], "etc"]
+    return "_".join(shown)
+
+
+def plan(
+    name: str,
+    dag: OpDag,
+    device: DeviceSpec,
+    hints: Mapping[sympy.Symbol, int],
+    *,
+    numerics: str = "float32",
+    backward: bool = False,
+    matches: Sequence[Match] = (),
+) -> FusionPlan:
+    """Decide what is fused in one graph. Pure: the plan is all that comes out.
+
+    hints: sizes that symbols had. backward: whether autograd made the graph.
+    matches: where patterns were found.
+    """
+    setting = Setting(device, hints, numerics, tuple(matches))
+    solved = search, groups = solve(dag, setting)
+    space = search.space
+    taken = set(dag.order)
+    clusters: list[Cluster] = []
+    for numbers in groups:
+        parts = [search.parts[n] for n in numbers]
+        ops = space.ordered({n for p in parts for n in p.ops})
+        held = search.held(ops)
+        unique = base = cluster_name(dag, ops, held)
+        for i in itertools.count(2):
+            if unique not in taken:
+                break
+            unique = f"{base}_{i}"
+        taken.add(unique)
+        pattern = ", ".join(dict.fromkeys(m.name for m in held)) or None
+        clusters.append(replace(_cluster(unique, ops, parts, device), pattern=pattern))
+    calls = eager_calls(dag, backward, device, hints)
+    eager = _by_cluster(calls, clusters)
+    clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
+    final = {n: c.name for c in clusters for n in c.ops}
+    rejections = _current(search, final)
+    note = space.effort.note
+    return FusionPlan(
+        name,
+        dag,
+        tuple(clusters),
+        tuple(space.leftovers),
+        rejections,
+        device.name,
+        calls,
+        notes=_notes(dag) | ({} if note is None else {"search": f"ended before all was tried: {note}"}),
+        setting=setting,
+        solved=solved,
+    )
+
+
+def _notes(dag: OpDag) -> dict[str, str]:
+    """What the plan says of the values that are rounded because something that jumps depends on them."""
+    ops = [dag.op(name) for name in dag.order]
+    made = (op for op in ops if op.pinned and spec_of(op.target) is not None and not is_view(op))
+    rounded = [op.name for op in made if op.outputs[0].dtype in HALVES]
+    if not rounded:
+        return {}
+    names = ", ".join(rounded[:4]) + (", ..." if len(rounded) > 4 else "")
+    return {"pinned": f"{count(len(rounded), '16-bit value')} rounded where made, for comparisons: {names}"}
+
+
+def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
+    """The finished search, and the numbers of the parts of each cluster of the plan, in its order."""
+    space = Parts(dag, setting.device, setting.hints, rounded=setting.numerics == "eager")
+    search = Search(space, setting.matches)
+    search.run()
+    return search, launches(search)
+
+
+def _cluster(name: str, ops: tuple[str, ...], parts: list[Part], device: DeviceSpec) -> Cluster:
+    nests = tuple(p.loops for p in parts)
+    inputs = tuple(dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load)))
+    cost = side_by_side([p.cost for p in parts], device)
+    outputs = tuple(n for p in parts for n in p.outputs)
+    return Cluster(name, ops, inputs, outputs, nests[0], cost, (), beside=nests[1:])
+
+
+def _by_cluster(calls: Sequence[Call], clusters: Sequence[Cluster]) -> dict[str, list[Call]]:
+    """Each call of eager at the cluster that stores its result, or else at the first that computes it."""
+    computes = {name: c.name for c in reversed(clusters) for name in c.ops}
+    stores = {name: c.name for c in clusters for name in c.outputs}
+    found: dict[str, list[Call]] = {}
+    for call in calls:
+        homes = (where[n] for where in (stores, computes) for n in reversed(call.ops) if n in where)
+        home = next(homes, None)
+        if home is not None:
+            found.setdefault(home, []).append(call)
+    return found
+
+
+def _current(search: Search, final: Mapping[str, str]) -> tuple[Rejected, ...]:
+    """Refusals between clusters that are still apart, by cluster name, the last word on each pair."""
+    out: dict[tuple[str, str], Rejected] = {}
+    for (a, b), rejected in search.rejections.items():
+        pair = (final.get(a, a), final.get(b, b))
+        if pair[0] != pair[1]:
+            out[pair] = replace(rejected, a=pair[0], b=pair[1])
+    return tuple(sorted(out.values(), key=lambda r: -r.saving_us))

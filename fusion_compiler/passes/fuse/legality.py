@@ -1,0 +1,177 @@
+"""The laws of a tile program: small functions, each None or the reason why no kernel computes it.
+
+`lower` has settled that the ops share one iteration space. These say whether one launch can run it:
+what waits for a sum over all rows can run only at the end, and what is kept per column must fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import product
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Load,
+    LoopNest,
+    Reduce,
+    groups_of,
+    longest_piece,
+    operands_of,
+    segment_of,
+)
+from fusion_compiler.ir.row_widths import ALONE, widest_shared
+
+MOST_OPS = 96
+MOST_BUFFERS = 24
+LEAST_PIECE = 16  # columns of a partial sum: what is stored of each is little beside what was read
+
+Law = Callable[[LoopNest, DeviceSpec], str | None]
+
+
+def size(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """A kernel that people can read and compilers can schedule."""
+    buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
+    if len(loops.nodes) > MOST_OPS:
+        return f"{len(loops.nodes)} operations are more than {MOST_OPS}"
+    return f"{len(buffers)} tensors are more than {MOST_BUFFERS}" if len(buffers) > MOST_BUFFERS else None
+
+
+def _after_sums_over_rows(loops: LoopNest) -> set[int]:
+    """Reductions over rows, and the values that wait for them."""
+    late: set[int] = set()
+    for i, node in enumerate(loops.nodes):
+        over_rows = isinstance(node, Reduce) and ROWS in node.over and not node.kept
+        if over_rows or any(o in late for o in operands_of(node)):
+            late.add(i)
+    return late
+
+
+def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """Only stores may follow a sum over all rows; a program that went on would wait for every other."""
+    groups, late = groups_of(loops), _after_sums_over_rows(loops)
+    for i in sorted(late):
+        waits = any(o in late for o in operands_of(loops.nodes[i]))
+        if waits and (isinstance(loops.nodes[i], Reduce) or ROWS in groups[i]):
+            return f"{loops.names[i]} needs a reduction over all rows before it is complete"
+    for store in loops.stores:
+        if store.value in late and any(k >= 0 and loops.axes[k].group == ROWS for k, _ in store.index.terms):
+            return f"{store.buffer} repeats a reduction over all rows in each of them"
+    return None
+
+
+def segments(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """A reduction that keeps some rows' axes and the outer columns' leaves a partial result for each piece of
+    each row, of sizes known to the code; only stores may follow it."""
+    if not any(_kept(loops, i) for i in range(len(loops.nodes))):
+        return None
+    behind: list[frozenset[int]] = []  # reductions that a value is made of
+    groups = groups_of(loops)
+    for i, node in enumerate(loops.nodes):
+        before = frozenset[int]().union(*(behind[o] for o in operands_of(node)))
+        waits = [n for n in before if _kept(loops, n)]
+        if waits and (isinstance(node, Reduce) or groups[i] or len({_kept(loops, n) for n in before}) > 1):
+            return f"{loops.names[i]} needs {loops.names[waits[0]]}, of which each row has only a part"
+        behind.append(frozenset({i}) if isinstance(node, Reduce) else before)
+        if _kept(loops, i) and (reason := _no_pieces(loops, i)) is not None:
+            return reason
+    for store in loops.stores:
+        kept = frozenset[int]().union(*(_kept(loops, n) for n in behind[store.value]))
+        if kept and (store.within is not None or kept != frozenset(k for k, _ in store.index.terms)):
+            return f"{store.buffer} has other elements than the sums that it is made of"
+    return None
+
+
+def _kept(loops: LoopNest, number: int) -> frozenset[int]:
+    node = loops.nodes[number]
+    return node.kept if isinstance(node, Reduce) else frozenset()
+
+
+def _no_pieces(loops: LoopNest, number: int) -> str | None:
+    name, kept = loops.names[number], _kept(loops, number)
+    if not all(isinstance(a.size, int) and a.size > 0 for a in loops.axes):
+        return f"{name} keeps a part of axes that may be empty"
+    cols = [k for k, a in enumerate(loops.axes) if a.group == COLS]
+    if any(k in kept and k - 1 in cols and k - 1 not in kept for k in cols):
+        return f"{name} keeps columns inside of those that it reduces"
+    segment = segment_of(loops, kept)
+    if segment is not None and longest_piece(segment) < LEAST_PIECE:
+        return f"{name} reduces segments of {segment} columns, which do not divide into blocks"
+    return None
+
+
+def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """Every result is computed once, not once in every program.
+
+    A program that reduces along rows holds whole rows, and stores a row's value once. Where nothing is
+    reduced, every element of the space is one element of every result.
+    """
+    along_row = any(isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
+    present = {a.group for a in loops.axes} - ({COLS} if along_row else set())
+    reduced: list[frozenset[str]] = []
+    for node in loops.nodes:
+        over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
+        reduced.append(over | node.over if isinstance(node, Reduce) else over)
+    groups = groups_of(loops)
+    live = {i for i, a in enumerate(loops.axes) if a.size != 1}
+    empty = {i for i, a in enumerate(loops.axes) if a.size == 0}
+    perhaps_empty = {i for i, a in enumerate(loops.axes) if a.size == 0 or not isinstance(a.size, int)}
+    for store in loops.stores:
+        along = {k for k, _ in store.index.terms if k >= 0}
+        if along & empty:
+            continue
+        if {loops.axes[k].group for k in along} & {loops.axes[k].group for k in perhaps_empty - along}:
+            return f"{store.buffer} has elements where the space has none, or may have none"
+        if not any(reduced) and live - along:
+            return f"{store.buffer} would be computed again for every element that it is broadcast to"
+        moves = {loops.axes[k].group for k in along} | groups[store.value]
+        if present - moves - reduced[store.value]:
+            return (
+                f"{store.buffer} would be computed again for every {'row' if ROWS not in moves else 'column'}"
+            )
+    return None
+
+
+def width(loops: LoopNest, device: DeviceSpec) -> str | None:
+    """Sums over rows, and more than those: what is kept of them until the end has room in registers.
+
+    Beside sums along rows, or made of them, a row of sums is kept by programs that each have a part of it.
+    They can share a row where what they tell each other has 32 bits. Without a row of sums each program
+    leaves one partial result, as many as there are rows.
+    """
+    reductions = [n for n in loops.nodes if isinstance(n, Reduce)]
+    late = _after_sums_over_rows(loops)
+    if not late or all(n.over == frozenset({ROWS}) for n in reductions):
+        return None
+    rows, cols = (product(a.size for a in loops.axes if a.group == group) for group in (ROWS, COLS))
+    if isinstance(cols, int) and cols <= ALONE:
+        return None
+    groups = groups_of(loops)
+    stored = [k for s in loops.stores if s.value in late for k, _ in s.index.terms if k >= 0]
+    if any(COLS in groups[i] for i in late) or any(loops.axes[k].group == COLS for k in stored):
+        if not isinstance(cols, int):
+            return "sums over rows beside sums along rows of unknown width"
+        told = [n for n in reductions if COLS in n.over]
+        in_32_bits = all(n.combine in ("any", "all") or n.dtype.itemsize == 4 for n in told)
+        widest = widest_shared(device) if in_32_bits else ALONE
+        return f"{cols} sums over rows do not fit in registers ({widest})" if cols > widest else None
+    return None if isinstance(rows, int) else "an unknown number of wide rows is summed"
+
+
+LAWS: tuple[tuple[str, Law], ...] = (
+    ("size", size),
+    ("grid", grid_wide),
+    ("segments", segments),
+    ("fill", fills),
+    ("registers", width),
+)
+
+
+def first_refusal(loops: LoopNest, device: DeviceSpec) -> tuple[str, str] | None:
+    """(rule, reason) of the first law that the tile program breaks."""
+    for rule, law in LAWS:
+        reason = law(loops, device)
+        if reason is not None:
+            return rule, reason
+    return None

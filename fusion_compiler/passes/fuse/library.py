@@ -1,0 +1,40 @@
+"""Which ops are left to a library on purpose, and why. Any other that stays a call wants a kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+
+from fusion_compiler.ir.dag import Op
+from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.random import seed
+from fusion_compiler.patterns import USER_NAMESPACE
+
+# Data decides which places are written, and how often.
+SCATTERS = frozenset({
+    "index_put", "index_add", "index_copy", "index_reduce", "scatter", "scatter_add", "scatter_reduce",
+    "embedding_dense_backward",
+})  # fmt: skip
+
+
+def library_call(op: Op) -> str | None:
+    """Why an op is a call on purpose; None for one that is not."""
+    target = op.target
+    if op.kind is Kind.CONTRACTION:
+        return "library call"
+    if target is seed:
+        return "draws the seed from PyTorch's generator, once a graph"
+    if isinstance(target, HigherOrderOperator):
+        own = target.name().startswith(("triton_kernel_wrapper", "flex_attention"))
+        return "a kernel of the model's own" if own else None
+    if not isinstance(target, OpOverload):
+        return None
+    if target.namespace == USER_NAMESPACE:
+        return "a kernel of the user's"
+    if target.namespace not in ("aten", "prims"):
+        return f"an operator of {target.namespace}, not of PyTorch"
+    if target is torch.ops.aten.copy_.default:
+        return "writes a result into an argument of the graph"
+    if target._opname in SCATTERS:
+        return "a scatter: data decides which places are written, and how often"
+    return None

@@ -1,0 +1,105 @@
+"""Sets of ops that differ by their names alone are lowered and priced once: a model repeats its layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from fusion_compiler.ir.dag import OpDag, Ref
+from fusion_compiler.ir.layout import is_view
+from fusion_compiler.ir.loops import Load, LoopNest, exact
+from fusion_compiler.ir.plan import Cost
+from fusion_compiler.passes.lower.ranges import lookups
+from fusion_compiler.passes.lower.space import Illegal
+
+Names = tuple[str, ...]
+Price = Callable[[Names, Names], tuple[LoopNest, Cost]]
+Key = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+
+
+class Memo:
+    """`price` remembered by structure: the ops in their order, the views between them, what they read.
+
+    price: (ops, outputs) -> tile program and cost; it raises Illegal, which is remembered too. It
+    may look at the ops, at the views that lead to them, and at target and shape of what these show; of what
+    an op looks up, at whether its indices are known to lie inside. settled: what else it asks of an op.
+    """
+
+    def __init__(self, dag: OpDag, price: Price, settled: Callable[[str], bool] = lambda _: False) -> None:
+        self._dag, self._price, self._settled = dag, price, settled
+        self._numbers: dict[object, int] = {}
+        self._records: dict[tuple[str, bool], int] = {}
+        self._known: dict[Key, tuple[Names, tuple[LoopNest, Cost] | Illegal]] = {}
+
+    def __call__(self, ops: Names, outputs: Names) -> tuple[LoopNest, Cost]:
+        key, names = self._key(ops, outputs)
+        if key not in self._known:
+            try:
+                self._known[key] = names, self._price(ops, outputs)
+            except Illegal as error:  # without where it was raised, of which much hangs
+                self._known[key] = names, Illegal(error.rule, error.reason)
+        before, result = self._known[key]
+        renamed = {a: b for a, b in zip(before, names, strict=True) if a != b}
+        if isinstance(result, Illegal):
+            raise Illegal(result.rule, _in_words(result.reason, renamed))
+        loops, cost = result
+        return (_renamed(loops, renamed) if renamed else loops), cost
+
+    def _key(self, ops: Names, outputs: Names) -> tuple[Key, Names]:
+        """The structure, with all names that it stands for, by number."""
+        numbers = {name: i for i, name in enumerate(ops)}
+        names = list(ops)
+        rows: list[tuple[int, ...]] = []
+        for i, name in enumerate(names):  # which grows by what is read
+            if i >= len(ops) and not is_view(self._dag.op(name)):
+                rows.append((self._outside(name),))
+                continue
+            operands = self._dag.op(name).inputs
+            for operand in operands:
+                if operand not in numbers:
+                    numbers[operand] = len(names)
+                    names.append(operand)
+            rows.append((self._record(name), *(numbers[operand] for operand in operands)))
+        return (tuple(rows), tuple(numbers[o] for o in outputs)), tuple(names)
+
+    def _record(self, name: str) -> int:
+        """A number for all that an op is, its operands by their places."""
+        key = name, self._settled(name)
+        if key not in self._records:
+            op = self._dag.op(name)
+            described = (_exact(op.args, op.inputs), _exact(op.kwargs, op.inputs))
+            checks = tuple(lookup.unproved for lookup in lookups(self._dag, op))
+            self._records[key] = self._number(
+                (op.target, op.kind, described, op.outputs, checks, op.pinned, op.rounds, key[1])
+            )
+        return self._records[key]
+
+    def _outside(self, name: str) -> int:
+        op = self._dag.op(name)
+        return self._number((op.target, op.outputs))
+
+    def _number(self, described: object) -> int:
+        return self._numbers.setdefault(described, len(self._numbers))
+
+
+def _exact(value: object, inputs: Sequence[str]) -> object:
+    """Arguments as a key, operands by their places."""
+    if isinstance(value, Ref):
+        return Ref, inputs.index(value.name)
+    if isinstance(value, tuple):
+        return tuple(_exact(v, inputs) for v in value)
+    return exact(value)
+
+
+def _renamed(loops: LoopNest, renamed: Mapping[str, str]) -> LoopNest:
+    nodes = tuple(
+        replace(n, buffer=renamed[n.buffer]) if isinstance(n, Load) and n.buffer in renamed else n
+        for n in loops.nodes
+    )
+    stores = tuple(replace(s, buffer=renamed.get(s.buffer, s.buffer)) for s in loops.stores)
+    return LoopNest(loops.axes, nodes, stores, tuple(renamed.get(n, n) for n in loops.names))
+
+
+def _in_words(text: str, renamed: Mapping[str, str]) -> str:
+    return re.sub(r"\w+", lambda word: renamed.get(word[0], word[0]), text)

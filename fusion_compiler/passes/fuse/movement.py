@@ -1,0 +1,182 @@
+"""What the ATen calls of eager move and take: the data-movement analysis of Ivanov et al. (2021).
+
+An operator of the graph is often a piece of what eager computes in one call (a softmax is five of them).
+Each op says of which call it is a part (`Op.call`), so that what a plan saves is counted against the calls
+that eager makes and not against their pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import sympy
+
+from fusion_compiler.ir import layout
+from fusion_compiler.ir.calls import EagerCall
+from fusion_compiler.ir.dag import Op, OpDag
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import hint, product
+from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.plan import Call
+from fusion_compiler.ir.random import seed
+from fusion_compiler.ir.schema import is_view, short_name
+from fusion_compiler.passes.fuse.cost import contraction_cost, eager_cost
+
+L2_SHARE = 0.25  # of L2 that a tensor may fill and still be there when the next kernel reads it
+# The class of a call by the first of these kinds that it has: the paper's three, then others.
+CLASSES = {
+    Kind.CONTRACTION: "contraction",
+    Kind.NORMALIZATION: "normalization",
+    Kind.REDUCTION: "normalization",
+    Kind.ELEMENTWISE: "element-wise",
+    Kind.RANDOM: "random",
+    Kind.OPAQUE: "opaque",
+    Kind.LAYOUT: "layout",
+}
+# Calls that store a mask of one byte an element beside their result; the graph makes it again instead.
+MASKS = frozenset({"native_dropout"})
+# Calls that read one element of a tensor for each index; the graph computes them as sums over one-hot rows.
+PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
+
+
+def class_of(ops: Iterable[Op]) -> str:
+    """The class of what computes some ops together: a contraction before all else, a copy last."""
+    kinds = {op.kind for op in ops}
+    return next((name for kind, name in CLASSES.items() if kind in kinds), "layout")
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The sizes of a graph's tensors on a device, and which of them lie in its L2."""
+
+    dag: OpDag
+    device: DeviceSpec
+    hints: Mapping[sympy.Symbol, int]
+
+    def base(self, name: str) -> str:
+        """The op whose result a chain of views shows."""
+        while is_view(self.dag.op(name).target) and self.dag.op(name).inputs:
+            name = self.dag.op(name).inputs[0]
+        return name
+
+    def words(self, name: str) -> int:
+        """Elements of all results; of a view that repeats its base, the base's."""
+        base = self.base(name)
+        own, whole = (sum(self._count(n)) for n in (name, base))
+        return min(own, whole)
+
+    def itemsize(self, name: str) -> int:
+        outputs = self.dag.op(name).outputs
+        return outputs[0].dtype.itemsize if outputs else 0
+
+    def bytes(self, name: str) -> int:
+        return self.words(name) * self.itemsize(name)
+
+    def near(self, name: str) -> bool:
+        """Whether it is read from L2: small, and made by the graph itself."""
+        base = self.base(name)
+        return base not in self.dag.inputs and self.bytes(base) < L2_SHARE * self.device.l2_bytes
+
+    def _count(self, name: str) -> list[int]:
+        return [hint(product(meta.shape), self.hints) for meta in self.dag.op(name).outputs]
+
+
+def eager_calls(
+    dag: OpDag, backward: bool, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
+) -> tuple[Call, ...]:
+    """The ATen calls that eager makes for one graph, in order, each with its prediction; views make none.
+
+    backward: whether it is a backward graph. What such a graph computes again of the forward pass, eager
+    has stored and does not run; what a forward graph computes ahead for the backward pass is counted there.
+    """
+    groups: dict[object, list[str]] = {}
+    for name in dag.order:
+        op = dag.op(name)
+        if name not in dag.inputs and (op.call is None or op.call.backward == backward):
+            groups.setdefault(name if op.call is None else op.call, []).append(name)
+    tensors = Tensors(dag, device, hints)
+    returned = {tensors.base(name) for name in dag.outputs}
+    calls = (_call(tensors, names, returned) for names in groups.values())
+    return tuple(call for call in calls if call is not None)
+
+
+def _call(tensors: Tensors, names: list[str], returned: set[str]) -> Call | None:
+    """Some ops as one call of eager; None where it launches nothing."""
+    dag, inside = tensors.dag, set(names)
+    runs = [
+        op
+        for op in map(dag.op, names)
+        if not (is_view(op.target) or layout.is_view(op)) and op.target is not seed
+    ]
+    stored = [op.name for op in runs if op.outputs and _is_stored(tensors, op.name, inside, returned)]
+    if not stored:
+        return None
+    read = _words_read(tensors, names)
+    words_written, bytes_written = sum(map(tensors.words, stored)), sum(map(tensors.bytes, stored))
+    call = runs[0].call
+    if call is not None and call.target in MASKS:
+        words_written, bytes_written = 2 * words_written, bytes_written + words_written
+    masks = {i for i in read if _is_mask(dag.op(i), call)}
+    sizes = {i: n * (1 if i in masks else tensors.itemsize(i)) for i, n in read.items()}
+    products = [op for op in runs if op.kind is Kind.CONTRACTION]
+    if products:
+        cost = contraction_cost(products[0], tensors.device, tensors.hints)
+    else:
+        cost = eager_cost(
+            bytes_read=sum(size for i, size in sizes.items() if not tensors.near(i)),
+            bytes_near=sum(size for i, size in sizes.items() if tensors.near(i)),
+            bytes_written=bytes_written,
+            flops=sum(op.flops for op in runs),
+            reduces=any(op.kind in (Kind.NORMALIZATION, Kind.REDUCTION) for op in runs),
+            device=tensors.device,
+        )
+    return Call(
+        name=stored[-1],
+        target=short_name(runs[-1].target) if call is None else call.target,
+        kind=class_of(runs),
+        ops=tuple(names),
+        inputs=tuple(read),
+        outputs=tuple(stored),
+        words_read=sum(read.values()),
+        words_written=words_written,
+        flops=sum(op.flops for op in runs if op.kind is not Kind.RANDOM),
+        cost=cost,
+        source=next((op.source for op in runs if op.source is not None), None),
+    )
+
+
+def _is_mask(op: Op, reader: EagerCall | None) -> bool:
+    """Whether what a call reads is, in eager, a mask that forward stored."""
+    return reader is not None and op.call is not None and reader.backward and op.call.target in MASKS
+
+
+def _words_read(tensors: Tensors, names: list[str]) -> dict[str, int]:
+    """The elements that a call reads of each tensor from outside: of a table, what it looks up."""
+    dag, inside = tensors.dag, set(names)
+    found: dict[str, int] = {}
+    for op in map(dag.op, names):
+        for name in op.inputs:
+            if name in inside or not dag.op(name).outputs:
+                continue
+            words = tensors.words(name)
+            if op.kind in (Kind.ELEMENTWISE, Kind.LAYOUT):
+                words = min(words, tensors.words(op.name))
+            found[name] = max(words, found.get(name, 0))
+    call = dag.op(names[0]).call
+    if call is not None and call.target in PICKS:
+        indices = [tensors.words(i) for i in found if not dag.op(i).outputs[0].dtype.is_floating_point]
+        found = {name: min(words, max(indices, default=words)) for name, words in found.items()}
+    return found
+
+
+def _is_stored(tensors: Tensors, name: str, inside: set[str], returned: set[str]) -> bool:
+    """Whether anything outside a call reads what one of its ops computes, directly or through a view."""
+    if name in returned:
+        return True
+    for user in tensors.dag.consumers(name):
+        if user not in inside:
+            return True
+        if is_view(tensors.dag.op(user).target) and _is_stored(tensors, user, inside, returned):
+            return True
+    return False

@@ -1,0 +1,102 @@
+"""Compute a tensor again where it is read rather than keep it in memory.
+
+    a = cluster(x) storing v and w; b = cluster(v)   ->   a = cluster(x) storing w; b = cluster(x)
+
+Worth it where reading the operands of a few element-wise ops costs less than writing v and reading it:
+the gradients of a group norm's weight are sums over other axes than its input gradient, and both read
+what an activation's backward makes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.passes.lower.space import Illegal
+
+if TYPE_CHECKING:
+    from fusion_compiler.passes.fuse.candidates import Part
+    from fusion_compiler.passes.fuse.search import Search
+
+LEAST_BYTES = 1 << 20  # smaller tensors stay in L2
+MOST_OPS = 24  # in the chain that is computed again
+
+
+def recompute(search: Search) -> bool:
+    """Try what each cluster stores for others, all of it and one by one; whether any was worth it."""
+    changed = False
+    for number in sorted(search.parts):
+        if search.space.effort.is_spent():
+            return False
+        part = search.parts[number]
+        large = [n for n in part.outputs if search.space.bytes(n) >= LEAST_BYTES]
+        chains = [c for n in large if (c := _chain(search, n, part)) is not None]
+        together = [frozenset[str]().union(*chains)] if len(chains) > 1 else []
+        changed = any(_try(search, chain, number) for chain in (*together, *chains)) or changed
+    return changed
+
+
+def _try(search: Search, chain: frozenset[str], number: int) -> bool:
+    """Let the readers of a chain of ops compute it themselves, if that is legal and faster."""
+    readers = sorted({n for op in chain for n in search.readers(op)} - {number})
+    if not readers or not chain or any(search.reach.leads(n, number) for n in readers):
+        return False
+    undo = search.space.recompute(chain)
+    affected = [number, *readers]
+    try:
+        parts = {n: _with_closure(search, search.parts[n]) for n in affected}
+    except Illegal:
+        undo()
+        return False
+    after = parts[number].cost.us + _cost(search, [parts[n] for n in readers])
+    if sum(search.parts[n].cost.us for n in affected) <= after:
+        undo()
+        return False
+    for n, part in parts.items():
+        search.parts[n] = part
+        search.version[n] += 1
+    for op in chain:
+        search.owner.pop(op, None)
+    for n in affected:
+        for other, saved in search.neighbours(n).items():
+            search.push(min(n, other), max(n, other), saved)
+    return True
+
+
+def _cost(search: Search, readers: list[Part]) -> float:
+    """What the readers take, as one cluster where they can be one."""
+    apart = sum(r.cost.us for r in readers)
+    if len(readers) == 1:
+        return apart
+    try:
+        whole = search.space.union(readers)
+    except Illegal:
+        return apart
+    return min(apart, whole.cost.us)
+
+
+def _with_closure(search: Search, part: Part) -> Part:
+    """A part that also computes what it reads of the chain."""
+    ops = {n for op in part.ops for n in search.space.closure(op)} | set(part.ops)
+    return search.space.part(search.space.ordered(ops), part.kept)
+
+
+def _chain(search: Search, name: str, owner: Part) -> frozenset[str] | None:
+    """The element-wise ops that make `name` inside its owner; None if others need one of them stored."""
+    inside = set(owner.ops)
+    found: set[str] = set()
+    stack = [name]
+    while stack:
+        op = stack.pop()
+        if op in found or op not in inside or op in search.space.again:
+            continue
+        spec = spec_of(search.dag.op(op).target)
+        if search.dag.op(op).kind is not Kind.ELEMENTWISE or spec is None or spec.expr is None:
+            if op == name:
+                return None
+            continue
+        if op in owner.kept or search.space.must_exist(op) or len(found) >= MOST_OPS:
+            return None
+        found.add(op)
+        stack.extend(search.reads.sources[op])
+    return frozenset(found)

@@ -1,0 +1,225 @@
+"""The search: best predicted gain first, re-scored as clusters grow.
+
+A merge is legal when no path leaves the pair and comes back, when the union lowers to one tile program,
+and when that obeys the laws; it is worth it when the cost model predicts that the union is faster.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from fusion_compiler.ir import layout
+from fusion_compiler.ir.plan import Rejected
+from fusion_compiler.passes.fuse.candidates import Part, Parts
+from fusion_compiler.passes.fuse.reach import Reach
+from fusion_compiler.passes.fuse.recompute import recompute
+from fusion_compiler.passes.lower.effort import ATTEMPT
+from fusion_compiler.passes.lower.space import Illegal
+from fusion_compiler.passes.patterns.match import Match
+from fusion_compiler.patterns import ClusterHint
+
+# Parts that share a tensor with one and are looked at beside it: a learning rate is read by all of an
+# optimizer's updates, and a kernel can hold no more than a few of them.
+MOST_READERS = 64
+
+
+class Search:
+    """One graph's clustering. parts: as they merge, by number. owner: of every op that a part holds alone."""
+
+    def __init__(self, space: Parts, matches: Sequence[Match] = ()) -> None:
+        self.space, self.dag, self.reads = space, space.dag, space.reads
+        self.matches = matches
+        self.parts = dict(space.first)
+        self.order = self.dag.order
+        self.owner = {self.order[number]: number for number in self.parts}
+        self.users_of: tuple[frozenset[str], dict[str, list[int]]] = (space.again, {})
+        self.rejections: dict[tuple[str, str], Rejected] = {}
+        self.reach = Reach(self.units())
+        self.version = dict.fromkeys(self.parts, 0)
+        self.heap: list[tuple[float, int, int, int, int]] = []
+
+    def units(self) -> dict[int, set[int]]:
+        """Parts and the ops that none holds, with what each reads, in topological order."""
+        unit = {
+            name: self.reads.position[name]
+            for name in self.dag.order
+            if name in self.owner or not (layout.is_view(self.dag.op(name)) or name in self.space.again)
+        }
+        sources: dict[int, set[int]] = {}
+        for name, number in unit.items():
+            ops = self.parts[number].ops if number in self.parts else (name,)
+            read = {unit[s] for op in ops for s in self.reads.sources[op] if s not in ops and s in unit}
+            sources[number] = read - {number}
+        return sources
+
+    def run(self) -> None:
+        """Merge until nothing gains, or the effort is spent."""
+        for match in self.matches:
+            if isinstance(match.pattern, ClusterHint) and match.pattern.fuse:
+                self.try_hint(match)
+        self.merge_all()
+        while recompute(self):
+            self.merge_all()
+
+    def merge_all(self) -> None:
+        """Until no pair gains: a merge elsewhere can take what stood between two away."""
+        before = -1
+        while len(self.parts) != before:
+            before = len(self.parts)
+            for number in self.parts:
+                for other, saved in self.neighbours(number).items():
+                    if number < other:
+                        self.push(number, other, saved)
+            while self.heap and not self.space.effort.is_spent():
+                _, a, b, va, vb = heapq.heappop(self.heap)
+                if self.version.get(a) == va and self.version.get(b) == vb:
+                    self.try_merge(a, b)
+            self.heap.clear()
+
+    def push(self, a: int, b: int, saved: int) -> None:
+        heapq.heappush(self.heap, (-float(saved), a, b, self.version[a], self.version[b]))
+
+    def neighbours(self, number: int) -> dict[int, int]:
+        """Parts that share a tensor with this one, and the bytes that one pass over both would not move."""
+        part = self.parts[number]
+        inside = set(part.ops)
+        found: dict[int, int] = {}
+        for name in dict.fromkeys(s for op in part.ops for s in self.reads.sources[op] if s not in inside):
+            if not self.dag.op(name).outputs:
+                continue
+            size = self.space.bytes(name)
+            owner = self.owner.get(name)
+            if owner is not None and owner != number and owner in self.parts:
+                found[owner] = found.get(owner, 0) + 2 * size
+            for user in self.readers(name, number):
+                if user != number:
+                    found[user] = found.get(user, 0) + size
+        for name in part.outputs:
+            for user in self.readers(name, number):
+                if user != number:
+                    found[user] = found.get(user, 0) + 2 * self.space.bytes(name)
+        return found
+
+    def readers(self, name: str, near: int | None = None) -> set[int]:
+        """Parts that read a tensor, directly or through what they compute again; of very many the nearest."""
+        users = self.users(name)
+        if near is None or len(users) <= MOST_READERS:
+            return {self.owner[self.order[u]] for u in users if self.order[u] in self.owner}
+        found: set[int] = set()
+        for position in _outward(users, near):
+            found.update({self.owner[op]} if (op := self.order[position]) in self.owner else ())
+            if len(found) > MOST_READERS:
+                break
+        return found
+
+    def users(self, name: str) -> list[int]:
+        """The ops that read a tensor, directly or through what is computed again, by position."""
+        if self.users_of[0] is not self.space.again:
+            self.users_of = (self.space.again, {})
+        known = self.users_of[1]
+        if name not in known:
+            seen, stack = {name}, [name]
+            while stack:
+                users = self.reads.users[stack.pop()]
+                stack += [u for u in users if u in self.space.again and u not in seen]
+                seen.update(users)
+            known[name] = sorted(self.reads.position[user] for user in seen - {name})
+        return known[name]
+
+    def held(self, ops: Sequence[str]) -> list[Match]:
+        """The patterns that a set of ops holds whole, views aside."""
+        inside = set(ops)
+        return [
+            m
+            for m in self.matches
+            if all(n in inside or not self.space.fusible(self.dag.op(n)) for n in m.ops)
+        ]
+
+    def try_hint(self, match: Match) -> None:
+        """One cluster of all that a hint names, where that is legal and faster than its ops alone."""
+        numbers = sorted({self.owner[n] for n in match.ops if n in self.owner})
+        if len(numbers) > 1:
+            self.merge(numbers, (match.name, self.label(numbers[-1])))
+
+    def try_merge(self, a: int, b: int) -> None:
+        if not self.merge((a, b), (self.label(a), self.label(b))):
+            return
+        kept = min(a, b)
+        for other, saved in self.neighbours(kept).items():
+            self.push(min(kept, other), max(kept, other), saved)
+
+    def merge(self, numbers: Sequence[int], pair: tuple[str, str]) -> bool:
+        """Several parts become the first of them if that is legal and gains; else `pair` has a refusal."""
+        self.space.effort.spent += ATTEMPT
+        parts = [self.parts[n] for n in numbers]
+        if not self.reach.convex(numbers):
+            reason = "an op between them needs one and feeds the other"
+            self.rejections[pair] = Rejected(*pair, "convex", reason)
+            return False
+        try:
+            union = self.space.union(parts)
+        except Illegal as error:
+            if error.rule != "dead":
+                self.rejections[pair] = Rejected(*pair, error.rule, error.reason, self.bound(parts), True)
+            return False
+        gain = sum(p.cost.us for p in parts) - union.cost.us
+        if gain <= 0:
+            apart = " + ".join(f"{p.cost.us:.1f}" for p in parts)
+            reason = f"together {union.cost.us:.1f} us, apart {apart} us"
+            self.rejections[pair] = Rejected(*pair, "cost", reason, gain)
+            return False
+        kept, *others = sorted(numbers)
+        for gone in others:
+            self.join(kept, gone)
+        self.parts[kept] = union
+        return True
+
+    def join(self, kept: int, gone: int) -> None:
+        """All that belonged to the part `gone` belongs to `kept`."""
+        part = self.parts.pop(gone)
+        del self.version[gone]
+        self.owner.update({name: kept for name in part.ops if self.owner.get(name) == gone})
+        self.reach.join(kept, gone)
+        self.version[kept] += 1
+
+    def bound(self, parts: Sequence[Part]) -> float:
+        """What a merge could save at most: to a kernel that moves what is left, as fast as a copy."""
+        moved = sum(p.cost.bytes_read + p.cost.bytes_written for p in parts) - self.shared_bytes(parts)
+        device = self.space.device
+        best = max(device.launch_us, moved / device.copy_bandwidth * 1e6)
+        return sum(p.cost.us for p in parts) - best
+
+    def shared_bytes(self, parts: Sequence[Part]) -> int:
+        """Device memory traffic of the tensors that several parts touch, all but what one kernel needs."""
+        inside = {name for p in parts for name in p.ops}
+        stored = {name for p in parts for name in p.outputs}
+        readers = Counter(name for p in parts for name in self.space.read_by(p))
+        saved = 0
+        for name, times in readers.items():
+            if not self.dag.op(name).outputs:
+                continue
+            reads = 0 if self.space.info(name).in_l2 else self.space.bytes(name)
+            if name not in stored:
+                saved += (times - 1) * reads
+            else:
+                needed = self.space.must_exist(name) or not set(self.reads.users[name]) <= inside
+                saved += times * reads + (0 if needed else self.space.bytes(name))
+        return saved
+
+    def label(self, number: int) -> str:
+        return self.parts[number].outputs[-1]
+
+
+def _outward(positions: Sequence[int], middle: int) -> Iterator[int]:
+    """Sorted positions, those nearest to one first."""
+    after = bisect_left(positions, middle)
+    before = after - 1
+    while before >= 0 or after < len(positions):
+        left = before >= 0 and (
+            after == len(positions) or middle - positions[before] <= positions[after] - middle
+        )
+        yield positions[before if left else after]
+        before, after = before - left, after + (not left)

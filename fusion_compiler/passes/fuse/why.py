@@ -1,0 +1,268 @@
+"""Why two things are not one kernel, and what that costs: asked of a finished plan, for any two.
+
+Every answer is about the clusters as they ended, and not about what they were while they grew: it takes the
+finished search, which is run again from what the plan was decided for (`Setting`) where it was let go.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+
+from fusion_compiler.ir.dag import Op
+from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.plan import Cluster, Cost, FusionPlan, Rejected
+from fusion_compiler.ir.schema import is_view, short_name
+from fusion_compiler.passes.fuse.candidates import Part
+from fusion_compiler.passes.fuse.cluster import solve
+from fusion_compiler.passes.fuse.cost import contraction_cost
+from fusion_compiler.passes.fuse.movement import Tensors
+from fusion_compiler.passes.fuse.reach import Reach, bits
+from fusion_compiler.passes.lower.space import Illegal
+
+EPILOGUES = frozenset({"add", "relu", "gelu", "cast"})  # what cuBLAS can do to a product's result
+
+IN_WORDS = {"clone": "a copy in another order", "uniform": "dropout"}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What runs as one: a cluster, or one op as a call.
+
+    numbers: of the cluster's parts in the search. outputs: the ops whose results it stores.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    outputs: tuple[str, ...]
+    cluster: Cluster | None = None
+    numbers: tuple[int, ...] = ()
+
+
+class UnitReach(Reach):
+    """Reach by name. number: of each unit, in topological order."""
+
+    def __init__(self, graph: nx.DiGraph[str]) -> None:
+        self.names = list(nx.topological_sort(graph))
+        self.number = {name: i for i, name in enumerate(self.names)}
+        before = {n: graph.predecessors(n) for n in self.names}
+        super().__init__({self.number[n]: {self.number[s] for s in before[n]} for n in self.names})
+
+    def between(self, a: str, b: str) -> list[str]:
+        """The units that lie on a way from one to the other."""
+        return [self.names[i] for i in bits(self.below[self.number[a]] & self.above[self.number[b]])]
+
+
+class Why:
+    """The questions that a plan answers. Raises ValueError for a plan that was not made by `plan()`."""
+
+    def __init__(self, plan: FusionPlan) -> None:
+        if plan.setting is None:
+            raise ValueError(f"plan {plan.name} does not say what it was decided for")
+        self.plan, self.dag, self.setting = plan, plan.dag, plan.setting
+        self.tensors = Tensors(plan.dag, self.setting.device, self.setting.hints)
+        self.reasons = {left.op: left.reason for left in plan.leftovers}
+
+    @cached_property
+    def units(self) -> dict[str, Unit]:
+        """By name."""
+        found = {c.name: Unit(c.name, c.ops, c.outputs, c, tuple(n)) for c, n in self._solved()}
+        held = {op for unit in found.values() for op in unit.ops}
+        calls = [n for n in self.dag.order if n not in held and n not in self.dag.inputs]
+        for name in calls:
+            if name in self.reasons and not is_view(self.dag.op(name).target):
+                found[name] = Unit(name, (name,), (name,))
+        return found
+
+    def _solved(self) -> Iterator[tuple[Cluster, list[int]]]:
+        self.search, groups = self.plan.solved or solve(self.dag, self.setting)
+        for cluster, numbers in zip(self.plan.clusters, groups, strict=True):
+            assert cluster.outputs == tuple(o for n in numbers for o in self.search.parts[n].outputs)
+            yield cluster, numbers
+
+    @cached_property
+    def graph(self) -> nx.DiGraph[str]:
+        """Units, with an edge to each reader of what they store; its `tensors` are op names."""
+        stores = {name: unit.name for unit in self.units.values() for name in unit.outputs}
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        graph.add_nodes_from(self.units)
+        for unit in self.units.values():
+            for name in self.reads(unit):
+                maker = stores.get(name)
+                if maker is not None and maker != unit.name:
+                    known: dict[str, None] = graph.edges.get((maker, unit.name), {}).get("tensors", {})
+                    graph.add_edge(maker, unit.name, tensors={**known, name: None})
+        return graph
+
+    def reads(self, unit: Unit) -> list[str]:
+        """The tensors that a unit reads from memory, by the ops that store them."""
+        if unit.cluster is not None:
+            return list(dict.fromkeys(map(self.tensors.base, unit.cluster.inputs)))
+        return list(dict.fromkeys(map(self.tensors.base, self.dag.op(unit.name).inputs)))
+
+    @cached_property
+    def order(self) -> list[str]:
+        """The units in an order in which they can run, close to the graph's."""
+        position = {name: i for i, name in enumerate(self.dag.order)}
+        last = {unit.name: max(position[op] for op in unit.ops) for unit in self.units.values()}
+        return list(nx.lexicographical_topological_sort(self.graph, key=last.__getitem__))
+
+    def edges(self) -> tuple[Rejected, ...]:
+        """Why neighbours are not one kernel: for each edge that a cluster is at, and for each two clusters
+        that read one tensor and could run at once. Most lost first."""
+        found = [
+            self.refusal(a, b)
+            for a, b in self.graph.edges
+            if self.units[a].cluster is not None or self.units[b].cluster is not None
+        ]
+        found += [self.refusal(a, b) for a, b in self._siblings()]
+        return tuple(sorted(found, key=lambda r: -r.saving_us))
+
+    def _siblings(self) -> list[tuple[str, str]]:
+        clusters = [u for u in self.units.values() if u.cluster is not None]
+        readers: dict[str, list[str]] = {}
+        for unit in clusters:
+            for name in self.reads(unit):
+                if self.dag.op(name).outputs:
+                    readers.setdefault(name, []).append(unit.name)
+        pairs = {
+            (a, b): None for names in readers.values() for i, a in enumerate(names) for b in names[i + 1 :]
+        }
+        number = self.reach.number
+        return [(a, b) for a, b in pairs if not self.reach.path(number[a], number[b])]
+
+    @cached_property
+    def reach(self) -> UnitReach:
+        """Which units lead to which others."""
+        return UnitReach(self.graph)
+
+    def between(self, a: str, b: str) -> list[str]:
+        """A shortest way from one unit to the other through a third one; empty where there is none."""
+        for first, last in ((a, b), (b, a)):
+            middle = self.reach.between(first, last)
+            if middle:
+                ways = nx.restricted_view(self.graph.subgraph({first, last, *middle}), [], [(first, last)])
+                return list(nx.shortest_path(ways, first, last))
+        return []
+
+    def refusal(self, a: str, b: str) -> Rejected:
+        """Why two units are not one kernel. Raises KeyError for a name that no unit has."""
+        first, second = self.units[a], self.units[b]
+        tensors = self.shared(first, second)
+        calls = [u for u in (first, second) if u.cluster is None]
+        way = self.between(a, b)
+        bound = self.bound(first, second, tensors)
+        if calls:
+            rule, reason = self._call_reason(first, second, calls)
+            return Rejected(a, b, rule, reason, bound, True, tensors)
+        if way:
+            steps = ", ".join(f"{y} needs {x}" for x, y in itertools.pairwise(way))
+            return Rejected(
+                a, b, "convex", f"a path leaves them and comes back: {steps}", bound, True, tensors
+            )
+        parts = [self.search.parts[n] for u in (first, second) for n in u.numbers]
+        try:
+            union = self.search.space.union(self._touching(first, second, tensors) or parts)
+        except Illegal as error:
+            return Rejected(a, b, error.rule, error.reason, bound, True, tensors)
+        merged = [p for p in parts if set(p.ops) <= set(union.ops)]
+        return self._by_cost(a, b, merged, union, tensors)
+
+    def _touching(self, a: Unit, b: Unit, tensors: Sequence[str]) -> list[Part]:
+        """Of units that hold several independent programs, those that share some tensors."""
+        wanted = set(tensors)
+        return [
+            part
+            for number in (*a.numbers, *b.numbers)
+            for part in [self.search.parts[number]]
+            if wanted & {*part.outputs, *self.search.space.read_by(part)}
+        ]
+
+    def _by_cost(self, a: str, b: str, parts: list[Part], union: Part, tensors: tuple[str, ...]) -> Rejected:
+        gain = sum(p.cost.us for p in parts) - union.cost.us
+        apart = " + ".join(f"{p.cost.us:.1f}" for p in parts)
+        reason = (
+            f"one kernel would take {union.cost.us:.1f} us ({union.cost.bound}), apart they take {apart} us"
+        )
+        if gain > 0:
+            return Rejected(a, b, "search", f"{reason}: the search did not come to it", gain, False, tensors)
+        return Rejected(a, b, "cost", reason, gain, False, tensors)
+
+    def _call_reason(self, a: Unit, b: Unit, calls: Sequence[Unit]) -> tuple[str, str]:
+        """(rule, reason) of a pair of which one or both are ATen calls."""
+        call = calls[0]
+        op = self.dag.op(call.name)
+        name = short_name(op.target).strip("_")
+        if op.kind is not Kind.CONTRACTION:
+            return "eager", f"{call.name} stays an ATen call: {self.reasons[call.name]}"
+        if len(calls) == 2:
+            return "contraction", "both are library calls"
+        if call is b:
+            return "contraction", f"{name} is a library call, which reads its operands from memory"
+        return "contraction", f"{name} is a library call: {_epilogue(name, [self.dag.op(n) for n in b.ops])}"
+
+    def shared(self, a: Unit, b: Unit) -> tuple[str, ...]:
+        """The tensors that one stores and the other reads, or else those that both read."""
+        mine, theirs = self.reads(a), self.reads(b)
+        passed = [n for n in a.outputs if n in theirs] + [n for n in b.outputs if n in mine]
+        both = [n for n in mine if n in theirs and self.dag.op(n).outputs]
+        return tuple(dict.fromkeys(passed or both))
+
+    def cost(self, unit: Unit) -> Cost:
+        return unit.cluster.cost if unit.cluster is not None else cost_of_call(self.plan, unit.name)
+
+    def bound(self, a: Unit, b: Unit, tensors: Iterable[str]) -> float:
+        """What one kernel of both could save at most: the traffic of what they share, a launch, and, where
+        one of them computes while the other waits for memory, the time of the shorter."""
+        first, second = self.cost(a), self.cost(b)
+        if not first.us or not second.us:
+            return 0.0
+        device = self.setting.device
+        saved = sum(self._saved_bytes(name, a, b) for name in tensors) / device.copy_bandwidth * 1e6
+        overlap = min(first.us, second.us) if "arithmetic" in (first.bound, second.bound) else 0.0
+        best = max(device.launch_us, *(c.us for c in (first, second) if c.bound == "arithmetic"), 0.0)
+        return min(first.us + second.us - best, saved + device.launch_us + overlap)
+
+    def _saved_bytes(self, name: str, a: Unit, b: Unit) -> int:
+        size = self.tensors.bytes(name)
+        read = 0 if self.tensors.near(name) else size
+        if name not in a.outputs and name not in b.outputs:
+            return read
+        maker = a if name in a.outputs else b
+        edges = self.graph.out_edges(maker.name, data="tensors")
+        readers = {reader for _, reader, tensors in edges if name in tensors}
+        return read + (0 if name in self.returned or readers - {a.name, b.name} else size)
+
+    @cached_property
+    def returned(self) -> frozenset[str]:
+        """The ops whose results leave the graph."""
+        return frozenset(map(self.tensors.base, self.dag.outputs))
+
+
+def cost_of_call(plan: FusionPlan, name: str) -> Cost:
+    """What an op that stays an ATen call takes. Raises ValueError for a plan that `plan()` did not make."""
+    if plan.setting is None:
+        raise ValueError(f"plan {plan.name} does not say what it was decided for")
+    op = plan.dag.op(name)
+    if op.kind is Kind.CONTRACTION:
+        return contraction_cost(op, plan.setting.device, plan.setting.hints)
+    call = next((c for c in plan.calls if name in c.outputs), None)
+    return call.cost if call is not None else Cost(0.0, 0, 0, 0, "launch")
+
+
+def _epilogue(name: str, ops: Sequence[Op]) -> str:
+    if "attention" in name:
+        return "attention kernels take a mask and a scale, and nothing after the second product"
+    if "convolution" in name:
+        return "ATen's convolution takes a bias, and nothing after that"
+    if {op.kind for op in ops} & {Kind.REDUCTION, Kind.NORMALIZATION}:
+        return "the epilogues of cuBLAS reduce nothing but a bias gradient"
+    others = [short_name(op.target) for op in ops if not is_view(op.target)]
+    if set(others) <= EPILOGUES:
+        return "cuBLAS could add a matrix or a bias and apply ReLU or GELU, which this compiler leaves alone"
+    first = next(n for n in others if n not in EPILOGUES)
+    return f"cuBLAS's epilogues are bias, ReLU, GELU and their gradients, none {IN_WORDS.get(first, first)}"

@@ -1,0 +1,305 @@
+"""What one tile program does: elements moved from and to each buffer, and operations by class.
+
+Shapes are plain integers in here (`hint`), groups and axes are bit sets: it runs thousands of times a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+import sympy
+import torch
+from torch._ops import OpOverload
+
+from fusion_compiler.ir import ops
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import Dim, hint
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Checked,
+    Compute,
+    Constant,
+    Index,
+    InRange,
+    Load,
+    LoopNest,
+    Node,
+    Random,
+    Reduce,
+    Ref,
+    longest_piece,
+    operands_of,
+    right_neighbours,
+)
+
+LOGICAL_AND = torch.ops.aten.logical_and.default
+SECTOR = 32  # bytes: the smallest piece of device memory that is moved
+PIECE = 4096  # columns of a row that a program adds up before it stores what they come to, at most
+FP64_SPECIAL = 16  # arithmetic operations of a float64 function: no unit for them, a polynomial each
+
+
+@dataclass(frozen=True, slots=True)
+class BufferInfo:
+    """What the model needs to know of a tensor: elements, bytes an element, and whether the kernel that
+    wrote it ran just before and left it in L2."""
+
+    numel: Dim
+    itemsize: int
+    in_l2: bool = False
+
+
+@cache
+def _weights(target: OpOverload) -> tuple[int, int]:
+    """(arithmetic, special) operations per element; 1 and 0 for what the table does not have."""
+    spec = ops.spec_of(target)
+    return (spec.flops, spec.special) if spec is not None else (1, 0)
+
+
+class Work:
+    """One pass over a nest: what each node varies over and needs, and what the whole nest does.
+
+    Groups are bits: 1 rows, 2 cols; `count[groups]` is how many tile elements such a value has. Per node:
+    `varies` (groups), `axes` (bits), `needs` (bits of the tile loads that it is computed from since the
+    last reduction) and `phase` (reductions in a chain before it).
+    """
+
+    def __init__(self, loops: LoopNest, buffers: Mapping[str, BufferInfo], hints: Mapping[sympy.Symbol, int]):
+        self.buffers = buffers
+        self.hints = hints
+        sizes = (axis.size for axis in loops.axes)  # those that are estimated may come out below zero
+        self.sizes = [size if type(size) is int else max(0, hint(size, hints)) for size in sizes]
+        self.group_of = [1 if axis.group == ROWS else 2 for axis in loops.axes]
+        rows = prod(size for size, group in zip(self.sizes, self.group_of, strict=True) if group == 1)
+        cols = prod(size for size, group in zip(self.sizes, self.group_of, strict=True) if group == 2)
+        self.count = (1, rows, cols, rows * cols)
+        self.varies: list[int] = []
+        self.axes: list[int] = []
+        self.needs: list[int] = []
+        self.phase: list[int] = []
+        self.fp32 = self.fp64 = self.special = self.integer = self.random = self.moves = 0
+        self.reduced = 0  # groups that some node reduces
+        self.partials = 0  # of sums over segments: results of single rows, which a second kernel adds up
+        self.totals = self.addends = 0  # the sums that it makes of them, and how many partials one has
+        self.row_of_sums = False  # whether a sum over the rows is one for each column
+        self.phases = 0  # the longest chain of reductions
+        self.row_bytes = 4  # of the widest value in a row
+        self.early = self.late = 0  # tile loads that are reduced; that a stored value needs after that
+        self.tile_loads: list[str] = []
+        self.reads: dict[str, float] = {}  # elements moved from each buffer
+        self.writes: dict[str, float] = {}  # to each, the same sector again and again where stores share it
+        self.gathered: set[str] = set()
+        self.seen: set[object] = set()
+        self.inside: dict[int, float] = {}  # part of the space in which a condition holds
+        self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
+        for node in loops.nodes:
+            if type(node) is Compute:
+                self._compute(node)
+            else:
+                self._other(node)
+        pairs = right_neighbours(loops.axes, enumerate(loops.stores))
+        for number, store in enumerate(loops.stores):
+            varies, axes, _ = self._index(store.index)
+            self.moves += self.count[varies]
+            run = 2 if number in pairs or number in pairs.values() else 1
+            self._touch(True, store.buffer, store.index, axes, store.within, run)
+            if self.phase[store.value]:
+                self.late |= self.needs[store.value]
+        for (written, buffer, terms), (moved, most) in self.partial.items():
+            if (written, buffer, terms) not in self.seen:
+                table = self.writes if written else self.reads
+                table[buffer] = table.get(buffer, 0.0) + min(moved, most)
+
+    def _compute(self, node: Compute) -> None:
+        varies = axes = needs = phase = 0
+        for _, operand in node.operands:
+            if type(operand) is Ref:
+                n = operand.node
+                varies |= self.varies[n]
+                axes |= self.axes[n]
+                needs |= self.needs[n]
+                if self.phase[n] > phase:
+                    phase = self.phase[n]
+                if n in self.inside and node.target is LOGICAL_AND:
+                    number = len(self.varies)
+                    self.inside[number] = self.inside.get(number, 1.0) * self.inside[n]
+        self._add(varies, axes, needs, phase)
+        flops, special = _weights(node.target)
+        count = self.count[varies]
+        dtype = node.dtype
+        if dtype is torch.float64:
+            self.fp64 += (flops + FP64_SPECIAL * special) * count
+            return
+        if dtype is torch.float32 or dtype is torch.bool:
+            self.fp32 += flops * count
+        else:
+            self.integer += flops * count
+        self.special += special * count
+
+    def _other(self, node: Node) -> None:
+        varies = axes = needs = phase = 0
+        if isinstance(node, Load):
+            varies, axes, phase = self._index(node.index)
+            self.moves += self.count[varies]
+            self._touch(False, node.buffer, node.index, axes, node.within)
+            if self.count[varies] == self.count[3]:
+                needs = 1 << len(self.tile_loads)
+                self.tile_loads.append(node.buffer)
+            if node.dtype is torch.float64:
+                self.row_bytes = 8
+        elif isinstance(node, Reduce):
+            varies, axes, phase = self._reduce(node)
+        elif isinstance(node, Random):
+            varies, axes, phase = self._index(node.index)
+            self.random += self.count[varies]
+        elif isinstance(node, Checked):
+            varies, axes, needs, phase = self._together(operands_of(node))
+            self.integer += self.count[self.varies[node.index]]
+        elif not isinstance(node, Constant | Compute):
+            varies, axes, phase = self._index(node.index)
+            self.integer += self.count[varies]
+            if isinstance(node, InRange):
+                self.inside[len(self.varies)] = self._part(node)
+        self._add(varies, axes, needs, phase)
+
+    def _add(self, varies: int, axes: int, needs: int, phase: int) -> None:
+        self.varies.append(varies)
+        self.axes.append(axes)
+        self.needs.append(needs)
+        self.phase.append(phase)
+
+    def _reduce(self, node: Reduce) -> tuple[int, int, int]:
+        operand = node.operand
+        if node.kept:
+            return self._reduce_segments(node)
+        over = (ROWS in node.over) | 2 * (COLS in node.over)
+        self.reduced |= over
+        self.row_of_sums |= over == 1 and self.varies[operand] & 2 != 0
+        self.fp32 += self.count[self.varies[operand]]
+        axes = self.axes[operand]
+        for axis, group in enumerate(self.group_of):
+            if group & over:
+                axes &= ~(1 << axis)
+        phase = self.phase[operand]
+        if over & 2:
+            phase += 1
+            self.early |= self.needs[operand]
+            self.phases = max(self.phases, phase)
+        return self.varies[operand] & ~over, axes, phase
+
+    def _reduce_segments(self, node: Reduce) -> tuple[int, int, int]:
+        """A partial result for every piece of a row, the sums of which do not exist in the tile."""
+        operand = node.operand
+        self.fp32 += self.count[3]
+        kept = [(self.sizes[k], self.group_of[k]) for k in node.kept]
+        segment = self.count[2] // max(1, prod(size for size, group in kept if group == 2))
+        whole = all(group == 1 for _, group in kept)
+        piece = min(PIECE, segment if whole else longest_piece(segment))
+        partials, totals = self.count[1] * -(-self.count[2] // max(1, piece)), prod(size for size, _ in kept)
+        self.partials += partials
+        self.totals = max(self.totals, totals)
+        self.addends = max(self.addends, partials // max(1, totals))
+        if self.phase[operand]:
+            self.late |= self.needs[operand]
+        return 0, sum(1 << k for k in node.kept), self.phase[operand]
+
+    def _together(self, operands: Iterable[int]) -> tuple[int, int, int, int]:
+        """(groups, axis bits, needs, phase) of what some nodes make."""
+        varies = axes = needs = phase = 0
+        for n in operands:
+            varies, axes, needs = varies | self.varies[n], axes | self.axes[n], needs | self.needs[n]
+            phase = max(phase, self.phase[n])
+        return varies, axes, needs, phase
+
+    def _index(self, index: Index) -> tuple[int, int, int]:
+        """(groups, axis bits, phase) of what an index varies over."""
+        varies = axes = phase = 0
+        for key, _ in index.terms:
+            if key >= 0:
+                axes |= 1 << key
+                varies |= self.group_of[key]
+            else:
+                axes |= self.axes[~key]
+                varies |= self.varies[~key]
+                phase = max(phase, self.phase[~key])
+        return varies, axes, phase
+
+    def _part(self, node: InRange) -> float:
+        """Of the values that an index takes, the part that lies in the range."""
+        first = last = hint(node.index.const, self.hints)
+        for key, coefficient in node.index.terms:
+            if key < 0:
+                return 1.0
+            span = hint(coefficient, self.hints) * (self.sizes[key] - 1)
+            first, last = first + min(span, 0), last + max(span, 0)
+        low, high = max(first, hint(node.low, self.hints)), min(last + 1, hint(node.high, self.hints))
+        return max(0, high - low) / (last + 1 - first)
+
+    def _touch(
+        self, written: bool, buffer: str, index: Index, axes: int, within: int | None, together: int = 1
+    ) -> None:
+        """Count the elements that an access moves, in whole sectors; the same access only once.
+
+        together: neighbours that are accessed at once, each of which counts for itself.
+
+        Accesses under a condition count for the part of the space where it holds. Those that differ only by
+        an offset (the halves of a rotation, the sides of a concatenation) share the space out among
+        themselves, and lie in what an access without a condition moves anyway.
+        """
+        where, exact = (written, buffer, index.terms), (written, buffer, index.terms, index.const, within)
+        if exact in self.seen:
+            return
+        self.seen.add(exact)
+        moved, run = 1.0, 1
+        for axis, size in enumerate(self.sizes):
+            if axes >> axis & 1:
+                moved *= size
+        for key, coefficient in index.terms:
+            if key < 0:
+                self.gathered.add(buffer)
+            elif coefficient == 1:
+                run = self.sizes[key]
+        itemsize = self.buffers[buffer].itemsize
+        if run * itemsize < SECTOR:
+            moved *= self._waste(index, itemsize, together)
+        if within is not None:
+            before, _ = self.partial.get(where, (0.0, 0.0))
+            self.partial[where] = (before + moved * self.inside.get(within, 1.0), moved)
+            return
+        self.seen.add(where)
+        table = self.writes if written else self.reads
+        table[buffer] = table.get(buffer, 0.0) + moved
+
+    def _waste(self, index: Index, itemsize: int, run: int) -> float:
+        """Bytes moved per byte used: every contiguous run is rounded up to whole sectors.
+
+        run: elements that are contiguous to begin with.
+        """
+        gap = (
+            SECTOR if any(key < 0 for key, _ in index.terms) else 0
+        )  # between runs; gathered ones lie anywhere
+        steps = [(abs(hint(c, self.hints)), self.sizes[key]) for key, c in index.terms if key >= 0]
+        for stride, size in sorted(steps):
+            if size > 1 and stride > run:
+                gap = gap or stride
+                break
+            run = max(run, stride * size)
+        return max(1.0, min(SECTOR / (run * itemsize), gap / run)) if gap else 1.0
+
+    def rewritten(self) -> float:
+        """Bytes of sectors that several stores write, a part of them each, beyond the first time."""
+        whole = {name: hint(self.buffers[name].numel, self.hints) for name in self.writes}
+        return sum(
+            max(0.0, moved - whole[name]) * self.buffers[name].itemsize for name, moved in self.writes.items()
+        )
+
+    def bytes_of(self, table: dict[str, float], buffer: str, device: DeviceSpec) -> float:
+        """Bytes that an entry of reads or writes moves: no more than the buffer has, unless it is gathered
+        from a buffer too large for L2, where rows that come up again are read again."""
+        info = self.buffers[buffer]
+        whole = hint(info.numel, self.hints) * info.itemsize
+        moved = table[buffer] * info.itemsize
+        return moved if buffer in self.gathered and whole > device.l2_bytes else min(moved, whole)

@@ -1,0 +1,128 @@
+"""Where a cluster's output falls into pieces of one size, each made by an expression of its own.
+
+A concatenation computes as many things as it has parts. Over the space of the whole, every element computes
+all of them under conditions and chooses; over the space of one piece, every element computes each once and
+stores it where it belongs:
+
+    out[c] = where(c < n, a[c], b[c - n])   for c < 2 n    ->    out[c], out[n + c] = a[c], b[c]   for c < n
+
+A cut says how an output falls apart. `lower` then asks for the output's value in each of the pieces, where
+the conditions are known. What several pieces need is computed once, and outputs of a piece's size find their
+place beside them. Compilers call this index-set splitting, and unroll-and-jam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fusion_compiler.ir import layout
+from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.dims import Dim, product, quotient, simple
+from fusion_compiler.ir.index import combine
+from fusion_compiler.ir.loops import Index
+
+aten = torch.ops.aten
+MOST_PIECES = 8  # what is computed of each is in registers until it is stored
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor of `shape` as `count` equal pieces along `dim`: ranges of it, or, interleaved, each of them
+    every count-th element."""
+
+    shape: tuple[Dim, ...]
+    dim: int
+    count: int
+    interleaved: bool = False
+
+    @property
+    def piece(self) -> tuple[Dim, ...]:
+        """The shape of a piece."""
+        length = quotient(self.shape[self.dim], self.count)
+        assert length is not None
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    def whole(self, coords: tuple[Index, ...], number: Index) -> tuple[Index, ...]:
+        """Coordinates in the tensor of the element at `coords` of a piece."""
+        steps = (self.count, 1) if self.interleaved else (1, self.piece[self.dim])
+        along = combine([(coords[self.dim], steps[0]), (number, steps[1])])
+        return (*coords[: self.dim], along, *coords[self.dim + 1 :])
+
+
+def cuts_of(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[Cut, ...]:
+    """Every cut, by an op of a cluster, of a tensor as large as one of its outputs."""
+    sizes = {product(dag.op(name).outputs[0].shape) for name in outputs}
+    cuts = (cut_by(dag, dag.op(name)) for name in ops)
+    return tuple(dict.fromkeys(c for c in cuts if c is not None and product(c.shape) in sizes))
+
+
+def cut_by(dag: OpDag, op: Op) -> Cut | None:
+    """How an op's result falls into few equal pieces that are made differently; None if it does not."""
+    if op.target not in RANGES:
+        return None
+    shape = op.outputs[0].shape
+    step = layout.argument(op, 5, "step", 1) if op.target is aten.slice_scatter.default else 1
+    if isinstance(step, int) and step > 1:
+        dim = _dim(op, 2)
+        fits = step <= MOST_PIECES and quotient(shape[dim], step) is not None
+        return Cut(shape, dim, step, interleaved=True) if fits else None
+    dim, lengths = RANGES[op.target](dag, op)
+    lengths = [n for n in lengths if n != 0]
+    counts = (_count(shape[dim], piece, lengths) for piece in lengths)
+    count = next((c for c in counts if c is not None), None)
+    return None if count is None else Cut(shape, dim, count)
+
+
+def _count(size: Dim, piece: Dim, lengths: list[Dim]) -> int | None:
+    """How many pieces, where every length is a number of whole ones."""
+    count, parts = quotient(size, piece), [quotient(n, piece) for n in lengths]
+    if not isinstance(count, int) or not 2 <= count <= MOST_PIECES:
+        return None
+    return count if all(isinstance(n, int) and n > 0 for n in parts) else None
+
+
+# -- (dimension, lengths of the ranges along it within which a result is made in one way) ------------------
+
+
+def _dim(op: Op, position: int) -> int:
+    return layout.wrap(layout.argument(op, position, "dim", 0), len(op.outputs[0].shape))  # type: ignore[arg-type]
+
+
+def _cat(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
+    dim = _dim(op, 1)
+    shapes = [dag.op(a.name).outputs[0].shape for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
+    return dim, [shape[dim] for shape in shapes if shape != (0,)]
+
+
+def _stack(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
+    return _dim(op, 1), [1] * len(op.args[0])  # type: ignore[arg-type]
+
+
+def _pad(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
+    pads, shape = op.args[1], dag.op(op.inputs[0]).outputs[0].shape
+    assert isinstance(pads, tuple)
+    padded = [i for i in range(len(pads) // 2) if pads[2 * i : 2 * i + 2] != (0, 0)]
+    if len(padded) != 1:
+        return 0, []
+    (i,) = padded
+    dim = len(shape) - 1 - i
+    return dim, [pads[2 * i], shape[dim], pads[2 * i + 1]]  # type: ignore[list-item]
+
+
+def _slice_scatter(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
+    dim = _dim(op, 2)
+    size, length = op.outputs[0].shape[dim], dag.op(op.inputs[1]).outputs[0].shape[dim]
+    start: Dim = layout.argument(op, 3, "start") or 0  # type: ignore[assignment]
+    start = start + size if isinstance(start, int) and start < 0 else start
+    return dim, [start, length, simple(size - start - length)]
+
+
+RANGES: dict[object, Callable[[OpDag, Op], tuple[int, list[Dim]]]] = {
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.constant_pad_nd.default: _pad,
+    aten.slice_scatter.default: _slice_scatter,
+}

@@ -1,0 +1,547 @@
+"""Lower a set of ops to one tile program over one iteration space, or say why that is impossible.
+
+The space has two groups of axes: those that the cluster's main reductions keep and those that they
+reduce. Every value is *pulled*: from the stores back to the loads, each op is asked for its value at
+coordinates that are affine in the axes. Views only change coordinates, so they vanish; a value that
+is needed at two different coordinates is computed twice; a reduction exists only at the identity
+coordinates of the group that it keeps. What comes out is therefore right by construction: where an
+output is placed in the space decides how fast it is, never what it is.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import sympy
+import torch
+
+from fusion_compiler.ir import layout
+from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.dims import Dim, not_above, product, simple, strides_of
+from fusion_compiler.ir.index import (
+    ZERO,
+    Extents,
+    NeedsSplit,
+    NotExpressible,
+    axis,
+    combine,
+    digits,
+    fixed,
+    flatten,
+    is_bijection,
+    regroup,
+)
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Axis,
+    Compute,
+    Constant,
+    Coordinate,
+    Index,
+    InRange,
+    Load,
+    LoopNest,
+    Node,
+    Reduce,
+    Store,
+    wrapped,
+)
+from fusion_compiler.ir.loops import Ref as Value
+from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.passes.lower.effort import Effort
+from fusion_compiler.passes.lower.index_splits import Cut
+from fusion_compiler.passes.lower.rounding import Rounding, comparable, rounded, unrounded
+from fusion_compiler.passes.lower.space import (
+    Coords,
+    Illegal,
+    Space,
+    anchor_space,
+    compute_dtype,
+    largest,
+    reduced_dims,
+)
+from fusion_compiler.passes.lower.special import SPECIAL
+
+aten = torch.ops.aten
+# Of one attempt, views and what becomes dead among them; laws allow 96 operations, of which most were 261.
+# What reads shifted copies of itself, and these again, has exponentially many.
+MOST_VALUES = 4096
+
+
+def lower(
+    dag: OpDag,
+    ops: tuple[str, ...],
+    outputs: tuple[str, ...],
+    *,
+    cut: Cut | None = None,
+    stored: frozenset[str] = frozenset(),
+    like_eager: bool = False,
+    effort: Effort | None = None,
+) -> LoopNest:
+    """The tile program of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
+    a cut is given. Raises Illegal.
+
+    stored: ops whose results this program or another one stores. like_eager: numerics="eager".
+    effort: where what it takes is counted.
+    """
+    rounding = Rounding(stored.union(outputs), like_eager)
+    space = anchor_space(dag, ops, outputs, cut)
+    for _ in range(24):
+        attempt = Lowering(dag, ops, outputs, space, rounding)
+        try:
+            return attempt.run()
+        except NeedsSplit as split:
+            space = space.split(split.axis, split.inner)
+        except NotExpressible as error:
+            raise Illegal("layout", str(error)) from None
+        except RecursionError:
+            raise Illegal("size", f"{len(ops)} ops nest too deep") from None
+        finally:
+            if effort is not None:
+                effort.spent += len(attempt.memo)
+    raise Illegal("layout", "the views of these ops cut the space into too many pieces")
+
+
+class Lowering:
+    """One attempt at a tile program over a space; it ends at the first axis that has to be cut."""
+
+    def __init__(
+        self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding
+    ) -> None:
+        self.dag, self.ops, self.outputs, self.space, self.rounding = dag, ops, outputs, space, rounding
+        self.inside = set(ops)
+        self.extents = Extents(space.extents)
+        self.nodes: list[Node] = []
+        self.names: list[str] = []
+        self.numbering: dict[Node, int] = {}
+        self.memo: dict[tuple[str, Coords, int | None], int] = {}
+        self.placed: dict[str, Coords] = {}  # where a value was computed first
+        self.reduced: dict[str, tuple[Coords, int]] = {}
+        self.held: dict[tuple[int, torch.dtype], bool] = {}  # whether a node's values are a dtype's anyway
+        groups = space.axis_groups
+        live = [i for i, size in enumerate(space.axes) if size != 1]
+        self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in (ROWS, COLS)}
+
+    def run(self) -> LoopNest:
+        stores: list[Store] = []
+        self.seed_anchor()
+        for name in self.ops:  # reductions first: they fix where everything upstream lies
+            if self.dag.op(name).kind is Kind.REDUCTION and name not in self.reduced:
+                coords = self.place(name)
+                for piece in self.pieces(coords) if coords is not None else ():
+                    self.value(name, piece, None)
+        for name in self.outputs:
+            coords = self.place(name)
+            meta = self.dag.op(name).outputs[0]
+            if coords is None or not is_bijection(coords, meta.shape, self.extents):
+                raise Illegal(
+                    "space", f"{name} is {list(meta.shape)}, and the others' space is {list(self.space.axes)}"
+                )
+            for piece in self.pieces(coords):
+                value = unrounded(self.nodes, self.value(name, piece, None), meta.dtype)
+                stores.append(Store(name, flatten(piece, meta.stride), value))
+        groups = self.space.axis_groups
+        axes = tuple(Axis(f"a{i}", s, groups[i]) for i, s in enumerate(self.space.axes))
+        return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
+
+    # -- where things lie -------------------------------------------------------------------
+
+    def seed_anchor(self) -> None:
+        """Pull the anchor at the identity: the reduction's input, or the largest output."""
+        if not any(self.dag.op(n).kind is Kind.REDUCTION for n in self.ops):
+            anchor, cut = largest(self.dag, self.outputs), self.space.cut
+            if cut is None or anchor.outputs[0].shape == cut.shape:
+                self.value(anchor.name, self.pieces(self.space.whole())[0], None)
+            return
+        for name in self.ops:
+            op = self.dag.op(name)
+            if op.kind is not Kind.REDUCTION:
+                continue
+            shape = self.dag.op(op.inputs[0]).outputs[0].shape
+            if shape == tuple(product(f) for f in self.space.factors):
+                identity = self.space.identity()
+                dims = reduced_dims(op, len(shape))
+                groups = {self.space.groups[d] for d in dims if shape[d] != 1}
+                kept = {self.space.groups[d] for d in range(len(shape)) if d not in dims and shape[d] != 1}
+                if not groups & kept:
+                    self.value(name, _reduced_coords(op, identity, dims), None)
+                    return
+
+    def pieces(self, coords: Coords) -> list[Coords]:
+        """The same coordinates in each of the pieces into which the space is cut, if they differ there."""
+        cut, number = self.space.cut, len(self.space.axes)
+        if cut is None or all(k != number for c in coords for k, _ in c.terms):
+            return [coords]
+        return [tuple(fixed(c, number, i) for c in coords) for i in range(cut.count)]
+
+    def place(self, name: str) -> Coords | None:
+        """Coordinates at which a value fills the space: where it was needed already, where its operands
+        lie, the identity, or the space's elements in order."""
+        if name in self.placed:
+            return self.placed[name]
+        op = self.dag.op(name)
+        shape = op.outputs[0].shape
+        if op.kind is Kind.REDUCTION:
+            source = self.place_of_operand(op.inputs[0])
+            if source is not None:
+                dims = reduced_dims(op, len(source))
+                return _reduced_coords(op, source, dims)
+            return self.in_order(shape)
+        for operand in op.inputs:
+            if not self.dag.op(operand).outputs or self.dag.op(operand).outputs[0].shape != shape:
+                continue
+            if layout.is_view(op) or spec_is_pointwise(op):
+                coords = self.place_of_operand(operand)
+                if coords is not None and is_bijection(coords, shape, self.extents):
+                    return coords
+        return self.in_order(shape)
+
+    def place_of_operand(self, name: str) -> Coords | None:
+        """Coordinates of an operand that was placed, seen through views."""
+        if name in self.placed:
+            return self.placed[name]
+        op = self.dag.op(name)
+        if not layout.is_view(op):
+            return self.place(name) if name in self.inside else None
+        source = self.place_of_operand(op.inputs[0])
+        return None if source is None else self.push(op, source)
+
+    def push(self, op: Op, coords: Coords) -> Coords | None:
+        """Coordinates of a view's result from those of its operand, for views that keep every element."""
+        shape, out = self.dag.op(op.inputs[0]).outputs[0].shape, op.outputs[0].shape
+        if product(shape) != product(out) or op.target is operator.getitem:
+            return None
+        if op.target in (aten.permute.default, aten.transpose.int, aten.t.default):
+            rank = len(shape)
+            order = list(range(rank))
+            if op.target is aten.permute.default:
+                order = [layout.wrap(d, rank) for d in op.args[1]]  # type: ignore[union-attr]
+            elif rank > 1:
+                a, b = (0, 1) if op.target is aten.t.default else (layout.wrap(d, rank) for d in op.args[1:3])  # type: ignore[arg-type]
+                order[a], order[b] = order[b], order[a]
+            return tuple(coords[d] for d in order)
+        try:
+            return regroup(coords, shape, out, self.extents)
+        except NotExpressible:
+            return None
+
+    def in_order(self, shape: tuple[Dim, ...]) -> Coords | None:
+        """The elements of the whole space, or of one group of it, in row-major order if that is affine."""
+        if shape == tuple(product(f) for f in self.space.factors):
+            return self.space.identity()
+        if self.space.cut is not None and shape == self.space.cut.shape:
+            return self.space.whole()
+        size = product(shape)
+        every = tuple(sorted(self.group_axes[ROWS] + self.group_axes[COLS]))
+        for axes in (every, self.group_axes[ROWS], self.group_axes[COLS]):
+            sizes = tuple(self.space.axes[i] for i in axes)
+            if product(sizes) == size:
+                try:
+                    return self.spread(axes, shape)
+                except NotExpressible:
+                    return None
+        return None
+
+    def spread(self, axes: tuple[int, ...], shape: tuple[Dim, ...]) -> Coords:
+        """Row-major coordinates in `shape` of the element numbered by `axes`."""
+        sizes = tuple(self.space.axes[i] for i in axes)
+        flat = combine([(axis(i), s) for i, s in zip(axes, strides_of(sizes), strict=True)]) if axes else ZERO
+        return tuple(
+            ZERO if s == 1 else c for s, c in zip(shape, digits(flat, shape, self.extents), strict=True)
+        )
+
+    # -- values --------------------------------------------------------------------------------
+
+    def emit(self, node: Node, name: str) -> int:
+        number = self.numbering.get(node)
+        if number is None:
+            number = self.numbering[node] = len(self.nodes)
+            self.nodes.append(node)
+            self.names.append(name)
+        return number
+
+    def value(self, name: str, coords: Coords, within: int | None) -> int:
+        """The node that holds `name` at `coords`; outside `within` it may be anything finite to read."""
+        op = self.dag.op(name)
+        if not op.outputs:
+            raise Illegal("operand", f"{name} is not a tensor")
+        shape = op.outputs[0].shape
+        coords = tuple(ZERO if s == 1 else c for s, c in zip(shape, coords, strict=True))
+        key = (name, coords, within)
+        if key in self.memo:
+            return self.memo[key]
+        if len(self.memo) >= MOST_VALUES:
+            raise Illegal("size", f"values that are needed at several places are more than {MOST_VALUES}")
+        if name in self.inside:
+            node = self.compute(op, coords, within)
+            if self.space.cut is None or is_bijection(coords, shape, self.extents):  # and no piece of it
+                self.placed.setdefault(name, coords)
+        elif layout.is_view(op):
+            node = self.through(op, coords, within)
+        else:
+            node = self.load(op, coords, within)
+        self.memo[key] = node
+        return node
+
+    def through(self, op: Op, coords: Coords, within: int | None) -> int:
+        try:
+            source, inner = layout.pull(self.dag, op, coords, self.extents)
+        except NotExpressible:
+            if self.touches_inside(op.inputs[0]):
+                raise
+            return self.load(op, coords, within)  # the view exists as a tensor: read it by its strides
+        return self.value(source, inner, within)
+
+    def touches_inside(self, name: str) -> bool:
+        while name not in self.inside and layout.is_view(self.dag.op(name)):
+            name = self.dag.op(name).inputs[0]
+        return name in self.inside
+
+    def load(self, op: Op, coords: Coords, within: int | None) -> int:
+        meta = op.outputs[0]
+        if len(op.outputs) != 1:
+            raise Illegal("operand", f"{op.name} has several results")
+        index = flatten(coords, meta.stride)
+        return self.emit(Load(op.name, index, within, compute_dtype(meta.dtype)), op.name)
+
+    def compute(self, op: Op, coords: Coords, within: int | None) -> int:
+        if op.kind is Kind.REDUCTION:
+            return self.reduce(op, coords, within)
+        special = SPECIAL.get(op.target)
+        if special is not None:
+            return rounded(self, op, special(self, op, coords, within))
+        spec = spec_of(op.target)
+        if spec is None or spec.expr is None:
+            raise Illegal("operator", f"{op.target} has no expression")
+        operands: list[tuple[str, object]] = []
+        schema = op.target._schema.arguments  # type: ignore[union-attr]
+        given = dict(op.kwargs)
+        for position, argument in enumerate(schema):
+            arg = (
+                op.args[position]
+                if position < len(op.args)
+                else given.get(argument.name, argument.default_value)
+            )
+            if isinstance(arg, Ref):
+                operands.append((argument.name, Value(self.operand(op, arg.name, coords, within))))
+            elif isinstance(arg, bool | int | float | str) or arg is None:
+                operands.append((argument.name, arg))
+            elif isinstance(arg, torch.dtype | torch.device | torch.layout | torch.memory_format):
+                operands.append((argument.name, str(arg)))
+            elif isinstance(arg, sympy.Expr) and arg.is_integer:  # a size
+                size = Coordinate(Index(arg, ()), torch.int64)
+                operands.append((argument.name, Value(self.emit(size, f"{op.name}_size"))))
+            else:
+                raise Illegal(
+                    "operand", f"{argument.name}={arg} of {op.name} is neither a tensor nor a constant"
+                )
+        dtype = op.outputs[0].dtype
+        if spec.jumps:
+            operands = comparable(self, op, operands)
+        pinned = self.rounding.pins(op)
+        coarse = spec.coarse is not None and dtype is torch.bfloat16 and not pinned
+        node = self.emit(Compute(op.target, tuple(operands), compute_dtype(dtype), coarse, pinned), op.name)  # type: ignore[arg-type]
+        return rounded(self, op, node)
+
+    def operand(self, op: Op, name: str, coords: Coords, within: int | None) -> int:
+        """An operand of an element-wise op, broadcast to its result."""
+        shape = self.dag.op(name).outputs[0].shape if self.dag.op(name).outputs else ()
+        lead = len(op.outputs[0].shape) - len(shape)
+        return self.value(name, coords[lead:], within)
+
+    # -- reductions -----------------------------------------------------------------------------
+
+    def reduce(self, op: Op, coords: Coords, within: int | None) -> int:
+        if op.name in self.reduced:
+            where, node = self.reduced[op.name]
+            if where != coords:
+                raise Illegal("rows", f"{op.name} is needed at rows other than the one being reduced")
+            return node
+        source = op.inputs[0]
+        shape = self.dag.op(source).outputs[0].shape
+        dims = reduced_dims(op, len(shape))
+        cut = self.space.cut
+        if cut is not None and shape == cut.shape:
+            if cut.dim in dims:
+                raise Illegal("rows", f"{op.name} reduces across the pieces of {source}")
+            return self.reduce_piece(op, coords, dims)
+        keepdim = len(op.outputs[0].shape) == len(shape)
+        kept_dims = [d for d in range(len(shape)) if d not in dims]
+        kept = tuple(coords[d] for d in kept_dims) if keepdim else coords
+        if product(shape[d] for d in dims) == 1:
+            one = dict(zip(kept_dims, kept, strict=True))
+            node = self.of_one(
+                op, self.value(source, tuple(one.get(d, ZERO) for d in range(len(shape))), None)
+            )
+            self.reduced[op.name] = (coords, node)
+            return node
+        over, kept_axes = self.reduced_groups(
+            op, kept, tuple(shape[d] for d in kept_dims), tuple(shape[d] for d in dims)
+        )
+        axes = tuple(sorted(i for g in over for i in self.group_axes[g] if i not in kept_axes))
+        inner = self.spread_like_operand(source, axes, dims, shape)
+        full: list[Index] = [ZERO] * len(shape)
+        for d, c in zip(kept_dims, kept, strict=True):
+            full[d] = c
+        for d, c in zip(dims, inner, strict=True):
+            full[d] = c
+        position = flatten(inner, strides_of(tuple(shape[d] for d in dims)))
+        node = self.combine(op, source, tuple(full), over, kept_axes, position)
+        self.reduced[op.name] = (coords, node)
+        return node
+
+    def of_one(self, op: Op, value: int) -> int:
+        """A reduction of one element: the element, in the dtype of the result."""
+        spec = spec_of(op.target)
+        assert spec is not None
+        dtype = compute_dtype(op.outputs[0].dtype)
+        if spec.combine in ("argmax", "argmin"):
+            return self.constant(0, dtype, op.name)
+        return rounded(self, op, self.converted(value, dtype, op.name))
+
+    def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
+        """A reduction of a tensor in pieces that keeps the dimension of the cut: one for each piece."""
+        shape, groups = op.outputs[0].shape, self.space.groups
+        live = [d for d, factors in enumerate(self.space.factors) if product(factors) != 1]
+        over = frozenset(groups[d] for d in live if d in dims)
+        if over and not over & {groups[d] for d in live if d not in dims}:
+            for piece in self.pieces(self.space.whole()):
+                kept = _reduced_coords(op, piece, dims)
+                if coords == tuple(ZERO if s == 1 else c for s, c in zip(shape, kept, strict=True)):
+                    inner = tuple(piece[d] for d in dims)
+                    sizes = tuple(product(self.space.factors[d]) for d in dims)
+                    position = flatten(inner, strides_of(sizes))
+                    return self.combine(op, op.inputs[0], piece, over, frozenset(), position)
+        raise Illegal("rows", f"{op.name} does not keep whole axes")
+
+    def spread_like_operand(
+        self, source: str, axes: tuple[int, ...], dims: tuple[int, ...], shape: tuple[Dim, ...]
+    ) -> Coords:
+        """Coordinates of the reduced dimensions: where the operand lies, if it covers just these axes."""
+        sizes = tuple(shape[d] for d in dims)
+        known = self.place_of_operand(source)
+        if known is not None:
+            inner = tuple(known[d] for d in dims)
+            keys = {k for c in inner for k, _ in c.terms}
+            if keys == set(axes) and is_bijection(inner, sizes, self.extents):
+                return inner
+        return self.spread(axes, sizes)
+
+    def reduced_groups(
+        self, op: Op, kept: Coords, kept_shape: tuple[Dim, ...], reduced: tuple[Dim, ...]
+    ) -> tuple[frozenset[str], frozenset[int]]:
+        """Which axis groups a reduction at these coordinates runs over, and which axes of them it keeps."""
+        if not is_bijection(kept, kept_shape, self.extents):
+            raise Illegal("rows", f"{op.name} does not keep whole axes")
+        keys = {k for c in kept for k, _ in c.terms}
+        sizes = {g: product(self.space.axes[i] for i in axes) for g, axes in self.group_axes.items()}
+        count = product(reduced)
+        both = simple(sizes[ROWS] * sizes[COLS])
+        for candidate, kept_group in ((COLS, ROWS), (ROWS, COLS)):
+            if keys == set(self.group_axes[kept_group]) and count == sizes[candidate]:
+                return frozenset({candidate}), frozenset()
+        if not keys:
+            if count == both:
+                return frozenset({ROWS, COLS}), frozenset()
+            for candidate in (ROWS, COLS):
+                if count == sizes[candidate]:
+                    return frozenset({candidate}), frozenset()
+        elif set(self.group_axes[COLS]) - keys:
+            if simple(count * product(self.space.axes[k] for k in keys)) == both:
+                return frozenset({ROWS, COLS}), frozenset(keys)
+        raise Illegal(
+            "rows",
+            f"{op.name} reduces {count} elements of {sizes[ROWS]} rows x {sizes[COLS]}: no whole axis",
+        )
+
+    def combine(
+        self, op: Op, source: str, coords: Coords, over: frozenset[str], kept: frozenset[int], position: Index
+    ) -> int:
+        """The reduction node; argmax and argmin as the first position that holds the extremum."""
+        spec = spec_of(op.target)
+        assert spec is not None and spec.combine is not None
+        value = self.value(source, coords, None)
+        dtype = compute_dtype(op.outputs[0].dtype)
+        small = self.counts_in_32_bits(over)
+        if spec.combine == "sum" and dtype is torch.int64 and self.nodes[value].dtype is torch.bool and small:
+            return self.widened(Reduce("sum", value, over, torch.int32, kept), op.name)
+        if spec.combine not in ("argmax", "argmin"):
+            node = self.emit(Reduce(spec.combine, value, over, dtype, kept), op.name)
+            return rounded(self, op, node)
+        operand_dtype = self.nodes[value].dtype
+        best = self.emit(Reduce(spec.combine[3:], value, over, operand_dtype, kept), f"{op.name}_value")
+        hit = self.emit(
+            Compute(aten.eq.Tensor, (("self", Value(value)), ("other", Value(best))), torch.bool),
+            f"{op.name}_hit",
+        )
+        if operand_dtype.is_floating_point:
+            nan = self.emit(
+                Compute(aten.isnan.default, (("self", Value(value)),), torch.bool), f"{op.name}_nan"
+            )
+            hit = self.emit(
+                Compute(aten.logical_or.default, (("self", Value(hit)), ("other", Value(nan))), torch.bool),
+                f"{op.name}_hit",
+            )
+        integer = torch.int32 if small else torch.int64
+        here = self.emit(Coordinate(position, integer), f"{op.name}_position")
+        never = self.emit(Constant(torch.iinfo(integer).max, integer), "never")
+        first = (("condition", Value(hit)), ("self", Value(here)), ("other", Value(never)))
+        candidates = self.emit(Compute(aten.where.self, first, integer), f"{op.name}_candidate")
+        return self.widened(Reduce("min", candidates, over, integer, kept), op.name)
+
+    def counts_in_32_bits(self, over: frozenset[str]) -> bool:
+        """Whether the elements of some axis groups can be counted in int32, which programs can exchange."""
+        count = product(self.space.axes[i] for g in over for i in self.group_axes[g])
+        return isinstance(count, int) and count < 2**31
+
+    def widened(self, reduce: Reduce, name: str) -> int:
+        """A reduction to an integer, as int64."""
+        return self.converted(self.emit(reduce, name), torch.int64, name)
+
+    def converted(self, node: int, dtype: torch.dtype, name: str) -> int:
+        """A value in the dtype in which a result is computed."""
+        if self.nodes[node].dtype == dtype:
+            return node
+        return self.emit(Compute(aten._to_copy.default, (("self", Value(node)),), dtype), name)
+
+    # -- predicates -----------------------------------------------------------------------------
+
+    def in_range(self, index: Index, low: Dim, high: Dim, within: int | None) -> tuple[int | None, bool]:
+        """(node of low <= index < high and within, whether it can be false); (None, ...) when never true."""
+        smallest, largest = self.extents.limits(index)
+        if not_above(low, smallest) and not_above(largest, simple(high - 1)):
+            return within, False
+        if not_above(high, smallest) or not_above(largest, simple(low - 1)):
+            return None, True
+        node = self.emit(InRange(index, low, high), "inside")
+        return (node if within is None else self.both(within, node)), True
+
+    def both(self, a: int, b: int) -> int:
+        return self.emit(
+            Compute(aten.logical_and.default, (("self", Value(a)), ("other", Value(b))), torch.bool), "inside"
+        )
+
+    def choose(self, condition: int, a: int, b: int, dtype: torch.dtype, name: str) -> int:
+        operands = (("condition", Value(condition)), ("self", Value(a)), ("other", Value(b)))
+        return self.emit(Compute(aten.where.self, operands, dtype), name)
+
+    def constant(self, value: bool | int | float, dtype: torch.dtype, name: str) -> int:
+        if dtype.is_floating_point:
+            return self.emit(Constant(float(value), dtype), name)
+        typed = bool(value) if dtype is torch.bool else wrapped(int(value), dtype)
+        return self.emit(Constant(typed, dtype), name)
+
+
+def _reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:
+    """Coordinates of a reduction's result from those of its operand."""
+    keepdim = len(op.outputs[0].shape) == len(coords)
+    if keepdim:
+        return tuple(ZERO if d in dims else c for d, c in enumerate(coords))
+    return tuple(c for d, c in enumerate(coords) if d not in dims)
+
+
+def spec_is_pointwise(op: Op) -> bool:
+    """Element-wise in the strict sense: the result at a point depends on its operands at that point."""
+    spec = spec_of(op.target)
+    return spec is not None and spec.expr is not None and op.kind is Kind.ELEMENTWISE

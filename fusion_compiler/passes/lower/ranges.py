@@ -1,0 +1,258 @@
+"""Indices that are data, and between which numbers they lie as far as the graph tells.
+
+One that is known to lie within what it indexes is not looked at when the kernel runs: positions that are
+counted, the place of a maximum, what was clamped.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from fusion_compiler.ir import layout
+from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.dims import Dim, not_above, product, simple
+
+aten = torch.ops.aten
+Range = tuple[Dim, Dim]
+DEEPEST = 64  # ops one behind the other; what lies further back counts as unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """An index of an op that is data.
+
+    dim: of the op's operand, along which the elements of the tensor `index` point to low <= i < high.
+    unproved: whose index it is, for the error where it lies outside; "" where it is known not to.
+    """
+
+    dim: int
+    index: str
+    low: Dim
+    high: Dim
+    unproved: str
+
+
+def lookups(dag: OpDag, op: Op) -> tuple[Lookup, ...]:
+    """The indices of a gather or its kin, in the order of its arguments; of other ops none."""
+    if op.target not in _LOOKUPS:
+        return ()
+    shape = dag.op(op.inputs[0]).outputs[0].shape
+    if op.target is aten.embedding.default:
+        pairs = [(0, op.args[1])]
+    elif op.target in (aten.gather.default, aten.index_select.default):
+        pairs = [(layout.wrap(op.args[1], len(shape)), op.args[2])]  # type: ignore[arg-type]
+    else:
+        pairs = [(i, a) for i, a in enumerate(op.args[1]) if a is not None]  # type: ignore[arg-type]
+    found: list[Lookup] = []
+    for dim, index in pairs:
+        assert isinstance(index, Ref)
+        length = shape[dim] if shape else 1
+        low = simple(-length) if op.target in _WRAP else 0
+        smallest, largest = _Ranges(dag).of(index.name, DEEPEST)
+        inside = not_above(low, smallest) and not_above(largest, simple(length - 1))
+        trusted = inside or op.target is aten._unsafe_index.Tensor  # whoever writes that vouches for them
+        found.append(Lookup(dim, index.name, low, length, "" if trusted else _title(op)))
+    return tuple(found)
+
+
+def _title(op: Op) -> str:
+    """What an error calls an op: the user's call that it is a piece of, and its line."""
+    name = op.call.target if op.call is not None else op.target._opname  # type: ignore[union-attr]
+    if op.source is None:
+        return name
+    file = re.split(r"[/\\]", op.source.file)[-1]
+    return f"{name} at {file}:{op.source.line}".replace('"', "'")
+
+
+class _Ranges:
+    def __init__(self, dag: OpDag) -> None:
+        self.dag = dag
+        self.known: dict[str, Range] = {}
+
+    def of(self, name: str, depth: int) -> Range:
+        """(smallest, largest) that an element can be: what its dtype holds where nothing else is known."""
+        if name not in self.known:
+            op = self.dag.op(name)
+            dtype = op.outputs[0].dtype if op.outputs else torch.float32
+            whole = _held_by(dtype)
+            found = self._found(op, depth) if depth else None
+            self.known[name] = found if found is not None and _fits(found, whole, dtype) else whole
+        return self.known[name]
+
+    def _found(self, op: Op, depth: int) -> Range | None:
+        def of(position: int, name: str, default: object = None) -> Range | None:
+            value = layout.argument(op, position, name, default)
+            if isinstance(value, Ref):
+                return self.of(value.name, depth - 1)
+            return (value, value) if isinstance(value, int | sympy.Expr) else None
+
+        if op.target in _SAME or layout.is_view(op):
+            return self.of(op.inputs[0], depth - 1)
+        if op.target in _ANY_OF:
+            return _hull([self.of(name, depth - 1) for name in op.inputs])
+        if op.target is operator.getitem:
+            return self._place(self.dag.op(op.inputs[0])) if op.args[1] == 1 else None
+        if op.target in (aten.argmax.default, aten.argmin.default):
+            return self._place(op)
+        if op.target in _COUNTS:
+            return _counted(op)
+        rule = _RULES.get(op.target)
+        return rule(of) if rule is not None else None
+
+    def _place(self, op: Op) -> Range | None:
+        """A position along a dimension, or in the whole tensor where none is named."""
+        shape = self.dag.op(op.inputs[0]).outputs[0].shape
+        if op.target not in _PLACES:
+            return None
+        position, default = _PLACES[op.target]
+        dim = layout.argument(op, position, "dim", default)
+        count = shape[layout.wrap(dim, len(shape))] if isinstance(dim, int) and shape else product(shape)
+        return 0, simple(count - 1)
+
+
+def _held_by(dtype: torch.dtype) -> Range:
+    """What a dtype holds; of a float, what an integer that is made of it can be."""
+    if dtype is torch.bool:
+        return 0, 1
+    info = torch.iinfo(torch.int64 if dtype.is_floating_point or dtype.is_complex else dtype)
+    return info.min, info.max
+
+
+def _fits(found: Range, whole: Range, dtype: torch.dtype) -> bool:
+    """Whether nothing has wrapped around. Sizes of tensors do not in 64 bits."""
+    if all(isinstance(end, int) for end in found):
+        return not_above(whole[0], found[0]) and not_above(found[1], whole[1])
+    return dtype is torch.int64
+
+
+def _hull(ranges: Iterable[Range | None]) -> Range | None:
+    """The least range with all of them in it."""
+    found: Range | None = None
+    for each in ranges:
+        if each is None:
+            return None
+        before = each if found is None else found
+        low, high = _least(before[0], each[0]), _greatest(before[1], each[1])
+        if low is None or high is None:
+            return None
+        found = low, high
+    return found
+
+
+def _least(a: Dim, b: Dim) -> Dim | None:
+    return a if not_above(a, b) else b if not_above(b, a) else None
+
+
+def _greatest(a: Dim, b: Dim) -> Dim | None:
+    return b if not_above(a, b) else a if not_above(b, a) else None
+
+
+def _counted(op: Op) -> Range | None:
+    """arange and iota: start, start + step, ..."""
+    if op.target is torch.ops.prims.iota.default:
+        start, step = dict(op.kwargs)["start"], dict(op.kwargs)["step"]
+    else:
+        given = [a for a in op.args if not isinstance(a, torch.dtype)]
+        start, step = (0, 1) if len(given) == 1 else (given[0], given[2] if len(given) > 2 else 1)
+    if not isinstance(start, int) or not isinstance(step, int):
+        return None
+    last = simple(start + step * (op.outputs[0].shape[0] - 1))
+    return (start, last) if step > 0 else (last, start)
+
+
+Operand = Callable[..., Range | None]  # (position, name, default) of an argument -> its range
+
+
+def _clamped(value: Range | None, least: Range | None, most: Range | None) -> Range | None:
+    if value is None:
+        return None
+    low, high = value
+    if least is not None:
+        low, high = _greatest(low, least[0]), _greatest(high, least[1])
+    if most is not None and low is not None and high is not None:
+        low, high = _least(low, most[0]), _least(high, most[1])
+    return None if low is None or high is None else (low, high)
+
+
+def _sum(of: Operand, sign: int) -> Range | None:
+    a, b, alpha = of(0, "self"), of(1, "other"), of(2, "alpha", 1)
+    if a is None or b is None or alpha != (1, 1):
+        return None
+    low, high = b if sign > 0 else (-b[1], -b[0])
+    return simple(a[0] + low), simple(a[1] + high)
+
+
+def _scaled(of: Operand) -> Range | None:
+    a, b = of(0, "self"), of(1, "other")
+    if a is None or b is None or not all(isinstance(end, int) for end in (*a, *b)):
+        return None
+    ends = [x * y for x in a for y in b]
+    return min(ends), max(ends)  # type: ignore[type-var]
+
+
+def _rest(of: Operand) -> Range | None:
+    """x % n, whose sign is that of n."""
+    divisor = of(1, "other")
+    known = divisor is not None and divisor[0] == divisor[1] and not_above(1, divisor[0])
+    return (0, simple(divisor[0] - 1)) if known and divisor is not None else None
+
+
+def _quotient(of: Operand) -> Range | None:
+    value, divisor = of(0, "self"), of(1, "other")
+    if value is None or divisor is None or not all(isinstance(end, int) for end in (*value, *divisor)):
+        return None
+    low, high, by = int(value[0]), int(value[1]), int(divisor[0])
+    return (low // by, high // by) if divisor == (by, by) and by > 0 else None
+
+
+def _masked(of: Operand) -> Range | None:
+    """x & y lies between zero and whatever of them is not negative."""
+    tops = [r[1] for r in (of(0, "self"), of(1, "other")) if r is not None and not_above(0, r[0])]
+    return (0, tops[0]) if tops else None
+
+
+_WRAP = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})  # negative indices count from the end
+_LOOKUPS = _WRAP | {aten.embedding.default, aten.gather.default, aten.index_select.default}
+_SAME = frozenset({
+    aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default,
+    aten.flip.default, aten.gather.default, aten.index_select.default, aten.index.Tensor,
+    aten._unsafe_index.Tensor, aten.amax.default, aten.amin.default,
+})  # fmt: skip
+_ANY_OF = frozenset({
+    aten.cat.default, aten.stack.default, aten.slice_scatter.default, aten.select_scatter.default,
+})  # fmt: skip
+_COUNTS = frozenset({
+    aten.arange.default, aten.arange.start, aten.arange.start_step, torch.ops.prims.iota.default,
+})  # fmt: skip
+_PLACES: dict[object, tuple[int, int | None]] = {  # where the dimension stands, and what it is otherwise
+    aten.argmax.default: (1, None), aten.argmin.default: (1, None), aten.max.dim: (1, None),
+    aten.min.dim: (1, None), aten.sort.default: (1, -1), aten.sort.stable: (2, -1),
+    aten.topk.default: (2, -1),
+}  # fmt: skip
+_RULES: dict[object, Callable[[Operand], Range | None]] = {
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), lambda of: (0, 0)),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda of: (1, 1)),
+    **dict.fromkeys((aten.full.default, aten.full_like.default), lambda of: of(1, "fill_value")),
+    aten.scalar_tensor.default: lambda of: of(0, "s"),
+    **dict.fromkeys(
+        (aten.clamp.default, aten.clamp.Tensor),
+        lambda of: _clamped(of(0, "self"), of(1, "min"), of(2, "max")),
+    ),
+    aten.where.self: lambda of: _hull((of(1, "self"), of(2, "other"))),
+    aten.clamp_min.default: lambda of: _clamped(of(0, "self"), of(1, "min"), None),
+    aten.clamp_max.default: lambda of: _clamped(of(0, "self"), None, of(1, "max")),
+    aten.maximum.default: lambda of: _clamped(of(0, "self"), of(1, "other"), None),
+    aten.minimum.default: lambda of: _clamped(of(0, "self"), None, of(1, "other")),
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), lambda of: _sum(of, 1)),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), lambda of: _sum(of, -1)),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _scaled),
+    **dict.fromkeys((aten.remainder.Scalar, aten.remainder.Tensor), _rest),
+    **dict.fromkeys((aten.floor_divide.default,), _quotient),
+    **dict.fromkeys((aten.bitwise_and.Tensor, aten.bitwise_and.Scalar), _masked),
+}

@@ -1,0 +1,133 @@
+"""Where a value is rounded to its dtype inside of a kernel: the numbers in registers are float32.
+
+A value has one number wherever it is used. What one kernel stores another one loads, rounded: so whoever
+makes it goes on with what is stored. What is never stored is made of the same numbers everywhere, and need
+not be rounded, unless it is pinned (pinned.py): then the rounding decides something.
+
+    r = x + y; store r; norm(r)           r = x + y; store r; norm(r.to(bfloat16))
+    y = 1.1 * x; y == m            ->     y = 1.1 * x; y.to(bfloat16) == m
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusion_compiler.ir.dag import Op, Ref
+from fusion_compiler.ir.loops import Compute, Constant, Load, Node, Reduce
+from fusion_compiler.ir.loops import Ref as Value
+
+if TYPE_CHECKING:
+    from fusion_compiler.passes.lower.lower import Lowering
+
+aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
+# Whose result is one of their operands, or its negative: rounded as these are.
+_CHOOSING = frozenset({
+    aten.where.self, aten.maximum.default, aten.minimum.default, aten.relu.default, aten.abs.default,
+    aten.neg.default, aten.clone.default, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.clamp.Tensor,
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a tile program rounds. stored: ops whose results some kernel stores. like_eager: all of them are
+    rounded and made as eager does."""
+
+    stored: frozenset[str]
+    like_eager: bool = False
+
+    def pins(self, op: Op) -> bool:
+        return op.pinned or self.like_eager
+
+    def of(self, op: Op) -> bool:
+        """A conversion to eight bits always is: nobody asks for one but to quantize. So is one that is
+        written and undone by hand."""
+        dtype = op.outputs[0].dtype
+        asked_for = op.rounds or (dtype.is_floating_point and dtype.itemsize == 1)
+        return asked_for or (dtype in HALVES and (self.pins(op) or op.name in self.stored))
+
+
+def rounded(self: Lowering, op: Op, node: int) -> int:
+    """The node of an op's value as the op's dtype holds it, where that is part of the value."""
+    dtype = op.outputs[0].dtype
+    if not self.rounding.of(op) or _held(self, node, dtype):
+        return node
+    value = self.nodes[node]
+    if isinstance(value, Constant):
+        return self.constant(_nearest(value.value, dtype), torch.float32, op.name)
+    return _converted(self, node, dtype, self.rounding.pins(op), op.name)
+
+
+def unrounded(nodes: Sequence[Node], node: int, dtype: torch.dtype) -> int:
+    """What a store into a buffer of this dtype rounds to the same."""
+    value = nodes[node]
+    operands = dict(value.operands) if isinstance(value, Compute) else {}
+    operand = operands.get("self")
+    return operand.node if operands.get("rounding") == str(dtype) and isinstance(operand, Value) else node
+
+
+def comparable(self: Lowering, op: Op, operands: list[tuple[str, object]]) -> list[tuple[str, object]]:
+    """What 16-bit tensors are compared with, numbers and single elements, in their dtype: as PyTorch promotes
+    them on a CPU."""
+    metas = {name: self.dag.op(name).outputs[0] for name in op.inputs if self.dag.op(name).outputs}
+    dtypes = {m.dtype for m in metas.values() if m.shape and m.dtype.is_floating_point}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if dtype not in HALVES:
+        return operands
+    names = (a.name for a in op.target._schema.arguments)  # type: ignore[union-attr]
+    given = dict(zip(names, op.args, strict=False))
+    found: list[tuple[str, object]] = []
+    for name, operand in operands:
+        source = given.get(name)
+        if isinstance(operand, float):
+            operand = _nearest(operand, dtype)
+        elif isinstance(operand, Value) and isinstance(source, Ref) and not metas[source.name].shape:
+            if self.nodes[operand.node].dtype.is_floating_point and not _held(self, operand.node, dtype):
+                operand = Value(_converted(self, operand.node, dtype, True, source.name))
+        found.append((name, operand))
+    return found
+
+
+def _converted(self: Lowering, node: int, dtype: torch.dtype, pinned: bool, name: str) -> int:
+    operands = (("self", Value(node)), ("rounding", str(dtype)))
+    return self.emit(Compute(aten._to_copy.default, operands, torch.float32, pinned=pinned), name)
+
+
+def _held(self: Lowering, number: int, dtype: torch.dtype) -> bool:
+    """Whether a node's values are numbers of a dtype anyway."""
+    key = number, dtype
+    if key not in self.held:
+        self.held[key] = _holds(self, self.nodes[number], dtype)
+    return self.held[key]
+
+
+def _holds(self: Lowering, node: Node, dtype: torch.dtype) -> bool:
+    match node:
+        case Load():
+            return self.dag.op(node.buffer).outputs[0].dtype is dtype
+        case Constant():
+            return _nearest(node.value, dtype) == node.value
+        case Reduce():
+            return node.combine in ("max", "min") and _held(self, node.operand, dtype)
+        case Compute():
+            if dict(node.operands).get("rounding") is not None:
+                return dict(node.operands)["rounding"] == str(dtype)
+            return node.target in _CHOOSING and all(
+                _held(self, a.node, dtype) if isinstance(a, Value) else _fits(a, dtype)
+                for name, a in node.operands
+                if name != "condition"
+            )
+        case _:
+            return False
+
+
+def _fits(number: object, dtype: torch.dtype) -> bool:
+    return not isinstance(number, int | float) or _nearest(number, dtype) == number
+
+
+def _nearest(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype))

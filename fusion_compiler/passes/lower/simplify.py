@@ -1,0 +1,222 @@
+"""Normalise a tile program: dead nodes go, axes are ordered by stride and merged where memory allows.
+
+Two axes of one group become one where every access steps over the outer as it would over
+`inner size` steps of the inner: the coalescing of TensorIterator. Most clusters come out with one
+axis a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusion_compiler.ir.dims import Dim, hint, simple
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Axis,
+    Coordinate,
+    Index,
+    InRange,
+    Load,
+    LoopNest,
+    Node,
+    Random,
+    Reduce,
+    groups_of,
+    operands_of,
+    renumber,
+    renumber_index,
+    store_operands,
+)
+from fusion_compiler.passes.lower.algebra import one_hot_sums
+
+LEAST_TILE = 16  # elements along which a transposing tile has to run to touch whole sectors
+
+
+def simplify(loops: LoopNest) -> LoopNest:
+    """Algebra, dead code, group roles, axis order, coalescing, names; in that order."""
+    loops = remove_dead(one_hot_sums(loops))
+    loops = contiguous_cols(loops)
+    loops, crossing = split_orders(loops)
+    loops = order_axes(loops, crossing)
+    return name_axes(coalesce(loops))
+
+
+def renumbered(loops: LoopNest, numbers: dict[int, int], axes: dict[int, int] | None = None) -> LoopNest:
+    """Keep the nodes in `numbers` under their new numbers; `axes` renames axes."""
+    kept = sorted(numbers, key=numbers.__getitem__)
+    stores = tuple(
+        replace(
+            s,
+            index=renumber_index(s.index, numbers, axes),
+            value=numbers[s.value],
+            within=None if s.within is None else numbers[s.within],
+        )
+        for s in loops.stores
+    )
+    nodes = tuple(renumber(loops.nodes[i], numbers, axes) for i in kept)
+    return replace(loops, nodes=nodes, stores=stores, names=tuple(loops.names[i] for i in kept))
+
+
+def remove_dead(loops: LoopNest) -> LoopNest:
+    live: set[int] = set()
+    stack = [n for s in loops.stores for n in store_operands(s)]
+    while stack:
+        number = stack.pop()
+        if number not in live:
+            live.add(number)
+            stack.extend(operands_of(loops.nodes[number]))
+    if len(live) == len(loops.nodes):
+        return loops
+    return renumbered(loops, {old: new for new, old in enumerate(sorted(live))})
+
+
+def accesses(loops: LoopNest) -> list[Index]:
+    """Indices of all loads and stores."""
+    return [n.index for n in loops.nodes if isinstance(n, Load)] + [s.index for s in loops.stores]
+
+
+def contiguous_cols(loops: LoopNest) -> LoopNest:
+    """Columns are what is reduced and broadcast back, else the group of most contiguous accesses."""
+    normalized = _normalized(loops)
+    votes = {ROWS: 0, COLS: 0}
+    for index in accesses(loops):
+        touched = 1
+        for key, _ in index.terms:
+            if key >= 0:
+                touched *= hint(loops.axes[key].size)
+        for key, coeff in index.terms:
+            if key >= 0 and coeff == 1:
+                votes[loops.axes[key].group] += touched
+    keep = COLS in normalized if normalized else votes[ROWS] <= votes[COLS]
+    if keep:
+        return loops
+    swap = {ROWS: COLS, COLS: ROWS}
+    axes = tuple(replace(a, group=swap[a.group]) for a in loops.axes)
+    nodes = tuple(
+        replace(n, over=frozenset(swap[g] for g in n.over)) if isinstance(n, Reduce) else n
+        for n in loops.nodes
+    )
+    return replace(loops, axes=axes, nodes=nodes)
+
+
+def _normalized(loops: LoopNest) -> set[str]:
+    """Groups over which something is reduced and then used for every element again."""
+    groups = groups_of(loops)
+    over: list[frozenset[str]] = []
+    found: set[str] = set()
+    for i, node in enumerate(loops.nodes):
+        behind = frozenset[str]().union(*(over[o] for o in operands_of(node)))
+        found |= behind & groups[i]
+        over.append(behind | node.over if isinstance(node, Reduce) else behind)
+    return found
+
+
+def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
+    """Element-wise work between two memory orders gets rows along one and columns along the other.
+
+    Tiles then touch whole sectors on both sides. Also returns the access that runs along the rows.
+    """
+    if any(a.group == ROWS for a in loops.axes) or any(isinstance(n, Reduce) for n in loops.nodes):
+        return loops, None
+    stored = _unit_axis(max((s.index for s in loops.stores), key=lambda i: len(i.terms)))
+    for node in loops.nodes:
+        if stored is None or not isinstance(node, Load):
+            continue
+        along = _unit_axis(node.index)
+        if along is None or along == stored or stored not in dict(node.index.terms):
+            continue
+        if min(hint(loops.axes[i].size) for i in (along, stored)) >= LEAST_TILE:
+            axes = tuple(replace(a, group=COLS if i == stored else ROWS) for i, a in enumerate(loops.axes))
+            return replace(loops, axes=axes), node.index
+    return loops, None
+
+
+def _unit_axis(index: Index) -> int | None:
+    """The axis along which an access is contiguous."""
+    return next((key for key, coeff in index.terms if key >= 0 and coeff == 1), None)
+
+
+def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
+    """Outermost first: by decreasing stride of the largest access that moves with the axis.
+
+    crossing: the access that orders the rows, where it is not the columns'.
+    """
+    indices = sorted(accesses(loops), key=lambda i: -len(i.terms))
+
+    def stride(number: int) -> int:
+        for index in [crossing, *indices] if crossing and loops.axes[number].group == ROWS else indices:
+            for key, coeff in index.terms:
+                if key == number:
+                    return abs(hint(coeff))
+        return 0
+
+    live = {k for i in _all_indices(loops) for k, _ in i.terms if k >= 0}
+    keep = [i for i, a in enumerate(loops.axes) if i in live or a.size != 1]
+    order = sorted(keep, key=lambda i: (loops.axes[i].group != ROWS, -stride(i), i))
+    if order == list(range(len(loops.axes))):
+        return loops
+    index = {old: new for new, old in enumerate(order)}
+    numbers = {i: i for i in range(len(loops.nodes))}
+    moved = renumbered(loops, numbers, index)
+    return replace(moved, axes=tuple(loops.axes[i] for i in order))
+
+
+def _all_indices(loops: LoopNest) -> list[Index]:
+    out = accesses(loops)
+    out += [n.index for n in loops.nodes if isinstance(n, Coordinate | InRange | Random)]
+    return out
+
+
+def coalesce(loops: LoopNest) -> LoopNest:
+    """Merge neighbouring axes until none fits."""
+    i = 0
+    while i + 1 < len(loops.axes):
+        outer, inner = loops.axes[i], loops.axes[i + 1]
+        parted = any((i in n.kept) != (i + 1 in n.kept) for n in loops.nodes if isinstance(n, Reduce))
+        alike = outer.group == inner.group and not parted
+        if alike and all(_merges(x, i, inner.size) for x in _all_indices(loops)):
+            loops = _merge(loops, i)
+        else:
+            i += 1
+    return loops
+
+
+def _merges(index: Index, outer: int, inner_size: Dim) -> bool:
+    coeffs = dict(index.terms)
+    a, b = coeffs.get(outer, 0), coeffs.get(outer + 1, 0)
+    return simple(b * inner_size) == a
+
+
+def _merge(loops: LoopNest, outer: int) -> LoopNest:
+    """Axes outer and outer + 1 become one, numbered outer."""
+    a, b = loops.axes[outer], loops.axes[outer + 1]
+    axes = (*loops.axes[:outer], Axis(a.name, simple(a.size * b.size), a.group), *loops.axes[outer + 2 :])
+
+    def merged(index: Index) -> Index:
+        terms = [(k - (k > outer), c) for k, c in index.terms if k != outer]
+        return Index(index.const, tuple(sorted(terms)))
+
+    def rewrite(node: Node) -> Node:
+        if isinstance(node, Reduce):
+            return replace(node, kept=frozenset(k - (k > outer) for k in node.kept))
+        return (
+            replace(node, index=merged(node.index))
+            if isinstance(node, Load | Coordinate | InRange | Random)
+            else node
+        )
+
+    stores = tuple(replace(s, index=merged(s.index)) for s in loops.stores)
+    return replace(loops, axes=axes, nodes=tuple(map(rewrite, loops.nodes)), stores=stores)
+
+
+def name_axes(loops: LoopNest) -> LoopNest:
+    """row and col where a group has one axis; row_0, row_1, ... where it has several."""
+    counts = {g: sum(a.group == g for a in loops.axes) for g in (ROWS, COLS)}
+    seen = {ROWS: 0, COLS: 0}
+    axes: list[Axis] = []
+    for a in loops.axes:
+        base = "row" if a.group == ROWS else "col"
+        axes.append(replace(a, name=base if counts[a.group] == 1 else f"{base}_{seen[a.group]}"))
+        seen[a.group] += 1
+    return replace(loops, axes=tuple(axes))

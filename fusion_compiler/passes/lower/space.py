@@ -1,0 +1,171 @@
+"""The iteration space of a cluster: the dimensions of its anchor, in two groups of axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fusion_compiler.ir import layout
+from fusion_compiler.ir.dag import Op, OpDag
+from fusion_compiler.ir.dims import Dim, numel, simple, strides_of
+from fusion_compiler.ir.index import ZERO, axis, combine
+from fusion_compiler.ir.loops import COLS, ROWS, Index
+from fusion_compiler.ir.ops import Kind
+from fusion_compiler.passes.lower.index_splits import Cut
+
+Coords = tuple[Index, ...]
+
+
+class Illegal(Exception):
+    """The ops do not share one iteration space. rule names the law, reason the numbers."""
+
+    def __init__(self, rule: str, reason: str) -> None:
+        super().__init__(reason)
+        self.rule, self.reason = rule, reason
+
+
+HELD = frozenset({
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
+})  # fmt: skip
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for every float but float64; integers and bool as they are."""
+    if dtype not in HELD:
+        raise Illegal("dtype", f"{dtype} has no Triton type")
+    if dtype.is_floating_point:
+        return torch.float64 if dtype is torch.float64 else torch.float32
+    return dtype
+
+
+@dataclass(frozen=True)
+class Space:
+    """Dimensions of the anchor, each cut into factors from the outside in, with their groups.
+
+    cut: where the anchor is one of several pieces of a larger tensor, all of which every element makes. The
+    number of the piece is then one key more than the axes, and no axis.
+    """
+
+    factors: tuple[tuple[Dim, ...], ...]
+    groups: tuple[str, ...]
+    cut: Cut | None = None
+
+    @property
+    def axes(self) -> tuple[Dim, ...]:
+        return tuple(f for factors in self.factors for f in factors)
+
+    @property
+    def extents(self) -> tuple[Dim, ...]:
+        """Sizes of all keys: the axes', and the number of pieces."""
+        return self.axes if self.cut is None else (*self.axes, self.cut.count)
+
+    @property
+    def axis_groups(self) -> tuple[str, ...]:
+        return tuple(g for factors, g in zip(self.factors, self.groups, strict=True) for _ in factors)
+
+    def split(self, number: int, inner: Dim) -> Space:
+        if number >= len(self.axes):
+            raise Illegal("layout", "a view cuts across the pieces of a concatenation")
+        position = 0
+        cut: list[tuple[Dim, ...]] = []
+        for factors in self.factors:
+            if position <= number < position + len(factors):
+                i = number - position
+                outer = factors[i] // inner if isinstance(factors[i], int) else simple(factors[i] / inner)  # type: ignore[arg-type]
+                factors = (*factors[:i], outer, inner, *factors[i + 1 :])
+                position -= 1
+            cut.append(factors)
+            position += len(factors)
+        return Space(tuple(cut), self.groups, self.cut)
+
+    def identity(self) -> Coords:
+        """Coordinates of the anchor: one index a dimension."""
+        coords: list[Index] = []
+        number = 0
+        for factors in self.factors:
+            parts: list[tuple[Index, Dim]] = []
+            for step in strides_of(factors):
+                parts.append((axis(number), step))
+                number += 1
+            live = [p for p, f in zip(parts, factors, strict=True) if f != 1]
+            coords.append(combine(live) if live else ZERO)
+        return tuple(coords)
+
+    def whole(self) -> Coords:
+        """Coordinates of the tensor of which the anchor is a piece, or of the anchor itself."""
+        return self.identity() if self.cut is None else self.cut.whole(self.identity(), axis(len(self.axes)))
+
+
+def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
+    """Dimensions that a reduction reduces, counted from the front."""
+    arg = (
+        layout.argument(op, 1, "dim") if len(op.args) > 1 or dict(op.kwargs).get("dim") is not None else None
+    )
+    if op.target.__name__ == "default" and op.target._opname in ("sum", "prod", "any", "all", "mean"):  # type: ignore[union-attr]
+        arg = None
+    if arg is None or arg == ():
+        return tuple(range(rank))
+    dims = arg if isinstance(arg, tuple) else (arg,)
+    return () if rank == 0 else tuple(sorted(layout.wrap(d, rank) for d in dims))  # type: ignore[arg-type]
+
+
+def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], cut: Cut | None = None) -> Space:
+    """The iteration space: a reduction's input, best one that is broadcast back; else the largest output, or
+    a piece of it. Raises Illegal where a reduction's input is no piece."""
+    reductions = [dag.op(n) for n in ops if dag.op(n).kind is Kind.REDUCTION]
+    if not reductions:
+        shape = largest(dag, outputs).outputs[0].shape if cut is None else cut.piece
+        return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), cut)
+    inside = set(ops)
+    best = max(reductions, key=lambda op: (_is_broadcast_back(dag, op, inside), _input_size(dag, op)))
+    source = dag.op(best.inputs[0]).outputs[0]
+    reduced = reduced_dims(best, len(source.shape))
+    contiguous = next(
+        (d for d, s in enumerate(source.stride) if s == 1 and source.shape[d] != 1), len(source.shape) - 1
+    )
+    inner = COLS if contiguous in reduced else ROWS
+    outer = ROWS if inner == COLS else COLS
+    groups = tuple(inner if d in reduced else outer for d in range(len(source.shape)))
+    if cut is None:
+        return Space(tuple((s,) for s in source.shape), groups)
+    whole = source.shape == cut.shape and cut.dim not in reduced
+    if not whole and _long(source.shape) != _long(cut.piece):
+        raise Illegal("space", f"{best.name} reduces {list(source.shape)}, pieces are {list(cut.piece)}")
+    if not whole:  # they may lie in it side by side, in a dimension of their own
+        left = iter(g for g, s in zip(groups, source.shape, strict=True) if s != 1)
+        groups = tuple(outer if s == 1 else next(left) for s in cut.piece)
+    return Space(tuple((s,) for s in cut.piece), groups, cut)
+
+
+def _long(shape: tuple[Dim, ...]) -> list[Dim]:
+    return [s for s in shape if s != 1]
+
+
+def largest(dag: OpDag, outputs: tuple[str, ...]) -> Op:
+    """The output that has the space's elements where nothing is reduced."""
+    return max((dag.op(n) for n in outputs), key=lambda op: numel(op.outputs[0].shape))
+
+
+def _input_size(dag: OpDag, op: Op) -> int:
+    return numel(dag.op(op.inputs[0]).outputs[0].shape)
+
+
+def _is_broadcast_back(dag: OpDag, op: Op, inside: set[str]) -> bool:
+    """Whether a descendant inside the cluster is as large as the reduction's input."""
+    size = _input_size(dag, op)
+    if numel(op.outputs[0].shape) == size:
+        return False
+    seen, stack = {op.name}, [op.name]
+    while stack:
+        for name in dag.consumers(stack.pop()):
+            consumer = dag.op(name)
+            if name in seen or not (name in inside or layout.is_view(consumer)) or not consumer.outputs:
+                continue
+            if name in inside and consumer.kind is not Kind.REDUCTION:
+                if numel(consumer.outputs[0].shape) >= size:
+                    return True
+            seen.add(name)
+            stack.append(name)
+    return False

@@ -1,0 +1,128 @@
+"""An operator DAG as matching reads it: ops by operator, casts looked through, arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch._ops import OpOverload
+
+from fusion_compiler.ir.dag import Op, OpDag
+from fusion_compiler.ir.dims import Dim
+
+aten = torch.ops.aten
+CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
+# Arguments that do not matter: dtypes and devices, and the shapes of results, which are compared as such.
+UNCOMPARED = frozenset({
+    "device", "layout", "pin_memory", "memory_format", "dtype", "non_blocking", "copy", "size", "shape",
+    "salt",
+})  # fmt: skip
+DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1"})
+
+
+class Indexed:
+    """What is asked of a DAG's ops again and again, found once.
+
+    op: records by name. bare: the op behind casts and aliases. key: the operator's name without its
+    overload. at: ops by that name, in order. reads: the names of the operators that an op's operands are.
+    """
+
+    def __init__(self, dag: OpDag) -> None:
+        self.dag = dag
+        self.op = {name: dag.op(name) for name in dag.order}
+        self.bare: dict[str, str] = {}
+        self.key: dict[str, str] = {}
+        self.at: dict[str, list[str]] = {}
+        self.reads: dict[str, frozenset[str]] = {}
+        for name, op in self.op.items():
+            behind = op.inputs and looked_through(op, dag)
+            self.bare[name] = self.bare[op.inputs[0]] if behind else name
+            self.key[name] = key_of(op)
+            self.at.setdefault(self.key[name], []).append(name)
+            self.reads[name] = frozenset(self.key[self.bare[i]] for i in op.inputs)
+        self._arguments: dict[str, dict[str, object]] = {}
+
+    def arguments(self, name: str) -> dict[str, object]:
+        """See arguments_of."""
+        found = self._arguments.get(name)
+        if found is None:
+            found = self._arguments[name] = arguments_of(self.op[name], self.dag)
+        return found
+
+
+def bare(dag: OpDag, name: str) -> str:
+    """The op behind casts and aliases."""
+    op = dag.op(name)
+    while op.inputs and looked_through(op, dag):
+        op = dag.op(op.inputs[0])
+    return op.name
+
+
+def looked_through(op: Op, dag: OpDag) -> bool:
+    """Whether what an op gives is its operand, but for the rounding of a float."""
+    if not is_cast_or_alias(op.target) or not op.inputs or op.rounds:
+        return False
+    before, after = dag.op(op.inputs[0]).outputs, op.outputs
+    return not (before and after and quantizes(before[0].dtype, after[0].dtype))
+
+
+def quantizes(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast is part of the maths: floats that become integers or floats of eight bits."""
+    narrow = not after.is_floating_point or after.itemsize == 1
+    return before.is_floating_point and before.itemsize > 1 and narrow and not after.is_complex
+
+
+def is_cast_or_alias(target: object) -> bool:
+    return isinstance(target, OpOverload) and (
+        target._opname in CASTS or target._opname in ("alias", "detach")
+    )
+
+
+def key_of(op: Op) -> str:
+    """The operator's name; of a cast with the dtype."""
+    if not isinstance(op.target, OpOverload):
+        return str(op.target)
+    name = op.target._opname
+    return f"{name}[{op.outputs[0].dtype}]" if name in CASTS and op.outputs else name
+
+
+def computes(op: Op, dag: OpDag) -> bool:
+    """Whether it is an op to be matched."""
+    return isinstance(op.target, OpOverload) and bool(op.outputs) and not looked_through(op, dag)
+
+
+def arguments_of(op: Op, dag: OpDag) -> dict[str, object]:
+    """Arguments by schema name, defaults filled in, dimensions from the end, without dtypes and devices."""
+    target = op.target
+    assert isinstance(target, OpOverload)
+    given = dict(op.kwargs)
+    shape = dag.op(op.inputs[0]).outputs[0].shape if op.inputs and dag.op(op.inputs[0]).outputs else ()
+    rank = len(shape) + (target._opname == "unsqueeze")
+    named: dict[str, object] = {}
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name in UNCOMPARED:
+            continue
+        value = (
+            op.args[position] if position < len(op.args) else given.get(argument.name, argument.default_value)
+        )
+        if argument.name in DIMENSIONS and value is not None:
+            value = _from_end(value, rank)
+        named[argument.name] = value
+    if target is aten.slice.Tensor:
+        named |= _slice_bounds(named, shape)
+    return named
+
+
+def _from_end(dims: object, rank: int) -> object:
+    if isinstance(dims, tuple | list):
+        return tuple(_from_end(d, rank) for d in dims)
+    return dims - rank if isinstance(dims, int) and dims >= 0 else dims
+
+
+def _slice_bounds(named: Mapping[str, object], shape: tuple[Dim, ...]) -> dict[str, object]:
+    """start and end as sizes: what is left out, or reaches beyond the end, is the size itself."""
+    size = shape[named["dim"]]  # type: ignore[index]
+    start, end = named["start"], named["end"]
+    if end is None or (isinstance(end, int) and (end >= 2**62 or (isinstance(size, int) and end > size))):
+        end = size
+    return {"start": 0 if start is None else start, "end": end}

@@ -1,0 +1,297 @@
+"""Find patterns in an operator DAG: subgraph isomorphism, from a pattern's outputs to its inputs.
+
+Ops are looked up by their operator, so that a pattern costs time only where the rarest of its operators
+occurs. Operands of commutative operators are tried both ways. Dimensions count from the end and casts are
+looked through, so that the pattern traced in float32 on [rows, columns] also names the bfloat16 code on
+[batch, length, columns]. Sizes in a pattern are symbols, bound by the shapes that it meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.dims import Dim
+from fusion_compiler.ir.graph_info import Origins
+from fusion_compiler.passes.patterns.indexed import Indexed
+from fusion_compiler.passes.patterns.origins import is_wanted
+from fusion_compiler.passes.patterns.trace import Traced
+from fusion_compiler.patterns import Pattern
+
+COMMUTATIVE = frozenset({
+    "add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or", "logical_xor",
+    "bitwise_and", "bitwise_or", "bitwise_xor",
+})  # fmt: skip
+FEWEST = 4  # ops that make a gradient recognisable where most of it was saved by forward
+NO_ORIGINS: Origins = {}
+MOST_STEPS = 64  # per op of the pattern; one that needs more matches itself in too many ways
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where a pattern was found.
+
+    ops: of the graph, in the pattern's order, casts and views between them aside.
+    inputs: the graph's op, or the number, for each parameter of the pattern (None: it does not matter).
+    outputs: the graph's ops that hold the results.
+    casts: whether the graph converts dtypes where the pattern does not.
+    """
+
+    name: str
+    pattern: Pattern
+    ops: tuple[str, ...]
+    inputs: tuple[str | float | int | None, ...]
+    outputs: tuple[str, ...]
+    casts: bool = False
+
+    @property
+    def root(self) -> str:
+        """The first output that is computed, not passed on."""
+        return next((o for o in self.outputs if o in self.ops), self.ops[-1])
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A match that is none, because `winner`, of an earlier pattern, has its op `op`."""
+
+    match: Match
+    winner: Match
+    op: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """matches: those of earlier patterns first; no op is in two. declined: to which `where=` said no.
+
+    lost: overlaps, where a watched pattern is on either side.
+    """
+
+    matches: tuple[Match, ...]
+    declined: tuple[Match, ...]
+    lost: tuple[Lost, ...]
+
+
+def find(patterns: Iterable[Traced], dag: OpDag, *, exact: bool = False) -> tuple[Match, ...]:
+    """All matches. See `search`."""
+    return search(patterns, dag, exact=exact).matches
+
+
+def search(
+    patterns: Iterable[Traced],
+    dag: OpDag,
+    *,
+    exact: bool = False,
+    origins: Origins = NO_ORIGINS,
+    watched: Collection[Pattern] = frozenset(),
+) -> Found:
+    """Where patterns are, and where they would be but for others.
+
+    exact: tensors have the pattern's rank, not leading dimensions besides, and are of floats where the
+    example is. origins: what `where=` is told
+    of the graph's inputs. watched: patterns whose overlaps are recorded, which takes a comparison each.
+
+    Raises PredicateError where a predicate raises.
+    """
+    graph = Indexed(dag)
+    owner: dict[str, Match] = {}
+    matches: list[Match] = []
+    declined: list[Match] = []
+    lost: list[Lost] = []
+    for traced in patterns:
+        if not traced.saved and not traced.operators <= graph.at.keys():
+            continue
+        rule, pattern = traced.pattern, traced.indexed
+        first = traced.root
+        for candidate in graph.at.get(pattern.key[first], ()):
+            if candidate in owner and rule not in watched and owner[candidate].pattern not in watched:
+                continue
+            if _reads_others(traced, first, graph, candidate):
+                continue
+            match = _match_at(traced, graph, first, candidate, exact)
+            if match is None:
+                continue
+            op = next((op for op in match.ops if op in owner), None)
+            if op is not None and (
+                owner[op].pattern is rule or (rule not in watched and owner[op].pattern not in watched)
+            ):
+                continue
+            wanted = is_wanted(rule, match.inputs, dag, origins)
+            if op is not None:
+                lost += [Lost(match, owner[op], op)] if wanted else []
+            elif wanted:
+                owner.update(dict.fromkeys(match.ops, match))
+                matches.append(match)
+            else:
+                declined.append(match)
+    return Found(tuple(matches), tuple(declined), tuple(lost))
+
+
+def is_commutative(key: str, *calls: Mapping[str, object]) -> bool:
+    """Whether the first two operands of an operator may change places; not where one of them is scaled."""
+    return key in COMMUTATIVE and all(len(c) >= 2 and c.get("alpha", 1) == 1 for c in calls)
+
+
+def _reads_others(traced: Traced, p: str, graph: Indexed, g: str) -> bool:
+    """Whether an operand of the pattern's op p can be none of those of the graph's op g: a look ahead."""
+    read = graph.reads[g]
+    missing = traced.indexed.reads[p] - read - {"placeholder"}
+    return bool(missing) and not (traced.saved and "placeholder" in read)
+
+
+def _match_at(traced: Traced, graph: Indexed, first: str, candidate: str, exact: bool) -> Match | None:
+    unifier = Unifier(traced, graph, exact)
+    start = State({}, {}, {})
+    states: Iterator[State] = unifier.ops(first, candidate, start)
+    for output in traced.dag.outputs:
+        states = unifier.further(states, traced.indexed.bare[output])
+    state = next(states, None)
+    return None if state is None else unifier.match(state)
+
+
+@dataclass(frozen=True)
+class State:
+    """What is bound so far: pattern op -> graph op, size symbol -> size, parameter -> number."""
+
+    ops: Mapping[str, str]
+    sizes: Mapping[sympy.Symbol, Dim]
+    numbers: Mapping[int, float]
+
+
+def of_one_kind(a: Op, b: Op) -> bool:
+    """Whether two tensors are both of floats, or neither."""
+    return [m.dtype.is_floating_point for m in a.outputs] == [m.dtype.is_floating_point for m in b.outputs]
+
+
+class Unifier:
+    """Yields the states in which parts of a pattern are parts of a graph."""
+
+    def __init__(self, traced: Traced, graph: Indexed, exact: bool) -> None:
+        self.traced, self.pattern, self.graph, self.exact = traced, traced.indexed, graph, exact
+        self.steps = 0
+
+    def further(self, states: Iterator[State], output: str) -> Iterator[State]:
+        """The same states with another output of the pattern found."""
+        for state in states:
+            if self.pattern.bare[output] in state.ops:
+                yield state
+                continue
+            for candidate in self.graph.at.get(self.pattern.key[output], ()):
+                yield from self.ops(output, candidate, state)
+
+    def ops(self, p: str, g: str, state: State) -> Iterator[State]:
+        """States in which the pattern's op p is the graph's op g."""
+        p, raw = self.pattern.bare[p], g
+        g = self.graph.bare[g]
+        if p in state.ops:
+            if self.graph.bare[state.ops[p]] == g:
+                yield state
+            return
+        theirs, mine = self.graph.op[g], self.pattern.op[p]
+        self.steps += 1
+        if self.steps > MOST_STEPS * len(self.pattern.op):
+            return
+        # A parameter is what reads it sees: with its cast, where there is one.
+        parameter = mine.target == "placeholder"
+        boundary = parameter or (self.traced.saved and theirs.target == "placeholder")
+        if not boundary and (
+            self.pattern.key[p] != self.graph.key[g] or _reads_others(self.traced, p, self.graph, g)
+        ):
+            return
+        read = self.graph.op[raw] if parameter else theirs
+        if parameter and self.exact and not of_one_kind(mine, read):
+            return
+        sized = self.shapes(mine, read, state)
+        if sized is None:
+            return
+        bound = State({**sized.ops, p: raw if parameter else g}, sized.sizes, sized.numbers)
+        if boundary:
+            yield bound
+            return
+        ours, other = self.pattern.arguments(p), self.graph.arguments(g)
+        if ours.keys() != other.keys():
+            return
+        names = list(ours)
+        yield from self.values([(ours[n], other[n]) for n in names], bound)
+        if is_commutative(self.pattern.key[p], ours, other):
+            swapped = [(ours[names[0]], other[names[1]]), (ours[names[1]], other[names[0]])]
+            yield from self.values([*swapped, *((ours[n], other[n]) for n in names[2:])], bound)
+
+    def values(self, pairs: Sequence[tuple[object, object]], state: State) -> Iterator[State]:
+        """States in which each pair of arguments is equal."""
+        if not pairs:
+            yield state
+            return
+        for after in self.value(*pairs[0], state):
+            yield from self.values(pairs[1:], after)
+
+    def value(self, mine: object, theirs: object, state: State) -> Iterator[State]:
+        if isinstance(mine, Ref) and isinstance(theirs, Ref):
+            yield from self.ops(mine.name, theirs.name, state)
+        elif isinstance(mine, tuple) and isinstance(theirs, tuple):
+            if len(mine) == len(theirs):
+                yield from self.values(list(zip(mine, theirs, strict=True)), state)
+        elif isinstance(mine, float) and mine in self.traced.numbers:
+            position = self.traced.numbers[mine]
+            if isinstance(theirs, int | float) and state.numbers.get(position, theirs) == theirs:
+                yield State(state.ops, state.sizes, {**state.numbers, position: theirs})
+        elif isinstance(mine, sympy.Expr) or isinstance(theirs, sympy.Expr):
+            after = self.size(mine, theirs, state)
+            if after is not None:
+                yield after
+        elif mine == theirs:
+            yield state
+
+    def size(self, mine: object, theirs: object, state: State) -> State | None:
+        """The state in which a size of the pattern equals one of the graph."""
+        if isinstance(theirs, bool) or not isinstance(theirs, int | float | sympy.Expr):
+            return None
+        if isinstance(mine, sympy.Symbol) and mine not in state.sizes:
+            return State(state.ops, {**state.sizes, mine: theirs}, state.numbers)  # type: ignore[dict-item]
+        if not isinstance(mine, int | float | sympy.Expr):
+            return None
+        value = mine
+        if isinstance(mine, sympy.Symbol):
+            value = state.sizes[mine]
+        elif isinstance(mine, sympy.Expr):
+            value = mine.subs(dict(state.sizes))  # type: ignore[arg-type]
+        if isinstance(value, int | float | sympy.Integer) and isinstance(theirs, int | float):
+            return state if value == theirs else None
+        return state if sympy.expand(sympy.sympify(value) - sympy.sympify(theirs)) == 0 else None
+
+    def shapes(self, mine: Op, theirs: Op, state: State) -> State | None:
+        """The state in which an op has the shape of the pattern's, perhaps with more dimensions in front."""
+        if len(mine.outputs) != len(theirs.outputs) or not mine.outputs:
+            return state if not mine.outputs and not theirs.outputs else None
+        current: State | None = state
+        for ours, other in zip(mine.outputs, theirs.outputs, strict=True):
+            more = len(other.shape) - len(ours.shape)
+            if more < 0 or (more and self.exact):
+                return None
+            for a, b in zip(ours.shape, other.shape[more:], strict=True):
+                broadcast = b == 1 and not self.exact and mine.target == "placeholder"
+                plain = isinstance(a, int | sympy.Symbol) and not broadcast
+                current = self.size(a, b, current) if current is not None and plain else current  # type: ignore[arg-type]
+        return current
+
+    def match(self, state: State) -> Match | None:
+        """The finished match; None where what forward saved leaves too little of a gradient."""
+        placeholders = set(self.traced.tensors.values())
+        given = set(self.graph.dag.inputs)
+        order = [n for n in self.pattern.op if n in state.ops and n not in placeholders]
+        ops = tuple(
+            dict.fromkeys(state.ops[n] for n in order if not (self.traced.saved and state.ops[n] in given))
+        )
+        inputs: list[str | float | int | None] = []
+        for position, value in enumerate(self.traced.pattern.example):
+            if position in self.traced.tensors:
+                inputs.append(state.ops.get(self.traced.tensors[position]))
+            else:
+                inputs.append(state.numbers.get(position) if isinstance(value, float) else value)
+        outputs = tuple(state.ops[self.pattern.bare[o]] for o in self.traced.dag.outputs)
+        casts = any(i != self.graph.bare[i] for name in ops for i in self.graph.op[name].inputs)
+        if self.traced.saved and len(ops) < FEWEST:
+            return None
+        return Match(self.traced.name, self.traced.pattern, ops, tuple(inputs), outputs, casts)

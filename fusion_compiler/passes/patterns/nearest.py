@@ -1,0 +1,280 @@
+"""What came closest to a pattern that was not found, and where the two first differ.
+
+The two graphs are compared from an op of each down to their inputs, past differences: each op of the
+pattern stands beside one of the graph, and is like it or not. Only users' patterns without a match are
+looked for in this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+
+from fusion_compiler.ir.dag import Op, OpDag, Ref, Source
+from fusion_compiler.ir.pattern_text import parameter_names
+from fusion_compiler.ir.sources import source_of
+from fusion_compiler.passes.patterns.indexed import Indexed, computes, key_of
+from fusion_compiler.passes.patterns.match import State, Unifier, is_commutative, of_one_kind
+from fusion_compiler.passes.patterns.trace import Traced
+
+MOST_COMPARISONS = 2000  # of ops, for one pattern in one graph
+ANY = "…"  # another op's value
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How far a pattern is like the graph around one op.
+
+    beside: op of the pattern -> of the graph. alike: ops of the pattern that are as in the graph.
+    differences: what is not, from the results to the inputs.
+    """
+
+    anchor: str
+    beside: Mapping[str, str]
+    alike: frozenset[str]
+    differences: tuple[str, ...]
+
+
+def closest(traced: Traced, dag: OpDag, *, exact: bool = False) -> str:
+    """A sentence on a pattern without a match: what is missing, or what came closest and differs first."""
+    graph = Indexed(dag)
+    missing = sorted(traced.operators - graph.at.keys())
+    attempt = _best(traced, graph, exact)
+    near = "" if attempt is None else _sentence(attempt, traced, dag)
+    if not missing:
+        return near or "its operators occur, but not one beside another"
+    absent = "no op " + ", ".join(f"aten.{name}" for name in missing[:4]) + " in the graph"
+    worth = attempt is not None and len(attempt.alike) > 1
+    return f"{absent}; {near}" if worth else absent
+
+
+def place(dag: OpDag, name: str) -> str:
+    """Where an op comes from, as "model.py:12", or its name."""
+    source = dag.op(name).source or _source(dag, name)
+    return f"{Path(source.file).name}:{source.line}" if source is not None and source.file else f"op {name}"
+
+
+def _source(dag: OpDag, name: str) -> Source | None:
+    return next((source_of(node) for node in dag.module.graph.nodes if node.name == name), None)
+
+
+def _sentence(attempt: Attempt, traced: Traced, dag: OpDag) -> str:
+    total = len(_computing(traced))
+    head = f"closest at {place(dag, attempt.anchor)}: {len(attempt.alike)} of {total} ops"
+    if not attempt.differences:
+        return f"{head}, which match in too many ways to try"
+    return f"{head}, then {attempt.differences[0]}"
+
+
+def _computing(traced: Traced) -> list[str]:
+    """Ops of the pattern, its results first: its inputs, and casts, do not count."""
+    return [n for n in reversed(traced.dag.order) if computes(traced.indexed.op[n], traced.dag)]
+
+
+def _best(traced: Traced, graph: Indexed, exact: bool) -> Attempt | None:
+    """The attempt with most ops alike; of equal ones that with the rarer operators."""
+
+    def worth(attempt: Attempt) -> tuple[int, float]:
+        rarity = sum(1 / len(graph.at[traced.indexed.key[p]]) for p in attempt.alike)
+        return len(attempt.alike), rarity
+
+    steps = iter(range(MOST_COMPARISONS))
+    best: Attempt | None = None
+    for anchor in dict.fromkeys([traced.root, *_computing(traced)]):
+        for candidate in graph.at.get(traced.indexed.key[anchor], ()):
+            attempt = _Comparison(traced, graph, exact, steps).attempt(anchor, candidate)
+            if attempt is None:
+                return best
+            if best is None or worth(attempt) > worth(best):
+                best = attempt
+    return best
+
+
+@dataclass
+class _Walk:
+    """What an attempt has gathered so far."""
+
+    beside: dict[str, str] = field(default_factory=dict[str, str])
+    alike: set[str] = field(default_factory=set[str])
+    differences: list[str] = field(default_factory=list[str])
+    state: State = field(default_factory=lambda: State({}, {}, {}))
+
+    def copy(self) -> _Walk:
+        return _Walk(dict(self.beside), set(self.alike), list(self.differences), self.state)
+
+
+class _OutOfSteps(Exception):
+    pass
+
+
+class _Comparison:
+    def __init__(self, traced: Traced, graph: Indexed, exact: bool, steps: Iterator[int]) -> None:
+        self.traced, self.pattern, self.graph, self.steps = traced, traced.indexed, graph, steps
+        self.exact, self.unifier = exact, Unifier(traced, graph, exact)
+
+    def attempt(self, anchor: str, candidate: str) -> Attempt | None:
+        """The pattern beside the graph, its op `anchor` at `candidate`; None where time is up."""
+        first, outputs = self.traced.root, [self.pattern.bare[o] for o in self.traced.dag.outputs]
+        try:
+            walk = self.ops(anchor, candidate, _Walk())
+            if anchor != first:
+                walk.differences.insert(0, self.readers(anchor, candidate, first))
+            for output in outputs if anchor == first else ():
+                walk = self.further(output, walk)
+        except _OutOfSteps:
+            return None
+        return Attempt(candidate, walk.beside, frozenset(walk.alike), tuple(walk.differences))
+
+    def readers(self, anchor: str, candidate: str, first: str) -> str:
+        """What reads the two ops where the walk began below the pattern's first result."""
+        ours, theirs = _reader(self.pattern, anchor), _reader(self.graph, candidate)
+        found = "a result of the graph" if theirs is None else self.shown(self.graph.op[theirs])
+        return self.other(found, self.wanted(first if ours is None else ours))
+
+    def further(self, output: str, walk: _Walk) -> _Walk:
+        """With another result of the pattern, where it is most alike."""
+        if output in walk.beside:
+            return walk
+        tries = [self.ops(output, c, walk.copy()) for c in self.graph.at.get(self.pattern.key[output], ())]
+        if not tries:
+            walk.differences.append(f"nothing where the pattern has {self.wanted(output)}")
+            return walk
+        return max(tries, key=_likeness)
+
+    def ops(self, p: str, g: str, walk: _Walk) -> _Walk:
+        """The pattern's op p beside the graph's op g, and what they read."""
+        if next(self.steps, None) is None:
+            raise _OutOfSteps
+        p, raw = self.pattern.bare[p], g
+        g = self.graph.bare[g]
+        mine, theirs = self.pattern.op[p], self.graph.op[g]
+        if p in walk.beside:
+            if self.graph.bare[walk.beside[p]] != g:
+                again = f"{self.wanted(p)} again"
+                walk.differences.append(f"{self.shown(theirs)} where the pattern reads {again}")
+            return walk
+        parameter = mine.target == "placeholder"
+        boundary = parameter or (self.traced.saved and theirs.target == "placeholder")
+        if not boundary and self.pattern.key[p] != self.graph.key[g]:
+            walk.differences.append(self.other(self.shown(theirs), self.wanted(p)))
+            return self.past(mine, theirs, walk)
+        walk.beside[p] = raw if parameter else g
+        read = self.graph.op[raw] if parameter else theirs
+        if parameter and self.exact and not of_one_kind(mine, read):
+            ours, other = (op.outputs[0].dtype if op.outputs else "no tensor" for op in (mine, read))
+            walk.differences.append(f"{self.shown(read)} of {other} where the pattern has {ours}")
+            return walk
+        sized = self.unifier.shapes(mine, read, walk.state)
+        if sized is None:
+            walk.differences.append(self.shape_difference(mine, read))
+            return walk
+        walk.state = sized
+        if boundary:
+            return walk
+        return self.operands(p, g, walk)
+
+    def past(self, mine: Op, theirs: Op, walk: _Walk) -> _Walk:
+        """What two different operators read, where that is alike again."""
+        if len(mine.inputs) != len(theirs.inputs):
+            return walk
+        below = walk.copy()
+        for a, b in zip(mine.inputs, theirs.inputs, strict=True):
+            below = self.ops(a, b, below)
+        return below if len(below.alike) > len(walk.alike) else walk
+
+    def operands(self, p: str, g: str, walk: _Walk) -> _Walk:
+        """The arguments of two ops of the same operator, those of commutative ones both ways."""
+        ours, other = self.pattern.arguments(p), self.graph.arguments(g)
+        names = [n for n in ours if n in other]
+        orders = [[(ours[n], other[n]) for n in names]]
+        if is_commutative(self.pattern.key[p], ours, other):
+            swapped = [(ours[names[0]], other[names[1]]), (ours[names[1]], other[names[0]])]
+            orders.append([*swapped, *orders[0][2:]])
+        return max((self.pairs(p, g, order, walk.copy()) for order in orders), key=_likeness)
+
+    def pairs(self, p: str, g: str, order: list[tuple[object, object]], walk: _Walk) -> _Walk:
+        """Arguments one beside another: constants make the op like the other, tensors are gone down."""
+        flat = [pair for a, b in order for pair in _flat(a, b)]
+        tensors = [(a.name, b.name) for a, b in flat if isinstance(a, Ref) and isinstance(b, Ref)]
+        for a, b in flat:
+            if isinstance(a, Ref) and isinstance(b, Ref):
+                continue
+            state = next(self.unifier.value(a, b, walk.state), None)
+            if state is None:
+                walk.differences.append(self.other(self.shown(self.graph.op[g]), self.wanted(p)))
+                break
+            walk.state = state
+        else:
+            walk.alike.add(p)
+        for mine, theirs in tensors:
+            walk = self.ops(mine, theirs, walk)
+        return walk
+
+    def shape_difference(self, mine: Op, theirs: Op) -> str:
+        ours, other = (o.outputs[0].shape if o.outputs else () for o in (mine, theirs))
+        what = self.shown(theirs)
+        if len(ours) != len(other) and (self.exact or len(other) < len(ours)):
+            return f"{what} of {len(other)} dimensions where the pattern has {len(ours)}"
+        return f"{what} of shape {_shape(other)} where the pattern has {_shape(ours)}"
+
+    def other(self, found: str, wanted: str) -> str:
+        same = " on other values" if found == wanted else ""
+        return f"{found}{same} where the pattern has {wanted}"
+
+    def wanted(self, p: str) -> str:
+        return _call(self.pattern.op[p], self.traced)
+
+    def shown(self, op: Op) -> str:
+        return _call(op, None)
+
+
+def _likeness(walk: _Walk) -> tuple[int, int]:
+    return len(walk.alike), -len(walk.differences)
+
+
+def _reader(graph: Indexed, name: str) -> str | None:
+    """The first op that reads another, casts looked through."""
+    readers = (n for n, op in graph.op.items() if name in map(graph.bare.get, op.inputs))
+    return next((n for n in readers if computes(graph.op[n], graph.dag)), None)
+
+
+def _flat(a: Any, b: Any) -> list[tuple[object, object]]:
+    """Lists of tensors one by one."""
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return list(zip(a, b, strict=True))
+    return [(a, b)]
+
+
+def _shape(shape: tuple[object, ...]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _call(op: Op, traced: Traced | None) -> str:
+    """An op as a call, other ops' values as dots: "mul(…, 0.5)"; of a pattern, its open numbers by name."""
+    if op.target in ("placeholder", "get_attr"):
+        return f"the input {op.name}" if traced is None else _argument_name(op, traced)
+    numbers = {} if traced is None else traced.numbers
+
+    def text(value: object) -> str:
+        if isinstance(value, Ref):
+            return ANY
+        if isinstance(value, tuple):
+            return "[" + ", ".join(map(text, value)) + "]"
+        if isinstance(value, float) and value in numbers:
+            return "any number"
+        return str(value) if isinstance(value, sympy.Expr | torch.dtype) else repr(value)
+
+    given = [text(v) for v in op.args if not (isinstance(v, int) and v >= 2**62)]  # slices to the end
+    named = [f"{k}={text(v)}" for k, v in op.kwargs if v is not None]
+    return f"{key_of(op)}({', '.join([*given, *named])})"
+
+
+def _argument_name(op: Op, traced: Traced) -> str:
+    position = next((i for i, name in traced.tensors.items() if name == op.name), len(traced.pattern.example))
+    names = parameter_names(traced.pattern.code, len(traced.pattern.example))
+    return f"its argument {names[position]}" if position < len(names) else "a gradient"

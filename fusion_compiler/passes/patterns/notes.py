@@ -1,0 +1,109 @@
+"""What a plan says of the user's patterns: where they matched, what came closest, who won an overlap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import Tensor
+
+from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.ir.rewrite_note import RewriteNote
+from fusion_compiler.passes.patterns.match import Found, Lost, Match
+from fusion_compiler.passes.patterns.nearest import closest, place
+from fusion_compiler.passes.patterns.trace import Traced
+from fusion_compiler.patterns import USER_NAMESPACE, Pattern
+
+MOST_PLACES = 3
+
+
+def not_found(
+    patterns: Sequence[Traced], found: Found, dag: OpDag, watched: Collection[Pattern], *, exact: bool = False
+) -> list[tuple[str, str]]:
+    """(name, why there is no match) of the watched patterns that have none."""
+    matched = {(m.pattern, m.name) for m in (*found.matches, *(x.match for x in found.lost))}
+    notes: list[tuple[str, str]] = []
+    for traced in patterns:
+        if traced.pattern not in watched or (traced.pattern, traced.name) in matched:
+            continue
+        refused = [m for m in found.declined if (m.pattern, m.name) == (traced.pattern, traced.name)]
+        why = _declined(refused, dag) if refused else closest(traced, dag, exact=exact)
+        notes.append((traced.name, f"never matched: {why}"))
+    return notes
+
+
+def _declined(matches: Sequence[Match], dag: OpDag) -> str:
+    where = places([m.root for m in matches], dag)
+    first = matches[0]
+    asked = zip(first.inputs, first.pattern.example, strict=False)  # a gradient has one argument more
+    if any(value is None and isinstance(example, Tensor) for value, example in asked):
+        return f"where= asks about an argument that the gradient does not need, {where}"
+    times = f"{len(matches)} match{'es' if len(matches) > 1 else ''}"
+    return f"where= said no to {times}, {where}"
+
+
+def places(names: Sequence[str], dag: OpDag) -> str:
+    """The source lines of ops, each once: "at model.py:12, model.py:30 and 4 more"."""
+    lines = list(dict.fromkeys(place(dag, n) for n in names))
+    more = f" and {len(lines) - MOST_PLACES} more" if len(lines) > MOST_PLACES else ""
+    return f"at {', '.join(lines[:MOST_PLACES])}{more}"
+
+
+def overlaps(lost: Iterable[Lost], dag: OpDag, watched: Collection[Pattern]) -> list[tuple[str, str]]:
+    """(name, who won) for each pair of patterns that overlap, under the name of the user's pattern that
+    lost, or, where a pattern that ships lost, of the one that won."""
+    notes: dict[tuple[str, str, bool], list[Lost]] = {}
+    for x in lost:
+        is_loser = x.match.pattern in watched
+        notes.setdefault((x.match.name, x.winner.name, is_loser), []).append(x)
+    texts: list[tuple[str, str]] = []
+    for (loser, winner, is_loser), each in notes.items():
+        op, where = each[0].op, places([x.op for x in each], dag)
+        times = f" {len(each)} times" if len(each) > 1 else ""
+        name, verb = (
+            (loser, f"lost op {op} to {winner}") if is_loser else (winner, f"took op {op} from {loser}")
+        )
+        texts.append((name, f"{verb}{times}, {where}: {winner} comes first in patterns"))
+    return texts
+
+
+def notes_of_hints(
+    patterns: Sequence[Traced], found: Found, dag: OpDag, watched: Collection[Pattern], *, backward: bool
+) -> dict[str, str]:
+    """What became of the user's hints in one graph, by name. Empty where there are none.
+
+    backward: the graph is a backward one, in which only the gradients of patterns are expected.
+    """
+    hints = [t for t in patterns if t.pattern in watched]
+    if not hints:
+        return {}
+    notes: dict[str, list[str]] = {}
+    matched = Counter(m.name for m in found.matches if m.pattern in watched)
+    for name, times in matched.items():
+        count = "once" if times == 1 else f"{times} times"
+        where = places([m.root for m in found.matches if m.name == name], dag)
+        notes.setdefault(name, []).append(f"matched {count}, {where}")
+    for name, text in overlaps(found.lost, dag, watched):
+        notes.setdefault(name, []).append(text)
+    expected = [t for t in hints if t.saved or not backward]
+    for name, text in not_found(expected, found, dag, watched):
+        notes.setdefault(name, []).append(text + _after_kernels(dag))
+    return {name: "; ".join(texts) for name, texts in notes.items()}
+
+
+def _after_kernels(dag: OpDag) -> str:
+    """Kernels of the user's that stand in the graph: what they replaced is not there for hints."""
+    targets = [str(dag.op(n).target) for n in dag.order]
+    names = {t.split(".")[1].rpartition("_")[0] for t in targets if t.startswith(USER_NAMESPACE)}
+    return f" (kernels go first: {', '.join(sorted(names))} took ops above autograd)" if names else ""
+
+
+def notes_of_rules(
+    patterns: Sequence[Traced], found: Found, dag: OpDag, watched: Collection[Pattern]
+) -> tuple[RewriteNote, ...]:
+    """What became of rewrites and kernels beside their matches, each of which has a note of its own."""
+    rows = [
+        *overlaps(found.lost, dag, watched),
+        *not_found(patterns, found, dag, watched, exact=True),
+    ]
+    return tuple(RewriteNote(name, "", None, text) for name, text in rows)

@@ -1,0 +1,74 @@
+"""Where the tensors of a graph come from: what a pattern's `where=` is told beside shapes and dtypes."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from fusion_compiler.errors import PredicateError
+from fusion_compiler.ir.dag import OpDag, Source
+from fusion_compiler.ir.graph_info import Origins
+from fusion_compiler.ir.sources import is_library
+from fusion_compiler.passes.patterns.indexed import bare, key_of
+from fusion_compiler.patterns import MatchedTensor, Pattern
+
+
+def is_wanted(pattern: Pattern, inputs: tuple[str | float | int | None, ...], dag: OpDag, o: Origins) -> bool:
+    """What the pattern's `where=` says of a match; True without one.
+
+    inputs: an op or a number for each argument. A gradient that needs none of an argument's values cannot
+    be asked about, and neither can a size that only data decides: no.
+
+    Raises PredicateError where the predicate raises.
+    """
+    if pattern.where is None:
+        return True
+    given: list[Any] = []
+    for value, example in zip(inputs, pattern.example, strict=False):
+        if value is None:
+            if isinstance(example, Tensor):
+                return False
+            value = example
+        given.append(_described(value, dag, o) if isinstance(value, str) else value)
+    try:
+        return bool(pattern.where(*given))
+    except GuardOnDataDependentSymNode:
+        return False
+    except Exception as error:
+        raise PredicateError(
+            _line_of(error), pattern=pattern.name, detail=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _described(name: str, dag: OpDag, origins: Origins) -> MatchedTensor:
+    value: torch.Tensor = dag.nodes[name].meta["val"]
+    behind = bare(dag, name)
+    computed = dag.op(behind).target != "placeholder" or behind not in origins
+    kind = "computed" if computed else origins[behind].kind
+    stride = tuple(value.stride()) if value.layout is torch.strided else ()
+    live = value.dtype.is_floating_point and _requires_grad(name, dag, origins)
+    return MatchedTensor(tuple(value.shape), stride, value.dtype, str(value.device), kind, live)
+
+
+def _requires_grad(name: str, dag: OpDag, origins: Origins) -> bool:
+    pending, seen = [name], {name}
+    while pending:
+        op = dag.op(pending.pop())
+        if op.name in origins and origins[op.name].requires_grad:
+            return True
+        if key_of(op) != "detach":
+            pending += [i for i in op.inputs if i not in seen]
+            seen.update(op.inputs)
+    return False
+
+
+def _line_of(error: Exception) -> Source | None:
+    """The innermost line of the user's that raised."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not is_library(frame.filename):
+            return Source("", frame.filename, frame.lineno or 0, (frame.line or "").strip())
+    return None

@@ -1,0 +1,176 @@
+"""Attention masks that say nothing, or only "causal", are not built.
+
+    sdpa(q, k, v, attn_mask=m)                 ->  sdpa(q, k, v)                   where m is all true
+    sdpa(q, k, v, attn_mask=m)                 ->  sdpa(q, k, v, is_causal=True)   where m is j <= i
+
+A mask tensor sends scaled_dot_product_attention to a kernel several times slower. Models build
+masks from `arange` and comparisons; such a mask depends on sizes alone, and is proved here,
+for all sizes (mask_algebra.py) or, where sizes are numbers, by evaluating it. A mask that
+depends on data stays.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.node import map_aggregate
+
+from fusion_compiler.capture.graphs import ancestors, arguments, copied, erase_unused, is_pure, mutated_nodes
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, predicate_of
+from fusion_compiler.passes.rewrites.predicate import Formula, Le0
+
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+RULE = "attention mask"
+# At 2^24 elements the int64 steps on the way to a mask take 128 MiB each.
+MAX_EVALUATED = 2**24
+
+
+class Mask(StrEnum):
+    ALL_TRUE = "all true"
+    CAUSAL = "causal"
+
+
+def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Drop or replace the masks of `gm` (ATen above autograd) that are proved trivial."""
+    calls = [n for n in gm.graph.find_nodes(op="call_function", target=_SDPA) if arguments(n)["attn_mask"]]
+    if not calls:
+        return gm, ()
+    new, nodes = copied(gm)
+    written = mutated_nodes(new.graph)
+    verdicts: dict[fx.Node, tuple[Mask | None, str]] = {}
+    notes: list[RewriteNote] = []
+    for call in (nodes[c] for c in calls):
+        mask = arguments(call)["attn_mask"]
+        if mask not in verdicts:
+            verdicts[mask] = _verdict(mask, written)
+        kind, reason = verdicts[mask]
+        if kind is Mask.CAUSAL and not _square(call):
+            kind, reason = None, "causal, but queries and keys differ in length"
+        if kind is not None:
+            _replace(call, kind)
+        notes.append(RewriteNote(RULE, call.name, kind is not None, reason))
+    if not any(note.applied for note in notes):
+        return gm, tuple(notes)
+    for mask in verdicts:
+        erase_unused(ancestors(mask))
+    new.recompile()
+    return new, tuple(notes)
+
+
+def _replace(call: fx.Node, kind: Mask) -> None:
+    named = arguments(call)
+    names = [a.name for a in _SDPA._schema.arguments if not a.kwarg_only]
+    named["attn_mask"], named["is_causal"] = None, kind is Mask.CAUSAL
+    call.args = tuple(named.pop(name) for name in names)
+    call.kwargs = named
+
+
+def _square(call: fx.Node) -> bool:
+    named = arguments(call)
+    rows, columns = (expression(named[k].meta["val"].shape[-2]) for k in ("query", "key"))
+    return rows == columns
+
+
+def _verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
+    built_from = ancestors(mask)
+    if data := sorted(n for n in built_from if n.op != "call_function" and _is_tensor(n) and not _literal(n)):
+        return None, f"the mask depends on data ({data[0].name})"
+    if built_from & written:
+        return None, "the mask is built in place"
+    try:
+        return _by_algebra(mask)
+    except UnprovedError as unproved:
+        if any(isinstance(s, torch.SymInt) for n in built_from if _is_tensor(n) for s in n.meta["val"].shape):
+            return None, f"not proved for all sizes: {unproved}"
+    return _by_value(mask, built_from)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _literal(node: fx.Node) -> bool:
+    """A constant of the model's code (torch.tensor(0.5)), as the trace stores it."""
+    return (
+        node.op == "get_attr"
+        and type(_stored(node)) is torch.Tensor
+        and all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+    )
+
+
+def _stored(node: fx.Node) -> Any:
+    return getattr(node.graph.owning_module, str(node.target), None)
+
+
+def _by_algebra(mask: fx.Node) -> tuple[Mask | None, str]:
+    coordinates, formula = predicate_of(mask)
+    if formula is True:
+        return Mask.ALL_TRUE, "all true, proved from its indices"
+    if len(coordinates) >= 2 and formula == _causal(coordinates):
+        return Mask.CAUSAL, "causal, proved from its indices"
+    return None, f"the mask is neither all true nor causal: {formula}"
+
+
+def _causal(coordinates: tuple[sympy.Symbol, ...]) -> Formula:
+    return Le0(coordinates[-1] - coordinates[-2])
+
+
+def _by_value(mask: fx.Node, built_from: set[fx.Node]) -> tuple[Mask | None, str]:
+    """The same by evaluating the mask on the CPU; all its sizes are known."""
+    if impure := [n for n in sorted(built_from) if n.op == "call_function" and not is_pure(n)]:
+        return None, f"the mask depends on {impure[0].target}"
+    if (size := max(n.meta["val"].numel() for n in built_from)) > MAX_EVALUATED:
+        return None, f"the mask has {size} elements, more than are evaluated, and the algebra cannot tell"
+    value = _evaluate(sorted(built_from))[mask]
+    shown = value if value.dtype is torch.bool else _shown(value)
+    if shown is None:
+        return None, "the mask adds finite numbers"
+    if bool(shown.all()):
+        return Mask.ALL_TRUE, "all true, evaluated"
+    if shown.dim() >= 2:
+        rows, columns = shown.shape[-2:]
+        if bool((shown == torch.ones(rows, columns, dtype=torch.bool).tril()).all()):
+            return Mask.CAUSAL, "causal, evaluated"
+    return None, "the mask is neither all true nor causal"
+
+
+def _evaluate(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+    """Values of pure nodes in topological order, on the CPU whatever device they name."""
+    values: dict[fx.Node, Any] = {}
+
+    def here(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return values[argument]
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+    with torch.no_grad(), unset_fake_temporarily():
+        for node in nodes:
+            if node.op == "get_attr":
+                values[node] = _stored(node).cpu()
+                continue
+            args, kwargs = map_aggregate((node.args, dict(node.kwargs)), here)  # type: ignore[misc]
+            values[node] = node.target(*args, **{**kwargs, **_unpinned(kwargs)})  # type: ignore[operator]
+    return values
+
+
+def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"pin_memory": False} if "pin_memory" in kwargs else {}
+
+
+def _shown(mask: torch.Tensor) -> torch.Tensor | None:
+    """Where an additive mask lets attention through: 0 does, -inf and the lowest finite number of
+    a dtype don't. None where it holds anything else. In a row that lets anything through, the
+    lowest finite number gives the weight zero, exactly as -inf does; rows that let nothing
+    through never are "all true" or "causal"."""
+    lowest = [torch.finfo(t).min for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+    hidden = mask == -torch.inf
+    for number in lowest:
+        hidden |= mask == number
+    shown = mask == 0
+    return shown if bool((shown | hidden).all()) else None

@@ -1,0 +1,88 @@
+"""A sequence that comes in transposed memory order is laid out by rows once.
+
+    y = elementwise(transpose(conv(x)), ...)   ->   y = contiguous(elementwise(...))
+
+Element-wise ops hand the strides of their operands on: after a convolution over time, the whole
+residual stream of a speech encoder lies feature by feature, and every normalization along the
+features and every linear reads it across the grain. The copy costs nothing: it is the order in
+which the kernel that computes y stores it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from fusion_compiler.capture.graphs import copied
+from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+
+_aten = torch.ops.aten
+RULE = "row order"
+RANK = 3  # (batch, length, features): images keep channels-last, which convolutions ask for
+
+
+def order_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Store by rows what element-wise ops of `gm` would hand on in another order."""
+    found = [node for node in gm.graph.nodes if _starts_stream(node) and not _shows(node)]
+    notes = tuple(RewriteNote(RULE, n.name, True, f"strides {tuple(n.meta['val'].stride())}") for n in found)
+    if not found:
+        return gm, ()
+    new, nodes = copied(gm)
+    for old in found:
+        node = nodes[old]
+        with new.graph.inserting_after(node):
+            ordered = new.graph.call_function(_aten.contiguous.default, (node,))
+        ordered.meta = {**node.meta, "val": node.meta["val"].contiguous()}
+        node.replace_all_uses_with(ordered, delete_user_cb=lambda user, own=ordered: user is not own)
+    new.recompile()
+    return new, notes
+
+
+def _starts_stream(node: fx.Node) -> bool:
+    """An element-wise op that itself mixes orders: a later one gets its operands in row order already."""
+    if not _is_transposed(node) or not _is_elementwise(node):
+        return False
+    return not any(_is_elementwise(source) and _is_transposed(source) for source in node.all_input_nodes)
+
+
+def _shows(node: fx.Node) -> bool:
+    """Whether a result of the graph would have other strides if `node` had."""
+    seen: set[fx.Node] = set()
+    reached = [node]
+    while reached:
+        for user in reached.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and _hands_on(user):
+                seen.add(user)
+                reached.append(user)
+    return False
+
+
+def _hands_on(node: fx.Node) -> bool:
+    """Whether strides may depend on those of the operands: of views, and of what is not in row order."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_contiguous():
+        return True
+    return isinstance(node.target, OpOverload) and any(r.alias_info for r in node.target._schema.returns)
+
+
+def _is_transposed(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == RANK
+        and not any(isinstance(s, torch.SymInt) for s in (*value.shape, *value.stride()))
+        and value.shape[-1] > 1
+        and value.stride(-1) != 1
+        and not value.is_contiguous()
+    )
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    spec = spec_of(node.target)
+    return spec is not None and spec.kind is Kind.ELEMENTWISE and node.target is not _aten.clone.default

@@ -1,0 +1,106 @@
+"""Keys and values of grouped-query attention are not repeated in memory.
+
+    sdpa(q, repeat(k, n), repeat(v, n))   ->   sdpa(q, k, v, enable_gqa=True)
+
+where repeat is unsqueeze-expand-reshape (repeat_kv of transformers) or repeat_interleave over
+the heads. Only where the flash kernel, which reads each key head for n query heads, takes the
+call: 16 bits on CUDA, no mask tensor, head sizes up to 256. Elsewhere PyTorch would repeat
+them itself, in the slower math path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, erase_unused
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.passes.rewrites.mask_algebra import expression
+
+_aten = torch.ops.aten
+_SDPA = _aten.scaled_dot_product_attention.default
+RULE = "grouped queries"
+MAX_HEAD = 256
+
+
+def group_queries(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Use enable_gqa in those attention calls of `gm` whose keys and values are repeated heads."""
+    found: dict[fx.Node, str] = {}
+    for call in gm.graph.find_nodes(op="call_function", target=_SDPA):
+        named = arguments(call)
+        if _repeated(named["key"]) is not None and _repeated(named["value"]) is not None:
+            found[call] = _refusal(call)
+    notes = tuple(
+        RewriteNote(RULE, call.name, not reason, reason or "repeated key and value heads are read in place")
+        for call, reason in found.items()
+    )
+    if all(found.values()):
+        return gm, notes
+    new, nodes = copied(gm)
+    for call in (nodes[c] for c, reason in found.items() if not reason):
+        _group(call)
+    new.recompile()
+    return new, notes
+
+
+def _group(call: fx.Node) -> None:
+    named = arguments(call)
+    old = ancestors(named["key"]) | ancestors(named["value"])
+    named["key"], named["value"] = _repeated(named["key"]), _repeated(named["value"])
+    named["enable_gqa"] = True
+    positional = [a.name for a in _SDPA._schema.arguments if not a.kwarg_only]
+    with call.graph.inserting_before(call):
+        grouped = emit(call, _SDPA, *(named.pop(name) for name in positional), **named)
+    call.replace_all_uses_with(grouped)
+    call.graph.erase_node(call)
+    erase_unused(old)
+
+
+def _refusal(call: fx.Node) -> str:
+    named, result = arguments(call), call.meta["val"]
+    if named["attn_mask"] is not None:
+        return "a mask keeps the call from the flash kernel"
+    if result.device.type != "cuda" or result.dtype not in (torch.float16, torch.bfloat16):
+        return f"no flash kernel for {result.dtype} on {result.device.type}"
+    head = result.shape[-1]
+    if not isinstance(head, int) or head > MAX_HEAD or named["query"].meta["val"].shape[-1] != head:
+        return f"no flash kernel for heads of {head}"
+    return ""
+
+
+def _repeated(heads: fx.Node) -> fx.Node | None:
+    """The [batch, heads / n, length, size] tensor whose heads `heads` repeats n times each."""
+    if heads.target is _aten.repeat_interleave.self_int:
+        named = arguments(heads)
+        rank = heads.meta["val"].dim()
+        return named["self"] if rank == 4 and named["dim"] in (1, -3) else None
+    if heads.target not in (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default):
+        return None
+    expanded = heads.args[0]
+    if not isinstance(expanded, fx.Node) or expanded.target is not _aten.expand.default:
+        return None
+    unsqueezed = _whole(expanded.args[0])
+    if unsqueezed.target is not _aten.unsqueeze.default:
+        return None
+    source = unsqueezed.args[0]
+    assert isinstance(source, fx.Node)
+    narrow, wide, flat = _shape(unsqueezed), _shape(expanded), _shape(heads)
+    if len(narrow) != 5 or narrow[2] != 1 or arguments(unsqueezed)["dim"] % 5 != 2:
+        return None
+    same_but_repeated = wide == (*narrow[:2], wide[2], *narrow[3:])
+    merged = flat == (wide[0], wide[1] * wide[2], *wide[3:])
+    return source if same_but_repeated and merged else None
+
+
+def _whole(node: Any) -> fx.Node:
+    """`node` before slices that take everything, as x[:, :, None] leaves them for symbolic sizes."""
+    while node.target is _aten.slice.Tensor and _shape(node) == _shape(node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
+    return tuple(expression(s) for s in node.meta["val"].shape)

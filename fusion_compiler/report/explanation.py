@@ -1,0 +1,219 @@
+"""What compile() would do, without doing it: plans from FakeTensors, on any machine.
+
+Nothing is computed: parameters and arguments are replaced by tensors without data, the model by a copy of
+its structure. A model that torch.fx traces whole does not need TorchDynamo (see whole.py); any other is
+captured as compile() captures it, which takes longer, and the explanation says why. Where the model does
+what TorchDynamo cannot capture though it depends on no data (it writes a log), compile() breaks in two
+what is explained here as one graph. Where there is no GPU, CUDA tensors are planned as CPU ones, since
+autograd on CUDA FakeTensors needs a driver: attention stays one call either way, but keys and values of
+grouped-query attention are still repeated in such a plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchRuntimeError
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fusion_compiler.api import Compiler, compile
+from fusion_compiler.capture.fakes import FakesOnly
+from fusion_compiler.capture.module import plain, wrap
+from fusion_compiler.capture.pre_autograd import UntraceableError
+from fusion_compiler.capture.symbolic_trace import trace_whole
+from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
+from fusion_compiler.ir.canonical import Canonical, canonical
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.options import Options
+from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
+from fusion_compiler.report.report import Kernels, Report
+
+
+def explain(
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    device: str = "h200",
+    patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
+    **kwargs: Any,
+) -> Report:
+    """Plan `model(*args, **kwargs)`, and its backward pass where it has one, without running anything.
+
+    args, kwargs: as the model takes them; tensors on any device, FakeTensors too, of which only shapes,
+        strides and dtypes count. The backward pass starts from the scalars among the results (a loss),
+        from all where there are none. device: the DeviceSpec to plan for.
+
+    Raises NotCallableError, UnsupportedDeviceError, InvalidPatternError, RewriteNotEqualError, and
+    ArgumentMismatchError where the model does not take these arguments.
+    """
+    if inspect.isclass(model) or not callable(model):
+        raise NotCallableError(got=model.__name__ if inspect.isclass(model) else type(model).__name__)
+    device_spec(device)
+    _check_signature(model, args, kwargs)
+    # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.
+    with quiet_fakes(), unset_fake_temporarily(), tracing(None), FakesOnly() as mode:
+        faked = _Fakes(mode)
+        copied = faked.model(model)
+        given, named = faked.values(args), faked.values(kwargs)
+        options = {"backend": "eager", "device": device}
+        try:
+            compiler = Compiler(Options.of(**options), patterns, asked=True)
+            plans = _plans_of_whole(copied, given, named, compiler, mode)
+            return Report(_name(model), device, plans, emit=kernels_of)
+        except UntraceableError as error:
+            reason = str(error)
+        compiler = Compiler(Options.of(**options), patterns, asked=True)  # its graphs are numbered from 0
+        fast = wrap(copied, compiler.backend(), compiler.plans, compile)
+        incomplete = ""
+        try:
+            _backward(fast(*given, **named))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            incomplete = f"what follows depends on data ({error.func})"
+        except (TorchRuntimeError, TypeError, RuntimeError, IndexError) as error:
+            raise ArgumentMismatchError(model=_name(model), detail=_reason(error)) from error
+    plans = compiler.plans
+    return Report(_name(model), device, tuple(plans), incomplete, reason, kernels_of, breaks=plans.breaks)
+
+
+@contextmanager
+def quiet_fakes() -> Generator[None]:
+    """Without the traceback that torch logs where an operator refuses FakeTensors: an error says that too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def others(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    log.addFilter(others)
+    try:
+        yield
+    finally:
+        log.removeFilter(others)
+
+
+def kernels_of(plans: tuple[FusionPlan, ...]) -> Kernels:
+    """The Triton source of every cluster, by graph and cluster; the same work is emitted once."""
+    compiler = Compiler(Options())
+    known: dict[Canonical, tuple[str, str]] = {}
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    for plan in plans:
+        for cluster in plan.clusters:
+            key = canonical(cluster, plan.dag)
+            if key not in known:
+                kernels = compiler.emit(key, cluster, plan.dag, device_spec(plan.device))[0].kernels
+                taken = {name for name, _ in known.values()}
+                name = f"{plan.name}.{cluster.name}" if cluster.name in taken else cluster.name
+                known[key] = name, "\n\n".join(kernel.source for kernel in kernels)
+            found[plan.name, cluster.name] = known[key]
+    return found
+
+
+def _plans_of_whole(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    compiler: Compiler,
+    mode: FakeTensorMode,
+) -> tuple[FusionPlan, ...]:
+    """The plans of a model that torch.fx traces whole. Raises UntraceableError."""
+    whole = trace_whole(model, args, kwargs, mode)
+    try:
+        with unset_fake_temporarily(), tracing(TracingContext(mode)):
+            run = compiler.backend()(whole.graph, whole.inputs, traced=True)
+        _backward(run(*whole.inputs))
+    except FusionError:
+        raise
+    except Exception as error:  # what AOTAutograd refuses, it may take in parts
+        raise UntraceableError(f"{type(error).__name__}: {_reason(error)}") from error
+    return tuple(compiler.plans)
+
+
+def _name(model: object) -> str:
+    return getattr(model, "__name__", type(model).__name__)
+
+
+def _reason(error: Exception) -> str:
+    """What the operator that failed says; Dynamo puts its own explanations around it."""
+    inner = re.search(r"got (\w+\(.*\))$", str(error), re.MULTILINE)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return inner[1] if inner else lines[0] if lines else type(error).__name__
+
+
+def _check_signature(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    function = model.forward if isinstance(model, nn.Module) else model
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin: the call itself will tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentMismatchError(model=_name(model), detail=error) from error
+
+
+class _Fakes(TorchFunctionMode):
+    """Tensors without data, one for each tensor; as a mode, copies have those."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.tensor(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+    def model(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """A copy of a module, or of what a method or a callable object holds, with fake tensors; tied ones
+        stay tied. A function is itself, and so is an object that cannot be copied."""
+        model = plain(model)
+        tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        try:
+            with self:
+                return copy.deepcopy(model, {id(t): self.tensor(t) for t in tensors})
+        except Exception:  # of any code of the object's
+            if isinstance(model, nn.Module):
+                raise
+            return model
+
+    def values(self, values: Any) -> Any:
+        return pytree.tree_map_only(Tensor, self.tensor, values)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """Same shape, strides, dtype and gradient flag."""
+        if id(tensor) not in self._made:
+            real = tensor.device.type != "cuda" or torch.cuda.is_available()
+            with torch.no_grad():
+                fake: Tensor = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device if real else "cpu"
+                )
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+            elif tensor.is_floating_point():
+                fake.requires_grad_(tensor.requires_grad)
+            if tensor.is_leaf and tensor.grad is not None:  # what an optimizer reads
+                fake.grad = self.tensor(tensor.grad)
+            self._made[id(tensor)] = (tensor, fake)
+        return self._made[id(tensor)][1]
+
+
+def _backward(results: Any) -> None:
+    """Plan the backward pass of what a loss is among the results, else of all of them."""
+    live = [r for r in pytree.tree_leaves(results) if isinstance(r, Tensor) and r.requires_grad]
+    chosen = [r for r in live if r.dim() == 0] or live
+    if chosen:
+        torch.autograd.backward(chosen, [torch.ones_like(r) for r in chosen])

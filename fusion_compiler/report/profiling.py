@@ -1,0 +1,312 @@
+"""What the units of a compiled model take, beside what was predicted: torch's profiler, read by unit."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, record_function
+from torch.utils import _pytree as pytree
+
+from fusion_compiler.capture.module import CompiledFunction, CompiledModule, plan_of
+from fusion_compiler.errors import (
+    InvalidOptionError,
+    NotCompiledError,
+    NothingToProfileError,
+    ReplayedGraphError,
+)
+from fusion_compiler.ir.breaks import GraphBreak
+from fusion_compiler.ir.plan import Cost, FusionPlan
+from fusion_compiler.passes.fuse.why import cost_of_call
+from fusion_compiler.report.explanation import kernels_of
+from fusion_compiler.report.profile_report import format_profile, profile_json
+from fusion_compiler.report.report import Report
+from fusion_compiler.report.timeline import STEP, Event, Timeline, device_timeline, host_timeline, named
+from fusion_compiler.runtime.cuda_graphs import RECORDED
+from fusion_compiler.stitch.units import Unit, units_of
+
+WARM = 3  # steps before anything is measured: one compiles and tunes, one settles the allocator
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One unit. calls: in a step. us: of one call, the median over the repetitions; kernels of the unit alone
+    on a device, its range on the host. predicted: what the plan says of one call."""
+
+    unit: Unit
+    calls: int
+    us: float
+    predicted: Cost
+    on_device: bool = True
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Predicted bytes over measured time, in bytes a second; None of host times."""
+        moved = self.predicted.bytes_read + self.predicted.bytes_written
+        return moved / (self.us * 1e-6) if self.on_device and self.us else None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured time less one; None of host times."""
+        return self.predicted.us / self.us - 1 if self.on_device and self.us else None
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """A kernel that ran outside of every unit: calls and microseconds in a step, on average."""
+
+    kernel: str
+    calls: float
+    us: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a step took. All times are microseconds, medians over the repetitions.
+
+    device: what it ran on. planned: the DeviceSpec that was predicted for.
+    on_device: units and work are times of kernels on the device; otherwise, where nothing ran on a GPU, the
+        host's in each unit's range, with the profiler's own cost in them, and no prediction is compared.
+    step_us: from the call until the device is done, without a profiler. work_us: all kernels, or all ranges.
+    units: what ran, in order. outside_us: work outside of every unit, or the host's time outside of ranges.
+    """
+
+    model: str
+    device: str
+    planned: str
+    on_device: bool
+    repetitions: int
+    step_us: float
+    work_us: float
+    outside_us: float
+    units: tuple[Measured, ...]
+    unmatched: tuple[Unmatched, ...]
+    plans: tuple[FusionPlan, ...] = field(default=(), repr=False, compare=False)
+    events: tuple[Event, ...] = field(default=(), repr=False, compare=False)
+    breaks: tuple[GraphBreak, ...] = field(default=(), repr=False, compare=False)
+
+    def __str__(self) -> str:
+        """A table, what took longest first, at most 110 columns wide."""
+        return format_profile(self)
+
+    def json(self) -> dict[str, Any]:
+        """Plain data: {measured: {...}, units: {graph: {unit: {us, bandwidth, error}}}}."""
+        return profile_json(self)
+
+    def report(self) -> Report:
+        """The report of the same plans with the measured times in it, for its page for example."""
+        breaks = self.breaks
+        return Report(
+            self.model, self.planned, self.plans, emit=kernels_of, measured=self.json(), breaks=breaks
+        )
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the last repetition for Perfetto or chrome://tracing; slices carry cluster and source.
+
+        Raises OSError where `path` cannot be written.
+        """
+        text = json.dumps({"displayTimeUnit": "ms", "traceEvents": list(self.events)})
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def profile(compiled: Callable[..., Any], *args: Any, repetitions: int = 10, **kwargs: Any) -> Profile:
+    """Run `compiled(*args, **kwargs)`, and its backward pass where it has one, and measure its units.
+
+    compiled: what compile() returned; where it has not been called yet it is compiled first.
+    The backward pass starts from the scalars among the results (a loss), from all where there are none, with
+    gradients of ones. Gradients that were there before are put back; what the model itself changes when it is
+    called (batch statistics, the state of random numbers) is changed as by `repetitions` x 2 + 3 calls.
+
+    Raises NotCompiledError, InvalidOptionError, NothingToProfileError, and ReplayedGraphError where the step
+    is replayed as a CUDA graph.
+    """
+    if not isinstance(compiled, CompiledFunction | CompiledModule):
+        raise NotCompiledError(got=type(compiled).__name__)
+    if isinstance(repetitions, bool) or repetitions < 1:
+        raise InvalidOptionError(option="repetitions", value=repetitions, expected="a number of at least 1")
+    plans = plan_of(compiled)
+    check_not_recorded(plans)
+    with _Step(compiled, args, kwargs) as step:
+        step()
+        check_not_recorded(plans)
+        for _ in range(WARM - 1):
+            step()
+        on_device = any(_is_on_gpu(plan) for plan in plans)
+        wait = torch.cuda.synchronize if on_device else _nothing
+        walls = [_wall_us(step, wait) for _ in range(repetitions)]
+        events = _traced(step, wait, repetitions, on_device)
+    name = getattr(compiled, "__name__", type(compiled).__name__)
+    found = profile_of(name, plans, events, on_device=on_device, step_us=statistics.median(walls))
+    return replace(found, breaks=plans.breaks)
+
+
+def profile_of(
+    model: str, plans: Sequence[FusionPlan], events: Sequence[Event], *, on_device: bool, step_us: float
+) -> Profile:
+    """A profile from the events of a trace, of a model with these plans.
+
+    Raises NothingToProfileError, ReplayedGraphError.
+    """
+    units = {unit.range: (unit, plan) for plan in plans for unit in units_of(plan).values()}
+    line = device_timeline(events, units) if on_device else host_timeline(events, units)
+    if not line.runs:
+        raise NothingToProfileError(model=model)
+    measured = tuple(_measured(line, units, on_device))
+    work = [0.0] * len(line.steps)
+    outside = [0.0] * len(line.steps)
+    for run in line.runs:
+        work[run.step] += run.us
+    for kernel in line.outside:
+        outside[kernel.step] += kernel.us
+    if on_device:
+        work = [a + b for a, b in zip(work, outside, strict=True)]
+    else:
+        outside = [step - us for step, us in zip(line.steps, work, strict=True)]
+    return Profile(
+        model=model,
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() and on_device else "the host",
+        planned=plans[0].device,
+        on_device=on_device,
+        repetitions=len(line.steps),
+        step_us=step_us,
+        work_us=statistics.median(work),
+        outside_us=statistics.median(outside),
+        units=measured,
+        unmatched=_unmatched(line),
+        plans=tuple(plans),
+        events=tuple(_last_step(events, line)),
+    )
+
+
+def check_not_recorded(plans: Iterable[FusionPlan]) -> None:
+    """Raises ReplayedGraphError where a graph is replayed."""
+    if any(plan.notes.get("CUDA graph") == RECORDED for plan in plans):
+        raise ReplayedGraphError(launch="cudagraphs=True")
+
+
+def _measured(
+    line: Timeline, units: Mapping[str, tuple[Unit, FusionPlan]], on_device: bool
+) -> Iterable[Measured]:
+    """The units that ran, in order; calls that launch nothing are none."""
+    samples: dict[str, list[float]] = {}
+    calls: dict[str, int] = {}
+    for run in line.runs:
+        samples.setdefault(run.range, []).append(run.us / run.calls)
+        calls[run.range] = run.calls
+    for name, taken in samples.items():
+        unit, plan = units[name]
+        us = statistics.median(taken)
+        if us or unit.sort == "cluster":
+            yield Measured(unit, calls[name], us, predicted(unit, plan), on_device)
+
+
+def predicted(unit: Unit, plan: FusionPlan) -> Cost:
+    """What the cost model says of a unit."""
+    for cluster in plan.clusters:
+        if cluster.name == unit.name:
+            return cluster.cost
+    return cost_of_call(plan, unit.name)
+
+
+def _unmatched(line: Timeline) -> tuple[Unmatched, ...]:
+    total: dict[str, tuple[int, float]] = {}
+    for kernel in line.outside:
+        calls, us = total.get(kernel.kernel, (0, 0.0))
+        total[kernel.kernel] = (calls + 1, us + kernel.us)
+    steps = len(line.steps)
+    ranked = sorted(total.items(), key=lambda item: -item[1][1])
+    return tuple(Unmatched(name, calls / steps, us / steps) for name, (calls, us) in ranked)
+
+
+def _last_step(events: Sequence[Event], line: Timeline) -> Iterable[Event]:
+    """The events of the last repetition, and those that name processes and threads."""
+    begins = max(float(e["ts"]) for e in events if e.get("name") == STEP and e.get("ph") == "X")
+    for event in named(events, line.owners):
+        if event.get("ph") == "M" or float(event.get("ts", 0.0)) >= begins:
+            yield event
+
+
+class _Step:
+    """Forward and backward, as a context in which the gradients that were there are put aside."""
+
+    def __init__(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._compiled, self._args, self._kwargs = compiled, args, kwargs
+        self._gradients: list[Tensor] = []
+        self._leaves: dict[Tensor, Tensor | None] = {}
+
+    def __enter__(self) -> _Step:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for leaf, gradient in self._leaves.items():
+            leaf.grad = gradient
+
+    def __call__(self) -> None:
+        results = self._compiled(*self._args, **self._kwargs)
+        live = [r for r in pytree.tree_leaves(results) if isinstance(r, Tensor) and r.requires_grad]
+        starts = [r for r in live if r.dim() == 0] or live
+        if not starts or not torch.is_grad_enabled():
+            return
+        if [g.shape for g in self._gradients] != [r.shape for r in starts]:
+            self._gradients = [torch.ones_like(r) for r in starts]
+        for leaf in _leaves(starts):
+            self._leaves.setdefault(leaf, leaf.grad)
+            leaf.grad = None  # accumulated to, it would take a kernel of its own
+        torch.autograd.backward(starts, self._gradients)
+
+
+def _leaves(results: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors whose .grad a backward pass from `results` fills."""
+    found = {r: None for r in results if r.is_leaf}
+    pending: list[Any] = [r.grad_fn for r in results if r.grad_fn is not None]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[node.variable] = None
+        pending += [after for after, _ in node.next_functions]
+    return list(found)
+
+
+def _is_on_gpu(plan: FusionPlan) -> bool:
+    dag = plan.dag
+    return any(m.device.startswith("cuda") for name in dag.order for m in dag.op(name).outputs)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _wall_us(step: Callable[[], None], wait: Callable[[], None]) -> float:
+    wait()
+    start = time.perf_counter()
+    step()
+    wait()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _traced(
+    step: Callable[[], None], wait: Callable[[], None], repetitions: int, on_device: bool
+) -> list[Event]:
+    """The events of a trace of so many steps."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+    with torch.profiler.profile(activities=activities, acc_events=True) as traced:
+        for _ in range(repetitions):
+            with record_function(STEP):
+                step()
+                wait()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        traced.export_chrome_trace(str(file))
+        return json.loads(file.read_text(encoding="utf-8"))["traceEvents"]

@@ -1,0 +1,438 @@
+"""One Python function per program and device that does nothing but what each call must do.
+
+All that is known when a program is built is written into the function's text or bound to its
+names: shapes, strides, grids, the kernels' entries. What is left for a call is to take the
+addresses of the inputs, allocate the outputs, and launch. For a program of one kernel with two
+inputs and one output of fixed shape (and no first test where there is one device):
+
+    def launch(x0, x1):
+        if current_device() != 0 or x0.get_device() != 0:
+            return elsewhere(x0, x1)
+        p0 = x0.data_ptr()
+        p1 = x1.data_ptr()
+        if (p0 | p1) & 15:
+            return variant(False, False)(x0, x1)
+        stream = current_stream(0)
+        y0 = empty((64, 4096), (4096, 1), bfloat16)
+        run0(64, 1, 1, stream, function0, packed0, None, None, None, p0, p1, y0.data_ptr())
+        return (y0,)
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import linecache
+import math
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from fusion_compiler.ir.kernel import Buffer, Dim, Kernel, Program, Role
+from fusion_compiler.runtime.builds import Build
+
+# Launch limits of CUDA and HIP, per axis of the grid.
+GRID_LIMITS = (2**31 - 1, 65535, 65535)
+INT32_MAX = 2**31 - 1
+
+Launcher = Callable[..., tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel on a device, ready to launch: CompiledKernel.run and what it takes each time.
+
+    owner: keeps the loaded code alive. direct: what `run` itself calls, and with which arguments,
+    where that is known: constants, `Varying` ones, and tuples of them.
+    apart: of a kernel that is launched cooperatively, how it is launched otherwise. resident: so many of its
+    programs the device holds at a time, where that is known.
+    """
+
+    run: Callable[..., None]
+    function: object
+    packed: object
+    owner: object = None
+    direct: tuple[Callable[..., None], tuple[object, ...]] | None = None
+    apart: Entry | None = None
+    resident: int | None = None
+
+
+@dataclass(frozen=True)
+class Varying:
+    """An argument that differs from launch to launch: "x", "y", "z" (grid), "stream" or "0", "1", ..."""
+
+    name: str
+
+
+def direct_call(
+    run: Any, function: object, packed: object, count: int
+) -> tuple[Callable[..., None], tuple[object, ...]] | None:
+    """What a Triton launcher does with the arguments of a kernel of `count` parameters.
+
+    A launcher is a Python object that sorts its arguments and allocates scratch before it calls a
+    C function, `run.launch`; that it is asked what it would pass on is independent of Triton's version.
+    None where it does more than to pass them on.
+    """
+    calls: list[tuple[object, ...]] = []
+    grid = [Varying(axis) for axis in "xyz"]
+    arguments = [Varying(str(i)) for i in range(count)]
+    try:
+        launch = run.launch
+        probe = copy.copy(run)
+        probe.launch = lambda *given: calls.append(given)
+        probe(*grid, Varying("stream"), function, packed, None, None, None, *arguments)
+    except Exception:  # it computes with the grid: it needs scratch of its own
+        return None
+    passed = [v for v in _flat(calls) if isinstance(v, Varying)]
+    if len(calls) != 1 or sorted(v.name for v in passed) != sorted(
+        v.name for v in (*grid, Varying("stream"), *arguments)
+    ):
+        return None
+    return launch, calls[0]
+
+
+def _flat(value: object) -> Iterable[object]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+class Gpu(Protocol):
+    """What launching needs to know of one device; `cuda.CudaGpu` is the real one.
+
+    alone: the process sees no other device, so that no call can be another's.
+    turn: held while programs that wait for each other are launched. follow: told of the stream of such a
+        launch before, so that it comes after those on other streams.
+    """
+
+    index: int
+    alone: bool
+    name: str
+    target: tuple[str, int | str, int]
+    turn: threading.Lock
+
+    def current_device(self) -> int: ...
+    def current_stream(self, index: int, /) -> int: ...
+    def empty(self, shape: Any, stride: Any, dtype: torch.dtype, /) -> torch.Tensor: ...
+    def active(self) -> AbstractContextManager[None]: ...
+    def is_capturing(self) -> bool: ...
+    def follow(self, stream: int, /) -> None: ...
+    def load(self, build: Build) -> Entry: ...
+    def times(self, calls: Sequence[Callable[[], object]]) -> list[float]: ...
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which builds of a program's kernels: see `target.build_of`."""
+
+    loose: frozenset[str] = frozenset()
+    wide: bool = False
+
+
+def misaligned(alignment: int, /, **values: int) -> frozenset[str]:
+    """The names of addresses and sizes that are no multiples of `alignment`."""
+    return frozenset(name for name, value in values.items() if value % alignment)
+
+
+# -- expressions ----------------------------------------------------------------------------------
+
+
+class _ExactPrinter(PythonPrinter):
+    """Sizes as Python text that computes in integers: the base class divides in floating point."""
+
+    def _ratio(self, expression: sympy.Expr) -> tuple[str, str]:
+        numerator, denominator = sympy.fraction(sympy.together(expression))
+        return f"({self.doprint(numerator)})", f"({self.doprint(denominator)})"
+
+    def _print_floor(self, expr: sympy.Expr) -> str:
+        numerator, denominator = self._ratio(expr.args[0])  # type: ignore[arg-type]
+        return f"({numerator} // {denominator})"
+
+    def _print_ceiling(self, expr: sympy.Expr) -> str:
+        numerator, denominator = self._ratio(expr.args[0])  # type: ignore[arg-type]
+        return f"(-(-{numerator} // {denominator}))"
+
+    def _print_Rational(self, expr: sympy.Rational) -> str:  # noqa: N802
+        return f"Fraction({expr.p}, {expr.q})"
+
+
+# What the texts of sizes call.
+FUNCTIONS: dict[str, Any] = {"Fraction": Fraction, "math": math, "torch": torch}
+
+
+def dim_source(dim: Dim, sizes: Sequence[sympy.Symbol]) -> str:
+    """Python text for a size, in terms of n0, n1, ... for `sizes`; integer arithmetic throughout."""
+    if isinstance(dim, int):
+        return str(dim)
+    names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(sizes)}
+    unknown = dim.free_symbols - set(sizes)
+    if unknown:
+        raise ValueError(f"{dim} depends on {unknown}, which are no sizes of the program")
+    text = _ExactPrinter().doprint(dim.xreplace(names))
+    return f"int({text})" if "Fraction" in text else text
+
+
+def _tuple_source(dims: Iterable[Dim], sizes: Sequence[sympy.Symbol]) -> str:
+    return "(" + "".join(f"{dim_source(dim, sizes)}, " for dim in dims) + ")"
+
+
+def evaluate(dims: Iterable[Dim], program: Program, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The values of `dims` for the values `sizes` of the symbols that the program is given."""
+    names = FUNCTIONS | {f"n{i}": value for i, value in enumerate(sizes)}
+    for i, (_, size) in enumerate(program.derived, len(program.sizes)):
+        names[f"n{i}"] = eval(dim_source(size, program.sizes), dict(names))
+    return tuple(eval(_tuple_source(dims, program.symbols), names))
+
+
+# -- scratch ----------------------------------------------------------------------------------------
+
+
+class _PerThread(threading.local):
+    """Elements allocated and the tensors, for each stream."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[int, tuple[tuple[int, ...], tuple[torch.Tensor, ...]]] = {}
+
+
+class _Unkept(threading.local):
+    inside = False
+
+
+_unkept = _Unkept()
+
+
+@contextmanager
+def unkept_scratch() -> Generator[None]:
+    """Within it, in this thread, no launch keeps memory for later ones."""
+    before, _unkept.inside = _unkept.inside, True
+    try:
+        yield
+    finally:
+        _unkept.inside = before
+
+
+class ZeroedScratch:
+    """Buffers that kernels find zero and leave zero, so that none is cleared before a launch.
+
+    Kept for each stream, because launches on one stream follow each other, and for each thread,
+    because two threads may alternate launches of a program's kernels on one stream. In a CUDA
+    graph's capture they are allocated, and cleared by the graph: it may later be replayed beside
+    other work. So they are within `unkept_scratch`.
+    """
+
+    def __init__(self, gpu: Gpu, buffers: Sequence[Buffer]) -> None:
+        self._gpu = gpu
+        self._dtypes = [buffer.dtype for buffer in buffers]
+        self._kept = _PerThread()
+
+    def __call__(self, stream: int, elements: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        """Tensors of at least so many elements each, all zero when the stream comes to them."""
+        if _unkept.inside or self._gpu.is_capturing():
+            return self._allocate(elements)
+        found = self._kept.by_stream.get(stream)
+        if found is None or any(have < need for have, need in zip(found[0], elements, strict=True)):
+            found = self._kept.by_stream[stream] = (elements, self._allocate(elements))
+        return found[1]
+
+    def _allocate(self, elements: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        pairs = zip(elements, self._dtypes, strict=True)
+        return tuple(self._gpu.empty((count,), (1,), dtype).zero_() for count, dtype in pairs)
+
+
+# -- the function ---------------------------------------------------------------------------------
+
+
+class _Text:
+    """The lines of a function and what its names are bound to."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = dict(FUNCTIONS)
+
+    def add(self, line: str) -> None:
+        self.lines.append("    " + line)
+
+    def bind(self, name: str, value: object) -> str:
+        self.names[name] = value
+        return name
+
+
+def bind(
+    program: Program,
+    variant: Variant,
+    entries: Sequence[Entry],
+    gpu: Gpu,
+    others: Callable[[frozenset[str], bool], Launcher],
+    elsewhere: Launcher,
+    too_large: Launcher,
+) -> Launcher:
+    """The function that runs `program` on `gpu`: inputs, then sizes, to the tuple of outputs.
+
+    entries: the program's kernels, built for `variant`. others: gives the function of another
+    variant. elsewhere: takes calls whose first input or whose thread is on another device.
+    too_large: takes calls whose grid the hardware cannot launch.
+    """
+    text = _Text()
+    inputs = [f"x{i}" for i in range(len(program.inputs))]
+    parameters = ", ".join([*inputs, *(f"n{i}" for i in range(len(program.sizes)))])
+    if not gpu.alone:
+        device = f" or x0.get_device() != {gpu.index}" if inputs else ""
+        text.bind("elsewhere", elsewhere)
+        text.bind("current_device", gpu.current_device)
+        text.add(f"if current_device() != {gpu.index}{device}:")
+        text.add(f"    return elsewhere({parameters})")
+    for i, (_, size) in enumerate(program.derived, len(program.sizes)):
+        text.add(f"n{i} = {dim_source(size, program.sizes)}")
+    _write_variants(text, program, variant, parameters, others)
+    grids = _write_grids(text, program, parameters, too_large)
+    _write_buffers(text, program, gpu)
+    for i, (kernel, entry) in enumerate(zip(program.kernels, entries, strict=True)):
+        _write_launch(text, i, kernel, entry, grids[i], gpu)
+    text.add("return (" + "".join(f"y{i}, " for i in range(len(program.outputs))) + ")")
+    source = "\n".join([f"def launch({parameters}):", *text.lines, ""])
+    names = " ".join(kernel.name for kernel in program.kernels)
+    file = f"<fusion_compiler launch of {names} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), text.names)
+    return text.names["launch"]
+
+
+def _write_variants(
+    text: _Text,
+    program: Program,
+    variant: Variant,
+    parameters: str,
+    others: Callable[[frozenset[str], bool], Launcher],
+) -> None:
+    """Takes the addresses of the inputs, and hands calls that need other builds to those."""
+    arguments = [argument for kernel in program.kernels for argument in kernel.arguments]
+    text.bind("variant", others)
+    narrow = sorted({a.index for a in arguments if a.role is Role.SIZE and a.dtype == torch.int32})
+    if narrow and not variant.wide:
+        text.add(f"if {' or '.join(f'n{i} > {INT32_MAX}' for i in narrow)}:")
+        text.add(f"    return variant({text.bind('loose', variant.loose)}, True)({parameters})")
+    used = sorted({a.index for a in arguments if a.role is Role.INPUT})
+    for i in used:
+        text.add(f"p{i} = x{i}.data_ptr()")
+    claimed = sorted({a.given for a in arguments if a.given and a.aligned})
+    relied_on = [name for name in claimed if name not in variant.loose]
+    if relied_on:
+        text.bind("misaligned", misaligned)
+        found = f"misaligned({program.alignment}, {', '.join(f'{name}={name}' for name in claimed)})"
+        text.add(f"if ({' | '.join(relied_on)}) & {program.alignment - 1}:")
+        text.add(f"    return variant({found}, {variant.wide})({parameters})")
+
+
+def _write_grids(
+    text: _Text, program: Program, parameters: str, too_large: Launcher
+) -> list[tuple[str, str, str]]:
+    """Computes every grid before anything is launched. Returns three texts for each kernel."""
+    text.bind("too_large", too_large)
+    grids: list[tuple[str, str, str]] = []
+    for i, kernel in enumerate(program.kernels):
+        extents: list[str] = []
+        for axis, dim in enumerate((*kernel.grid, 1, 1)[:3]):
+            source = dim_source(dim, program.symbols)
+            if not isinstance(dim, int):
+                text.add(f"g{i}{axis} = {source}")
+                source = f"g{i}{axis}"
+            if not isinstance(dim, int) or dim > GRID_LIMITS[axis]:
+                text.add(f"if {source} > {GRID_LIMITS[axis]}:")
+                text.add(f"    return too_large({parameters})")
+            extents.append(source)
+        grids.append((extents[0], extents[1], extents[2]))
+    return grids
+
+
+def _write_buffers(text: _Text, program: Program, gpu: Gpu) -> None:
+    """Allocates outputs y0, y1, ... and scratch s0, s1, ..."""
+    text.bind("empty", gpu.empty)
+    text.add(f"stream = {text.bind('current_stream', gpu.current_stream)}({gpu.index})")
+    zeroed = [i for i, buffer in enumerate(program.scratch) if buffer.zeroed]
+    plain = [(f"s{i}", b) for i, b in enumerate(program.scratch) if not b.zeroed]
+    for name, buffer in [*((f"y{i}", b) for i, b in enumerate(program.outputs)), *plain]:
+        shape = _tuple_source(buffer.shape, program.symbols)
+        stride = _tuple_source(buffer.stride, program.symbols)
+        dtype = text.bind(str(buffer.dtype).removeprefix("torch."), buffer.dtype)
+        text.add(f"{name} = empty({shape}, {stride}, {dtype})")
+    if zeroed:
+        buffers = [program.scratch[i] for i in zeroed]
+        text.bind("zeroed_scratch", ZeroedScratch(gpu, buffers))
+        elements = _tuple_source([math.prod(buffer.shape) for buffer in buffers], program.symbols)
+        text.add(f"{''.join(f's{i}, ' for i in zeroed)}= zeroed_scratch(stream, {elements})")
+
+
+def _write_launch(
+    text: _Text, number: int, kernel: Kernel, entry: Entry, grid: tuple[str, str, str], gpu: Gpu
+) -> None:
+    """Launches one kernel, unless an extent of its grid is zero."""
+    values = {
+        Role.INPUT: "p{}",
+        Role.OUTPUT: "y{}.data_ptr()",
+        Role.SCRATCH: "s{}.data_ptr()",
+        Role.SIZE: "n{}",
+    }
+    arguments = [values[a.role].format(a.index) for a in kernel.arguments]
+    text.names[f"owner{number}"] = entry.owner
+    if "0" in grid:
+        return
+    unknown = [extent for extent in grid if not extent.isdigit()]
+    here = f"if {' and '.join(unknown)}: " if unknown else ""
+    if entry.apart is None:
+        text.add(here + _call(text, str(number), entry, grid, arguments))
+        return
+    programs = " * ".join(grid)
+    if unknown:
+        text.add(f"if {programs}:")
+    text.bind("turn", gpu.turn)
+    text.bind("follow", gpu.follow)
+    indent = "    " if unknown else ""
+    text.add(f"{indent}with turn:")
+    text.add(f"{indent}    follow(stream)")
+    if unknown:
+        text.add(f"        if {programs} <= {entry.resident or 0}:")
+        text.add(f"            {_call(text, str(number), entry, grid, arguments)}")
+        text.add("        else:")
+        text.add(f"            {_call(text, f'{number}_apart', entry.apart, grid, arguments)}")
+    else:
+        fits = math.prod(map(int, grid)) <= (entry.resident or 0)
+        text.add(f"    {_call(text, str(number), entry if fits else entry.apart, grid, arguments)}")
+
+
+def _call(
+    text: _Text, number: str, entry: Entry, grid: tuple[str, str, str], arguments: Sequence[str]
+) -> str:
+    """The text of a launch."""
+    if entry.direct is not None:
+        given = dict(zip("xyz", grid, strict=True)) | {"stream": "stream"}
+        given |= {str(i): argument for i, argument in enumerate(arguments)}
+        launch, layout = entry.direct
+        return f"{text.bind(f'run{number}', launch)}({_passed(text, number, layout, given)})"
+    run = text.bind(f"run{number}", entry.run)
+    function = text.bind(f"function{number}", entry.function)
+    packed = text.bind(f"packed{number}", entry.packed)
+    return f"{run}({', '.join([*grid, 'stream', function, packed, 'None', 'None', 'None', *arguments])})"
+
+
+def _passed(text: _Text, number: str, layout: Iterable[object], given: Mapping[str, str]) -> str:
+    """The arguments of a direct call as text."""
+    parts: list[str] = []
+    for value in layout:
+        if isinstance(value, Varying):
+            parts.append(given[value.name])
+        elif isinstance(value, tuple | list) and any(isinstance(v, Varying) for v in _flat(value)):
+            parts.append(f"({_passed(text, number, value, given)},)")
+        elif value is None or isinstance(value, bool | int):
+            parts.append(repr(value))
+        else:
+            parts.append(text.bind(f"fixed{number}_{len(text.names)}", value))
+    return ", ".join(parts)

@@ -1,0 +1,414 @@
+"""Runs a cluster: picks among its programs, compiles, tunes, launches, and falls back.
+
+A `Runner` stands for every cluster of one structure. Its first call decides (from the record of an
+earlier process, or by timing the candidates) and leaves behind a function that only launches (see
+`binding`); every later call goes straight there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+
+from fusion_compiler.errors import (
+    FusionError,
+    HardwareExceededError,
+    KernelError,
+    MissingTritonError,
+    WarnOnce,
+)
+from fusion_compiler.ir.dims import product
+from fusion_compiler.ir.kernel import Buffer, Kernel, Program, Role
+from fusion_compiler.runtime.binding import GRID_LIMITS, Entry, Gpu, Launcher, Variant, bind, evaluate
+from fusion_compiler.runtime.builds import Build, compile_builds
+from fusion_compiler.runtime.cache import Cache
+from fusion_compiler.runtime.cuda import gpu_of, make_cache_writable
+from fusion_compiler.runtime.target import build_of
+
+Backend = Literal["triton", "interpret", "eager"]
+
+# A later candidate is taken only where it beats every earlier one by more than timing noise.
+NOISE = 0.02
+# Of a grid that is larger than the device programs start as others end, those that wait for each other one
+# after the other: then a launch holds up less than their number. So many launches leave room for one more.
+LAUNCHES_AT_ONCE = 4
+MOST_VARIANTS = 4  # of a program's kernels that differ in which inputs are aligned
+
+
+def find_gpu(device: torch.device | None) -> Gpu:
+    """The CUDA device `device`, None for the current one.
+
+    Raises ValueError for another kind of device, MissingTritonError, and what Triton raises when it
+    has no driver for the device.
+    """
+    if device is not None and device.type != "cuda":
+        raise ValueError(f"its inputs are on {device}, and Triton's kernels need a CUDA device")
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise MissingTritonError(detail=error) from error
+    index: int | None = None if device is None else device.index  # torch.device("cuda") has none
+    return gpu_of(torch.cuda.current_device() if index is None else index)
+
+
+class Runner:
+    """Computes one cluster: `runner(*inputs, *sizes)` gives the tuple of its outputs.
+
+    candidates: programs that compute the same, best predicted first; at least one.
+    fallback: takes the same arguments and gives the same outputs, by ATen.
+    name: of the cluster, for messages.
+    backend: "triton" compiles and launches; "interpret" runs candidate `schedule` in Triton's
+        interpreter, on CPU tensors; "eager" calls the fallback.
+    strict: a failure raises KernelError; otherwise one FusionWarning says what failed, and from
+        then on the fallback computes the cluster.
+    tune: several candidates are timed on the first call, with its arguments; otherwise the first
+        that compiles is taken. cache: where the outcome is kept between processes.
+    gpus: finds the GPU of the inputs' device, or of `home`, where there are no inputs.
+    home: the device of the outputs.
+
+    While a CUDA graph is captured nothing is timed: the first candidate is taken. Out of memory
+    while timing does the same; out of memory while launching raises, as in eager.
+    """
+
+    def __init__(
+        self,
+        candidates: tuple[Program, ...],
+        fallback: Launcher,
+        *,
+        name: str,
+        backend: Backend = "triton",
+        strict: bool = False,
+        tune: bool = True,
+        cache: Cache | None = None,
+        schedule: int = 0,
+        gpus: Callable[[torch.device | None], Gpu] = find_gpu,
+        home: torch.device | None = None,
+    ) -> None:
+        if not candidates and backend != "eager":
+            raise ValueError(f"cluster {name} has no program")
+        self.__name__ = self.__qualname__ = name  # how the stitched graph's code calls it
+        self.candidates = candidates
+        self.fallback = fallback
+        self.name = name
+        self.backend: Backend = backend
+        self.strict = strict
+        self.tune = tune
+        self.cache = cache
+        self.schedule = schedule
+        self._gpus = gpus
+        self._home = home
+        self._warned = WarnOnce(strict)
+        self._lock = threading.RLock()
+        self._launchers: dict[int, Launcher] = {}
+        self._links: list[Callable[[Launcher], None]] = []
+        self._entry: Launcher = {
+            "triton": self._dispatch,
+            "interpret": self._interpret,
+            "eager": fallback,
+        }[backend]
+
+    def __call__(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+        return self._entry(*arguments)
+
+    def link(self, replace: Callable[[Launcher], None]) -> None:
+        """`replace` gets the function to call in the runner's place: now, and whenever it changes."""
+        self._links.append(replace)
+        replace(self._entry)
+
+    def _enter(self, function: Launcher) -> None:
+        """Later calls go straight to `function`."""
+        self._entry = function
+        for replace in self._links:
+            replace(function)
+
+    # -- deciding ----------------------------------------------------------------------------------
+
+    def _dispatch(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+        """Calls the function of the arguments' device, made now when this is its first call."""
+        try:
+            gpu = self._gpu_of(arguments)
+            launcher = self._launchers.get(gpu.index)
+            if launcher is None:
+                with self._lock:
+                    launcher = self._launchers.get(gpu.index) or self._decide(gpu, arguments)
+                    self._launchers[gpu.index] = launcher
+                    if self._entry == self._dispatch:  # later devices come back through `elsewhere`
+                        self._enter(launcher)
+        except FusionError as error:
+            return self._give_up(error, arguments)
+        with gpu.active():
+            return launcher(*arguments)
+
+    def _gpu_of(self, arguments: Sequence[torch.Tensor | int]) -> Gpu:
+        devices = sorted({str(a.device) for a in arguments if isinstance(a, torch.Tensor)})
+        try:
+            if len(devices) > 1:
+                raise ValueError(f"its inputs are on {' and '.join(devices)}; they must be on one device")
+            return self._gpus(torch.device(devices[0]) if devices else self._home)
+        except FusionError:
+            raise
+        except Exception as error:  # no driver, a device that cannot be launched on
+            raise self._error("launch", error) from error
+
+    def _decide(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
+        """The function of the best candidate on `gpu`. Raises KernelError when none can be launched."""
+        rivals = self.candidates[:1] if gpu.is_capturing() or not self.tune else self.candidates
+        key = tuning_key(self.candidates, gpu.name)
+        if len(rivals) > 1:
+            chosen = self._recorded(key)
+            if chosen is None:
+                chosen = self._fastest(gpu, arguments, key)
+            order = [chosen, *(i for i in range(len(self.candidates)) if i != chosen)]
+        else:
+            order = list(range(len(self.candidates)))
+        reasons: list[str] = []
+        for i in order:
+            try:
+                return _Bound(self, self.candidates[i], gpu).variant()
+            except KernelError as error:
+                if len(order) == 1:
+                    raise
+                reasons.append(f"\n  {self.candidates[i].schedule or f'candidate {i}'}: {_brief(error)}")
+        raise self._error("compile", "".join(reasons))
+
+    def _recorded(self, key: str) -> int | None:
+        """The candidate that an earlier process found fastest."""
+        record = self.cache.get(key) if self.cache is not None else None
+        chosen = record.get("candidate") if isinstance(record, dict) else None
+        known = isinstance(chosen, int) and 0 <= chosen < len(self.candidates)
+        return chosen if known else None
+
+    def _fastest(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int], key: str) -> int:
+        """Compiles all candidates at once, times those that can be launched, and keeps the outcome."""
+        compile_builds(b for program in self.candidates for b in program_builds(program, gpu.target))
+        launchers: dict[int, Launcher] = {}
+        for i, program in enumerate(self.candidates):
+            try:
+                launchers[i] = _Bound(self, program, gpu).variant()
+            except KernelError:
+                continue  # `_decide` reports it, if no other can be launched
+        if len(launchers) < 2:
+            return next(iter(launchers), 0)
+        try:
+            times = gpu.times([functools.partial(launcher, *arguments) for launcher in launchers.values()])
+        except torch.OutOfMemoryError:
+            return next(iter(launchers))
+        bar = min(times) * (1 + NOISE)
+        chosen = next(i for i, us in zip(launchers, times, strict=True) if us <= bar)
+        if self.cache is not None:
+            self.cache.put(key, {"cluster": self.name, "candidate": chosen, "us": times})
+        return chosen
+
+    def for_any_address(self, program: Program) -> Program:
+        """`program`, or in its place one that does not care where its inputs begin."""
+        return next(p for p in (program, *self.candidates) if not p.word)
+
+    # -- failing -----------------------------------------------------------------------------------
+
+    def _error(self, action: str, detail: object) -> KernelError:
+        return KernelError(kernel=self.name, action=action, detail=detail)
+
+    def _give_up(
+        self, error: FusionError, arguments: Sequence[torch.Tensor | int]
+    ) -> tuple[torch.Tensor, ...]:
+        """Computes by the fallback, from now on without another word."""
+        if self.strict:
+            raise error
+        self._enter(self.fallback)
+        self._warned.warn(self.name, f"cluster {self.name} runs eager: {error}")
+        return self.fallback(*arguments)
+
+    def _too_large(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+        """Computes one call by the fallback: other sizes may fit."""
+        sizes = [argument for argument in arguments if isinstance(argument, int)]
+        error = self._error("launch", f"the sizes {sizes} need a grid beyond {GRID_LIMITS}")
+        if self.strict:
+            raise error
+        self._warned.warn("too large", f"cluster {self.name} runs eager at these sizes: {error}")
+        return self.fallback(*arguments)
+
+    # -- interpreting ------------------------------------------------------------------------------
+
+    def _interpret(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+        program = self.candidates[self.schedule]
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        sizes = [a for a in arguments if isinstance(a, int)]
+        if any(tensor.data_ptr() % program.alignment for tensor in tensors):
+            program = self.for_any_address(program)
+        try:
+            if wrong := {str(tensor.device) for tensor in tensors} - {"cpu"}:
+                raise self._error("run in the interpreter", f"its inputs are on {sorted(wrong)}, not on cpu")
+            return interpret(program, tensors, sizes)
+        except KernelError as error:
+            return self._give_up(error, arguments)
+        except ImportError as error:
+            return self._give_up(MissingTritonError(detail=error), arguments)
+
+
+def _brief(error: KernelError) -> str:
+    """The reason in a line: Triton's messages quote the kernel between their first and last lines."""
+    if "detail" not in error.fields:
+        return str(error).splitlines()[0]
+    lines = [line.strip() for line in str(error.fields["detail"]).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else type(error).__name__
+
+
+class _Bound:
+    """A program on a device: the launch functions of its variants, each built when first needed."""
+
+    def __init__(self, runner: Runner, program: Program, gpu: Gpu) -> None:
+        self._runner = runner
+        self._program = program
+        self._gpu = gpu
+        self._variants: dict[Variant, Launcher] = {}
+        self._given = frozenset(a.given for k in program.kernels for a in k.arguments if a.given)
+
+    def variant(self, loose: frozenset[str] = frozenset(), wide: bool = False) -> Launcher:
+        """Raises KernelError when a kernel does not compile or needs more than the device has."""
+        wanted = Variant(loose, wide)
+        found = self._variants.get(wanted)
+        if found is None:
+            program = self._runner.for_any_address(self._program) if loose else self._program
+            builds = program_builds(program, self._gpu.target, wanted)
+            entries = [self._load(b, k) for b, k in zip(builds, program.kernels, strict=True)]
+            found = self._variants[wanted] = bind(
+                program,
+                wanted,
+                entries,
+                self._gpu,
+                self._late_variant,
+                self._runner._dispatch,
+                self._runner._too_large,
+            )
+        return found
+
+    def _late_variant(self, loose: frozenset[str], wide: bool) -> Launcher:
+        """A variant that a later call needs: when it cannot be built, the fallback takes that call.
+
+        Where calls differ in what is aligned, those after the first few rely on nothing.
+        """
+        if len(self._variants) >= MOST_VARIANTS and Variant(loose, wide) not in self._variants:
+            loose = self._given
+        try:
+            return self.variant(loose, wide)
+        except KernelError as error:
+            failure = error
+        return lambda *arguments: self._runner._give_up(failure, arguments)
+
+    def _load(self, build: Build, kernel: Kernel) -> Entry:
+        together = kernel.together
+        try:
+            entry = self._gpu.load(build)
+        except Exception as error:
+            limit = getattr(error, "limit", None)  # Triton's OutOfResources
+            if limit is not None:
+                fields = {"resource": getattr(error, "name", ""), "needed": getattr(error, "required", "")}
+                fields |= {"available": limit, "device": self._gpu.name}
+                raise HardwareExceededError(kernel=build.name, **fields) from error
+            detail = f"{type(error).__name__}: {error}"
+            raise KernelError(kernel=build.name, action="compile", detail=detail) from error
+        needed = together if together == 1 or _fits(kernel, entry) else LAUNCHES_AT_ONCE * together
+        if entry.resident is not None and entry.resident < needed:
+            fields = {"resource": "programs at a time", "needed": needed, "available": entry.resident}
+            raise HardwareExceededError(kernel=build.name, device=self._gpu.name, **fields)
+        return entry
+
+
+def _fits(kernel: Kernel, entry: Entry) -> bool:
+    """Whether all programs of every launch are on the device at the same time."""
+    programs = product(kernel.grid)
+    return isinstance(programs, int) and entry.resident is not None and programs <= entry.resident
+
+
+def program_builds(
+    program: Program, target: tuple[str, int | str, int], variant: Variant | None = None
+) -> list[Build]:
+    """The builds of a program's kernels, in order."""
+    variant = variant or Variant()
+    return [build_of(kernel, target, variant.loose, variant.wide) for kernel in program.kernels]
+
+
+@functools.cache
+def _versions() -> str:
+    return f"torch {torch.__version__} triton {importlib.metadata.version('triton')}"
+
+
+def tuning_key(candidates: Iterable[Program], device: str) -> str:
+    """What a tuning record is kept under: everything that its outcome depends on."""
+    kernels = [
+        (
+            *(kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.registers),
+            *(kernel.fp_fusion, kernel.arguments),
+        )
+        for program in candidates
+        for kernel in program.kernels
+    ]
+    digest = hashlib.sha256(repr(kernels).encode()).hexdigest()
+    return f"tuning {digest} on {device}, {_versions()}"
+
+
+def compile_all(
+    runners: Iterable[Runner],
+    device: torch.device | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> dict[str, str]:
+    """Compiles the kernels of many clusters in parallel, ahead of their first calls.
+
+    Equal kernels are compiled once, and where an earlier process has tuned a cluster, its winner
+    alone. device: by default the current CUDA device. report: told how many kernels are done, and of how
+    many. Returns kernel name -> reason for those that did not compile; the runners that need them report
+    it when called.
+    """
+    builds: list[Build] = []
+    for runner in runners:
+        if runner.backend != "triton":
+            continue
+        try:
+            gpu = runner._gpus(device)
+        except Exception:  # no Triton or no driver: each runner says so when it is called
+            continue
+        programs = runner.candidates if runner.tune else runner.candidates[:1]
+        recorded = runner._recorded(tuning_key(runner.candidates, gpu.name)) if len(programs) > 1 else None
+        if recorded is not None:
+            programs = (runner.candidates[recorded],)
+        builds += [build for program in programs for build in program_builds(program, gpu.target)]
+    if not builds:
+        return {}
+    make_cache_writable()
+    failed = compile_builds(builds, report=report)
+    return {build.name: reason for build, reason in failed.items()}
+
+
+def interpret(
+    program: Program, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()
+) -> tuple[torch.Tensor, ...]:
+    """Runs a program on CPU tensors in Triton's interpreter.
+
+    Raises KernelError when a kernel fails, or leaves behind scratch that it should leave zero.
+    """
+    from fusion_compiler.runtime.interpreter import run_kernel
+
+    def allocate(buffer: Buffer) -> torch.Tensor:
+        shape, stride = (evaluate(dims, program, sizes) for dims in (buffer.shape, buffer.stride))
+        empty = torch.empty_strided(shape, stride, dtype=buffer.dtype)
+        return empty.zero_() if buffer.zeroed else empty
+
+    outputs = [allocate(buffer) for buffer in program.outputs]
+    scratch = [allocate(buffer) for buffer in program.scratch]
+    sizes = evaluate(program.symbols, program, sizes)
+    values = {Role.INPUT: inputs, Role.OUTPUT: outputs, Role.SCRATCH: scratch, Role.SIZE: sizes}
+    for kernel in program.kernels:
+        arguments = [values[argument.role][argument.index] for argument in kernel.arguments]
+        run_kernel(kernel, arguments, evaluate(kernel.grid, program, sizes))
+    for tensor, buffer in zip(scratch, program.scratch, strict=True):
+        if buffer.zeroed and tensor.count_nonzero():
+            detail = f"scratch {buffer.name} is not zero at the end"
+            raise KernelError(kernel=program.kernels[-1].name, action="clear its scratch", detail=detail)
+    return tuple(outputs)

@@ -1,0 +1,117 @@
+"""What is kept on disk: tuning results, and the kernels of this compiler in Triton's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusion_compiler.runtime.builds import checksum, is_entry
+from fusion_compiler.runtime.cache import Cache, read_plain, read_record
+
+BINARIES = (".cubin", ".hsaco")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tuning result or one compiled kernel.
+
+    sort: "tuning" or "kernel". device: the GPU's name, or the target compiled for. versions: of torch and
+    Triton ("" where the entry does not say). age: seconds since it was last used (a kernel: made).
+    problem: "" where it is whole. path: a file, or a kernel's folder.
+    """
+
+    sort: str
+    name: str
+    device: str
+    versions: str
+    age: float
+    bytes: int
+    problem: str
+    path: Path
+
+
+def tuning_entries(cache: Cache) -> list[Entry]:
+    """The tuning results in the cache's folder, by name; what is no whole record comes last."""
+    found: list[Entry] = []
+    for file in cache.files():
+        with contextlib.suppress(OSError):
+            stat = file.stat()
+            record = read_record(file)
+            key = str(record["key"]) if record else ""
+            device, _, versions = re.sub(r"^tuning \w+ on ", "", key).partition(", ")
+            name = _name_of(record) if record else file.stem[:12]
+            problem = "" if record else "not a whole record"
+            age = time.time() - stat.st_mtime
+            found.append(Entry("tuning", name, device, versions, age, stat.st_size, problem, file))
+    return sorted(found, key=lambda e: (bool(e.problem), e.name, e.age))
+
+
+def _name_of(record: dict[str, Any]) -> str:
+    value = record["value"]
+    return str(value.get("cluster", "?")) if isinstance(value, dict) else "?"
+
+
+def kernel_folder() -> Path | None:
+    """Where Triton keeps kernels, those of other programs too; None where Triton is not installed."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
+    return Path(knobs.cache.dir)
+
+
+def kernel_entries(folder: Path | None) -> list[Entry]:
+    """The kernels that this compiler made: folders named as Triton names them, with its checksum inside."""
+    seals = sorted(folder.glob("*/*.sha256")) if folder is not None else []
+    seals = [seal for seal in seals if is_entry(seal.parent)]
+    found = [entry for seal in seals for entry in _kernel(seal)]
+    return sorted(found, key=lambda e: (bool(e.problem), e.name, e.age))
+
+
+def _kernel(seal: Path) -> Iterator[Entry]:
+    with contextlib.suppress(OSError):  # it is being removed
+        folder, metadata = seal.parent, seal.with_suffix(".json")
+        size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        age = time.time() - seal.stat().st_mtime
+        device, versions, problem = "", "", ""
+        try:
+            fields = json.loads(read_plain(metadata))
+            target = fields["target"]
+            arch = target["arch"]
+            device = f"sm_{arch}" if target["backend"] == "cuda" else str(arch)
+            versions = f"triton {fields['triton_version']}" if "triton_version" in fields else ""
+            problem = "" if checksum(seal).encode() == read_plain(seal) else "damaged"
+            if not any(seal.with_suffix(binary).is_file() for binary in BINARIES):
+                problem = "incomplete"
+        except (OSError, ValueError, KeyError, TypeError):
+            problem = "incomplete"
+        yield Entry("kernel", seal.stem, device, versions, age, size, problem, folder)
+
+
+def clear(entries: Iterable[Entry], cache: Cache) -> tuple[int, int]:
+    """Removes entries, and what killed writers left. Returns how many are gone, and their bytes."""
+    gone = freed = 0
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            if entry.sort == "kernel":
+                _remove_kernel(entry)
+            else:
+                entry.path.unlink()
+            gone, freed = gone + 1, freed + entry.bytes
+    cache.clear()
+    return gone, freed
+
+
+def _remove_kernel(entry: Entry) -> None:
+    """The files of one kernel, and their folder if there is nothing else in it."""
+    for file in entry.path.iterdir():
+        if file.name.startswith((f"{entry.name}.", f"__grp__{entry.name}.")):
+            file.unlink()
+    with contextlib.suppress(OSError):
+        entry.path.rmdir()

@@ -1,0 +1,536 @@
+"""What a tile program is made of, as the templates and the printer ask, and how it can run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+import torch
+from torch.utils._sympy.functions import FloorDiv
+
+from fusion_compiler.ir.dims import Dim, hint, product
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Compute,
+    Constant,
+    Coordinate,
+    Index,
+    Load,
+    LoopNest,
+    Node,
+    Random,
+    Reduce,
+    Ref,
+    groups_of,
+    longest_piece,
+    operands_of,
+    renumber,
+    renumber_index,
+    right_neighbours,
+    segment_of,
+    store_operands,
+)
+
+aten = torch.ops.aten
+
+
+KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # of zeros they make zero
+HALVES = (str(torch.float16), str(torch.bfloat16))
+# Operators whose expressions multiply, by name.
+PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
+WORD = 8  # elements of two bytes in the widest access
+
+
+class Cols(StrEnum):
+    WHOLE = "whole"
+    GRID = "grid"
+    LOOP = "loop"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a tile program runs.
+
+    block_rows, block_cols: tile extents, powers of two. cols: how the columns are covered.
+    programs: number of programs that share the rows in a loop; None is one block a program.
+    splits: programs that share a block of rows, each with consecutive columns of all of them; they run at the
+    same time and exchange what they reduced, in 32 bits a row and once a block. In a loop over rows,
+    `programs` counts the groups of them.
+    word: elements in which rows that begin anywhere are moved (`codegen.skew`): the columns are counted from
+    the word in which the row begins; 0 counts them from its first element. One row a block, or several of a
+    loop that programs share.
+    registers: the most that a thread may take, so that as many programs as are to run at once do.
+    """
+
+    block_rows: int
+    block_cols: int
+    cols: Cols
+    programs: int | None = None
+    num_warps: int = 4
+    num_stages: int = 1
+    splits: int = 1
+    word: int = 0
+    registers: int | None = None
+
+    def __str__(self) -> str:
+        split = f" of {self.splits} parts" if self.splits > 1 else ""
+        loop = f", {self.programs} programs" if self.programs else ""
+        stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
+        skewed = f" skewed{f' by {self.word}' if self.word != WORD else ''}" if self.skewed else ""
+        tile = f"{self.block_rows} x {self.block_cols} {self.cols}{skewed}{split}"
+        limit = f", {self.registers} registers" if self.registers else ""
+        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}"
+
+    @property
+    def skewed(self) -> bool:
+        return self.word > 0
+
+    @property
+    def rows_apart(self) -> int:
+        """From one row of a block to the next: skewed rows of a block begin at the same place of a word."""
+        if not self.skewed or self.block_rows == 1:
+            return 1
+        assert self.programs is not None
+        return self.programs
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether a reduction along the row takes a pass of its own: the tile is not the whole row."""
+        return self.cols is Cols.LOOP or self.splits > 1
+
+
+class Analysis:
+    """What the printer and the templates ask of a tile program."""
+
+    def __init__(self, loops: LoopNest) -> None:
+        self.loops = loops
+        self.groups = groups_of(loops)
+        self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in (ROWS, COLS)}
+        self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}  # axes are sorted: rows, then cols
+
+    def size(self, group: str) -> Dim:
+        return product(a.size for a in self.axes[group])
+
+    def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
+        """An index in which a group whose axes are contiguous in it goes by its own number, in its last
+        axis' place; and the group of each axis that stands for one so."""
+        whole: dict[int, str] = {}
+        terms = dict(index.terms)
+        for group in (ROWS, COLS):
+            axes, first = self.axes[group], self.first[group]
+            step = terms.get(first + len(axes) - 1, 0)
+            if len(axes) > 1 and step != 0:
+                inner = [product((step, *(a.size for a in axes[i + 1 :]))) for i in range(len(axes))]
+                if all(terms.get(first + i, 0) == c for i, c in enumerate(inner)):
+                    for i in range(len(axes) - 1):
+                        terms.pop(first + i, None)  # absent where an inner axis is empty
+                    whole[first + len(axes) - 1] = group
+        return Index(index.const, tuple(sorted(terms.items()))), whole
+
+    def lies_in_rows(self, index: Index) -> bool:
+        """Whether an access goes through a tensor row by row, without gaps, from the beginning of a word."""
+        return self._steps_from_a_word(index) == {ROWS: self.size(COLS), COLS: 1}
+
+    def lies_along_cols(self, index: Index) -> bool:
+        """Whether an access reads the same for every row, without gaps, from the beginning of a word."""
+        return self._steps_from_a_word(index) == {COLS: 1}
+
+    def _steps_from_a_word(self, index: Index) -> dict[str, Dim] | None:
+        """Elements from one row and column to the next; None where that is not all, or a word is cut."""
+        merged, whole = self.merged(index)
+        steps: dict[str, Dim] = {}
+        for key, step in merged.terms:
+            group = self.loops.axes[key].group if key >= 0 else ""
+            if group and (key in whole or len(self.axes[group]) == 1):
+                steps[group] = step
+        known = len(steps) == len(merged.terms) and isinstance(index.const, int)
+        return steps if known and index.const % WORD == 0 else None
+
+    @cached_property
+    def contiguous(self) -> dict[str, int]:
+        """How many full-size accesses are contiguous along the rows, and along the columns."""
+        votes = {ROWS: 0, COLS: 0}
+        indices = [n.index for n in self.loops.nodes if isinstance(n, Load)]
+        for index in [*indices, *(s.index for s in self.loops.stores)]:
+            groups = {self.loops.axes[k].group for k, _ in index.terms if k >= 0}
+            for key, coeff in index.terms:
+                if key >= 0 and coeff == 1 and groups == {ROWS, COLS}:
+                    votes[self.loops.axes[key].group] += 1
+        return votes
+
+    @cached_property
+    def pairs(self) -> dict[int, int]:
+        """Loads of every other element, with the loads of their right neighbours."""
+        loads = ((i, n) for i, n in enumerate(self.loops.nodes) if isinstance(n, Load))
+        return right_neighbours(self.loops.axes, loads)
+
+    @property
+    def tall(self) -> bool:
+        """Whether most full-size accesses are contiguous along the rows: a tile needs several of them."""
+        return self.contiguous[ROWS] > self.contiguous[COLS]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some full-size accesses are contiguous along the rows and some along the columns."""
+        return self.contiguous[ROWS] > 0 and self.contiguous[COLS] > 0
+
+    @cached_property
+    def reductions(self) -> tuple[int, ...]:
+        return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce))
+
+    def is_sum(self, number: int) -> bool:
+        """Whether a node adds up float32."""
+        node = self.loops.nodes[number]
+        return isinstance(node, Reduce) and node.combine == "sum" and node.dtype is torch.float32
+
+    @cached_property
+    def sums_along(self) -> tuple[int, ...]:
+        """Sums of float32 along the row that wait for no other reduction of their level."""
+        together = {*self.online, *self.moments, *(total for total, _ in self.moments.values())}
+        late = self.finish | together
+        return tuple(i for i in self.reductions if self.is_sum(i) and COLS in self.over(i) and i not in late)
+
+    @cached_property
+    def across_rows(self) -> tuple[int, ...]:
+        """Reductions over the rows: complete only when every program is done."""
+        return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in self.segmented)
+
+    @cached_property
+    def segmented(self) -> tuple[int, ...]:
+        """Reductions that keep axes of both groups, or of the rows: each block stores its part of them."""
+        return tuple(i for i in self.reductions if self.kept(i))
+
+    def kept(self, node: int) -> frozenset[int]:
+        reduce = self.loops.nodes[node]
+        assert isinstance(reduce, Reduce)
+        return reduce.kept
+
+    def over(self, node: int) -> frozenset[str]:
+        reduce = self.loops.nodes[node]
+        assert isinstance(reduce, Reduce)
+        return reduce.over
+
+    @cached_property
+    def zero_in_missing_rows(self) -> frozenset[int]:
+        """Values that are zero in a row that does not exist, whose loads are: sums and products of those."""
+        zero: set[int] = set()
+        for i, node in enumerate(self.loops.nodes):
+            match node:
+                case Load(index=index):
+                    found = any(k >= 0 and self.loops.axes[k].group == ROWS for k, _ in index.terms)
+                case Compute(target, operands) if target in KEEP_ZERO:
+                    terms = [value for name, value in operands if name != "alpha"]
+                    found = all(isinstance(v, Ref) and v.node in zero for v in terms)
+                case _:
+                    found = False
+            if found:
+                zero.add(i)
+        return frozenset(zero)
+
+    @cached_property
+    def finish(self) -> frozenset[int]:
+        """Nodes that no program of the main kernel can complete alone."""
+        return self.after_rows | self.after_segments
+
+    @cached_property
+    def after_rows(self) -> frozenset[int]:
+        """Nodes that wait for a reduction over the rows."""
+        return waiting(self.loops, self.across_rows)
+
+    @cached_property
+    def after_segments(self) -> frozenset[int]:
+        """Nodes that wait for a reduction over segments."""
+        return waiting(self.loops, self.segmented)
+
+    @cached_property
+    def ends_in_a_row(self) -> bool:
+        """Whether what follows the sums over rows is a row rather than one element."""
+        stored = (s.index for s in self.loops.stores if s.value in self.after_rows)
+        axes = (self.loops.axes[k] for index in stored for k, _ in index.terms if k >= 0)
+        return any(a.group == COLS for a in axes) or any(COLS in self.groups[i] for i in self.after_rows)
+
+    @cached_property
+    def online(self) -> dict[int, int]:
+        """sum(exp(x - max(x))): the sum's node -> the max's (Milakov and Gimelshein, 2018)."""
+        nodes = self.loops.nodes
+        pairs: dict[int, int] = {}
+        for number in self.reductions:
+            reduce = nodes[number]
+            assert isinstance(reduce, Reduce)
+            power = nodes[reduce.operand]
+            if (
+                reduce.combine != "sum"
+                or not isinstance(power, Compute)
+                or power.target is not aten.exp.default
+            ):
+                continue
+            centred = operand_of(power, "self")
+            minus = nodes[centred] if centred is not None else None
+            if (
+                not isinstance(minus, Compute)
+                or minus.target is not aten.sub.Tensor
+                or dict(minus.operands).get("alpha", 1) != 1
+            ):
+                continue
+            value, top = operand_of(minus, "self"), operand_of(minus, "other")
+            peak = nodes[top] if top is not None else None
+            if (
+                isinstance(peak, Reduce)
+                and peak.combine == "max"
+                and peak.operand == value
+                and peak.over == reduce.over == frozenset({COLS})
+            ):
+                assert top is not None
+                pairs[number] = top
+        return pairs
+
+    @cached_property
+    def moments(self) -> dict[int, tuple[int, int]]:
+        """sum((x - mean)^2): the sum's node -> (sum(x), mean), where that sum serves the mean alone."""
+        users = Counter(o for n in self.loops.nodes for o in operands_of(n))
+        users.update(o for s in self.loops.stores for o in store_operands(s))
+        found: dict[int, tuple[int, int]] = {}
+        for number in self.reductions:
+            pair = self._mean_of_squares(number)
+            if pair is not None and users[pair[0]] == 1 and pair not in found.values():
+                found[number] = pair
+        return found
+
+    def _mean_of_squares(self, number: int) -> tuple[int, int] | None:
+        """(sum(x), mean) where a reduction is sum((x - mean)^2)."""
+        nodes, width = self.loops.nodes, self.size(COLS)
+        reduce = nodes[number]
+        assert isinstance(reduce, Reduce)
+        square = nodes[reduce.operand]
+        if reduce.combine != "sum" or not isinstance(square, Compute) or not isinstance(width, int):
+            return None
+        given = dict(square.operands)
+        times_itself = square.target is aten.mul.Tensor and given["self"] == given["other"]
+        if not times_itself and (square.target is not aten.pow.Tensor_Scalar or given["exponent"] != 2):
+            return None
+        off = operand_of(square, "self")
+        minus = nodes[off] if off is not None else None
+        if not isinstance(minus, Compute) or minus.target is not aten.sub.Tensor:
+            return None
+        value, middle = operand_of(minus, "self"), operand_of(minus, "other")
+        mean = nodes[middle] if middle is not None else None
+        if not isinstance(mean, Compute) or dict(minus.operands).get("alpha", 1) != 1:
+            return None
+        total = operand_of(mean, "self")
+        if total is None or nodes[total] != replace(reduce, operand=value):
+            return None
+        assert middle is not None
+        share = self._number(dict(mean.operands).get("other"))
+        divided = mean.target is aten.div.Tensor and share == width
+        scaled = mean.target is aten.mul.Tensor and share == 1 / width
+        return (total, middle) if divided or scaled else None
+
+    def _number(self, operand: object) -> object:
+        """An operand's value where it is known."""
+        node = self.loops.nodes[operand.node] if isinstance(operand, Ref) else None
+        return node.value if isinstance(node, Constant) else operand
+
+    @cached_property
+    def level(self) -> tuple[int, ...]:
+        """How many passes over the columns a node needs behind it."""
+        levels: list[int] = []
+        for i, node in enumerate(self.loops.nodes):
+            depth = max((levels[o] for o in operands_of(node)), default=0)
+            if i in self.online:
+                depth = levels[self.online[i]]
+            elif i in self.moments:
+                depth = levels[self.moments[i][0]]
+            elif isinstance(node, Reduce) and COLS in node.over:
+                depth += 1
+            levels.append(depth)
+        return tuple(levels)
+
+    @cached_property
+    def nan_safe_max(self) -> frozenset[int]:
+        """Maxima whose NaN reaches every store through the online sum anyway."""
+        users = self._reach()
+        safe: set[int] = set()
+        for total, peak in self.online.items():
+            stores = {s.buffer for s in self.loops.stores if s.value in users[peak]}
+            if stores and all(s.value in users[total] for s in self.loops.stores if s.buffer in stores):
+                safe.add(peak)
+        return frozenset(safe)
+
+    def _reach(self) -> list[set[int]]:
+        reach: list[set[int]] = [{i} for i in range(len(self.loops.nodes))]
+        for i in range(len(self.loops.nodes) - 1, -1, -1):
+            for operand in operands_of(self.loops.nodes[i]):
+                reach[operand] |= reach[i]
+        return reach
+
+    def rough(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
+        """float32 values of which nothing but 16-bit results is made; dtypes: of the buffers.
+
+        So is exp(x - max(x)) on its way into its sum: the errors of a term, 2^-22 of it and 2^-24 of the
+        exponent that makes it small, are no more than those of adding up.
+        What is pinned is to be the same number in every kernel. A value that is rounded to 16 bits within the
+        kernel is such a result.
+        """
+        nodes = self.loops.nodes
+        exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
+        pinned = {i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.pinned}
+        exact |= pinned
+        exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *HALVES)}
+        exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in HALVES}
+        for i in range(len(nodes) - 1, -1, -1):
+            if i in exact and i in self.online:
+                (term,) = operands_of(nodes[i])
+                exact.update(operands_of(nodes[term]))
+            elif i in exact and (rounding_of(nodes[i]) not in HALVES or i in pinned):
+                exact.update(operands_of(nodes[i]))
+        return frozenset(range(len(nodes))) - exact
+
+    @cached_property
+    def rounds_products(self) -> bool:
+        """Whether a product has to be rounded before a sum takes it up: compilers fuse the two in one kernel
+        and not in another, and a pinned value is the same number in both."""
+        pinned = (n for n in self.loops.nodes if isinstance(n, Compute) and n.pinned)
+        return any(n.target._opname in PRODUCTS or dict(n.operands).get("alpha", 1) != 1 for n in pinned)
+
+    @cached_property
+    def furthest(self) -> int:
+        """The largest element offset of any access; -1 where a size is only known at run time."""
+        worst = 0
+        indices = [n.index for n in self.loops.nodes if isinstance(n, Load | Coordinate | Random)]
+        for index in [*indices, *(s.index for s in self.loops.stores)]:
+            reach = index.const
+            for key, coeff in index.terms:
+                if key < 0:
+                    continue
+                reach = reach + coeff * (self.loops.axes[key].size - 1)
+            if not isinstance(reach, int):
+                return -1
+            worst = max(worst, reach)
+        return max(worst, hint(self.size(ROWS)) * hint(self.size(COLS)))
+
+
+def waiting(loops: LoopNest, numbers: Iterable[int]) -> frozenset[int]:
+    """Some nodes, and all that are made of them."""
+    late = set(numbers)
+    for i, node in enumerate(loops.nodes):
+        if any(o in late for o in operands_of(node)):
+            late.add(i)
+    return frozenset(late)
+
+
+# Blocks of rows that a program adds up one after the other: of equal terms each costs 2^-26 of the sum, and
+# more would lose more than eager's order of summation does.
+MOST_TURNS = 256
+
+
+def enough(programs: int, count: int, rows: int) -> int:
+    """Programs that share `count` rows in blocks of `rows`: so many or as many as keep sums exact."""
+    return max(programs, -(-count // (rows * MOST_TURNS)))
+
+
+def ceil_div(a: Dim, b: int) -> Dim:
+    if isinstance(a, int):
+        return -(-a // b)
+    return a if b == 1 else FloorDiv(a + (b - 1), b)  # type: ignore[return-value]
+
+
+def part_cols(a: Analysis, s: Schedule) -> Dim:
+    """How many columns each of the programs that share a row takes, a multiple of the block."""
+    return product((ceil_div(a.size(COLS), s.splits * s.block_cols), s.block_cols))
+
+
+def accumulated_groups(a: Analysis, s: Schedule, number: int) -> frozenset[str]:
+    """What the accumulator of a sum over rows varies over, in a loop over blocks of rows.
+
+    It has a lane for every row of the block, or, where the columns alone give all threads enough to do, as in
+    rows that programs share, takes each block's sum.
+    """
+    (operand,) = operands_of(a.loops.nodes[number])
+    groups = a.groups[operand] | a.over(number)
+    return groups - {ROWS} if s.splits > 1 else groups
+
+
+def inner_cols(a: Analysis, s: Schedule) -> Dim:
+    """How many columns a loop takes in whole blocks that lie within the row; the rest is a tile of its own.
+
+    All of them where their number is unknown or one block has them, which is masked then. In a skewed loop
+    the rest has both ends of the row: the word in which it begins, and what follows the last block.
+    """
+    size = a.size(COLS)
+    if not isinstance(size, int) or size <= s.block_cols:
+        return size
+    return (size - s.word) // s.block_cols * s.block_cols
+
+
+def end_lanes(a: Analysis, s: Schedule) -> int:
+    """Lanes of the tile that has the rest of a loop's columns, at any skew; 0 where none are left."""
+    size, inner = a.size(COLS), inner_cols(a, s)
+    if inner == size:
+        return 0
+    assert isinstance(size, int) and isinstance(inner, int)  # only rows of known size have an end
+    return 1 << (size - inner + max(s.word, 1) - 2).bit_length()
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Of each row, `count` pieces of so many columns, which have one partial result each."""
+
+    columns: int
+    count: int
+
+
+def pieces_of(a: Analysis, s: Schedule, number: int) -> Pieces:
+    """What one block of a row adds up for a reduction over segments: none crosses a segment's end."""
+    segment, width = segment_of(a.loops, a.kept(number)), a.size(COLS)
+    assert isinstance(width, int), "segments have a known size"
+    columns = s.block_cols if segment is None else min(longest_piece(segment), s.block_cols)
+    return Pieces(columns, -(-width // columns))
+
+
+def along_rows_first(loops: LoopNest) -> LoopNest:
+    """Every reduction over both groups as one along the row and one over the rows, with what it reads.
+
+    Passes over the columns never hold a whole row, so that what is reduced has to be gone with each block.
+    """
+    numbers: dict[int, int] = {}
+    nodes: list[Node] = []
+    names: list[str] = []
+    for i, node in enumerate(loops.nodes):
+        node = renumber(node, numbers)
+        if isinstance(node, Reduce) and node.over == frozenset({ROWS, COLS}) and not node.kept:
+            nodes.append(replace(node, over=frozenset({COLS})))
+            names.append(loops.names[i])
+            node = replace(node, operand=len(nodes) - 1, over=frozenset({ROWS}))
+        numbers[i] = len(nodes)
+        nodes.append(node)
+        names.append(loops.names[i])
+    stores = tuple(
+        replace(
+            s,
+            index=renumber_index(s.index, numbers),
+            value=numbers[s.value],
+            within=None if s.within is None else numbers[s.within],
+        )
+        for s in loops.stores
+    )
+    return replace(loops, nodes=tuple(nodes), stores=stores, names=tuple(names))
+
+
+def accumulator_dtype(reduce: Reduce) -> torch.dtype:
+    """The dtype in which a reduction is accumulated and handed on."""
+    return torch.int32 if reduce.combine in ("any", "all") else reduce.dtype
+
+
+def rounding_of(node: Node) -> object:
+    """The dtype, as text, to which a node rounds within the kernel; None for all other nodes."""
+    return dict(node.operands).get("rounding") if isinstance(node, Compute) else None
+
+
+def operand_of(node: Compute, name: str) -> int | None:
+    """The node that one operand of an expression is; None for a literal."""
+    value = dict(node.operands).get(name)
+    return value.node if isinstance(value, Ref) else None

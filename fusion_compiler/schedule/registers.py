@@ -1,0 +1,60 @@
+"""How many registers a thread needs under a schedule: what a tile program holds at once, predicted."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_compiler.ir.loops import COLS, ROWS, Checked, Constant, operands_of
+from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule
+
+# Of the 255 that a thread can have, those that hold tiles: addresses, masks and what is computed between
+# take the others. Measured on the golden kernels, of which the ones above it spill and the others do not.
+MOST = 200
+
+
+def tile_registers(a: Analysis, s: Schedule) -> float:
+    """32-bit registers of a thread for the values that exist at the same time, at their most.
+
+    A loop over columns keeps a tile for every reduction that its pass makes, and two beside them.
+    """
+    if s.cols is Cols.LOOP:
+        return (_reductions_in_a_pass(a) + 2) * _registers(a, s, frozenset({ROWS, COLS}), 4)
+    last: dict[int, int] = {}
+    for i, node in enumerate(a.loops.nodes):
+        last.update(dict.fromkeys(operands_of(node), i))
+    for i, node in reversed(list(enumerate(a.loops.nodes))):
+        if isinstance(node, Checked):  # is its operand
+            last[node.operand] = max(last[node.operand], last.get(i, i))
+    held: dict[int, float] = {}
+    most = 0.0
+    for i, node in enumerate(a.loops.nodes):
+        if i in a.finish:
+            continue
+        if not isinstance(node, Constant | Checked):
+            size = 1 if node.dtype is torch.bool else node.dtype.itemsize
+            held[i] = _registers(a, s, a.groups[i], size)
+        most = max(most, sum(held.values()))
+        held = {n: r for n, r in held.items() if last.get(n, -1) > i}
+    kept = sum(_registers(a, s, a.groups[i], 4) for i in a.across_rows) if s.programs else 0.0
+    return most + kept
+
+
+def _registers(a: Analysis, s: Schedule, groups: frozenset[str], size: int) -> float:
+    """A thread's share of a tile of elements of `size` bytes; what is smaller than a warp is repeated."""
+    rows = s.block_rows if ROWS in groups and a.axes[ROWS] else 1
+    cols = s.block_cols if COLS in groups and a.axes[COLS] else 1
+    return max(1.0, rows * cols / (32 * s.num_warps)) * size / 4
+
+
+def _reductions_in_a_pass(a: Analysis) -> int:
+    """The most reductions along the row that do not wait for each other."""
+    passes: list[int] = []
+    counts: dict[int, int] = {}
+    by_row = {*a.online, *a.online.values(), *a.moments, *(total for total, _ in a.moments.values())}
+    for i, node in enumerate(a.loops.nodes):
+        level = max((passes[o] for o in operands_of(node)), default=0)
+        if i in a.reductions and COLS in a.over(i) and i not in a.segmented:
+            counts[level] = counts.get(level, 0) + (i not in by_row)  # which keep a number a row
+            level += 1
+        passes.append(level)
+    return max(counts.values(), default=0)

@@ -1,0 +1,89 @@
+"""What the captured program writes into tensors of its caller, such as a decoder's cache of keys and values.
+
+AOTAutograd makes the program functional and lets it end in `copy_(argument, result)`. Where the result
+is the argument with something put into it, the whole is copied twice for a few new elements:
+
+    cache_1 = index_put(cache, where, new)            cache_1 = index_put_(cache, where, new)
+    attend(cache_1)                           ->      attend(cache_1)
+    copy_(cache, cache_1)
+
+What dies inside the program is not written into by what follows: at the highest point of the models
+that are measured stand logits, which the caller keeps, and their gradient, and everywhere else the
+allocator gives the memory of what is dead to the next result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.stitch.order import Call, root, written
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def in_place(plan: FusionPlan, calls: Sequence[Call]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """Calls that can write into their first operand: name -> the operator that does; and the copies
+    that this leaves without an effect: name -> the call whose result is theirs.
+
+    calls: in the order in which they run.
+    """
+    nodes: dict[str, fx.Node] = {node.name: node for node in plan.dag.module.graph.nodes}
+    order = {call.name: i for i, call in enumerate(calls)}
+    returned = {root(plan.dag, name) for name in plan.dag.outputs}
+    operators: dict[str, Any] = {}
+    copies: dict[str, str] = {}
+    for call in calls:
+        node = nodes.get(call.name)
+        if node is None or node.target is not _COPY:
+            continue
+        target, result = node.args[:2]
+        if not isinstance(target, fx.Node) or not isinstance(result, fx.Node) or result.name not in order:
+            continue
+        operator = _writing(result)
+        others = [c for c in calls if target.name in c.reads and c not in (call, calls[order[result.name]])]
+        if (
+            operator is not None
+            and target.op == "placeholder"
+            and result.args[0] is target
+            and _same_memory(target, result)
+            and all(root(plan.dag, n.name) != target.name for n in _operands(result)[1:])
+            and result.name not in returned
+            and all(order[c.name] < order[result.name] for c in others)
+        ):
+            operators[result.name] = operator
+            copies[call.name] = result.name
+    return operators, copies
+
+
+def _writing(node: fx.Node) -> Any:
+    """`index_put_` for `index_put` and the like: the same operator that writes into its first operand."""
+    overload: Any = node.target
+    if not isinstance(overload, torch._ops.OpOverload):
+        return None
+    name, _, variant = str(overload._schema.name).partition("::")[2], None, overload._overloadname
+    packet = getattr(torch.ops.aten, f"{name}_", None)
+    found = getattr(packet, variant, None)
+    if found is None or overload.namespace != "aten":
+        return None
+    same = [a.name for a in found._schema.arguments] == [a.name for a in overload._schema.arguments]
+    return found if same and written(found) == (0,) else None
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, as often as they stand there."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _same_memory(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two results have one shape, the same strides and one dtype."""
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    return x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()

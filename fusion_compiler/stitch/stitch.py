@@ -1,0 +1,333 @@
+"""Put kernels in the place of clusters: a new fx graph of runner calls, views and library calls."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import sympy
+import torch
+from torch import fx
+from torch._C._dynamo import guards
+
+from fusion_compiler.ir import loops
+from fusion_compiler.ir.canonical import salts_of
+from fusion_compiler.ir.dag import OpDag, size_hints
+from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.layout import is_view
+from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.stitch.graph_source import StraightLine, quick
+from fusion_compiler.stitch.inplace import in_place
+from fusion_compiler.stitch.order import Call, root, schedule
+
+aten = torch.ops.aten
+
+
+def restrided(
+    tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], further: int
+) -> torch.Tensor:
+    """The memory of `tensor` by another shape and other strides, `further` elements on."""
+    return torch.as_strided(tensor, shape, stride, tensor.storage_offset() + further)
+
+
+# The same past the dispatcher and autograd's bookkeeping of views: for tensors of devices, not for fakes.
+reinterpreted: Callable[..., torch.Tensor] = getattr(guards, "_reinterpret_tensor")  # noqa: B009  no stub
+
+
+def stitch(
+    plan: FusionPlan,
+    runners: Mapping[str, Callable[..., Any]],
+    *,
+    owned: Iterable[str] = (),
+    view: Callable[..., torch.Tensor] = restrided,
+    ranges: Callable[[], Mapping[str, str]] | None = None,
+) -> fx.GraphModule:
+    """The graph of `plan.dag` with each cluster replaced by one call of its runner, in memory's order.
+
+    runners: cluster name -> callable(*inputs, *sizes, *salts) -> tuple of outputs, in the cluster's order.
+    Sizes are the symbols that the cluster's shapes use, sorted by name.
+    owned: inputs that the caller gives up, so that their memory is freed at their last use.
+    view: callable(tensor, shape, strides, elements further) -> another view of the tensor's memory.
+    ranges: gives cluster or op name -> text of the range that a profiler shows for it.
+
+    The module's `forward` takes its arguments as one list, which it empties. Where a runner has a
+    `link`, its function is called directly as soon as it is known.
+    Raises RuntimeError where the plan has a circle.
+    """
+    module = _Stitcher(plan, runners, frozenset(owned), view).run(ranges)
+    for runner in dict.fromkeys(runners.values()):
+        if isinstance(runner, Linked):
+            runner.link(functools.partial(_relink, weakref.ref(module), runner))
+    return module
+
+
+@runtime_checkable
+class Linked(Protocol):
+    """A callable that hands out the function to call in its place, now or once it is known."""
+
+    def link(self, replace: Callable[[Callable[..., Any]], None], /) -> None: ...
+    def __call__(self, *arguments: Any) -> Any: ...
+
+
+def _relink(module: weakref.ref[fx.GraphModule], runner: object, function: Callable[..., Any]) -> None:
+    """Makes the generated code call `function` where it is written to call `runner`."""
+    target = module()
+    if target is None:
+        return
+    bound: dict[str, Any] = type(target).forward.__globals__
+    for name, value in target.graph._codegen.bound.items():  # type: ignore[attr-defined]
+        if value is runner:
+            bound[name] = function
+
+
+class _Stitcher:
+    def __init__(
+        self,
+        plan: FusionPlan,
+        runners: Mapping[str, Callable[..., Any]],
+        owned: frozenset[str],
+        view: Callable[..., torch.Tensor],
+    ) -> None:
+        self.plan, self.runners, self.owned, self.view_function = plan, runners, owned, view
+        self.source = plan.dag.module
+        self.nodes = {n.name: n for n in self.source.graph.nodes}
+        self.graph = fx.Graph()
+        self.env: dict[str, fx.Node] = {}
+        self.views: dict[tuple[object, ...], fx.Node] = {}
+        self.symbols: dict[sympy.Symbol, fx.Node] = {}
+        self.clusters = {c.name: c for c in plan.clusters}
+        self.units: dict[str, fx.Node] = {}  # what runs as one: its call
+
+    def run(self, ranges: Callable[[], Mapping[str, str]] | None) -> fx.GraphModule:
+        for node in self.source.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.copy(node)
+        calls = schedule(self.plan, self.owned).calls
+        writing, copies = in_place(self.plan, calls)
+        for call in calls:
+            if call.name in self.clusters:
+                self.call(self.clusters[call.name])
+            elif call.name in copies:
+                self.env[call.name] = self.value(copies[call.name])
+            else:
+                self.library(call)
+                if call.name in writing:
+                    self.env[call.name].target = writing[call.name]
+        self.returned()
+        calls_of_units = {unit: node.name for unit, node in self.units.items()}
+
+        def of_nodes() -> Mapping[str, str]:
+            texts = ranges() if ranges is not None else {}
+            return {node: texts[unit] for unit, node in calls_of_units.items() if unit in texts}
+
+        self.graph.set_codegen(StraightLine(of_nodes if ranges is not None else None))
+        return fx.GraphModule(self.source, self.graph)
+
+    def value(self, name: str) -> fx.Node:
+        """The node that holds a tensor; a chain of views becomes one, made where it is first read."""
+        if name in self.env:
+            return self.env[name]
+        node = self.nodes[name]
+        base = root(self.plan.dag, name)
+        place = _place(node, self.nodes[base])
+        if place is None:
+            for operand in node.all_input_nodes:
+                self.value(operand.name)
+            self.copy(node)
+            return self.env[name]
+        self.env[name] = self.view(base, place, node)
+        return self.env[name]
+
+    def view(self, base: str, place: Place, node: fx.Node) -> fx.Node:
+        if place == _place(self.nodes[base], self.nodes[base]):
+            return self.env[base]
+        if (base, place) not in self.views:
+            made = self.graph.call_function(self.view_function, (self.env[base], *place))
+            made.meta = dict(node.meta)
+            self.views[base, place] = made
+        return self.views[base, place]
+
+    def returned(self) -> None:
+        """The output. What the program returns as separate tensors stays separate."""
+        output = self.source.graph.output_node()
+        seen: set[fx.Node] = set()
+
+        def result(node: fx.Node) -> fx.Node:
+            made = self.value(node.name)
+            base = root(self.plan.dag, node.name)
+            is_input = made is self.env[base] and base in self.plan.dag.inputs
+            if node.name != base and (made in seen or is_input):
+                place = _place(node, self.nodes[base])
+                if place is not None:
+                    made = self.graph.call_function(self.view_function, (self.env[base], *place))
+                    made.meta = dict(node.meta)
+            seen.add(made)
+            return made
+
+        # Own results first: a view that is equal to one must not take its place.
+        order = sorted(output.all_input_nodes, key=lambda n: n.name != root(self.plan.dag, n.name))
+        results = {node: result(node) for node in order}
+        self.graph.node_copy(output, lambda n: results[n])
+
+    def library(self, call: Call) -> None:
+        for operand in self.nodes[call.name].all_input_nodes:
+            self.value(operand.name)
+        for name in call.makes:
+            self.copy(self.nodes[name])
+        self.units[call.name] = self.env[call.name]
+
+    def copy(self, node: fx.Node) -> None:
+        new = self.graph.node_copy(node, lambda n: self.env[n.name])
+        if node.op == "call_function":
+            new.target = quick(node.target)
+        self.env[node.name] = new
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+            self.symbols.setdefault(value.node.expr, new)
+
+    def call(self, cluster: Cluster) -> None:
+        arguments: list[Any] = [self.value(name) for name in cluster.inputs]
+        arguments += [self.size(symbol) for symbol in symbols_of(cluster, self.plan.dag)]
+        arguments += salts_of(cluster)
+        call = self.graph.call_function(self.runners[cluster.name], tuple(arguments))
+        call.meta = {"val": tuple(self.nodes[name].meta["val"] for name in cluster.outputs)}
+        self.units[cluster.name] = call
+        for position, name in enumerate(cluster.outputs):
+            item = self.graph.call_function(operator.getitem, (call, position))
+            item.meta = dict(self.nodes[name].meta)
+            self.env[name] = item
+
+    def size(self, symbol: sympy.Symbol) -> fx.Node:
+        """The node that holds a symbol: a placeholder, or a dimension of a tensor that has it."""
+        if symbol not in self.symbols:
+            for name in self.plan.dag.inputs:
+                meta = self.plan.dag.op(name).outputs
+                if meta and symbol in meta[0].shape:
+                    where = (self.env[name], meta[0].shape.index(symbol))
+                    self.symbols[symbol] = self.graph.call_function(aten.sym_size.int, where)
+                    break
+            else:
+                raise LookupError(f"size {symbol} is no dimension of an input")
+        return self.symbols[symbol]
+
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def _place(node: fx.Node, base: fx.Node) -> Place | None:
+    """Shape, strides and offset by which a view reads the memory of `base`; None if not constant."""
+    here, there = node.meta.get("val"), base.meta.get("val")
+    if not isinstance(here, torch.Tensor) or not isinstance(there, torch.Tensor):
+        return None
+    if here.layout is not torch.strided or here.untyped_storage()._cdata != there.untyped_storage()._cdata:
+        return None
+    offset = here.storage_offset() - there.storage_offset()
+    numbers = (*here.shape, *here.stride(), offset, *there.shape, *there.stride())
+    if here.dtype != there.dtype or not all(isinstance(n, int) for n in numbers):
+        return None
+    return tuple(here.shape), here.stride(), int(offset)
+
+
+def symbols_of(cluster: Cluster, dag: OpDag) -> tuple[sympy.Symbol, ...]:
+    """The sizes that a cluster's kernel takes as arguments, sorted by name."""
+    metas = [dag.op(name).outputs[0] for name in (*cluster.inputs, *cluster.outputs)]
+    return loops.symbols_of(cluster.nests, [(*meta.shape, *meta.stride) for meta in metas])
+
+
+def subgraph(cluster: Cluster, dag: OpDag) -> fx.GraphModule:
+    """The cluster as an fx module: callable(*inputs, *sizes, *salts) -> outputs in the plan's strides.
+
+    A function of what the cluster's kernel gets and of nothing else. Where the ops reach a tensor of which
+    the kernel reads no element (`zeros_like(x)` asks for x's shape alone), or memory that nothing was written
+    to, zeros of its shape and strides stand there: as values they are valid, as indices in range.
+    """
+    return fx.GraphModule(dag.module, _Subgraph(cluster, dag).graph)
+
+
+class _Subgraph:
+    def __init__(self, cluster: Cluster, dag: OpDag) -> None:
+        self.dag, self.inside = dag, frozenset(cluster.ops)
+        self.nodes = {n.name: n for n in dag.module.graph.nodes}
+        self.graph = fx.Graph()
+        self.env: dict[str, Any] = {name: self.graph.placeholder(name) for name in cluster.inputs}
+        self.symbols: dict[Any, Any] = {s: self.graph.placeholder(s.name) for s in symbols_of(cluster, dag)}
+        self.salts = {salt: self.graph.placeholder(f"salt{i}") for i, salt in enumerate(salts_of(cluster))}
+        self.graph.output(tuple(self.value(name) for name in cluster.outputs))
+
+    def value(self, name: str) -> fx.Node:
+        stack = [name]
+        while stack:
+            node = self.nodes[stack[-1]]
+            if node.name in self.env:
+                stack.pop()
+                continue
+            value: Any = node.meta.get("val")
+            if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
+                self.env[node.name] = self.size(value)
+                continue
+            if not self.computes(node):
+                self.env[node.name] = self.zeros(value)
+                continue
+            missing = [n.name for n in node.all_input_nodes if n.name not in self.env]
+            if missing:
+                stack.extend(missing)
+            else:
+                self.env[node.name] = self.copy(node)
+        return self.env[name]
+
+    def computes(self, node: fx.Node) -> bool:
+        """Whether a value that is no input comes from ops of the cluster, and they say what it is."""
+        if node.name in self.inside:
+            return "::empty" not in node.target._schema.name  # type: ignore[union-attr]
+        return is_view(self.dag.op(node.name))
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        copy = self.graph.node_copy(node, lambda n: self.env[n.name])
+        if node.target is torch.ops.fusion_compiler.uniform.default:
+            salt: Any = node.args[2]
+            copy.args = (*copy.args[:2], self.salts.get(salt, salt))
+        return copy
+
+    def zeros(self, value: Any) -> fx.Node:
+        form = [tuple(map(self.size, dims)) for dims in (value.shape, value.stride())]
+        return self.graph.call_function(_zeros, (*form, value.dtype, value.device))
+
+    def size(self, value: torch.SymInt | int) -> Any:
+        if isinstance(value, int):
+            return value
+        expr = value.node.expr
+        if isinstance(expr, sympy.Symbol):
+            return self.symbol(expr)
+        order = tuple(sorted(expr.free_symbols, key=str))
+        return self.graph.call_function(_Size(expr, order), tuple(map(self.symbol, order)))
+
+    def symbol(self, symbol: Any) -> Any:
+        """The argument for a size. No result depends on one that is no argument: it is what it was when the
+        graph was captured, so that whatever the program asked of it holds."""
+        return self.symbols[symbol] if symbol in self.symbols else hint(symbol, self.captured)
+
+    @functools.cached_property
+    def captured(self) -> Mapping[sympy.Symbol, int]:
+        return size_hints([self.nodes[name].meta.get("val") for name in self.dag.inputs])
+
+
+def _zeros(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+
+
+class _Size:
+    """A size as a function of symbols; an object of its own, since a graph's text cannot hold an argument
+    that is a function."""
+
+    __name__ = __qualname__ = "size"
+
+    def __init__(self, expr: sympy.Expr, order: tuple[sympy.Symbol, ...]) -> None:
+        self._expr, self._order = expr, order
+
+    def __call__(self, *sizes: int) -> int:
+        return hint(self._expr, dict(zip(self._order, sizes, strict=True)))

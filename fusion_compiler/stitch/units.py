@@ -1,0 +1,82 @@
+"""What runs as one of a plan: its clusters and the ops that stay calls, and their names in profilers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusion_compiler.ir.dag import OpDag, Source
+from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_text import modules_of, signature
+from fusion_compiler.stitch.order import schedule
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One launch or call of a graph.
+
+    sort: "cluster", "library" (a contraction) or "eager". ops: in order; the last makes its result.
+    source: the user's line behind most of it. modules: the user's modules behind it, layer numbers as *.
+    same: equal for units of one graph that are the same work in another layer.
+    """
+
+    graph: str
+    name: str
+    sort: str
+    ops: tuple[str, ...]
+    source: Source | None
+    modules: tuple[str, ...]
+    same: tuple[object, ...]
+
+    @property
+    def range(self) -> str:
+        """The text of its range: "graph0.forward/add_layer_norm [norm1:60]"."""
+        here = at(self.source)
+        return f"{self.graph}/{self.name} [{here}]" if here else f"{self.graph}/{self.name}"
+
+
+def at(source: Source | None) -> str:
+    """ "norm1:60", the module and the line of a source; for the outermost module the file's name."""
+    if source is None:
+        return ""
+    where = source.module or Path(source.file).stem
+    return f"{where}:{source.line}" if source.line else where
+
+
+def units_of(plan: FusionPlan) -> dict[str, Unit]:
+    """Every unit of a plan that runs, by name, in the order in which they run."""
+    dag = plan.dag
+    clusters = {cluster.name: cluster for cluster in plan.clusters}
+    found: dict[str, Unit] = {}
+    for call in schedule(plan).calls:
+        name = call.name
+        if name in clusters:
+            cluster = clusters[name]
+            sort, ops, same = "cluster", cluster.ops, signature(dag, cluster)
+        else:
+            op = dag.op(name)
+            sort = "library" if op.kind is Kind.CONTRACTION else "eager"
+            ops = (name,)
+            same = (str(op.target), *(dag.op(i).outputs for i in op.inputs), op.outputs)
+        modules = tuple(modules_of(dag, ops))
+        found[name] = Unit(plan.name, name, sort, ops, _source(dag, ops), modules, same)
+    return found
+
+
+def ranges_of(plan: FusionPlan) -> Mapping[str, str]:
+    """Unit -> the text of its range."""
+    return {name: unit.range for name, unit in units_of(plan).items()}
+
+
+def _source(dag: OpDag, ops: Sequence[str]) -> Source | None:
+    """The line of the user's that most of the ops come from, of several the last: a norm's, where its cluster
+    begins with a residual and ends with a bias gradient."""
+    known = [source for name in ops if (source := dag.op(name).source) is not None]
+    counts = Counter(source for source in known if source.line)
+    if not counts:
+        return known[-1] if known else None
+    most = max(counts.values())
+    return next(source for source in reversed(known) if counts[source] == most)
