@@ -44,6 +44,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="ours: auto, interpret or eager")
     parser.add_argument("--budget", type=float, default=90, help="seconds for one contender in one row")
     parser.add_argument("--limit", type=int, default=40, help="schedules: how many of the grid to begin with")
+    parser.add_argument(
+        "--from", type=Path, dest="timed", help="schedules: rank those that this file has timed; no GPU"
+    )
     parser.add_argument("--repetitions", type=int, default=20, help="timed calls, of which the median counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(

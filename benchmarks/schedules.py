@@ -3,6 +3,7 @@
 Each cluster of each case, forward and backward, is captured with its real arguments. Timed are the
 schedules that the tuner would time, a sample of the grid of all within reason, and then, as long as
 that helps, what lies next to the best. Every kernel is compiled beside the timing of the case before.
+With `--from FILE` nothing is timed: the present code's choices are looked up in FILE (`ranking.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from benchmarks import ranking
 from benchmarks.bars import mean_error, rank_correlation
 from benchmarks.case import Case
 from benchmarks.kernels import gradients_of, leaves, run
@@ -41,8 +43,6 @@ from fusion_compiler.runtime.launch import Runner, find_gpu, program_builds
 from fusion_compiler.schedule.analysis import Analysis, Schedule
 from fusion_compiler.schedule.grid import grid, neighbours
 
-TUNED = 4  # schedules that the tuner times
-NEAR = 1.05  # times the best: as good
 GAIN = 0.98  # of the best before: worth another round
 CLIMBED = 3  # of the best, whose neighbours are tried
 
@@ -63,7 +63,7 @@ class Found:
     @functools.cached_property
     def candidates(self) -> tuple[Schedule, ...]:
         """The tuner's, the model's first choice first."""
-        return schedules_of(self.key.nests[0], self.name, self.device)[:TUNED]
+        return schedules_of(self.key.nests[0], self.name, self.device)[: ranking.TUNED]
 
     @functools.cached_property
     def grid(self) -> tuple[Schedule, ...]:
@@ -313,11 +313,11 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     first = [c["first"]["us"] / b for c, b in zip(clusters, best, strict=True)]
     return {
         "clusters": len(clusters),
-        "first choice within 5% of the best": share(f <= NEAR for f in first),
+        "first choice within 5% of the best": share(f <= ranking.NEAR for f in first),
         "first choice / best, median": statistics.median(first),
         "first choice / best, worst": max(first),
         "best of the tuned within 5% of the best": share(
-            c["tuned"]["us"] <= NEAR * b for c, b in zip(clusters, best, strict=True)
+            c["tuned"]["us"] <= ranking.NEAR * b for c, b in zip(clusters, best, strict=True)
         ),
         "prediction against the tuned: mean error": mean_error(*us),
         "prediction against the tuned: rank correlation": rank_correlation(*us),
@@ -361,7 +361,9 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
     return table(header, lines)
 
 
-def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Record:
+def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Record | ranking.Summary:
+    if options.timed is not None:
+        return ranking.main(options.timed, cases)
     device = torch.device(options.device)
     bandwidth = Yardstick(device, 1 << 24 if options.quick else 1 << 30).bandwidth
     record = Record("schedules", environment(device) | {"copy_bandwidth": bandwidth}, options.json)

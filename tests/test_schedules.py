@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import schedules
+from benchmarks import ranking, schedules
 from benchmarks.__main__ import parse
 from benchmarks.case import Case
 from benchmarks.schedules import Found, GpuClock, InterpreterClock, Search, clusters_of, summarize
 from benchmarks.sizes import ALL_CASES
 from fusion_compiler.codegen import finishing
+from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.runtime.builds import Build
 from fusion_compiler.runtime.launch import Runner
@@ -164,6 +167,27 @@ def test_the_summary_counts_choices_within_five_percent() -> None:
     assert summary["first choice / best, worst"] == pytest.approx(1.5)
     assert summary["prediction against the tuned: mean error"] == pytest.approx(0.1)
     assert summary["prediction against the tuned: rank correlation"] == 1
+
+
+def test_a_ranking_is_held_to_what_was_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first choice is looked up among the timings; one that was not timed is listed and not judged."""
+    case = dataclasses.replace(case_of("SwiGLU"), differentiate=())
+    ((name, key),) = ranking.clusters_of(case, "h200")
+    first, second, *_ = schedules_of(key.nests[0], name, device_spec("h200"))
+
+    def summary(timed: list[list[object]]) -> dict[str, float]:
+        file = tmp_path / "timed.json"
+        row = {"case": "SwiGLU", "clusters": [{"cluster": name, "all": timed}]}
+        file.write_text(json.dumps({"rows": [row]}))
+        return ranking.main(file, [case])
+
+    found = summary([[str(first), 11.0], [str(second), 10.4], ["another", 10.0]])
+    assert found["first choice / best, worst"] == pytest.approx(1.1)
+    assert found["first choice within 5% of the best"] == 0
+    assert found["best of the first 4 within 5% of the best"] == 1
+    assert str(first) in capsys.readouterr().out
+    assert summary([[str(second), 10.0]]) == {}
+    assert "not timed" in capsys.readouterr().out
 
 
 def kernels_of(compiled: Compiled) -> tuple[Kernel, ...]:
