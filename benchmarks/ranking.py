@@ -24,7 +24,7 @@ from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.schedule.analysis import Schedule
+from fusion_compiler.schedule.schedule import Schedule
 
 TUNED = 4  # schedules that the tuner times
 NEAR = 1.05  # times the best: as good

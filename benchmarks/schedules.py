@@ -40,8 +40,9 @@ from fusion_compiler.options import Options
 from fusion_compiler.runtime.binding import Gpu
 from fusion_compiler.runtime.builds import compile_builds
 from fusion_compiler.runtime.launch import Runner, find_gpu, program_builds
-from fusion_compiler.schedule.analysis import Analysis, Schedule
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.grid import grid, neighbours
+from fusion_compiler.schedule.schedule import Schedule
 
 GAIN = 0.98  # of the best before: worth another round
 CLIMBED = 3  # of the best, whose neighbours are tried

@@ -27,8 +27,9 @@ from fusion_compiler.ir.loops import COLS, LoopNest
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.options import Options
 from fusion_compiler.runtime.launch import Runner
-from fusion_compiler.schedule import misaligned, wide_rows
-from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule
+from fusion_compiler.schedule import misaligned, space, wide_rows
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.schedule import Cols, Schedule
 
 Schedules = Callable[[LoopNest, str, DeviceSpec], tuple[Schedule, ...]]
 
@@ -91,7 +92,7 @@ def fall_back(runners: Iterable[Runner]) -> None:
 
 
 def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Blocks of two rows and four columns, and three programs, for every template that fits, so that small
+    """Blocks of two rows and four columns, and three programs, for every kind that fits, so that small
     tensors meet every loop, mask and partial sum: one of each kind that the program allows.
 
     Wide rows are cut into at most 256 blocks.
@@ -100,17 +101,17 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
     few = max(4, 1 << (hint(analysis.size(COLS)) // 256).bit_length())
     kinds: dict[Schedule, None] = {}
     along = any(COLS in analysis.over(i) for i in analysis.reductions)
-    for template in emit.TEMPLATES:
-        for s in template.schedules(analysis, device) if template.fits(analysis) else ():
+    for kind in space.KINDS:
+        for s in kind.measured(analysis, device) if space.fits(kind, analysis, device) else ():
             if s.splits > 1 or (s.cols is Cols.LOOP and not along):
                 continue  # see below; only what goes through a row knows the columns of a loop
             cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, few)
             programs = None if s.programs is None else 3
             kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
     half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
-    if along and wide_rows.can_be_shared(analysis) and half < hint(analysis.size(COLS)):  # each has a column
+    if along and analysis.shareable and half < hint(analysis.size(COLS)):  # each has a column
         kinds[Schedule(1, half, Cols.WHOLE, 3, splits=2)] = None
-        if wide_rows.fits(analysis):
+        if space.fits(wide_rows, analysis, device):
             kinds[Schedule(1, few, Cols.LOOP, splits=3)] = None
             kinds[Schedule(1, half, Cols.WHOLE, splits=2)] = None
     return tuple(kinds)

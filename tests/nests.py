@@ -25,7 +25,7 @@ from fusion_compiler.ir.loops import (
     Store,
 )
 from fusion_compiler.ir.ops import OPS
-from fusion_compiler.passes.fuse.cost import BufferInfo
+from fusion_compiler.schedule.work import BufferInfo
 
 TARGETS = {str(spec.target).removeprefix("aten.").removeprefix("prims."): spec.target for spec in OPS}
 

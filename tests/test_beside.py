@@ -13,7 +13,7 @@ from torch import Tensor
 from fusion_compiler.codegen.assemble import build
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.plan import Cluster
-from fusion_compiler.schedule.analysis import Cols, Schedule
+from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, cramped, not_as_close, rounding_noise, wide
 
 ROWS, COLS = 18, 17

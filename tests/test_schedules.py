@@ -23,8 +23,8 @@ from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.runtime.builds import Build
 from fusion_compiler.runtime.launch import Runner
-from fusion_compiler.schedule.analysis import Cols, Schedule
 from fusion_compiler.schedule.grid import neighbours
+from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled
 from tests.fake_gpu import FakeGpu
 

@@ -20,7 +20,8 @@ from fusion_compiler.ir.loops import COLS, ROWS, LoopNest
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.runtime.target import compile_for
-from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule, pieces_of
+from fusion_compiler.schedule.analysis import Analysis, pieces_of
+from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, not_as_close, wide
 from tests.hand_made import contiguous
 from tests.nests import Nest
@@ -87,7 +88,7 @@ def test_every_part_is_summed_once(
 ) -> None:
     sizes = dict(zip(GROUPS, shape, strict=True))
     loops = norm_like(sizes, kept).nest()
-    assert first_refusal(loops, H200) is None
+    assert first_refusal(Analysis(loops), H200) is None
     small = tuple(sizes[name] for name in kept)
     outputs = {"y": shape, "before": small, "after": small, "most": small}
     program = built(loops, schedule, {"x": shape, "w": (shape[1], shape[2]), **outputs})
@@ -132,7 +133,7 @@ def test_a_piece_crosses_no_segment() -> None:
     ids=["odd", "inner"],
 )
 def test_what_does_not_fall_into_pieces_is_refused(nest: Nest, reason: str) -> None:
-    refusal = first_refusal(nest.nest(), H200)
+    refusal = first_refusal(Analysis(nest.nest()), H200)
     assert refusal is not None and refusal[0] == "segments" and reason in refusal[1]
 
 
@@ -140,7 +141,7 @@ def test_nothing_but_stores_follows_a_sum_over_segments() -> None:
     nest = norm_like({"n": 3, "g": 2, "c": 3, "s": 64}, "gc")
     x = nest.load("x", "n", "g", "c", "s", dtype=torch.float32)
     nest.store("z", nest.mul(x, nest.segments("sum", x, "g", "c")), "n", "g", "c", "s")
-    refusal = first_refusal(nest.nest(), H200)
+    refusal = first_refusal(Analysis(nest.nest()), H200)
     assert refusal is not None and "of which each row has only a part" in refusal[1]
 
 

@@ -23,7 +23,8 @@ from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import COLS, LoopNest
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.runtime.target import compile_for
-from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, not_as_close, wide
 from tests.versions import of_measured_versions
 

@@ -23,8 +23,9 @@ from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import COLS, LoopNest
 from fusion_compiler.runtime.launch import Runner
 from fusion_compiler.runtime.target import compile_for
-from fusion_compiler.schedule import misaligned, wide_rows
-from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule, inner_cols
+from fusion_compiler.schedule import misaligned
+from fusion_compiler.schedule.analysis import Analysis, inner_cols
+from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, not_as_close, wide
 from tests.fake_gpu import FakeGpu
 from tests.versions import of_measured_versions
@@ -45,13 +46,13 @@ def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[S
         return plain
     block = 1 << (width - 1).bit_length()
     kinds = [Schedule(1, block, Cols.WHOLE, programs=8, num_stages=2)]
-    if wide_rows.can_be_shared(a):
+    if a.shareable:
         kinds.append(Schedule(1, block // 2, Cols.WHOLE, programs=4, num_stages=2, splits=2))
     else:
         kinds.append(Schedule(1, block, Cols.WHOLE, programs=4, num_stages=2))
     if not a.across_rows:
         kinds += [Schedule(1, block, Cols.WHOLE), Schedule(1, block // 4, Cols.LOOP)]
-        if wide_rows.can_be_shared(a):
+        if a.shareable:
             kinds += [
                 Schedule(1, block // 8, Cols.LOOP, splits=4),
                 Schedule(1, block // 2, Cols.WHOLE, splits=2),

@@ -13,7 +13,8 @@ from torch import Tensor
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import ROWS, Axis, Index, Load, LoopNest, Reduce, Store
-from fusion_compiler.schedule.analysis import MOST_TURNS, Cols
+from fusion_compiler.schedule.analysis import MOST_TURNS
+from fusion_compiler.schedule.schedule import Cols
 from tests.exactness import Compiled, Schedules, cramped, skewed
 
 

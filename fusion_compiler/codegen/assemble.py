@@ -27,16 +27,14 @@ from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.ir.loops import COLS, ROWS, Load, LoopNest, Random, symbols_of
 from fusion_compiler.schedule.analysis import (
-    WORD,
     Analysis,
-    Cols,
-    Schedule,
     accumulated_groups,
     along_rows_first,
     ceil_div,
     part_cols,
 )
 from fusion_compiler.schedule.registers import tile_registers
+from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 
 # Of a thread, for tiles: with as many a multiprocessor still holds the dozen warps that keep memory busy.
 ENOUGH_REGISTERS = 128

@@ -1,33 +1,24 @@
-"""The ordered templates: each answers `fits(analysis)` and `schedules(analysis, device)`; the first wins."""
+"""The programs of a cluster: its tile programs under the best of their schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 
 from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer, Program
 from fusion_compiler.ir.loops import LoopNest
-from fusion_compiler.schedule import columns, flat, misaligned, persistent_rows, rows, shared_rows, wide_rows
-from fusion_compiler.schedule.analysis import Analysis, Schedule
-from fusion_compiler.schedule.registers import MOST, tile_registers
-
-TEMPLATES: tuple[ModuleType, ...] = (flat, columns, persistent_rows, rows, shared_rows, wide_rows)
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.schedule import Schedule
+from fusion_compiler.schedule.space import refusal, schedules
 
 
 def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Schedules of the first template that fits, best guess first. Raises LookupError if none does.
-
-    Those whose tiles would crowd a thread's registers come after all others.
-    """
-    analysis = Analysis(loops)
-    for template in TEMPLATES:
-        if template.fits(analysis):
-            schedules = template.schedules(analysis, device)
-            by_room = sorted(schedules, key=lambda s: tile_registers(analysis, s) > MOST)
-            return misaligned.with_skewed(analysis, tuple(by_room))
-    raise LookupError(f"no template fits {name}")
+    """Schedules of one tile program, best guess first. Raises LookupError if there are none."""
+    found = schedules(loops, device)
+    if not found:
+        raise LookupError(f"no schedule runs {name}: {refusal(Analysis(loops), device)}")
+    return found
 
 
 def emit(
@@ -39,7 +30,7 @@ def emit(
     limit: int = 4,
 ) -> tuple[Program, ...]:
     """Programs of one cluster, best guess first: `limit` of them, and where all read words that their inputs
-    end within, one more, for inputs that begin anywhere. Raises LookupError if no template fits.
+    end within, one more, for inputs that begin anywhere. Raises LookupError if there is no schedule.
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
     found = [_program(nests, first, choices, name, doc, buffers) for first in choices[0][:limit]]

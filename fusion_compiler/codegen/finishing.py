@@ -29,7 +29,8 @@ from fusion_compiler.ir.loops import (
     operands_of,
     renumber,
 )
-from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule, accumulator_dtype, ceil_div, waiting
+from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, ceil_div, waiting
+from fusion_compiler.schedule.schedule import Cols, Schedule
 
 # Programs that draw a ticket: each waits until its results have arrived, and one, of as few warps as all,
 # reads what they left. Sixteen thousand take 8 us of an H200 at that, and a second kernel two.

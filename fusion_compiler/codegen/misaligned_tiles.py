@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.ir.loops import COLS, Index, Load
-from fusion_compiler.schedule.analysis import WORD, Cols
+from fusion_compiler.schedule.schedule import WORD, Cols
 
 if TYPE_CHECKING:
     from fusion_compiler.codegen.printer import Printer

@@ -21,7 +21,8 @@ from fusion_compiler.codegen.names import Own
 from fusion_compiler.codegen.partial_reductions import scaled_sum
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Reduce
-from fusion_compiler.schedule.analysis import WORD, Analysis, Cols, part_cols
+from fusion_compiler.schedule.analysis import Analysis, part_cols
+from fusion_compiler.schedule.schedule import WORD, Cols
 
 ALONG = frozenset({COLS})
 BLOCK: tuple[Own, Own] = ("block_mean", "block_squares")

@@ -31,15 +31,8 @@ from fusion_compiler.ir.loops import (
     operands_of,
     segment_of,
 )
-from fusion_compiler.schedule.analysis import (
-    Analysis,
-    Cols,
-    Pieces,
-    Schedule,
-    accumulator_dtype,
-    operand_of,
-    pieces_of,
-)
+from fusion_compiler.schedule.analysis import Analysis, Pieces, accumulator_dtype, operand_of, pieces_of
+from fusion_compiler.schedule.schedule import Cols, Schedule
 
 aten = torch.ops.aten
 

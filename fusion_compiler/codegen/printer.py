@@ -55,13 +55,12 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.schedule.analysis import (
     Analysis,
-    Cols,
-    Schedule,
     accumulated_groups,
     accumulator_dtype,
     operand_of,
     rounding_of,
 )
+from fusion_compiler.schedule.schedule import Cols, Schedule
 
 aten = torch.ops.aten
 NEUTRAL = {"sum": 0, "prod": 1, "max": float("-inf"), "min": float("inf"), "any": False, "all": True}

@@ -22,7 +22,8 @@ from fusion_compiler.codegen.partial_reductions import partial_results
 from fusion_compiler.codegen.printer import Printer
 from fusion_compiler.ir.dims import Dim, product, quotient
 from fusion_compiler.ir.loops import COLS, Store, operands_of, store_operands
-from fusion_compiler.schedule.analysis import Cols, end_lanes, inner_cols, part_cols
+from fusion_compiler.schedule.analysis import end_lanes, inner_cols, part_cols
+from fusion_compiler.schedule.schedule import Cols
 
 
 def print_passes(p: Printer) -> None:

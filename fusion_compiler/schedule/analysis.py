@@ -1,11 +1,10 @@
-"""What a tile program is made of, as the templates and the printer ask, and how it can run."""
+"""What a tile program is made of, as the kinds of schedules and the printer ask."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cached_property
 
 import torch
@@ -34,6 +33,7 @@ from fusion_compiler.ir.loops import (
     segment_of,
     store_operands,
 )
+from fusion_compiler.schedule.schedule import WORD, Schedule
 
 aten = torch.ops.aten
 
@@ -42,65 +42,6 @@ KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # of
 HALVES = (str(torch.float16), str(torch.bfloat16))
 # Operators whose expressions multiply, by name.
 PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
-WORD = 8  # elements of two bytes in the widest access
-
-
-class Cols(StrEnum):
-    WHOLE = "whole"
-    GRID = "grid"
-    LOOP = "loop"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How a tile program runs.
-
-    block_rows, block_cols: tile extents, powers of two. cols: how the columns are covered.
-    programs: number of programs that share the rows in a loop; None is one block a program.
-    splits: programs that share a block of rows, each with consecutive columns of all of them; they run at the
-    same time and exchange what they reduced, in 32 bits a row and once a block. In a loop over rows,
-    `programs` counts the groups of them.
-    word: elements in which rows that begin anywhere are moved (`codegen.skew`): the columns are counted from
-    the word in which the row begins; 0 counts them from its first element. One row a block, or several of a
-    loop that programs share.
-    registers: the most that a thread may take, so that as many programs as are to run at once do.
-    """
-
-    block_rows: int
-    block_cols: int
-    cols: Cols
-    programs: int | None = None
-    num_warps: int = 4
-    num_stages: int = 1
-    splits: int = 1
-    word: int = 0
-    registers: int | None = None
-
-    def __str__(self) -> str:
-        split = f" of {self.splits} parts" if self.splits > 1 else ""
-        loop = f", {self.programs} programs" if self.programs else ""
-        stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
-        skewed = f" skewed{f' by {self.word}' if self.word != WORD else ''}" if self.skewed else ""
-        tile = f"{self.block_rows} x {self.block_cols} {self.cols}{skewed}{split}"
-        limit = f", {self.registers} registers" if self.registers else ""
-        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}"
-
-    @property
-    def skewed(self) -> bool:
-        return self.word > 0
-
-    @property
-    def rows_apart(self) -> int:
-        """From one row of a block to the next: skewed rows of a block begin at the same place of a word."""
-        if not self.skewed or self.block_rows == 1:
-            return 1
-        assert self.programs is not None
-        return self.programs
-
-    @property
-    def in_passes(self) -> bool:
-        """Whether a reduction along the row takes a pass of its own: the tile is not the whole row."""
-        return self.cols is Cols.LOOP or self.splits > 1
 
 
 class Analysis:
@@ -111,9 +52,10 @@ class Analysis:
         self.groups = groups_of(loops)
         self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in (ROWS, COLS)}
         self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}  # axes are sorted: rows, then cols
+        self.sizes = {g: product(a.size for a in self.axes[g]) for g in (ROWS, COLS)}
 
     def size(self, group: str) -> Dim:
-        return product(a.size for a in self.axes[group])
+        return self.sizes[group]
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
         """An index in which a group whose axes are contiguous in it goes by its own number, in its last
@@ -193,6 +135,35 @@ class Analysis:
         together = {*self.online, *self.moments, *(total for total, _ in self.moments.values())}
         late = self.finish | together
         return tuple(i for i in self.reductions if self.is_sum(i) and COLS in self.over(i) and i not in late)
+
+    @cached_property
+    def reads_rows(self) -> bool:
+        """Whether anything is reduced along the rows: not nothing at all, nor only over the rows."""
+        return any(COLS in self.over(i) for i in self.reductions)
+
+    @cached_property
+    def walks_rows(self) -> bool:
+        """Whether programs keep sums over rows while they reduce along these: each leaves one result."""
+        unknown = not isinstance(self.size(ROWS), int)
+        return self.reads_rows and bool(self.across_rows) and (unknown or self.ends_in_a_row)
+
+    @cached_property
+    def stores_rows(self) -> bool:
+        """Whether a value that varies along the row is stored: rows are not only reduced."""
+        return any(COLS in self.groups[s.value] for s in self.loops.stores)
+
+    @cached_property
+    def shareable(self) -> bool:
+        """Whether programs can exchange what they reduce along the row: numbers of 32 bits."""
+        nodes = self.loops.nodes
+        along = (n for i in self.reductions if isinstance(n := nodes[i], Reduce) and COLS in n.over)
+        return isinstance(self.size(COLS), int) and all(accumulator_dtype(n).itemsize == 4 for n in along)
+
+    @cached_property
+    def full_loads(self) -> int:
+        """How many tensors are read whole."""
+        loads = [n for n in self.loops.nodes if isinstance(n, Load)]
+        return len({n.buffer for n in loads if len(n.index.terms) >= len(self.loops.axes)})
 
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
@@ -416,6 +387,8 @@ class Analysis:
 def waiting(loops: LoopNest, numbers: Iterable[int]) -> frozenset[int]:
     """Some nodes, and all that are made of them."""
     late = set(numbers)
+    if not late:
+        return frozenset()
     for i, node in enumerate(loops.nodes):
         if any(o in late for o in operands_of(node)):
             late.add(i)

@@ -1,4 +1,7 @@
-"""Sums over the rows alone: tiles of columns, the rows split over programs, partial sums added at the end."""
+"""Sums over the rows alone: tiles of columns, the rows split over programs, partial sums added at the end.
+
+A shape is (rows, columns, warps, programs a multiprocessor); of no columns, whole rows.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +10,87 @@ from collections.abc import Iterator
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
-from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule, enough
+from fusion_compiler.schedule.analysis import Analysis, enough
+from fusion_compiler.schedule.measured import Shape
+from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 16  # of a multiprocessor: with 32 elements a thread, three times, enough in flight
-SQUARE = ((64, 64, 8), (128, 32, 8), (32, 128, 8))  # both memory orders touch whole sectors
+SQUARE = ((64, 64, 8, 2), (32, 128, 8, 2), (128, 32, 8, 2))  # both memory orders touch whole sectors
+ALL = ((8192, 4, 8), (4096, 8, 4), (2048, 8, 4), (16384, 2, 16))  # of one column: elements, share, warps
+WHOLE = (1, 0, 8, 2)  # what is stored besides goes row by row
 
 
-def fits(a: Analysis) -> bool:
-    return bool(a.reductions) and all(a.over(i) == frozenset({ROWS}) for i in a.reductions)
+def suits(a: Analysis) -> bool:
+    return bool(a.reductions) and not a.reads_rows
 
 
-def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def refuses(a: Analysis, device: DeviceSpec) -> str | None:
+    return None
+
+
+def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Not a table: the best tiles depend on how many columns there are for each multiprocessor."""
     width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
     if width == 1:
-        return _one_column(a, device, count)
-    out: list[Schedule] = []
-    whole, tallest = (1 << max(0, (n - 1).bit_length()) for n in (width, count))
-    stores = any(s.value not in a.finish for s in a.loops.stores)
-    if stores and not a.mixed and isinstance(a.size(COLS), int) and 1024 <= whole <= 8192:
-        out.append(
-            Schedule(1, whole, Cols.WHOLE, _programs(count, 1, 2 * device.sms), num_warps=8, num_stages=3)
-        )
-    for block, rows, warps in SQUARE if a.mixed else _tiles(width, count, device):
-        block, rows = min(block, whole), min(rows, tallest)
-        warps = max(1, min(warps, rows * block // (16 * device.warp_size)))
-        programs = _programs(count, rows, 2 * device.sms // -(-width // block))
+        return _one_column(device, count)
+    stored = any(s.value not in a.finish for s in a.loops.stores)
+    by_row = stored and not a.mixed and isinstance(a.size(COLS), int) and 1024 <= padded(width) <= 8192
+    tiles = SQUARE if a.mixed else tuple(_tiles(width, count, device))
+    return made(a, device, ((WHOLE,) if by_row else ()) + tiles)
+
+
+def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    return measured(a, device)[:3]
+
+
+def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    if hint(a.size(COLS)) <= 1:
+        return ()
+    shapes = ((32 * w * 32 // cols, cols, w, 2) for cols in powers(32, 1024) for w in powers(1, 16))
+    return made(a, device, tuple(s for s in shapes if s[0]))
+
+
+def made(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+    width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
+    whole, tallest = padded(width), padded(count)
+    found: dict[Schedule, None] = {}
+    for rows, cols, warps, share in shapes:
+        if not cols:
+            programs = _programs(count, 1, share * device.sms)
+            found[_staged(1, whole, Cols.WHOLE, programs, warps_of(warps, device))] = None
+            continue
+        block, rows = min(cols, whole), min(rows, tallest)
+        warps = max(1, min(warps_of(warps, device), rows * block // (16 * device.warp_size)))
+        programs = _programs(count, rows, share * device.sms // -(-width // block))
         if isinstance(a.size(ROWS), int) and rows >= count:  # all loads at once
-            out.append(Schedule(rows, block, Cols.GRID, num_warps=warps))
+            found[Schedule(rows, block, Cols.GRID, num_warps=warps)] = None
         else:
-            out.append(Schedule(rows, block, Cols.GRID, programs, num_warps=warps, num_stages=3))
-    return tuple(dict.fromkeys(out))
+            found[_staged(rows, block, Cols.GRID, programs, warps)] = None
+    return tuple(found)
 
 
-def _tiles(width: int, count: int, device: DeviceSpec) -> Iterator[tuple[int, int, int]]:
-    """(columns, rows, warps) with 32 elements a thread, and as many warps as give a multiprocessor WARPS.
+def _staged(rows: int, block: int, cols: Cols, programs: int, warps: int) -> Schedule:
+    return Schedule(rows, block, cols, programs, num_warps=warps, num_stages=3)
+
+
+def _tiles(width: int, count: int, device: DeviceSpec) -> Iterator[Shape]:
+    """32 elements a thread, and as many warps as give a multiprocessor WARPS.
 
     A tile of the few rows that there are has half of that, and no loop. Where there are so many columns that
     one warp for 128 of them is more than that, it takes more columns; to add up what few warps hold is
     quicker, and a program of one warp does not wait for others.
     """
     if count <= 4:
-        rows, share = (1 << max(0, n - 1).bit_length() for n in (count, width // device.sms))
-        yield max(128, min(2048 // rows, share)), rows, 4
+        rows, share = padded(count), padded(width // device.sms)
+        yield rows, max(128, min(2048 // rows, share)), 4, 2
     across = -(-width // 128)
     warps = 1 << max(0, min(8, WARPS * device.sms // max(across, 2 * device.sms)).bit_length() - 1)
     block = 128
     while block < 1024 and -(-width // block) > WARPS * device.sms:
         block *= 2
     for cols, w in ((block, warps), (block, max(1, warps // 2)), (block // 2, warps), (2 * block, 2 * warps)):
-        yield cols, max(1, 1024 * w // cols), w
+        yield max(1, 1024 * w // cols), cols, w, 2
 
 
 def _programs(count: int, rows: int, most: int) -> int:
@@ -63,13 +98,11 @@ def _programs(count: int, rows: int, most: int) -> int:
     return enough(max(1, min(-(-count // rows), most)), count, rows)
 
 
-def _one_column(a: Analysis, device: DeviceSpec, count: int) -> tuple[Schedule, ...]:
+def _one_column(device: DeviceSpec, count: int) -> tuple[Schedule, ...]:
     """A sum of everything."""
-    widest = 1 << max(0, (count - 1).bit_length())
-    shapes = ((8192, 4, 8), (4096, 8, 4), (2048, 8, 4), (16384, 2, 16))
-    return tuple(
-        Schedule(
-            min(block, widest), 1, Cols.WHOLE, _programs(count, min(block, widest), share * device.sms), w
-        )
-        for block, share, w in shapes
-    )
+    found: dict[Schedule, None] = {}
+    for elements, share, warps in ALL:
+        rows = min(elements, padded(count))
+        programs = _programs(count, rows, share * device.sms)
+        found[Schedule(rows, 1, Cols.WHOLE, programs, warps_of(warps, device))] = None
+    return tuple(found)

@@ -2,42 +2,74 @@
 
 Rows exist where a value belongs to one; tiles hold several of short rows, since a multiprocessor holds so few
 programs that those of one warp leave half of it empty.
+
+A shape is (rows, columns, warps); of no rows, columns are elements.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import COLS, ROWS, Compute
-from fusion_compiler.ir.ops import spec_of
-from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule
+from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.schedule import measured as table
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.measured import Shape
+from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
-LONG = 16  # instructions
 SHORT = 512  # columns: shorter rows are several to a tile
-TRANSPOSING = ((64, 64, 8), (32, 64, 4), (64, 32, 4), (128, 64, 8))
 
 
-def fits(a: Analysis) -> bool:
+def suits(a: Analysis) -> bool:
     return not a.reductions
 
 
-def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    most = [1 << max(0, (hint(a.size(g)) - 1).bit_length()) for g in (ROWS, COLS)]
-    if a.mixed:  # two memory orders meet: square tiles, through shared memory
-        tiles = dict.fromkeys((min(r, most[0]), min(c, most[1]), w) for r, c, w in TRANSPOSING)
-        return tuple(Schedule(r, c, Cols.GRID, num_warps=w) for r, c, w in tiles)
-    width = max(4, most[1])
-    shapes = ((2048, 4), (1024, 2), (4096, 8), (1024, 4))
-    if any(isinstance(n, Compute) and _is_long(n) for n in a.loops.nodes):
-        shapes = ((512, 4), (1024, 8), (1024, 4), (256, 2))
-    fitting = [(1, min(block, width), max(1, warps * min(block, width) // block)) for block, warps in shapes]
-    if width <= SHORT:
-        tiles = [(min(most[0], block // min(block, width)), min(block, width), w) for block, w in shapes]
-        fitting = [t for t in tiles if t[0] > 1][:3] + fitting
-    return tuple(Schedule(r, c, Cols.GRID, num_warps=w) for r, c, w in dict.fromkeys(fitting))
+def refuses(a: Analysis, device: DeviceSpec) -> str | None:
+    return None
 
 
-def _is_long(node: Compute) -> bool:
-    """A function with no short form, the sine say: sixteen copies of libdevice's slow path spill."""
-    spec = spec_of(node.target)
-    return spec is not None and spec.flops >= LONG and spec.rough is None
+def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    return made(a, device, table.shapes("flat", a))
+
+
+def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    return made(a, device, ((64, 64, 8),) if a.mixed else ((0, 2048, 4), (0, 1024, 2)))
+
+
+def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    return made(a, device, _squares() if a.mixed else _blocks())
+
+
+def _squares() -> Iterator[Shape]:
+    for rows in powers(32, 128):
+        yield from ((rows, cols, max(1, rows * cols // 512)) for cols in powers(32, 128))
+
+
+def _blocks() -> Iterator[Shape]:
+    for elements in powers(256, 8192):
+        yield from ((0, elements, warps) for warps in powers(max(1, elements // 1024), elements // 128))
+
+
+def made(
+    a: Analysis, device: DeviceSpec, shapes: Iterator[Shape] | tuple[Shape, ...]
+) -> tuple[Schedule, ...]:
+    tallest, widest = (padded(hint(a.size(g))) for g in (ROWS, COLS))
+    width = max(4, widest)
+    squares: list[Shape] = []
+    tiles: list[Shape] = []
+    rows_each: list[Shape] = []
+    for rows, cols, warps in shapes:
+        if rows:
+            squares.append((min(rows, tallest), min(cols, widest), warps))
+            continue
+        block = min(cols, width)
+        rows_each.append((1, block, max(1, warps * block // cols)))
+        if width <= SHORT:
+            tiles.append((min(tallest, cols // block), block, warps))
+    found = (*squares, *[t for t in tiles if t[0] > 1][:3], *rows_each)
+    return tuple(
+        Schedule(rows, cols, Cols.GRID, num_warps=warps_of(warps, device))
+        for rows, cols, warps in dict.fromkeys(found)
+    )

@@ -14,8 +14,10 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule import misaligned, rows, wide_rows
-from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.registers import tile_registers
+from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.shapes import padded, powers
 
 WARPS = (1, 2, 4, 8, 16, 32)
 STAGES = (1, 3)  # of loads in flight, in loops
@@ -30,9 +32,9 @@ REGISTERS = 255  # that a thread can have
 def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Every combination of extents, warps, programs and stages that `a` allows, in no order of merit."""
     found: dict[Schedule, None] = {}
-    width, count = _power(hint(a.size(COLS))), _power(hint(a.size(ROWS)))
-    for cols, block_cols, splits in _coverings(a, width):
-        for block_rows in _powers(1, min(count, MOST_ROWS if splits == 1 else MOST_SHARED_ROWS)):
+    width, count = padded(hint(a.size(COLS))), padded(hint(a.size(ROWS)))
+    for cols, block_cols, splits in _coverings(a, width, device):
+        for block_rows in powers(1, min(count, MOST_ROWS if splits == 1 else MOST_SHARED_ROWS)):
             for warps in WARPS:
                 tile = Schedule(block_rows, block_cols, cols, num_warps=warps, splits=splits)
                 if _fits_threads(tile, width * count, device) and tile_registers(a, tile) <= REGISTERS:
@@ -73,29 +75,29 @@ def _order(value: object) -> float:
     return float(list(Cols).index(value)) if isinstance(value, Cols) else float(value)  # type: ignore[arg-type]
 
 
-def _coverings(a: Analysis, width: int) -> Iterator[tuple[Cols, int, int]]:
+def _coverings(a: Analysis, width: int, device: DeviceSpec) -> Iterator[tuple[Cols, int, int]]:
     """(how the columns are covered, block of columns, programs that share a row)."""
     along = any(COLS in a.over(i) for i in a.reductions)
     if isinstance(a.size(COLS), int) and width <= WIDEST_WHOLE and a.reductions:
         yield Cols.WHOLE, width, 1
     if not along:
-        yield from ((Cols.GRID, block, 1) for block in _powers(16, min(width, WIDEST_BLOCK)))
+        yield from ((Cols.GRID, block, 1) for block in powers(16, min(width, WIDEST_BLOCK)))
         return
-    looped = wide_rows.fits(a)
+    looped = wide_rows.suits(a) and wide_rows.refuses(a, device) is None
     if looped:
-        yield from ((Cols.LOOP, block, 1) for block in _powers(128, min(width, WIDEST_BLOCK)))
-    if wide_rows.can_be_shared(a):
+        yield from ((Cols.LOOP, block, 1) for block in powers(128, min(width, WIDEST_BLOCK)))
+    if a.shareable:
         yield from (s for s in _shared(width) if looped or s[0] is Cols.WHOLE)
 
 
 def _shared(width: int) -> Iterator[tuple[Cols, int, int]]:
     """Rows shared by programs, each with a part that it holds or goes through."""
     most = min(MOST_SPLITS, width // LEAST_PART)
-    for splits in _powers(2, most) if most > 1 else ():
+    for splits in powers(2, most) if most > 1 else ():
         part = width // splits
         if part <= WIDEST_BLOCK:
             yield Cols.WHOLE, part, splits
-        yield from ((Cols.LOOP, block, splits) for block in _powers(LEAST_PART, min(part // 2, WIDEST_BLOCK)))
+        yield from ((Cols.LOOP, block, splits) for block in powers(LEAST_PART, min(part // 2, WIDEST_BLOCK)))
 
 
 def _loops(a: Analysis, tile: Schedule, device: DeviceSpec) -> Iterator[Schedule]:
@@ -119,15 +121,3 @@ def _fits_threads(tile: Schedule, elements: int, device: DeviceSpec) -> bool:
     held = tile.block_rows * tile.block_cols
     each = held / (device.warp_size * tile.num_warps)
     return (least <= each or (held >= elements and tile.num_warps == 1)) and each <= most
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-def _powers(low: int, high: int) -> Iterator[int]:
-    """Powers of two from `low` to `high`; `high` alone where it is below."""
-    n = min(low, high)
-    while n <= high:
-        yield n
-        n *= 2

@@ -21,7 +21,8 @@ from dataclasses import replace
 from math import gcd
 
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Random
-from fusion_compiler.schedule.analysis import WORD, Analysis, Cols, Schedule, end_lanes, inner_cols, part_cols
+from fusion_compiler.schedule.analysis import Analysis, end_lanes, inner_cols, part_cols
+from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 
 WORDS = (WORD, WORD // 2)
 NARROWEST = 512  # columns of a tile; narrower ones have several rows, each with a skew of its own

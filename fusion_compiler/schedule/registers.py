@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from fusion_compiler.ir.loops import COLS, ROWS, Checked, Constant, operands_of
-from fusion_compiler.schedule.analysis import Analysis, Cols, Schedule
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.schedule import Cols, Schedule
 
 # Of the 255 that a thread can have, those that hold tiles: addresses, masks and what is computed between
 # take the others. Measured on the golden kernels, of which the ones above it spill and the others do not.

@@ -1,101 +1,89 @@
-"""Whole rows in registers: one read, one write, any number of reductions along the row."""
+"""Whole rows in registers: one read, one write, any number of reductions along the row.
+
+A shape is (rows, columns, warps) or (rows, columns, warps, programs a multiprocessor): -n rows are as many as
+have n elements; of no columns the tile is the whole row, else there is a loop over blocks of so many; with
+programs that go through the rows in turn, the next ones are loaded ahead.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import COLS, ROWS, Load, Random
-from fusion_compiler.ir.row_widths import ALONE
-from fusion_compiler.schedule.analysis import WORD, Analysis, Cols, Schedule, enough
-from fusion_compiler.schedule.registers import tile_registers
+from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.schedule import measured as table
+from fusion_compiler.schedule.analysis import Analysis, enough
+from fusion_compiler.schedule.measured import Shape
+from fusion_compiler.schedule.row_widths import ALONE
+from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 64  # that a multiprocessor holds
 MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the others are done
-# (elements, warps) of short rows of which nothing is stored: four times as many, by loads of a loop, which do
-# not stay in the caches; and of those with sums of exponentials, which take registers.
-ONLY_REDUCED = ((4096, 4), (2048, 4), (8192, 8), (16384, 32))
-WITH_EXPONENTIALS = ((4096, 2), (8192, 4), (2048, 1), (8192, 8))
-CROWDED = 128  # registers of a thread for tiles: with more, more threads are faster
-SKEWED_LOOP = 4096  # columns of a block, in rows that begin anywhere: within the row it has no masks
-LOOPED = 2048  # columns: rows that are longer and only reduced are gone through by threads of 64 elements
 
 
-def fits(a: Analysis) -> bool:
+def suits(a: Analysis) -> bool:
+    return a.reads_rows and not a.ends_in_a_row
+
+
+def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     width = a.size(COLS)
-    partial = bool(a.across_rows)
-    known = isinstance(width, int) and width <= ALONE
-    return known and not (partial and not isinstance(a.size(ROWS), int))
+    if not isinstance(width, int) or width > ALONE:
+        return f"rows of {width} columns do not fit in registers ({ALONE})"
+    unknown = bool(a.across_rows) and not isinstance(a.size(ROWS), int)
+    return "an unknown number of wide rows is summed" if unknown else None
 
 
-def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    return made(a, device, table.shapes("rows", a))
+
+
+def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    block = padded(hint(a.size(COLS)))
+    shapes: list[Shape] = [(-max(1024, block), 0, max(1, block // 512)), (1, 0, max(1, block // 1024))]
+    return made(a, device, tuple(shapes))
+
+
+def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    return made(a, device, tuple(_tiles(padded(hint(a.size(COLS))))))
+
+
+def _tiles(block: int) -> Iterator[Shape]:
+    """Of 8 to 64 elements a thread, no more than two thousand where there are several rows."""
+    for rows in powers(1, max(1, 2048 // block)):
+        elements = rows * block
+        yield from ((rows, 0, w) for w in powers(max(1, elements // 2048), min(32, max(1, elements // 256))))
+
+
+def made(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
-    block = 1 << max(0, (width - 1).bit_length())
-    most = 1 << max(0, (count - 1).bit_length())
-    only_reduced = not a.tall and not any(COLS in a.groups[s.value] for s in a.loops.stores)
-    if block <= 256 and only_reduced and a.online:
-        shapes, cols = [(n // block, w) for n, w in WITH_EXPONENTIALS], Cols.WHOLE
-    elif block <= 256 and only_reduced:
-        shapes, cols = [(n // block, w) for n, w in ONLY_REDUCED], Cols.LOOP
-    else:
-        shapes, cols = _shapes(a, width, block), Cols.WHOLE
     found = [
-        Schedule(r, block, cols, num_warps=w) for r, w in dict.fromkeys((min(r, most), w) for r, w in shapes)
+        _schedule(shape, padded(width), count, isinstance(a.size(ROWS), int), device) for shape in shapes
     ]
-    if only_reduced and block > LOOPED:
-        blocks = dict.fromkeys((block, 4096) if block <= 8192 else (4096, 8192))
-        found = [Schedule(1, b, Cols.LOOP, num_warps=b // LOOPED) for b in blocks] + found
     if a.across_rows:
-        return tuple(_in_turn(s, count, device) for s in found)
-    if width % WORD and block > SKEWED_LOOP and not only_reduced:
-        found.insert(1, Schedule(1, SKEWED_LOOP, Cols.LOOP, num_warps=4))
-    if _same_for_all_rows(a) and (width % WORD or block > 2048):
-        known = isinstance(a.size(ROWS), int)
-        found.insert(1 if width % WORD else 3, _looped(block, count if known else 1 << 30, device))
-    return tuple(found)
+        found = [_in_turn(s, count, device) for s in found if s.programs is None]
+    return tuple(dict.fromkeys(found))
+
+
+def _schedule(shape: Shape, block: int, count: int, known: bool, device: DeviceSpec) -> Schedule:
+    rows, cols, warps, *share = shape
+    if rows < 0:
+        rows = max(1, -rows // block)
+    if share:
+        programs = max(1, min(share[0] * device.sms, -(-(count if known else 1 << 30) // rows)))
+        return Schedule(rows, block, Cols.WHOLE, programs, warps_of(warps, device), num_stages=3)
+    rows = min(rows, padded(count))
+    if not cols:
+        return Schedule(rows, block, Cols.WHOLE, num_warps=warps_of(warps, device))
+    return Schedule(rows, min(cols, block), Cols.LOOP, num_warps=warps_of(warps, device))
 
 
 def _in_turn(s: Schedule, count: int, device: DeviceSpec) -> Schedule:
     """No more programs than leave the last one few partial sums to add up."""
+    if -(-count // s.block_rows) <= MOST_PARTIALS:
+        return s
     programs = min(enough(device.sms * WARPS // s.num_warps, count, s.block_rows), MOST_PARTIALS)
-    return s if -(-count // s.block_rows) <= MOST_PARTIALS else replace(s, programs=programs)
-
-
-def _same_for_all_rows(a: Analysis) -> bool:
-    """Whether a weight or a bias is read for each element of every row."""
-    return any(isinstance(n, Load) and a.groups[i] == frozenset({COLS}) for i, n in enumerate(a.loops.nodes))
-
-
-def _looped(block: int, count: int, device: DeviceSpec) -> Schedule:
-    """Few programs that keep weights in registers from row to row, and load the next rows ahead.
-
-    To read weights again for each row takes as many accesses as the row, more where it is not aligned.
-    """
-    rows = max(1, 4096 // block)
-    programs = max(1, min(2 * device.sms, -(-count // rows)))
-    return Schedule(rows, block, Cols.WHOLE, programs, num_warps=8, num_stages=3)
-
-
-def _shapes(a: Analysis, width: int, block: int) -> tuple[tuple[int, int], ...]:
-    """(rows, warps), best guess first."""
-    if a.tall and block <= 4096:  # neighbours in memory are rows: a sector of them at least
-        return tuple((r, w) for r, w in ((16, 16), (32, 16), (8, 8)) if r * block <= 2 * ALONE) or ((1, 8),)
-    if block <= 256:
-        rows = 1024 // block
-        return ((rows, 4), (max(1, rows // 2), 2), (max(1, rows // 4), 1), (2 * rows, 4))
-    if block <= 1024:
-        return ((1, 1), (4, 2), (4, 4), (1, 4))
-    if block <= 2048:
-        return ((1, 4), (1, 2), (2, 4), (1, 8))
-    if block <= 4096:
-        if any(isinstance(n, Random) for n in a.loops.nodes):  # its integers need registers beside the row
-            return ((1, 8), (1, 4), (1, 16))
-        return ((1, 4), (1, 8), (1, 16))
-    if block <= 8192:
-        crowded = tile_registers(a, Schedule(1, block, Cols.WHOLE, num_warps=8)) > CROWDED
-        return ((1, 16), (1, 32), (1, 8), (1, 4)) if crowded else ((1, 8), (1, 32), (1, 16), (1, 4))
-    if width % WORD:  # skewed: masks take issue slots, of which fewer threads need fewer
-        return ((1, 8), (1, 16), (1, 32))
-    return ((1, 16), (1, 32), (1, 8))
+    return replace(s, programs=programs)

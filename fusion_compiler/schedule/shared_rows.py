@@ -4,6 +4,10 @@ A norm's gradients in wide rows: groups of programs walk the rows, each program 
 They exchange what they reduced once a row or once for several, keep their share of the sums over rows in
 registers, and leave one partial row a group. While they wait for each other, their loads of the next rows are
 under way.
+
+A shape is (rows, columns of a program, programs a multiprocessor, warps, stages). With two rows an exchange
+programs wait half as often; of programs that wait in turn, three have room where one sum over the rows is
+kept.
 """
 
 from __future__ import annotations
@@ -11,55 +15,75 @@ from __future__ import annotations
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
-from fusion_compiler.ir.row_widths import MOST_AT_ONCE, MOST_PARTS, PART
-from fusion_compiler.schedule.analysis import WORD, Analysis, Cols, Schedule
-from fusion_compiler.schedule.wide_rows import can_be_shared
+from fusion_compiler.schedule import measured as table
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.measured import NARROW, ONE, TWO, WIDE, WIDEST_PART, Shape
+from fusion_compiler.schedule.row_widths import ALONE, MOST_AT_ONCE, MOST_PARTS, PART
+from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.shapes import WARP, warps_of
 
-# (rows, columns of a program, programs a multiprocessor, warps, stages). With two rows an exchange programs
-# wait half as often; of programs that wait in turn, three have room where one sum over the rows is kept.
-TWO, NARROW, WIDE = (2, 4096, 2, 8, 3), (2, 2048, 4, 4, 3), (2, 8192, 1, 16, 3)
-ONE, THREE, WIDEST_PART = (1, 4096, 2, 8, 3), (1, 4096, 3, 8, 3), (1, 16384, 1, 16, 3)
+SHAPES = (TWO, WIDE, ONE, NARROW, WIDEST_PART)
 # Left alone the compiler takes more registers than a program's share of a multiprocessor's, and half of the
 # programs run when the others are done; it allocates them by eights.
 BY = 8
 
 
-def fits(a: Analysis) -> bool:
+def suits(a: Analysis) -> bool:
+    return a.walks_rows
+
+
+def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     width = a.size(COLS)
-    return isinstance(width, int) and width <= MOST_AT_ONCE * PART and a.ends_in_a_row and can_be_shared(a)
+    if not isinstance(width, int):
+        return "sums over rows beside sums along rows of unknown width"
+    if not a.ends_in_a_row and width > ALONE:
+        return "an unknown number of wide rows is summed"
+    widest = _widest(device) if a.shareable else ALONE
+    if a.shareable and width <= widest and any(_parts(width, shape, device) for shape in SHAPES):
+        return None
+    return f"{width} sums over rows do not fit in registers ({widest})"
 
 
-def schedules(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    width, count = a.size(COLS), hint(a.size(ROWS))
+def _widest(device: DeviceSpec) -> int:
+    """Columns of a row that programs keep together."""
+    parts = MOST_AT_ONCE if device.sms >= MOST_AT_ONCE else min(MOST_PARTS, device.sms)
+    return max(ALONE, parts * PART)
+
+
+def _parts(width: int, shape: Shape, device: DeviceSpec) -> int:
+    """Programs that share a row; none where it is one alone, or they would be too many."""
+    _, block, share, _, _ = shape
+    parts, slots = -(-width // block), share * device.sms
+    most = MOST_AT_ONCE if slots // parts == 1 else MOST_PARTS
+    return parts if 1 < parts <= min(slots, most) else 0
+
+
+def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    return made(a, device, table.shapes("shared", a))
+
+
+def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    return made(a, device, (TWO, WIDE, WIDEST_PART))
+
+
+def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    return made(a, device, SHAPES)
+
+
+def made(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+    width, rows_known = a.size(COLS), isinstance(a.size(ROWS), int)
     assert isinstance(width, int)
-    if not isinstance(a.size(ROWS), int):
-        count = 1 << 30
+    count = hint(a.size(ROWS)) if rows_known else 1 << 30
     found: list[Schedule] = []
-    for rows, block, share, warps, stages in _shapes(width, len(a.across_rows)):
-        parts, slots = -(-width // block), share * device.sms
-        if 1 < parts <= min(slots, MOST_AT_ONCE if slots // parts == 1 else MOST_PARTS):
-            groups = max(1, min(slots // parts, -(-count // rows)))
-            limit = device.registers_per_sm // (device.warp_size * warps * share) // BY * BY
-            found.append(Schedule(rows, block, Cols.WHOLE, groups, warps, stages, parts, registers=limit))
-    return tuple(found)
-
-
-def _shapes(width: int, sums: int) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Best guess first: the wider the row, the longer its programs wait, and the more each has to hold.
-
-    Skewed tiles need registers for masks: programs with few columns have more of them.
-    """
-    if width <= 16384:
-        return NARROW, TWO, WIDE, ONE
-    if width > MOST_PARTS * 8192:
-        return WIDE, WIDEST_PART
-    several = THREE if sums == 1 else TWO
-    if width % WORD and sums > 1 and width <= 32768:
-        return TWO, ONE, WIDE, NARROW
-    if width % WORD:
-        return (NARROW, several, ONE, WIDE) if width <= MOST_PARTS * 2048 else (several, ONE, TWO, WIDE)
-    if width <= 32768:
-        return TWO, NARROW, WIDE, ONE
-    if sums == 1:
-        return THREE, TWO, WIDE, ONE
-    return (TWO, WIDE, ONE, NARROW) if width <= 65536 else (WIDE, TWO, ONE, NARROW)
+    for shape in shapes:
+        rows, block, share, warps, stages = shape
+        parts = _parts(width, shape, device)
+        if parts:
+            groups = max(1, min(share * device.sms // parts, -(-count // rows)))
+            limit = device.registers_per_sm // (WARP * warps * share) // BY * BY
+            found.append(
+                Schedule(
+                    rows, block, Cols.WHOLE, groups, warps_of(warps, device), stages, parts, registers=limit
+                )
+            )
+    return tuple(dict.fromkeys(found))

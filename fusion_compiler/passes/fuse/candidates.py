@@ -21,7 +21,7 @@ from fusion_compiler.ir.dims import Dim, hint, numel, product
 from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.plan import Cost, Leftover
-from fusion_compiler.passes.fuse.cost import BufferInfo, cost_of
+from fusion_compiler.passes.fuse.cost import cost_of
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.passes.fuse.library import library_call
 from fusion_compiler.passes.fuse.memo import Memo
@@ -31,6 +31,8 @@ from fusion_compiler.passes.lower.index_splits import Cut, cuts_of
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.work import BufferInfo
 
 FUSIBLE = frozenset({Kind.ELEMENTWISE, Kind.REDUCTION, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT})
 # Of the speed predicted for them, what kernels reach that choose among the parts of a concatenation at every
@@ -180,12 +182,13 @@ class Parts:
             self.dag, ops, outputs, cut=cut, stored=stored, like_eager=self.rounded, effort=self.effort
         )
         loops = simplify(lowered)
-        refusal = first_refusal(loops, self.device)
+        analysis = Analysis(loops)
+        refusal = first_refusal(analysis, self.device)
         if refusal is not None:
             raise Illegal(*refusal)
         buffers = {n.buffer: self.info(n.buffer) for n in loops.nodes if isinstance(n, Load)}
         buffers |= {s.buffer: self.info(s.buffer) for s in loops.stores}
-        return loops, cost_of(loops, self.device, buffers, self.hints)
+        return loops, cost_of(loops, self.device, buffers, self.hints, analysis)
 
     def escapes(self, name: str, inside: set[str], kept: frozenset[str]) -> bool:
         """Whether anything outside reads a value, or computes again what reads it."""

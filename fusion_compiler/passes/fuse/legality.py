@@ -9,48 +9,38 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fusion_compiler.ir.device import DeviceSpec
-from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.loops import (
     COLS,
     ROWS,
     Load,
     LoopNest,
     Reduce,
-    groups_of,
     longest_piece,
     operands_of,
     segment_of,
 )
-from fusion_compiler.ir.row_widths import ALONE, widest_shared
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.space import refusal
 
 MOST_OPS = 96
 MOST_BUFFERS = 24
 LEAST_PIECE = 16  # columns of a partial sum: what is stored of each is little beside what was read
 
-Law = Callable[[LoopNest, DeviceSpec], str | None]
+Law = Callable[[Analysis, DeviceSpec], str | None]
 
 
-def size(loops: LoopNest, device: DeviceSpec) -> str | None:
+def size(a: Analysis, device: DeviceSpec) -> str | None:
     """A kernel that people can read and compilers can schedule."""
+    loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
     if len(loops.nodes) > MOST_OPS:
         return f"{len(loops.nodes)} operations are more than {MOST_OPS}"
     return f"{len(buffers)} tensors are more than {MOST_BUFFERS}" if len(buffers) > MOST_BUFFERS else None
 
 
-def _after_sums_over_rows(loops: LoopNest) -> set[int]:
-    """Reductions over rows, and the values that wait for them."""
-    late: set[int] = set()
-    for i, node in enumerate(loops.nodes):
-        over_rows = isinstance(node, Reduce) and ROWS in node.over and not node.kept
-        if over_rows or any(o in late for o in operands_of(node)):
-            late.add(i)
-    return late
-
-
-def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
+def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
     """Only stores may follow a sum over all rows; a program that went on would wait for every other."""
-    groups, late = groups_of(loops), _after_sums_over_rows(loops)
+    loops, groups, late = a.loops, a.groups, a.after_rows
     for i in sorted(late):
         waits = any(o in late for o in operands_of(loops.nodes[i]))
         if waits and (isinstance(loops.nodes[i], Reduce) or ROWS in groups[i]):
@@ -61,13 +51,13 @@ def grid_wide(loops: LoopNest, device: DeviceSpec) -> str | None:
     return None
 
 
-def segments(loops: LoopNest, device: DeviceSpec) -> str | None:
+def segments(a: Analysis, device: DeviceSpec) -> str | None:
     """A reduction that keeps some rows' axes and the outer columns' leaves a partial result for each piece of
     each row, of sizes known to the code; only stores may follow it."""
-    if not any(_kept(loops, i) for i in range(len(loops.nodes))):
+    loops, groups = a.loops, a.groups
+    if not a.segmented:
         return None
     behind: list[frozenset[int]] = []  # reductions that a value is made of
-    groups = groups_of(loops)
     for i, node in enumerate(loops.nodes):
         before = frozenset[int]().union(*(behind[o] for o in operands_of(node)))
         waits = [n for n in before if _kept(loops, n)]
@@ -101,22 +91,24 @@ def _no_pieces(loops: LoopNest, number: int) -> str | None:
     return None
 
 
-def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
+def fills(a: Analysis, device: DeviceSpec) -> str | None:
     """Every result is computed once, not once in every program.
 
     A program that reduces along rows holds whole rows, and stores a row's value once. Where nothing is
     reduced, every element of the space is one element of every result.
     """
+    loops, groups = a.loops, a.groups
     along_row = any(isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
-    present = {a.group for a in loops.axes} - ({COLS} if along_row else set())
+    present = {axis.group for axis in loops.axes} - ({COLS} if along_row else set())
     reduced: list[frozenset[str]] = []
     for node in loops.nodes:
         over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
         reduced.append(over | node.over if isinstance(node, Reduce) else over)
-    groups = groups_of(loops)
-    live = {i for i, a in enumerate(loops.axes) if a.size != 1}
-    empty = {i for i, a in enumerate(loops.axes) if a.size == 0}
-    perhaps_empty = {i for i, a in enumerate(loops.axes) if a.size == 0 or not isinstance(a.size, int)}
+    live = {i for i, axis in enumerate(loops.axes) if axis.size != 1}
+    empty = {i for i, axis in enumerate(loops.axes) if axis.size == 0}
+    perhaps_empty = {
+        i for i, axis in enumerate(loops.axes) if axis.size == 0 or not isinstance(axis.size, int)
+    }
     for store in loops.stores:
         along = {k for k, _ in store.index.terms if k >= 0}
         if along & empty:
@@ -133,30 +125,9 @@ def fills(loops: LoopNest, device: DeviceSpec) -> str | None:
     return None
 
 
-def width(loops: LoopNest, device: DeviceSpec) -> str | None:
-    """Sums over rows, and more than those: what is kept of them until the end has room in registers.
-
-    Beside sums along rows, or made of them, a row of sums is kept by programs that each have a part of it.
-    They can share a row where what they tell each other has 32 bits. Without a row of sums each program
-    leaves one partial result, as many as there are rows.
-    """
-    reductions = [n for n in loops.nodes if isinstance(n, Reduce)]
-    late = _after_sums_over_rows(loops)
-    if not late or all(n.over == frozenset({ROWS}) for n in reductions):
-        return None
-    rows, cols = (product(a.size for a in loops.axes if a.group == group) for group in (ROWS, COLS))
-    if isinstance(cols, int) and cols <= ALONE:
-        return None
-    groups = groups_of(loops)
-    stored = [k for s in loops.stores if s.value in late for k, _ in s.index.terms if k >= 0]
-    if any(COLS in groups[i] for i in late) or any(loops.axes[k].group == COLS for k in stored):
-        if not isinstance(cols, int):
-            return "sums over rows beside sums along rows of unknown width"
-        told = [n for n in reductions if COLS in n.over]
-        in_32_bits = all(n.combine in ("any", "all") or n.dtype.itemsize == 4 for n in told)
-        widest = widest_shared(device) if in_32_bits else ALONE
-        return f"{cols} sums over rows do not fit in registers ({widest})" if cols > widest else None
-    return None if isinstance(rows, int) else "an unknown number of wide rows is summed"
+def schedule(a: Analysis, device: DeviceSpec) -> str | None:
+    """Some schedule runs it: what is kept until the end has room in registers."""
+    return refusal(a, device)
 
 
 LAWS: tuple[tuple[str, Law], ...] = (
@@ -164,14 +135,14 @@ LAWS: tuple[tuple[str, Law], ...] = (
     ("grid", grid_wide),
     ("segments", segments),
     ("fill", fills),
-    ("registers", width),
+    ("registers", schedule),
 )
 
 
-def first_refusal(loops: LoopNest, device: DeviceSpec) -> tuple[str, str] | None:
+def first_refusal(a: Analysis, device: DeviceSpec) -> tuple[str, str] | None:
     """(rule, reason) of the first law that the tile program breaks."""
     for rule, law in LAWS:
-        reason = law(loops, device)
+        reason = law(a, device)
         if reason is not None:
             return rule, reason
     return None

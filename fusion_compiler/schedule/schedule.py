@@ -1,0 +1,66 @@
+"""How a tile program runs: a schedule is one way of cutting its space into programs and threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+WORD = 8  # elements of two bytes in the widest access
+
+
+class Cols(StrEnum):
+    WHOLE = "whole"
+    GRID = "grid"
+    LOOP = "loop"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a tile program runs.
+
+    block_rows, block_cols: tile extents, powers of two. cols: how the columns are covered.
+    programs: number of programs that share the rows in a loop; None is one block a program.
+    splits: programs that share a block of rows, each with consecutive columns of all of them; they run at the
+    same time and exchange what they reduced, in 32 bits a row and once a block. In a loop over rows,
+    `programs` counts the groups of them.
+    word: elements in which rows that begin anywhere are moved (`codegen.skew`): the columns are counted from
+    the word in which the row begins; 0 counts them from its first element. One row a block, or several of a
+    loop that programs share.
+    registers: the most that a thread may take, so that as many programs as are to run at once do.
+    """
+
+    block_rows: int
+    block_cols: int
+    cols: Cols
+    programs: int | None = None
+    num_warps: int = 4
+    num_stages: int = 1
+    splits: int = 1
+    word: int = 0
+    registers: int | None = None
+
+    def __str__(self) -> str:
+        split = f" of {self.splits} parts" if self.splits > 1 else ""
+        loop = f", {self.programs} programs" if self.programs else ""
+        stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
+        skewed = f" skewed{f' by {self.word}' if self.word != WORD else ''}" if self.skewed else ""
+        tile = f"{self.block_rows} x {self.block_cols} {self.cols}{skewed}{split}"
+        limit = f", {self.registers} registers" if self.registers else ""
+        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}"
+
+    @property
+    def skewed(self) -> bool:
+        return self.word > 0
+
+    @property
+    def rows_apart(self) -> int:
+        """From one row of a block to the next: skewed rows of a block begin at the same place of a word."""
+        if not self.skewed or self.block_rows == 1:
+            return 1
+        assert self.programs is not None
+        return self.programs
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether a reduction along the row takes a pass of its own: the tile is not the whole row."""
+        return self.cols is Cols.LOOP or self.splits > 1

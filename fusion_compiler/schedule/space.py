@@ -1,0 +1,103 @@
+"""The schedules of a tile program: what the planner prices, and what codegen prints.
+
+Each kind of schedules is a module that answers for a tile program `a`
+
+    suits(a)                 whether it has the kind's reductions,
+    refuses(a, device)       why the kind has no schedule at these sizes, None where it has,
+    measured(a, device)      those known to be fast on the device that was measured, best first,
+    typical(a, device)       the few that tell what the kind takes, for the planner,
+    others(a, device)        what else is within reason.
+
+One kind at least suits any tile program. Where all that suit refuse there is no kernel, and the reason is the
+first one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+
+import sympy
+
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.loops import Load, LoopNest
+from fusion_compiler.ir.plan import Cost
+from fusion_compiler.schedule import columns, flat, misaligned, persistent_rows, rows, shared_rows, wide_rows
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.cost import NO_HINTS, Roofline
+from fusion_compiler.schedule.measured import H200
+from fusion_compiler.schedule.registers import MOST, tile_registers
+from fusion_compiler.schedule.schedule import Schedule
+from fusion_compiler.schedule.work import BufferInfo
+
+KINDS: tuple[ModuleType, ...] = (flat, columns, shared_rows, persistent_rows, rows, wide_rows)
+MOST_THREADS = 1024  # of a program, on any device
+LEADING = 4  # of the ranking, that have misaligned forms
+# Of the time that the model predicts, what is taken to be true of a schedule that was fast on another device.
+ELSEWHERE, PLACE = 0.9, 0.01  # the more, the further behind it was
+NO_BUFFERS: Mapping[str, BufferInfo] = {}
+
+
+def refusal(a: Analysis, device: DeviceSpec) -> str | None:
+    """Why no schedule runs a tile program on a device; None where some do."""
+    reasons = [kind.refuses(a, device) for kind in KINDS if kind.suits(a)]
+    return None if None in reasons else reasons[0]
+
+
+def schedules(
+    loops: LoopNest,
+    device: DeviceSpec,
+    buffers: Mapping[str, BufferInfo] = NO_BUFFERS,
+    hints: Mapping[sympy.Symbol, int] = NO_HINTS,
+) -> tuple[Schedule, ...]:
+    """The legal schedules of a tile program, best first: what was measured to be fast on this device, then by
+    cost. Those whose tiles would crowd a thread's registers come after all others. Empty where `refusal` has
+    a reason. buffers: as far as they are known.
+    """
+    a = Analysis(loops)
+    kinds = _kinds(a, device)
+    known = tuple(dict.fromkeys(s for kind in kinds for s in _runnable(kind.measured(a, device), device)))
+    more = (s for kind in kinds for s in (*kind.typical(a, device), *kind.others(a, device)))
+    others = tuple(s for s in dict.fromkeys(_runnable(more, device)) if s not in known)
+    roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
+    us = {s: roofline.us(s) for s in others}
+    us |= {s: (ELSEWHERE + i * PLACE) * roofline.us(s) for i, s in enumerate(known)}
+    crowded = {s: tile_registers(a, s) > MOST for s in us}
+    measured_here = device.target == H200.target and not all(crowded[s] for s in known)
+    leaders = sorted(known, key=crowded.__getitem__) if measured_here else []
+    ranked = sorted(us, key=lambda s: (crowded[s], us[s]))
+    leaders = leaders or ranked[:LEADING]
+    if not leaders:
+        return ()
+    return tuple(dict.fromkeys((*misaligned.with_skewed(a, tuple(leaders)), *ranked)))
+
+
+def cheapest(a: Analysis, roofline: Roofline) -> Cost:
+    """What a tile program takes under the best of its typical schedules. Raises LookupError without any."""
+    if roofline.empty:
+        return Cost(0.0, 0, 0, 0, "launch")
+    found = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
+    best = min(_runnable(found, roofline.device), key=roofline.us, default=None)
+    if best is None:
+        raise LookupError(refusal(a, roofline.device) or "no schedule")
+    return roofline.cost(best)
+
+
+def fits(kind: ModuleType, a: Analysis, device: DeviceSpec) -> bool:
+    """Whether a kind has schedules for a tile program."""
+    return kind.suits(a) and kind.refuses(a, device) is None
+
+
+def _kinds(a: Analysis, device: DeviceSpec) -> list[ModuleType]:
+    return [kind for kind in KINDS if fits(kind, a, device)]
+
+
+def _runnable(found: Iterator[Schedule] | tuple[Schedule, ...], device: DeviceSpec) -> Iterator[Schedule]:
+    return (s for s in found if s.num_warps * device.warp_size <= MOST_THREADS)
+
+
+def buffers_of(loops: LoopNest) -> dict[str, BufferInfo]:
+    """Buffers that nobody described: of elements of two bytes where they are computed in float32."""
+    loads = {n.buffer: n.dtype.itemsize for n in loops.nodes if isinstance(n, Load)}
+    stores = {s.buffer: loops.nodes[s.value].dtype.itemsize for s in loops.stores}
+    return {name: BufferInfo(1 << 60, 2 if size == 4 else size) for name, size in (loads | stores).items()}
