@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fusion_compiler as fc
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.dag import build
@@ -149,6 +150,32 @@ def test_a_runner_is_left_out_once_its_function_is_known() -> None:
     first, second = module.forward([x]), module.forward([x])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert {runner.calls for runner in runners.values()} == {1}
+
+
+@torch.library.custom_op("test_stitch::turned", mutates_args=())
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride()[::-1]).copy_(x)
+
+
+@turned.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)  # which lies otherwise
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_an_operator_whose_description_is_wrong(wrong: bool) -> None:
+    """Kernels and views go by the strides that it is said to have; only what differs is copied."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        made = turned(x) if wrong else torch.cumsum(x, 0)
+        return made[1:].sigmoid() + made[0]
+
+    x = torch.randn(5, 5)
+    fast = fc.compile(function, backend="interpret")
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), function(x))
+    x = torch.randn(5, 5)
+    torch.testing.assert_close(fast(x), function(x))
 
 
 def test_links_do_not_keep_a_module_alive() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import sympy
 import torch
 from torch import fx
 from torch._C._dynamo import guards
+from torch._ops import OpOverload
 
 from fusion_compiler.ir import loops
 from fusion_compiler.ir.canonical import salts_of
@@ -57,8 +58,9 @@ def stitch(
     `link`, its function is called directly as soon as it is known.
     Raises RuntimeError where the plan has a circle.
     """
-    module = _Stitcher(plan, runners, frozenset(owned), view).run(ranges)
-    for runner in dict.fromkeys(runners.values()):
+    stitcher = _Stitcher(plan, runners, frozenset(owned), view)
+    module = stitcher.run(ranges)
+    for runner in dict.fromkeys([*runners.values(), *stitcher.as_planned]):
         if isinstance(runner, Linked):
             runner.link(functools.partial(_relink, weakref.ref(module), runner))
     return module
@@ -83,6 +85,50 @@ def _relink(module: weakref.ref[fx.GraphModule], runner: object, function: Calla
             bound[name] = function
 
 
+class AsPlanned:
+    """An ATen call whose results lie as the plan has them.
+
+    Kernels and views go by the strides that PyTorch says beforehand, which are wrong for some (of transforms
+    along inner dimensions before PyTorch 2.13, of a user's own operators). So the first call looks: from then
+    on the operator is called directly, or what it makes is copied.
+    """
+
+    def __init__(self, target: Any, strides: Sequence[tuple[int, ...] | None]) -> None:
+        self.target, self._strides = target, strides
+        self.__name__ = getattr(target, "_opname", None) or str(getattr(target, "__name__", "call"))
+        self._replace: Callable[[Callable[..., Any]], None] | None = None
+
+    def link(self, replace: Callable[[Callable[..., Any]], None], /) -> None:
+        self._replace = replace
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        made = self.target(*arguments, **more)
+        results = made if isinstance(made, tuple | list) else (made,)
+        laid = [_laid(r, s) for r, s in zip(results, self._strides, strict=True)]
+        if all(a is b for a, b in zip(laid, results, strict=True)):
+            if self._replace is not None:
+                self._replace(self.target)
+            return made
+        return type(made)(laid) if isinstance(made, tuple | list) else laid[0]
+
+
+def _laid(value: Any, strides: tuple[int, ...] | None) -> Any:
+    """A tensor with these strides; where a dimension has one element its stride is any."""
+    if strides is None or not isinstance(value, torch.Tensor) or not value.numel():
+        return value
+    if all(a == b or n == 1 for a, b, n in zip(value.stride(), strides, value.shape, strict=True)):
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _strides(value: Any) -> tuple[int, ...] | None:
+    """What is known of a result's strides beforehand: all, or nothing."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    stride = value.stride()
+    return stride if all(isinstance(n, int) for n in (*value.shape, *stride)) else None
+
+
 class _Stitcher:
     def __init__(
         self,
@@ -100,6 +146,7 @@ class _Stitcher:
         self.symbols: dict[sympy.Symbol, fx.Node] = {}
         self.clusters = {c.name: c for c in plan.clusters}
         self.units: dict[str, fx.Node] = {}  # what runs as one: its call
+        self.as_planned: list[AsPlanned] = []
 
     def run(self, ranges: Callable[[], Mapping[str, str]] | None) -> fx.GraphModule:
         for node in self.source.graph.nodes:
@@ -116,6 +163,8 @@ class _Stitcher:
                 self.library(call)
                 if call.name in writing:
                     self.env[call.name].target = writing[call.name]
+                else:
+                    self.look(self.env[call.name])
         self.returned()
         calls_of_units = {unit: node.name for unit, node in self.units.items()}
 
@@ -178,6 +227,14 @@ class _Stitcher:
         for name in call.makes:
             self.copy(self.nodes[name])
         self.units[call.name] = self.env[call.name]
+
+    def look(self, call: fx.Node) -> None:
+        """Has the results of an operator compared with what is known of them, but for products."""
+        value = call.meta.get("val")
+        strides = [_strides(v) for v in (value if isinstance(value, tuple | list) else (value,))]
+        if isinstance(call.target, OpOverload) and any(s is not None for s in strides):
+            call.target = AsPlanned(call.target, strides)
+            self.as_planned.append(call.target)
 
     def copy(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node, lambda n: self.env[n.name])
