@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir.dims import Dim, product, quotient
+from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 
 ROWS, COLS = "rows", "cols"
 
@@ -283,6 +283,12 @@ def symbols_of(nests: Iterable[LoopNest], tensors: Iterable[Sequence[Dim]]) -> t
         resized(loops, lambda dim: dims.append(dim) or dim)
     found = {s for dim in dims if not isinstance(dim, int) for s in dim.free_symbols}
     return tuple(sorted(found, key=lambda s: s.name))  # type: ignore[arg-type,union-attr]
+
+
+def row_major(axes: Sequence[Axis], first: int) -> tuple[tuple[int, Dim], ...]:
+    """Terms of the row-major element number over consecutive axes that start at number `first`."""
+    steps = strides_of(tuple(a.size for a in axes))
+    return tuple((first + i, step) for i, step in enumerate(steps))
 
 
 def segment_of(loops: LoopNest, kept: frozenset[int]) -> int | None:

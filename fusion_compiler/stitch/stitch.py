@@ -125,8 +125,8 @@ def _strides(value: Any) -> tuple[int, ...] | None:
     """What is known of a result's strides beforehand: all, or nothing."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    stride = value.stride()
-    return stride if all(isinstance(n, int) for n in (*value.shape, *stride)) else None
+    numbers: tuple[Any, ...] = (*value.shape, *value.stride())
+    return value.stride() if all(isinstance(n, int) for n in numbers) else None
 
 
 class _Stitcher:
