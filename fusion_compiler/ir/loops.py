@@ -240,6 +240,11 @@ def _by_twos(axes: Sequence[Axis], index: Index) -> bool:
     )
 
 
+def partial_reductions(loops: LoopNest) -> frozenset[int]:
+    """Reductions of which a tile has only a part: what they keep is neither a row nor a column of it."""
+    return frozenset(i for i, n in enumerate(loops.nodes) if isinstance(n, Reduce) and n.kept)
+
+
 def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
     """The axis groups that each node varies over."""
     out: list[frozenset[str]] = []

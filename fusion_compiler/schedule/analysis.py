@@ -28,6 +28,7 @@ from fusion_compiler.ir.loops import (
     groups_of,
     longest_piece,
     operands_of,
+    partial_reductions,
     renumber,
     renumber_index,
     right_neighbours,
@@ -202,7 +203,7 @@ class Analysis:
     @cached_property
     def segmented(self) -> tuple[int, ...]:
         """Reductions that keep axes of both groups, or of the rows: each block stores its part of them."""
-        return tuple(i for i in self.reductions if self.kept(i))
+        return tuple(sorted(partial_reductions(self.loops)))
 
     def kept(self, node: int) -> frozenset[int]:
         reduce = self.loops.nodes[node]
