@@ -4,6 +4,7 @@ window                          of what
 windows/interleaved.py          every other element and its right neighbour, moved together
 windows/block.py                one element that serves all lanes of a block
 windows/misaligned.py           whole words of rows that begin anywhere
+segments.py                     one element for each segment of a row
 here                            any address for each lane
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fusion_compiler.codegen import segments
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import TRITON_TYPES, convert
 from fusion_compiler.codegen.tile import Store as StoreStatement
@@ -58,6 +60,11 @@ def store_all(b: Builder, stores: Sequence[Store]) -> None:
 
 
 def store_one(b: Builder, store: Store) -> None:
+    if segments.is_stored(b, store):
+        segments.store(b, store)
+        return
+    if (segments.NARROW, store.value) in b.named and store.value not in b.env:
+        segments.spread(b, store.value)
     value = b.variable(store.value)
     if misaligned.moves_words(b, store.index, store.within):
         misaligned.store(b, store.buffer, store.index, value, store.value)

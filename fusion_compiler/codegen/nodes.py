@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_compiler.codegen import accesses, moments
+from fusion_compiler.codegen import accesses, moments, segments
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.expression import (
     TRITON_TYPES,
@@ -45,8 +45,11 @@ KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that st
 
 def build_nodes(b: Builder, numbers: Iterable[int]) -> None:
     """Some nodes, and whatever of their operands is missing, each once."""
+    of_segments = segments.narrow(b)
     for number in numbers:
-        if number not in b.env and not isinstance(b.loops.nodes[number], Constant):
+        if number in of_segments:
+            _build_narrow(b, number)
+        elif number not in b.env and not isinstance(b.loops.nodes[number], Constant):
             build_node(b, number)
 
 
@@ -66,7 +69,7 @@ def build_node(b: Builder, number: int) -> None:
     if isinstance(node, Load) and (pair := interleaved.pair_of(b, number)) is not None:
         interleaved.load(b, pair)
         return
-    build_nodes(b, b.need(operands_of(node)))
+    _build_operands(b, operands_of(node))
     if number in b.env:  # with an operand, of which it is a part
         return
     if isinstance(node, Reduce):
@@ -77,6 +80,31 @@ def build_node(b: Builder, number: int) -> None:
         b.env[number] = value
     else:
         b.env[number] = b.let(base, value, number)
+
+
+def _build_operands(b: Builder, numbers: Iterable[int]) -> None:
+    """What a value for every element reads."""
+    operands = tuple(numbers)
+    build_nodes(b, b.need(operands))
+    for operand in operands:
+        if operand not in b.env and (segments.NARROW, operand) in b.named:
+            segments.spread(b, operand)
+
+
+def _build_narrow(b: Builder, number: int) -> None:
+    """A node that has one value for each segment of a row."""
+    node, key = b.loops.nodes[number], (segments.NARROW, number)
+    if key in b.named:
+        return
+    if isinstance(node, Reduce):
+        segments.reduced(b, number, elements(b, node, ALONG))
+        return
+    build_nodes(b, b.need(operands_of(node)))
+    env = dict(b.env)
+    b.env |= {n: v for (kind, n), v in b.named.items() if kind == segments.NARROW}
+    value, base = _value(b, number)
+    b.env = env
+    b.named[key] = value if isinstance(value, str) and is_variable(value) else b.let(base, value, number)
 
 
 def _value(b: Builder, number: int) -> tuple[Value, str]:
@@ -217,7 +245,7 @@ def _random(b: Builder, node: Random) -> str:
 
 def elements(b: Builder, reduce: Reduce, over: frozenset[str]) -> str:
     """A reduction's operand as a full tile in the reduced groups, neutral where no element is."""
-    build_nodes(b, b.need((reduce.operand,)))
+    _build_operands(b, (reduce.operand,))
     source, value = b.loops.nodes[reduce.operand], b.variable(reduce.operand)
     groups = b.a.groups[reduce.operand]
     if is_logical(reduce):  # zero or one: a half is true, and so is what wraps to zero

@@ -35,6 +35,7 @@ def whole_block(b: Builder) -> None:
     roots = [*(o for s in stores for o in store_operands(s)), *b.accumulated()]
     build_row_values(b, roots)
     build_nodes(b, _pairs_last(b, b.need(roots)))
+    build_nodes(b, b.need(roots))  # what was made of a mean that was corrected since
     store_all(b, stores)
 
 

@@ -160,7 +160,8 @@ class Reduce:
     """Combine `operand` over whole axis groups.
 
     kept: axes of these groups that the result keeps: one value for each of their points, which no tile holds
-    as a row or a column. It is only stored.
+    as a row or a column. It is only stored. Over no group, it is over the columns that `kept` lacks, the
+    inner ones, and each element of the tile has the value of the segment that it lies in.
     """
 
     combine: str
@@ -242,7 +243,7 @@ def _by_twos(axes: Sequence[Axis], index: Index) -> bool:
 
 def partial_reductions(loops: LoopNest) -> frozenset[int]:
     """Reductions of which a tile has only a part: what they keep is neither a row nor a column of it."""
-    return frozenset(i for i, n in enumerate(loops.nodes) if isinstance(n, Reduce) and n.kept)
+    return frozenset(i for i, n in enumerate(loops.nodes) if isinstance(n, Reduce) and n.kept and n.over)
 
 
 def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:

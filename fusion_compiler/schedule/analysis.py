@@ -181,7 +181,14 @@ class Analysis:
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:
-        return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce))
+        """Those over whole groups: any tile of whole segments makes the others."""
+        return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce) and n.over)
+
+    @cached_property
+    def least_cols(self) -> int:
+        """Columns of a block: it has whole segments, where reductions are over those."""
+        within = (n for n in self.loops.nodes if isinstance(n, Reduce) and not n.over)
+        return max((segment_of(self.loops, n.kept) or 1 for n in within), default=1)
 
     def is_sum(self, number: int) -> bool:
         """Whether a node adds up float32."""

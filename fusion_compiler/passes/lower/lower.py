@@ -64,6 +64,8 @@ from fusion_compiler.passes.lower.space import (
 from fusion_compiler.passes.lower.special import SPECIAL
 
 aten = torch.ops.aten
+SEGMENTS = (8, 16, 32, 64, 128)  # columns: every block of columns has whole ones
+IN_SEGMENTS = ("sum", "max", "min")
 # Of one attempt, views and what becomes dead among them; laws allow 96 operations, of which most were 261.
 # What reads shifted copies of itself, and these again, has exponentially many.
 MOST_VALUES = 4096
@@ -387,6 +389,7 @@ class Lowering:
         for d, c in zip(dims, inner, strict=True):
             full[d] = c
         position = flatten(inner, strides_of(tuple(shape[d] for d in dims)))
+        over = frozenset() if self.in_segments(op, kept_axes) else over
         node = self.combine(op, source, tuple(full), over, kept_axes, position)
         self.reduced[op.name] = (coords, node)
         return node
@@ -454,6 +457,17 @@ class Lowering:
             "rows",
             f"{op.name} reduces {count} elements of {sizes[ROWS]} rows x {sizes[COLS]}: no whole axis",
         )
+
+    def in_segments(self, op: Op, kept: frozenset[int]) -> bool:
+        """Whether a reduction keeps every row, and of the columns the outer ones: any tile of some whole
+        segments of a row makes it."""
+        spec, sizes = spec_of(op.target), self.space.axes
+        assert spec is not None
+        rows, cols = ([k for k in self.group_axes[g] if sizes[k] != 1] for g in (ROWS, COLS))
+        outer = [k for k in cols if k in kept]
+        length = product(sizes[k] for k in cols[len(outer) :])
+        whole = kept.issuperset(rows) and bool(outer) and outer == cols[: len(outer)]
+        return whole and spec.combine in IN_SEGMENTS and length in SEGMENTS
 
     def combine(
         self, op: Op, source: str, coords: Coords, over: frozenset[str], kept: frozenset[int], position: Index
