@@ -1,8 +1,4 @@
-"""Clusters that end in a block-scaled quantisation: one kernel, its scales beside it.
-
-As the users of DeepSeek-V3's format (groups of 128, any scale) and of the OCP's MX formats (groups of 32,
-powers of two) write it in torch.
-"""
+"""Clusters that end in a block-scaled quantisation: one kernel, its scales beside it."""
 
 from __future__ import annotations
 
@@ -15,37 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
+from benchmarks.block_scaled import F8, groups_of_128, layer_norm, mx, rms_norm
+from benchmarks.block_scaled import swiglu as swiglu_of
 from fusion_compiler.codegen.emit import schedules_of
 from tests.exactness import Compiled, Schedules, cramped, wide
 
-F8 = torch.float8_e4m3fn
-Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
-def block_scaled(y: Tensor) -> tuple[Tensor, Tensor]:
-    groups = y.float().unflatten(-1, (-1, 128))
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0
-    return (groups / scale).to(F8).flatten(-2), scale.squeeze(-1)
-
-
-def mx(y: Tensor) -> tuple[Tensor, Tensor]:
-    groups = y.float().unflatten(-1, (-1, 32))
-    largest = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-    scale = torch.exp2(torch.floor(torch.log2(largest)) - 8)
-    return (groups / scale).clamp(-448, 448).to(F8).flatten(-2), scale.squeeze(-1)
-
-
-def rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), w, 1e-6)
-
-
-def layer_norm(x: Tensor, w: Tensor) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],), w, None, 1e-6)
+Quantise = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def swiglu(x: Tensor, w: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
-    return F.silu(left) * right
+    return swiglu_of(*x.chunk(2, -1))
 
 
 def gelu(x: Tensor, w: Tensor) -> Tensor:
@@ -66,7 +41,7 @@ def check(ours: tuple[Tensor, ...], eager: tuple[Tensor, ...], truth: tuple[Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("quantise", [block_scaled, mx])
+@pytest.mark.parametrize("quantise", [groups_of_128, mx])
 @pytest.mark.parametrize("function", [rms_norm, layer_norm, swiglu, gelu])
 @pytest.mark.parametrize("shape", [(5, 256), (3, 2, 1280), (2, 20480), (1, 65536), (2, 131072)], ids=str)
 def test_one_kernel(
@@ -87,7 +62,7 @@ def test_one_kernel(
 
 @pytest.mark.parametrize("schedules", [cramped, schedules_of])
 @pytest.mark.parametrize("schedule", range(8))
-@pytest.mark.parametrize("quantise", [block_scaled, mx])
+@pytest.mark.parametrize("quantise", [groups_of_128, mx])
 @pytest.mark.parametrize("shape", [(7, 384), (6, 512)], ids=str)
 def test_any_schedule(
     schedules: Schedules, schedule: int, quantise: Quantise, shape: tuple[int, int]
