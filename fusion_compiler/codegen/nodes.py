@@ -69,7 +69,9 @@ def build_node(b: Builder, number: int) -> None:
     if isinstance(node, Load) and (pair := interleaved.pair_of(b, number)) is not None:
         interleaved.load(b, pair)
         return
-    _build_operands(b, operands_of(node))
+    build_nodes(b, b.need(operands_of(node)))
+    if not isinstance(node, Compute):
+        _spread(b, operands_of(node))
     if number in b.env:  # with an operand, of which it is a part
         return
     if isinstance(node, Reduce):
@@ -82,13 +84,11 @@ def build_node(b: Builder, number: int) -> None:
         b.env[number] = b.let(base, value, number)
 
 
-def _build_operands(b: Builder, numbers: Iterable[int]) -> None:
-    """What a value for every element reads."""
-    operands = tuple(numbers)
-    build_nodes(b, b.need(operands))
-    for operand in operands:
-        if operand not in b.env and (segments.NARROW, operand) in b.named:
-            segments.spread(b, operand)
+def _spread(b: Builder, numbers: Iterable[int]) -> None:
+    """Values of segments for each of their elements, which read them."""
+    for number in numbers:
+        if number not in b.env and (segments.NARROW, number) in b.named:
+            segments.spread(b, number)
 
 
 def _build_narrow(b: Builder, number: int) -> None:
@@ -184,6 +184,8 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
         if divisor is not None and dividend is not None and _is_narrower(b, divisor, number):
             return f"{_as_float(b, dividend)} * {_reciprocal(b, divisor)}"
 
+    _spread(b, refs)
+
     def operand(n: int) -> tuple[str | None, object, torch.dtype]:
         value = nodes[n]
         return (
@@ -196,7 +198,10 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
 
 
 def _is_narrower(b: Builder, operand: int, number: int) -> bool:
-    """Whether a value serves a whole row or column of a result."""
+    """Whether a value serves a whole row, column or segment of a result."""
+    of_segments = segments.narrow(b)
+    if operand in of_segments:
+        return number not in of_segments
     variable = not isinstance(b.loops.nodes[operand], Constant)
     return variable and b.a.groups[operand] < b.a.groups[number]
 
@@ -205,11 +210,16 @@ def _as_float(b: Builder, number: int) -> str:
     node = b.loops.nodes[number]
     if isinstance(node, Constant):
         return scalar_text(convert_literal(node.value, torch.float32), torch.float32)
+    _spread(b, (number,))
     return convert(b.variable(number), node.dtype, torch.float32)
 
 
 def _reciprocal(b: Builder, number: int) -> str:
-    """1 / a row's value, once a row."""
+    """1 / a row's or a segment's value, once for each."""
+    if ~number not in b.env and (segments.NARROW, number) in b.named:
+        value, key = b.named[segments.NARROW, number], (segments.NARROW, ~number)
+        b.named[key] = b.let(f"per_{b.variables.base(value)}", f"1.0 / {value}")
+        segments.spread(b, number, ~number)
     if ~number not in b.env:
         value = _as_float(b, number)
         base = b.variables.base(b.variable(number))
@@ -245,7 +255,8 @@ def _random(b: Builder, node: Random) -> str:
 
 def elements(b: Builder, reduce: Reduce, over: frozenset[str]) -> str:
     """A reduction's operand as a full tile in the reduced groups, neutral where no element is."""
-    _build_operands(b, (reduce.operand,))
+    build_nodes(b, b.need((reduce.operand,)))
+    _spread(b, (reduce.operand,))
     source, value = b.loops.nodes[reduce.operand], b.variable(reduce.operand)
     groups = b.a.groups[reduce.operand]
     if is_logical(reduce):  # zero or one: a half is true, and so is what wraps to zero

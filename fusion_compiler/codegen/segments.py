@@ -47,14 +47,15 @@ def reduced(b: Builder, number: int, tile: str) -> None:
     b.named[NARROW, number] = b.let(f"segment_{b.reduction(number).combine}", folded, number)
 
 
-def spread(b: Builder, number: int) -> None:
-    """A value of segments for each of their elements."""
+def spread(b: Builder, number: int, what: int | None = None) -> None:
+    """A value of segments for each of their elements; what: another that is made of it."""
     shape, length = _tile(b, narrow(b)[number])
-    value = b.named[NARROW, number]
+    what = number if what is None else what
+    value = b.named[NARROW, what]
     index = ", ".join(":" for _ in shape)
     each = f"tl.broadcast_to({value}[{index}, None], {[*shape, length]})"
     text = f"tl.reshape({each}, {[*shape[:-1], shape[-1] * length]})"
-    b.env[number] = b.let(f"each_{b.variables.base(value)}", text, number)
+    b.env[what] = b.let(f"each_{b.variables.base(value)}", text)
 
 
 def is_stored(b: Builder, store: Store) -> bool:

@@ -41,6 +41,7 @@ aten = torch.ops.aten
 
 KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # of zeros they make zero
 HALVES = (str(torch.float16), str(torch.bfloat16))
+SHORT = (*HALVES, str(torch.float8_e4m3fn), str(torch.float8_e5m2))  # with at most 11 significant bits
 # Operators whose expressions multiply, by name.
 PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
 WORD = 8  # elements of two bytes in the widest access
@@ -376,24 +377,24 @@ class Analysis:
         return reach
 
     def rough(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
-        """float32 values of which nothing but 16-bit results is made; dtypes: of the buffers.
+        """float32 values of which nothing but results of 16 bits or less is made; dtypes: of the buffers.
 
         So is exp(x - max(x)) on its way into its sum: the errors of a term, 2^-22 of it and 2^-24 of the
         exponent that makes it small, are no more than those of adding up.
-        What is pinned is to be the same number in every kernel. A value that is rounded to 16 bits within the
+        What is pinned is to be the same number in every kernel. A value that is rounded so within the
         kernel is such a result.
         """
         nodes = self.loops.nodes
         exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
         pinned = {i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.pinned}
         exact |= pinned
-        exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *HALVES)}
-        exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in HALVES}
+        exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *SHORT)}
+        exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in SHORT}
         for i in range(len(nodes) - 1, -1, -1):
             if i in exact and i in self.online:
                 (term,) = operands_of(nodes[i])
                 exact.update(operands_of(nodes[term]))
-            elif i in exact and (rounding_of(nodes[i]) not in HALVES or i in pinned):
+            elif i in exact and (rounding_of(nodes[i]) not in SHORT or i in pinned):
                 exact.update(operands_of(nodes[i]))
         return frozenset(range(len(nodes))) - exact
 
