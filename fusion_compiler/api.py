@@ -37,7 +37,8 @@ from fusion_compiler.ir.dag import OpDag, build, size_hints
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.kernel import Program
-from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
@@ -154,9 +155,7 @@ class Compiler:
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
         return self.progress.during(
-            make_backend(
-                graph, rewrites=rewrites, decompositions=decomposition_table, give_up=self.give_up
-            )
+            make_backend(graph, rewrites=rewrites, decompositions=decomposition_table, give_up=self.give_up)
         )
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
@@ -351,9 +350,7 @@ class Compiler:
 
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}
-        return emit(
-            key.nests, cluster.name, describe(cluster, dag), buffers, device, self.options.schedules
-        )
+        return emit(key.nests, cluster.name, describe(cluster, dag), buffers, device, self.options.schedules)
 
 
 def deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from fusion_compiler.ir.device import DEVICES, device_spec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Ref
 from fusion_compiler.ir.ops import Kind
-from fusion_compiler.ir.plan import Cost
+from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.passes.fuse.cost import BufferInfo, contraction_cost, cost_of, eager_cost
 from tests.nests import Nest
 

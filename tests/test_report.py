@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from examples.encoder_layer import EncoderLayer
 from fusion_compiler.errors import UnknownOpError
-from fusion_compiler.ir.plan import Rejected
+from fusion_compiler.ir.plan_data import Rejected
 from fusion_compiler.passes.fuse.candidates import Part
 from fusion_compiler.passes.fuse.why import Why
 

@@ -19,7 +19,8 @@ from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.device import device_spec
-from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.stitch.order import Call, peak, schedule
 from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph

@@ -43,7 +43,8 @@ from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.options import Options
 from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
-from fusion_compiler.report.report import Kernels, Report
+from fusion_compiler.report.report import Report
+from fusion_compiler.report.report_data import Kernels
 
 
 def explain(

@@ -18,7 +18,8 @@ from fusion_compiler.ir.canonical import salts_of
 from fusion_compiler.ir.dag import OpDag, size_hints
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.layout import is_view
-from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.stitch.graph_source import StraightLine, quick
 from fusion_compiler.stitch.inplace import in_place
 from fusion_compiler.stitch.order import Call, root, schedule

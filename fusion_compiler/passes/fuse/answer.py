@@ -11,7 +11,8 @@ import networkx as nx
 
 from fusion_compiler.errors import UnknownOpError, closest
 from fusion_compiler.ir.dag import OpDag
-from fusion_compiler.ir.plan import Cluster, FusionPlan, Rejected
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster, Rejected
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.schema import is_view
 from fusion_compiler.passes.fuse.pieces import Meant, meant

@@ -20,7 +20,7 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
 from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.plan import Cost, Leftover
+from fusion_compiler.ir.plan_data import Cost, Leftover
 from fusion_compiler.passes.fuse.cost import BufferInfo, cost_of
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.passes.fuse.library import library_call

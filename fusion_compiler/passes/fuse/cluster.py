@@ -14,13 +14,15 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Load
 from fusion_compiler.ir.ops import spec_of
-from fusion_compiler.ir.plan import Call, Cluster, FusionPlan, Rejected, Setting
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Call, Cluster, Rejected, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.schema import short_name
 from fusion_compiler.passes.fuse.candidates import Part, Parts
 from fusion_compiler.passes.fuse.cost import side_by_side
 from fusion_compiler.passes.fuse.horizontal import launches
 from fusion_compiler.passes.fuse.movement import eager_calls
+from fusion_compiler.passes.fuse.recompute import merge_and_recompute
 from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.passes.lower.rounding import HALVES
 from fusion_compiler.passes.patterns.match import Match
@@ -108,7 +110,7 @@ def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
     """The finished search, and the numbers of the parts of each cluster of the plan, in its order."""
     space = Parts(dag, setting.device, setting.hints, rounded=setting.numerics == "eager")
     search = Search(space, setting.matches)
-    search.run()
+    merge_and_recompute(search)
     return search, launches(search)
 
 

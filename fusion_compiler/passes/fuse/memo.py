@@ -9,7 +9,7 @@ from dataclasses import replace
 from fusion_compiler.ir.dag import OpDag, Ref
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Load, LoopNest, exact
-from fusion_compiler.ir.plan import Cost
+from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.passes.lower.ranges import lookups
 from fusion_compiler.passes.lower.space import Illegal
 

@@ -9,17 +9,20 @@ what an activation's backward makes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.passes.fuse.candidates import Part
+from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.passes.lower.space import Illegal
-
-if TYPE_CHECKING:
-    from fusion_compiler.passes.fuse.candidates import Part
-    from fusion_compiler.passes.fuse.search import Search
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay in L2
 MOST_OPS = 24  # in the chain that is computed again
+
+
+def merge_and_recompute(search: Search) -> None:
+    """Run a search; where computing something again pays, it goes on from there."""
+    search.run()
+    while recompute(search):
+        search.merge_all()
 
 
 def recompute(search: Search) -> bool:

@@ -12,10 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fusion_compiler.ir import layout
-from fusion_compiler.ir.plan import Rejected
+from fusion_compiler.ir.plan_data import Rejected
 from fusion_compiler.passes.fuse.candidates import Part, Parts
 from fusion_compiler.passes.fuse.reach import Reach
-from fusion_compiler.passes.fuse.recompute import recompute
 from fusion_compiler.passes.lower.effort import ATTEMPT
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.passes.patterns.match import Match
@@ -56,13 +55,11 @@ class Search:
         return sources
 
     def run(self) -> None:
-        """Merge until nothing gains, or the effort is spent."""
+        """Merge until nothing gains, or the effort is spent: first what patterns name."""
         for match in self.matches:
             if isinstance(match.pattern, ClusterHint) and match.pattern.fuse:
                 self.try_hint(match)
         self.merge_all()
-        while recompute(self):
-            self.merge_all()
 
     def merge_all(self) -> None:
         """Until no pair gains: a merge elsewhere can take what stood between two away."""

@@ -15,7 +15,8 @@ import networkx as nx
 
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.ops import Kind
-from fusion_compiler.ir.plan import Cluster, Cost, FusionPlan, Rejected
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster, Cost, Rejected
 from fusion_compiler.ir.schema import is_view, short_name
 from fusion_compiler.passes.fuse.candidates import Part
 from fusion_compiler.passes.fuse.cluster import solve
