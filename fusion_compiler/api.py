@@ -1,4 +1,9 @@
-"""The public functions. `Compiler.graph` is the pipeline of the README; nothing else calls the stages."""
+"""The public functions. `Compiler.graph` is the pipeline of the README: it calls every stage, in order.
+
+Single stages are also called elsewhere: a report emits the kernels of its plans (`report.explanation`) and
+clusters a graph again to say why two ops are apart (`passes.fuse.why`); the user's rewrites and kernels are
+matched above autograd, before this pipeline begins (`passes.rewrites.user`).
+"""
 
 from __future__ import annotations
 
@@ -245,7 +250,7 @@ class Compiler:
         return run, decision
 
     def report_left(self, plan: FusionPlan) -> None:
-        """What no kernel computes stays eager: numbers that none can hold with a warning. `strict` raises."""
+        """Warns of dtypes that no kernel can hold; `strict` raises if an op has no kernel and no library."""
         wanting = [left for left in plan.leftovers if not left.library]
         for left in wanting:
             complex_ones = [m.dtype for m in plan.dag.op(left.op).outputs if m.dtype.is_complex]
@@ -258,7 +263,7 @@ class Compiler:
             raise EagerOperatorError(first.source, op=first.target, reason=first.reason, others=more)
 
     def broke(self, found: Sequence[GraphBreak]) -> None:
-        """Graph breaks of a call go into the plans; of one that leaves most to eager there is a warning."""
+        """Records the graph breaks of a call in the plans, and warns of the one that leaves most to eager."""
         self.plans.broke(found)
         self.debug.breaks(found)
         for one in sorted((b for b in found if not b.deliberate), key=lambda b: not b.function)[:1]:
@@ -267,11 +272,13 @@ class Compiler:
     def verified(
         self, plan: FusionPlan, runners: Mapping[str, Runner], kind: str, backend: str
     ) -> Mapping[str, Callable[..., Any]]:
-        """The runners of a graph, each compared with its cluster's fx subgraph when first called; themselves,
-        and a warning, where nothing else runs."""
+        """The runners of a graph, each compared with its cluster's fx subgraph when first called.
+
+        With backend "eager" that subgraph is what runs: the runners as they are, and a warning.
+        """
         table = self.plans.verification
         if backend == "eager" and any(isinstance(p, UserKernel) for p in self.patterns):
-            return runners  # those are compared
+            return runners  # the user's kernels are compared, and nothing else runs
         if backend == "eager":
             table.nothing = f"the clusters run as ATen ops on {kind}: there is no kernel to compare them with"
             todo = "run the kernels: on a GPU, or here with backend='interpret'"
@@ -291,8 +298,10 @@ class Compiler:
         }
 
     def hints(self, dag: OpDag, phase: Phase) -> list[Traced]:
-        """The patterns that speak of clusters, each after its gradient where a backward graph may hold that:
-        where the operators of the pattern occurred in a forward graph."""
+        """The cluster hints to look for in a graph.
+
+        In a backward graph the gradient of a hint stands before it, if a forward graph had its operators.
+        """
         if phase is not Phase.BACKWARD:
             self.computed |= {key_of(dag.op(name)) for name in dag.order}
         found: list[Traced] = []
@@ -338,7 +347,7 @@ class Compiler:
     def programs_of(
         self, key: Canonical, cluster: Cluster, plan: FusionPlan, device: DeviceSpec
     ) -> tuple[Program, ...]:
-        """`emit`; nothing where it fails, for whatever reason: a warning tells, or it raises when strict."""
+        """`emit`; where it fails for whatever reason, no programs and a warning, or an error when strict."""
         try:
             return self.emit(key, cluster, plan.dag, device)
         except Exception as error:

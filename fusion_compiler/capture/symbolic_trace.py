@@ -98,7 +98,7 @@ def trace_whole(
 
 
 def _check_module(module: nn.Module) -> None:
-    """What a call does otherwise than a trace of it."""
+    """Refuses a module that does things in a call which a trace would not show."""
     if any(getattr(module, hooks) for hooks in _HOOKS):
         raise UntraceableError("the module has hooks of its own, which are not part of it")
     for m in module.modules():

@@ -1,4 +1,4 @@
-"""What is printed of tiles that begin with the word in which their row begins (`codegen.skew`).
+"""What is printed of tiles that begin with the word in which their row begins (`schedule.misaligned`).
 
 Of a row of 531 elements, in a tile of 1024 lanes:
 

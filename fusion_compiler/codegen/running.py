@@ -1,7 +1,8 @@
 """Passes over the columns of rows that no tile holds whole: in blocks, and by several programs.
 
 There is one pass for each level of reductions that feed each other. It reads every column once, and each of
-its reductions keeps a state (`codegen.states`); programs that share the row then exchange what they have.
+its reductions keeps a state (`codegen.online_reductions`); programs that share the row then exchange what
+they have.
 """
 
 from __future__ import annotations

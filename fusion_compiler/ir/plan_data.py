@@ -32,7 +32,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Leftover:
-    """An op that stays a call, and why. library: on purpose (`passes.library`), not for want of a kernel."""
+    """An op that stays a call, and why. library: it does so on purpose (`passes.fuse.library`)."""
 
     op: str
     target: str
@@ -110,7 +110,7 @@ class Cluster:
 class Setting:
     """What a graph's plan was decided for, so that it can be decided again.
 
-    hints: the sizes that symbols had. matches: where patterns were found (`passes.match.Match`).
+    hints: the sizes that symbols had. matches: where patterns were found (`passes.patterns.match.Match`).
     """
 
     device: DeviceSpec
@@ -123,8 +123,8 @@ class Setting:
 class PlanData:
     """All decisions for one graph, as data. `dag` is the graph that they were made for.
 
-    calls: what eager would run for the whole graph. solved: what `passes.cluster.solve` found, for questions
-    that are asked next; None where it was let go, as it is large.
+    calls: what eager would run for the whole graph. solved: what `passes.fuse.cluster.solve` found, for
+    questions that are asked next; None where it was let go, as it is large.
     """
 
     name: str

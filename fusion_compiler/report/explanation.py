@@ -1,9 +1,9 @@
 """What compile() would do, without doing it: plans from FakeTensors, on any machine.
 
 Nothing is computed: parameters and arguments are replaced by tensors without data, the model by a copy of
-its structure. A model that torch.fx traces whole does not need TorchDynamo (see whole.py); any other is
-captured as compile() captures it, which takes longer, and the explanation says why. Where the model does
-what TorchDynamo cannot capture though it depends on no data (it writes a log), compile() breaks in two
+its structure. A model that torch.fx traces whole (capture/symbolic_trace.py) does not need TorchDynamo; any
+other is captured as compile() captures it, which takes longer, and the explanation says why. Where the model
+does what TorchDynamo cannot capture though it depends on no data (it writes a log), compile() breaks in two
 what is explained here as one graph. Where there is no GPU, CUDA tensors are planned as CPU ones, since
 autograd on CUDA FakeTensors needs a driver: attention stays one call either way, but keys and values of
 grouped-query attention are still repeated in such a plan.

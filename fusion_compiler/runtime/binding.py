@@ -212,7 +212,7 @@ _unkept = _Unkept()
 
 @contextmanager
 def unkept_scratch() -> Generator[None]:
-    """Within it, in this thread, no launch keeps memory for later ones."""
+    """A context in which, in this thread, launches keep no scratch for later ones."""
     before, _unkept.inside = _unkept.inside, True
     try:
         yield

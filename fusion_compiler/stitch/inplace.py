@@ -7,9 +7,9 @@ is the argument with something put into it, the whole is copied twice for a few 
     attend(cache_1)                           ->      attend(cache_1)
     copy_(cache, cache_1)
 
-What dies inside the program is not written into by what follows: at the highest point of the models
-that are measured stand logits, which the caller keeps, and their gradient, and everywhere else the
-allocator gives the memory of what is dead to the next result.
+Other results are not written over dead tensors: the allocator gives a dead tensor's memory to the next
+result anyway, and at the peak of the models that were measured nothing is dead (the logits, which the caller
+keeps, and their gradient).
 """
 
 from __future__ import annotations

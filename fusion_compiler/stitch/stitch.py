@@ -34,7 +34,7 @@ def restrided(
     return torch.as_strided(tensor, shape, stride, tensor.storage_offset() + further)
 
 
-# The same past the dispatcher and autograd's bookkeeping of views: for tensors of devices, not for fakes.
+# Does the same without the dispatcher and autograd's bookkeeping of views; for real tensors, not FakeTensors.
 reinterpreted: Callable[..., torch.Tensor] = getattr(guards, "_reinterpret_tensor")  # noqa: B009  no stub
 
 

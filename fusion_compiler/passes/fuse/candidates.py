@@ -141,7 +141,7 @@ class Parts:
         if known is None:
             try:
                 known = self._part(ops, kept)
-            except Illegal as error:  # without where it was raised
+            except Illegal as error:  # a new one: the traceback of this keeps much alive
                 known = Illegal(error.rule, error.reason)
             self.memo[ops, kept] = known
         if isinstance(known, Illegal):
@@ -168,7 +168,7 @@ class Parts:
         try:
             whole = self.form(ops, outputs, None)
             found.append((whole[1].us / CHOOSING, whole))
-        except Illegal:  # whose reason is the one to tell
+        except Illegal:  # of several refusals this one is reported
             if not found:
                 raise
         return min(found, key=lambda form: form[0])[1]
@@ -293,7 +293,7 @@ class Parts:
         return complete
 
     def give_up(self, name: str, reason: str) -> None:
-        """An op stays an ATen call, or goes with no reason if nothing reads it."""
+        """An op stays an ATen call for this reason; with reason "" nothing reads it, and it is dropped."""
         self.owned.discard(name)
         self.again -= {name}
         if reason:

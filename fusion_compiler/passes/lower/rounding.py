@@ -2,7 +2,7 @@
 
 A value has one number wherever it is used. What one kernel stores another one loads, rounded: so whoever
 makes it goes on with what is stored. What is never stored is made of the same numbers everywhere, and need
-not be rounded, unless it is pinned (pinned.py): then the rounding decides something.
+not be rounded, unless it is pinned (ir/pinned.py): then the rounding decides something.
 
     r = x + y; store r; norm(r)           r = x + y; store r; norm(r.to(bfloat16))
     y = 1.1 * x; y == m            ->     y = 1.1 * x; y.to(bfloat16) == m
@@ -41,8 +41,8 @@ class Rounding:
         return op.pinned or self.like_eager
 
     def of(self, op: Op) -> bool:
-        """A conversion to eight bits always is: nobody asks for one but to quantize. So is one that is
-        written and undone by hand."""
+        """Whether an op's value is rounded to its dtype. A conversion to eight bits always is, as it is there
+        to quantize, and so is one that the model's code makes and undoes (`Op.rounds`)."""
         dtype = op.outputs[0].dtype
         asked_for = op.rounds or (dtype.is_floating_point and dtype.itemsize == 1)
         return asked_for or (dtype in HALVES and (self.pins(op) or op.name in self.stored))
