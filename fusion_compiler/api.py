@@ -54,9 +54,9 @@ from fusion_compiler.passes.patterns.notes import notes_of_hints
 from fusion_compiler.passes.patterns.trace import (
     Traced,
     check_numbers,
+    traced_above_autograd,
     traced_gradient,
     traced_hint,
-    traced_whole,
 )
 from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, RewriteNote
 from fusion_compiler.passes.rewrites.equality import check_equal
@@ -375,7 +375,7 @@ def check(pattern: Pattern) -> None:
         if pattern.backward:
             traced_gradient(pattern)
     else:
-        traced_whole(pattern)
+        traced_above_autograd(pattern)
     check_numbers(pattern)
     if isinstance(pattern, Rewrite):
         check_equal(pattern)

@@ -27,7 +27,7 @@ from fusion_compiler.ir.loops import (
     Load,
     LoopNest,
     Reduce,
-    Ref,
+    Value,
     operands_of,
     segment_of,
 )
@@ -148,7 +148,7 @@ def _factors(loops: LoopNest) -> list[Counter[int]]:
     for i, node in enumerate(loops.nodes):
         own = Counter((i,))
         if isinstance(node, Compute) and node.dtype is torch.float32:
-            given = [found[a.node] for _, a in node.operands if isinstance(a, Ref)]
+            given = [found[a.node] for _, a in node.operands if isinstance(a, Value)]
             product = node.target is aten.mul.Tensor and len(given) == len(node.operands) == 2
             passed = node.target is aten._to_copy.default and "rounding" not in dict(node.operands)
             source = operand_of(node, "self")

@@ -46,8 +46,8 @@ from fusion_compiler.ir.loops import (
     Load,
     Random,
     Reduce,
-    Ref,
     Store,
+    Value,
     operands_of,
     right_neighbours,
     store_operands,
@@ -304,13 +304,13 @@ class Printer:
     def check(self, node: Checked) -> None:
         """Note an index that must not lie outside. The program ends in an error when all else is done, so
         that nothing waits for it; what is wrong in a loop is kept until then."""
-        index, groups = self.variable(node.index), self.a.groups[node.index]
+        index, groups = self.variable(node.position), self.a.groups[node.position]
         mask = self.mask(groups, node.within)
         bounds = f"{dim_text(node.low)}, {dim_text(node.high)}"
         if self.outermost is not None:
             more = frozenset[str]() if node.within is None else self.a.groups[node.within]
             seen, index = index if mask is None else f"tl.where({mask}, {index}, 0)", self.fresh("wrong")
-            dtype = TRITON_TYPES[self.loops.nodes[node.index].dtype]
+            dtype = TRITON_TYPES[self.loops.nodes[node.position].dtype]
             start = f"    {index} = tl.full({self.shape(groups | more)}, 0, {dtype})"
             self.lines.insert(self.outermost, start)
             self.outermost += 1
@@ -333,7 +333,7 @@ class Printer:
         return str(node.target._opname).lstrip("_")
 
     def compute(self, number: int, node: Compute) -> str:
-        refs = [a.node for _, a in node.operands if isinstance(a, Ref)]
+        refs = [a.node for _, a in node.operands if isinstance(a, Value)]
         numbers = sum(isinstance(self.loops.nodes[n], Constant) for n in refs)
         if numbers == len(refs) or (numbers > 1 and node.target is not aten.where.self):
             for n in refs:  # two numbers have no type in Triton's functions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +84,7 @@ class Call:
 class Cluster:
     """Ops that become one kernel. `ops` in topological order; `inputs` and `outputs` are op names.
 
-    beside: further tile programs that share the launch, independent of `loops` and of each other.
+    horizontal: further tile programs that share the launch, independent of `loops` and of each other.
     """
 
     name: str
@@ -94,11 +95,17 @@ class Cluster:
     cost: Cost
     eager: tuple[Call, ...]  # what eager would run for the same ops
     pattern: str | None = None
-    beside: tuple[LoopNest, ...] = ()
+    horizontal: tuple[LoopNest, ...] = ()
+
+    @property
+    def beside(self) -> tuple[LoopNest, ...]:
+        """The old name of `horizontal`, which goes with version 0.2."""
+        warnings.warn("Cluster.beside is now Cluster.horizontal", DeprecationWarning, stacklevel=2)
+        return self.horizontal
 
     @property
     def nests(self) -> tuple[LoopNest, ...]:
-        return (self.loops, *self.beside)
+        return (self.loops, *self.horizontal)
 
     @property
     def eager_us(self) -> float:

@@ -36,7 +36,7 @@ from fusion_compiler.api import Compiler, compile
 from fusion_compiler.capture.fakes import FakesOnly
 from fusion_compiler.capture.module import plain, wrap
 from fusion_compiler.capture.pre_autograd import UntraceableError
-from fusion_compiler.capture.symbolic_trace import trace_whole
+from fusion_compiler.capture.symbolic_trace import symbolic_trace
 from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import device_spec
@@ -75,7 +75,7 @@ def explain(
         options = {"backend": "eager", "device": device}
         try:
             compiler = Compiler(Options.of(**options), patterns, asked=True)
-            plans = _plans_of_whole(copied, given, named, compiler, mode)
+            plans = _plans_of_trace(copied, given, named, compiler, mode)
             return Report(_name(model), device, plans, emit=kernels_of)
         except UntraceableError as error:
             reason = str(error)
@@ -124,7 +124,7 @@ def kernels_of(plans: tuple[FusionPlan, ...]) -> Kernels:
     return found
 
 
-def _plans_of_whole(
+def _plans_of_trace(
     model: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -132,7 +132,7 @@ def _plans_of_whole(
     mode: FakeTensorMode,
 ) -> tuple[FusionPlan, ...]:
     """The plans of a model that torch.fx traces whole. Raises UntraceableError."""
-    whole = trace_whole(model, args, kwargs, mode)
+    whole = symbolic_trace(model, args, kwargs, mode)
     try:
         with unset_fake_temporarily(), tracing(TracingContext(mode)):
             run = compiler.backend()(whole.graph, whole.inputs, traced=True)

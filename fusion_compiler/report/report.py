@@ -15,7 +15,7 @@ import networkx as nx
 
 from fusion_compiler.errors import MissingPackageError
 from fusion_compiler.ir import plan_text
-from fusion_compiler.passes.fuse.answer import Answer, answers, candidates, unknown
+from fusion_compiler.passes.fuse.answer import Answer, answers, meanings, unknown
 from fusion_compiler.report.page import page
 from fusion_compiler.report.report_data import Missed, ReportData
 from fusion_compiler.report.report_json import Row, class_rows, report_json, totals_of
@@ -33,7 +33,7 @@ class Report(ReportData):
         found = [answer for why in self.questions.values() for answer in answers(why, a, b)]
         if not found:
             for name in (a, b):
-                if not any(candidates(plan, name) for plan in self.plans):
+                if not any(meanings(plan, name) for plan in self.plans):
                     raise unknown(name, self.plans)
             return [
                 Answer(

@@ -24,7 +24,7 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
-    Ref,
+    Value,
     groups_of,
     longest_piece,
     operands_of,
@@ -224,7 +224,7 @@ class Analysis:
                     found = any(k >= 0 and self.loops.axes[k].group == ROWS for k, _ in index.terms)
                 case Compute(target, operands) if target in KEEP_ZERO:
                     terms = [value for name, value in operands if name != "alpha"]
-                    found = all(isinstance(v, Ref) and v.node in zero for v in terms)
+                    found = all(isinstance(v, Value) and v.node in zero for v in terms)
                 case _:
                     found = False
             if found:
@@ -331,7 +331,7 @@ class Analysis:
 
     def _number(self, operand: object) -> object:
         """An operand's value where it is known."""
-        node = self.loops.nodes[operand.node] if isinstance(operand, Ref) else None
+        node = self.loops.nodes[operand.node] if isinstance(operand, Value) else None
         return node.value if isinstance(node, Constant) else operand
 
     @cached_property
@@ -533,4 +533,4 @@ def rounding_of(node: Node) -> object:
 def operand_of(node: Compute, name: str) -> int | None:
     """The node that one operand of an expression is; None for a literal."""
     value = dict(node.operands).get(name)
-    return value.node if isinstance(value, Ref) else None
+    return value.node if isinstance(value, Value) else None

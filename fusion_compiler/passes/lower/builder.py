@@ -13,8 +13,7 @@ import torch
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, not_above, simple
 from fusion_compiler.ir.index import Extents
-from fusion_compiler.ir.loops import Compute, Constant, Index, InRange, Node, wrapped
-from fusion_compiler.ir.loops import Ref as Value
+from fusion_compiler.ir.loops import Compute, Constant, Index, InRange, Node, Value, wrapped
 from fusion_compiler.passes.lower.space import Coords
 
 aten = torch.ops.aten

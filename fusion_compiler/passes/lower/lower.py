@@ -42,12 +42,12 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Reduce,
     Store,
+    Value,
 )
-from fusion_compiler.ir.loops import Ref as Value
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.effort import Effort
-from fusion_compiler.passes.lower.index_splits import Cut
+from fusion_compiler.passes.lower.index_splits import IndexSplit
 from fusion_compiler.passes.lower.rounding import Rounder, Rounding, unrounded
 from fusion_compiler.passes.lower.space import (
     Coords,
@@ -71,25 +71,25 @@ def lower(
     ops: tuple[str, ...],
     outputs: tuple[str, ...],
     *,
-    cut: Cut | None = None,
+    index_split: IndexSplit | None = None,
     stored: frozenset[str] = frozenset(),
     like_eager: bool = False,
     effort: Effort | None = None,
 ) -> LoopNest:
     """The tile program of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
-    a cut is given. Raises Illegal.
+    a split is given. Raises Illegal.
 
     stored: ops whose results this program or another one stores. like_eager: numerics="eager".
     effort: where what it takes is counted.
     """
     rounding = Rounding(stored.union(outputs), like_eager)
-    space = anchor_space(dag, ops, outputs, cut)
+    space = anchor_space(dag, ops, outputs, index_split)
     for _ in range(24):
         attempt = Lowering(dag, ops, outputs, space, rounding)
         try:
             return attempt.run()
         except NeedsSplit as split:
-            space = space.split(split.axis, split.inner)
+            space = space.split_axis(split.axis, split.inner)
         except NotExpressible as error:
             raise Illegal("layout", str(error)) from None
         except RecursionError:
@@ -101,7 +101,7 @@ def lower(
 
 
 class Lowering(Builder):
-    """One attempt at a tile program over a space; it ends at the first axis that has to be cut."""
+    """One attempt at a tile program over a space; it ends at the first axis that has to be split."""
 
     def __init__(
         self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding
@@ -144,8 +144,8 @@ class Lowering(Builder):
     def seed_anchor(self) -> None:
         """Pull the anchor at the identity: the reduction's input, or the largest output."""
         if not any(self.dag.op(n).kind is Kind.REDUCTION for n in self.ops):
-            anchor, cut = largest(self.dag, self.outputs), self.space.cut
-            if cut is None or anchor.outputs[0].shape == cut.shape:
+            anchor, split = largest(self.dag, self.outputs), self.space.index_split
+            if split is None or anchor.outputs[0].shape == split.shape:
                 self.value(anchor.name, self.pieces(self.space.whole())[0], None)
             return
         for name in self.ops:
@@ -163,11 +163,11 @@ class Lowering(Builder):
                     return
 
     def pieces(self, coords: Coords) -> list[Coords]:
-        """The same coordinates in each of the pieces into which the space is cut, if they differ there."""
-        cut, number = self.space.cut, len(self.space.axes)
-        if cut is None or all(k != number for c in coords for k, _ in c.terms):
+        """The same coordinates in each of the pieces into which the space is split, if they differ there."""
+        split, number = self.space.index_split, len(self.space.axes)
+        if split is None or all(k != number for c in coords for k, _ in c.terms):
             return [coords]
-        return [tuple(fixed(c, number, i) for c in coords) for i in range(cut.count)]
+        return [tuple(fixed(c, number, i) for c in coords) for i in range(split.count)]
 
     def place(self, name: str) -> Coords | None:
         """Coordinates at which a value fills the space: where it was needed already, where its operands
@@ -224,7 +224,7 @@ class Lowering(Builder):
         """The elements of the whole space, or of one group of it, in row-major order if that is affine."""
         if shape == tuple(product(f) for f in self.space.factors):
             return self.space.identity()
-        if self.space.cut is not None and shape == self.space.cut.shape:
+        if self.space.index_split is not None and shape == self.space.index_split.shape:
             return self.space.whole()
         size = product(shape)
         every = tuple(sorted(self.group_axes[ROWS] + self.group_axes[COLS]))
@@ -260,7 +260,9 @@ class Lowering(Builder):
             raise Illegal("size", f"values that are needed at several places are more than {MOST_VALUES}")
         if name in self.inside:
             node = self.compute(op, coords, within)
-            if self.space.cut is None or is_bijection(coords, shape, self.extents):  # and no piece of it
+            if self.space.index_split is None or is_bijection(
+                coords, shape, self.extents
+            ):  # and no piece of it
                 self.placed.setdefault(name, coords)
         elif layout.is_view(op):
             node = self.through(op, coords, within)
@@ -340,9 +342,9 @@ class Lowering(Builder):
         source = op.inputs[0]
         shape = self.dag.op(source).outputs[0].shape
         dims = reduced_dims(op, len(shape))
-        cut = self.space.cut
-        if cut is not None and shape == cut.shape:
-            if cut.dim in dims:
+        split = self.space.index_split
+        if split is not None and shape == split.shape:
+            if split.dim in dims:
                 raise Illegal("rows", f"{op.name} reduces across the pieces of {source}")
             return self.reduce_piece(op, coords, dims)
         keepdim = len(op.outputs[0].shape) == len(shape)
@@ -380,7 +382,7 @@ class Lowering(Builder):
         return self.rounder.rounded(op, self.converted(value, dtype, op.name))
 
     def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
-        """A reduction of a tensor in pieces that keeps the dimension of the cut: one for each piece."""
+        """A reduction of a tensor in pieces that keeps the dimension that is split: one for each piece."""
         shape, groups = op.outputs[0].shape, self.space.groups
         live = [d for d, factors in enumerate(self.space.factors) if product(factors) != 1]
         over = frozenset(groups[d] for d in live if d in dims)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_compiler.ir.dag import Op, Ref
-from fusion_compiler.ir.loops import Compute, Constant, Load, Node, Reduce
-from fusion_compiler.ir.loops import Ref as Value
+from fusion_compiler.ir.loops import Compute, Constant, Load, Node, Reduce, Value
 from fusion_compiler.passes.lower.builder import Builder
 
 aten = torch.ops.aten

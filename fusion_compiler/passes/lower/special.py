@@ -16,8 +16,7 @@ from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, Ref
 from fusion_compiler.ir.dims import Dim, simple, strides_of
 from fusion_compiler.ir.index import ZERO, combine, divided, flatten, shifted
-from fusion_compiler.ir.loops import Checked, Compute, Coordinate, Index, Random
-from fusion_compiler.ir.loops import Ref as Value
+from fusion_compiler.ir.loops import Checked, Compute, Coordinate, Index, Random, Value
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.ranges import lookups
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
@@ -78,16 +77,16 @@ def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     dtype = compute_dtype(op.outputs[0].dtype)
     fill = layout.argument(op, 2, "value", 0)
     inner = list(coords)
-    inside, cut = within, False
+    inside, padded = within, False
     for i in range(len(pads) // 2):
         dim = len(shape) - 1 - i
         inner[dim] = shifted(coords[dim], simple(-pads[2 * i]))  # type: ignore[operator]
         now, partial = build.in_range(inner[dim], 0, shape[dim], inside)
         if now is None and partial:
             return build.constant(fill, dtype, op.name)  # type: ignore[arg-type]
-        inside, cut = now, cut or partial
+        inside, padded = now, padded or partial
     value = build.value(source, tuple(inner), inside)
-    if not cut or inside is None:
+    if not padded or inside is None:
         return value
     return build.choose(inside, value, build.constant(fill, dtype, "fill"), dtype, op.name)  # type: ignore[arg-type]
 
