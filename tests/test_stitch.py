@@ -20,9 +20,10 @@ from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.device import device_spec
-from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
-from fusion_compiler.stitch.order import Call, peak, schedule
+from fusion_compiler.stitch.order import Step, ordered, peak
 from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
 
 
@@ -263,20 +264,20 @@ def test_the_order_with_the_lower_peak_is_taken() -> None:
         return tuple(y.sum(1) for y in wide)
 
     plan = planned(late, torch.randn(64, 64), torch.randn(64, 64))
-    chosen = schedule(plan)
-    by_name = {call.name: call for call in chosen.calls}
+    chosen = ordered(plan)
+    by_name = {step.name: step for step in chosen.steps}
     program = sorted(by_name.values(), key=lambda c: "sum" in c.name)
     returned = frozenset(plan.dag.outputs)
-    assert chosen.peak == peak(chosen.calls, {}, returned)
+    assert chosen.peak == peak(chosen.steps, {}, returned)
     assert chosen.peak <= peak(program, {}, returned)
 
 
 @pytest.mark.parametrize("owned", [False, True])
 def test_the_predicted_peak(owned: bool) -> None:
     calls = [
-        Call("f", ("x",), ("a",), (100,)),
-        Call("g", ("a",), ("b", "c"), (10, 20)),
-        Call("h", ("b",), ("d",), (5,)),
+        Step("f", ("x",), ("a",), (100,)),
+        Step("g", ("a",), ("b", "c"), (10, 20)),
+        Step("h", ("b",), ("d",), (5,)),
     ]
     held = {"x": 1000} if owned else {}
     # x, a | a, b, c (c is not read: freed) | b, d

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from fusion_compiler.codegen import segments
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import TRITON_TYPES, convert
+from fusion_compiler.codegen.tile import Expression
 from fusion_compiler.codegen.tile import Store as StoreStatement
-from fusion_compiler.codegen.tile import Value
 from fusion_compiler.codegen.windows import block, interleaved, misaligned
 from fusion_compiler.ir.loops import Load, Store, right_neighbours
 
 
-def load(b: Builder, number: int, then: str) -> Value:
+def load(b: Builder, number: int, then: str) -> Expression:
     """What a load gives in the dtype of the buffer, and `then` of it; its operands are built."""
     node, groups = b.loops.nodes[number], b.a.groups[number]
     assert isinstance(node, Load)

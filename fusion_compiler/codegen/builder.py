@@ -21,7 +21,7 @@ from fusion_compiler.codegen.expression import (
 )
 from fusion_compiler.codegen.monoids import fold_text
 from fusion_compiler.codegen.names import Own
-from fusion_compiler.codegen.tile import Assign, Combine, For, If, Line, Statement, Value, Variables
+from fusion_compiler.codegen.tile import Assign, Combine, Expression, For, If, Line, Statement, Variables
 from fusion_compiler.codegen.tile import Load as LoadValue
 from fusion_compiler.ir.loops import (
     COLS,
@@ -90,13 +90,13 @@ class Builder:
     def add(self, statement: Statement) -> None:
         self.body.append(statement)
 
-    def let(self, base: str, value: Value, node: int | None = None) -> str:
+    def let(self, base: str, value: Expression, node: int | None = None) -> str:
         """A new variable."""
         variable = self.variables.new(base)
         self.add(Assign((variable,), value, node))
         return variable
 
-    def set(self, variable: str, value: Value) -> None:
+    def set(self, variable: str, value: Expression) -> None:
         self.add(Assign((variable,), value))
 
     def define(self, name: Own, text: str) -> None:

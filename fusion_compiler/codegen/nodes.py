@@ -19,7 +19,7 @@ from fusion_compiler.codegen.expression import (
     scalar_text,
 )
 from fusion_compiler.codegen.monoids import is_logical, neutral_text
-from fusion_compiler.codegen.tile import Check, Value, is_variable
+from fusion_compiler.codegen.tile import Check, Expression, is_variable
 from fusion_compiler.codegen.windows import interleaved
 from fusion_compiler.ir.dims import quotient
 from fusion_compiler.ir.loops import (
@@ -34,7 +34,7 @@ from fusion_compiler.ir.loops import (
     Load,
     Random,
     Reduce,
-    Ref,
+    Value,
     operands_of,
 )
 from fusion_compiler.schedule.analysis import Cols, operand_of, rounding_of
@@ -107,7 +107,7 @@ def _build_narrow(b: Builder, number: int) -> None:
     b.named[key] = value if isinstance(value, str) and is_variable(value) else b.let(base, value, number)
 
 
-def _value(b: Builder, number: int) -> tuple[Value, str]:
+def _value(b: Builder, number: int) -> tuple[Expression, str]:
     """(what a node is, what its name is made of)."""
     node = b.loops.nodes[number]
     match node:
@@ -136,7 +136,7 @@ def _value(b: Builder, number: int) -> tuple[Value, str]:
             raise TypeError(node)
 
 
-def _loaded(b: Builder, number: int, node: Load) -> Value:
+def _loaded(b: Builder, number: int, node: Load) -> Expression:
     then = accesses.converted(b, node)
     if not is_kept(b, number):
         return accesses.load(b, number, then)
@@ -159,11 +159,11 @@ def is_kept(b: Builder, number: int) -> bool:
 
 
 def _check(b: Builder, node: Checked) -> None:
-    groups = b.a.groups[node.index]
+    groups = b.a.groups[node.position]
     bounds = f"{dim_text(node.low)}, {dim_text(node.high)}"
     shape = b.shape(groups | b.within_groups(node.within))
-    dtype = TRITON_TYPES[b.loops.nodes[node.index].dtype]
-    b.add(Check(b.variable(node.index), bounds, node.what, b.mask(groups, node.within), shape, dtype))
+    dtype = TRITON_TYPES[b.loops.nodes[node.position].dtype]
+    b.add(Check(b.variable(node.position), bounds, node.what, b.mask(groups, node.within), shape, dtype))
 
 
 def base_name(node: Compute) -> str:
@@ -172,7 +172,7 @@ def base_name(node: Compute) -> str:
 
 def _compute(b: Builder, number: int, node: Compute) -> str:
     nodes = b.loops.nodes
-    refs = [a.node for _, a in node.operands if isinstance(a, Ref)]
+    refs = [a.node for _, a in node.operands if isinstance(a, Value)]
     numbers = sum(isinstance(nodes[n], Constant) for n in refs)
     if numbers == len(refs) or (numbers > 1 and node.target is not aten.where.self):
         for n in refs:  # two numbers have no type in Triton's functions

@@ -30,7 +30,7 @@ from fusion_compiler.ir.loops import (
     Load,
     LoopNest,
     Reduce,
-    Ref,
+    Value,
     row_major,
     segment_of,
 )
@@ -133,7 +133,7 @@ def _factors(loops: LoopNest) -> list[Counter[int]]:
     for i, node in enumerate(loops.nodes):
         own = Counter((i,))
         if isinstance(node, Compute) and node.dtype is torch.float32:
-            given = [found[a.node] for _, a in node.operands if isinstance(a, Ref)]
+            given = [found[a.node] for _, a in node.operands if isinstance(a, Value)]
             product = node.target is aten.mul.Tensor and len(given) == len(node.operands) == 2
             passed = node.target is aten._to_copy.default and "rounding" not in dict(node.operands)
             source = operand_of(node, "self")

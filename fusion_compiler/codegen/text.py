@@ -10,13 +10,13 @@ from fusion_compiler.codegen.tile import (
     Assign,
     Check,
     Combine,
+    Expression,
     For,
     If,
     Line,
     Load,
     Statement,
     Store,
-    Value,
     Variables,
     Wait,
 )
@@ -62,7 +62,7 @@ class _Printer:
                 self.line(depth, f"if {self.named(condition)}:")
                 self.block(body, depth + 1)
 
-    def value(self, value: Value) -> str:
+    def value(self, value: Expression) -> str:
         match value:
             case Load(pointer, mask, other, options, then):
                 masked = f", mask={mask}, other={other}" if mask else ""

@@ -1,13 +1,13 @@
 """The tile program: what one program of a kernel does, between the loop nest and the text.
 
-    program   := statement*
-    statement := Assign(targets, value)     a, b = value
-               | Store(pointer, value, mask)
-               | For(variable, range, body) | If(condition, body)
-               | Check(index, bounds, mask)  ends the program in an error if the index lies outside
-               | Wait(sent, received)        values of other programs, once they have come
-               | Line(text)                  any other statement of Triton's
-    value     := Load(pointer, mask, ...) | Combine(reduction, tiles, axis) | text
+    program    := statement*
+    statement  := Assign(targets, expression)     a, b = ...
+                | Store(pointer, value, mask)
+                | For(variable, range, body) | If(condition, body)
+                | Check(index, bounds, mask)      an index outside ends the program in an error
+                | Wait(targets, value)            what other programs sent, once it has come
+                | Line(text)                      any other statement of Triton's
+    expression := Load(pointer, mask, ...) | Combine(reduction, tiles, axis) | text
 
 Text is Triton's, with a variable wherever it reads one: `new` makes variables, whose names are found when
 the program is printed (`text.py`), so that passes (`passes.py`) can move and repeat statements. The few that
@@ -53,7 +53,7 @@ class Combine:
     alike: object = None
 
 
-Value = Load | Combine | str
+Expression = Load | Combine | str
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Assign:
     """node: that of the nest which the target holds."""
 
     targets: tuple[str, ...]
-    value: Value
+    value: Expression
     node: int | None = None
 
 

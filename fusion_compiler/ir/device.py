@@ -208,7 +208,7 @@ def spec_of_properties(properties: Any) -> DeviceSpec:
     warnings.warn(
         f"no hardware numbers for {properties.name!r}: fusion decisions use estimates made from "
         f"its driver's properties and the {spec.target} family. Add a row to DEVICES in "
-        "fusion_compiler/device.py to plan for it exactly.",
+        "fusion_compiler/ir/device.py to plan for it exactly.",
         FusionWarning,
         stacklevel=3,
     )

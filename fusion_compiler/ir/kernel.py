@@ -22,7 +22,7 @@ class Role(StrEnum):
 class Argument:
     """One parameter of a kernel, in the order of its signature.
 
-    index: position among the program's inputs, outputs, scratch buffers or sizes, behind which are the
+    position: among the program's inputs, outputs, scratch buffers or sizes, behind which are the
         derived ones.
     dtype: of the buffer; int64 for sizes.
     aligned: the pointer (or size) is a multiple of 16 (bytes); the launcher checks it for
@@ -31,7 +31,7 @@ class Argument:
 
     name: str
     role: Role
-    index: int
+    position: int
     dtype: torch.dtype
     aligned: bool = True
 
@@ -39,7 +39,7 @@ class Argument:
     def given(self) -> str:
         """What the caller gives for it: "p0", "p1", ... (inputs), "n0", ... (sizes), or "" for nothing."""
         letter = {Role.INPUT: "p", Role.SIZE: "n"}.get(self.role)
-        return f"{letter}{self.index}" if letter else ""
+        return f"{letter}{self.position}" if letter else ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     index    := const + sum(coeff * axis) + sum(coeff * value)
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
-              | Checked(operand, index, low, high, within)
+              | Checked(operand, position, low, high, within)
               | Compute(target, operands) | Reduce(combine, operand, over, kept)
     store    := buffer, index, value, within    several to one buffer have elements of their own each
 
@@ -110,13 +110,13 @@ class Random:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """`operand`, and an error unless low <= `index` < high wherever `within` holds.
+    """`operand`, and an error unless low <= `position` < high wherever `within` holds.
 
-    index: a value that says where to read, mostly the operand itself. what: whose index it is.
+    position: a node whose value says where to read, mostly the operand itself. what: whose index it is.
     """
 
     operand: int
-    index: int
+    position: int
     low: Dim
     high: Dim
     within: int | None
@@ -134,7 +134,7 @@ class Compute:
     """
 
     target: OpOverload
-    operands: tuple[tuple[str, object], ...]  # ("self", Ref(3)), ("alpha", 2)
+    operands: tuple[tuple[str, object], ...]  # ("self", Value(3)), ("alpha", 2)
     dtype: torch.dtype
     coarse: bool = False
     pinned: bool = False
@@ -146,12 +146,14 @@ class Compute:
         return hash(self._key())
 
     def _key(self) -> object:
-        operands = tuple([(n, a if isinstance(a, Ref) else exact(a)) for n, a in self.operands])
+        operands = tuple([(n, a if isinstance(a, Value) else exact(a)) for n, a in self.operands])
         return self.target, operands, self.dtype, self.coarse, self.pinned
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class Value:
+    """An operand that is another node's value, by its number."""
+
     node: int
 
 
@@ -200,10 +202,10 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return _indirect(index)
         case Random(seed, index, _, _):
             return (seed, *_indirect(index))
-        case Checked(operand, index, _, _, within):
-            return (operand, index) if within is None else (operand, index, within)
+        case Checked(operand, position, _, _, within):
+            return (operand, position) if within is None else (operand, position, within)
         case Compute(_, operands):
-            return tuple(a.node for _, a in operands if isinstance(a, Ref))
+            return tuple(a.node for _, a in operands if isinstance(a, Value))
         case Reduce():
             return (node.operand,)
         case _:
@@ -324,12 +326,12 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
         case Random():
             return replace(node, seed=numbers[node.seed], index=renumber_index(node.index, numbers, axes))
         case Checked():
-            operand, index = numbers[node.operand], numbers[node.index]
+            operand, position = numbers[node.operand], numbers[node.position]
             within = None if node.within is None else numbers[node.within]
-            return replace(node, operand=operand, index=index, within=within)
+            return replace(node, operand=operand, position=position, within=within)
         case Compute():
-            operands = tuple((n, Ref(numbers[a.node]) if isinstance(a, Ref) else a) for n, a in node.operands)
-            return replace(node, operands=operands)
+            given = ((n, Value(numbers[a.node]) if isinstance(a, Value) else a) for n, a in node.operands)
+            return replace(node, operands=tuple(given))
         case Reduce():
             kept = node.kept if axes is None else frozenset(axes[k] for k in node.kept)
             return replace(node, operand=numbers[node.operand], kept=kept)

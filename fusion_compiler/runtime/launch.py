@@ -405,7 +405,7 @@ def interpret(
     sizes = evaluate(program.symbols, program, sizes)
     values = {Role.INPUT: inputs, Role.OUTPUT: outputs, Role.SCRATCH: scratch, Role.SIZE: sizes}
     for kernel in program.kernels:
-        arguments = [values[argument.role][argument.index] for argument in kernel.arguments]
+        arguments = [values[argument.role][argument.position] for argument in kernel.arguments]
         run_kernel(kernel, arguments, evaluate(kernel.grid, program, sizes))
     for tensor, buffer in zip(scratch, program.scratch, strict=True):
         if buffer.zeroed and tensor.count_nonzero():

@@ -24,7 +24,7 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
-    Ref,
+    Value,
     groups_of,
     longest_piece,
     operands_of,
@@ -62,9 +62,9 @@ class Schedule:
     splits: programs that share a block of rows, each with consecutive columns of all of them; they run at the
     same time and exchange what they reduced, in 32 bits a row and once a block. In a loop over rows,
     `programs` counts the groups of them.
-    word: elements in which rows that begin anywhere are moved (`codegen.skew`): the columns are counted from
-    the word in which the row begins; 0 counts them from its first element. One row a block, or several of a
-    loop that programs share.
+    word: elements in which rows that begin anywhere are moved (`schedule.misaligned`): the columns are
+    counted from the word in which the row begins; 0 counts them from its first element. One row a block, or
+    several of a loop that programs share.
     registers: the most that a thread may take, so that as many programs as are to run at once do.
     """
 
@@ -233,7 +233,7 @@ class Analysis:
                     found = any(k >= 0 and self.loops.axes[k].group == ROWS for k, _ in index.terms)
                 case Compute(target, operands) if target in KEEP_ZERO:
                     terms = [value for name, value in operands if name != "alpha"]
-                    found = all(isinstance(v, Ref) and v.node in zero for v in terms)
+                    found = all(isinstance(v, Value) and v.node in zero for v in terms)
                 case _:
                     found = False
             if found:
@@ -340,7 +340,7 @@ class Analysis:
 
     def _number(self, operand: object) -> object:
         """An operand's value where it is known."""
-        node = self.loops.nodes[operand.node] if isinstance(operand, Ref) else None
+        node = self.loops.nodes[operand.node] if isinstance(operand, Value) else None
         return node.value if isinstance(node, Constant) else operand
 
     @cached_property
@@ -542,4 +542,4 @@ def rounding_of(node: Node) -> object:
 def operand_of(node: Compute, name: str) -> int | None:
     """The node that one operand of an expression is; None for a literal."""
     value = dict(node.operands).get(name)
-    return value.node if isinstance(value, Ref) else None
+    return value.node if isinstance(value, Value) else None

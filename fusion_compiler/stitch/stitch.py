@@ -19,10 +19,11 @@ from fusion_compiler.ir.canonical import salts_of
 from fusion_compiler.ir.dag import OpDag, size_hints
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.layout import is_view
-from fusion_compiler.ir.plan import Cluster, FusionPlan
-from fusion_compiler.stitch.graph_source import StraightLine, quick
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.stitch.graph_source import GraphSource, quick
 from fusion_compiler.stitch.inplace import in_place
-from fusion_compiler.stitch.order import Call, root, schedule
+from fusion_compiler.stitch.order import Step, ordered, root
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ def restrided(
     return torch.as_strided(tensor, shape, stride, tensor.storage_offset() + further)
 
 
-# The same past the dispatcher and autograd's bookkeeping of views: for tensors of devices, not for fakes.
+# Does the same without the dispatcher and autograd's bookkeeping of views; for real tensors, not FakeTensors.
 reinterpreted: Callable[..., torch.Tensor] = getattr(guards, "_reinterpret_tensor")  # noqa: B009  no stub
 
 
@@ -152,19 +153,19 @@ class _Stitcher:
         for node in self.source.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.copy(node)
-        calls = schedule(self.plan, self.owned).calls
-        writing, copies = in_place(self.plan, calls)
-        for call in calls:
-            if call.name in self.clusters:
-                self.call(self.clusters[call.name])
-            elif call.name in copies:
-                self.env[call.name] = self.value(copies[call.name])
+        steps = ordered(self.plan, self.owned).steps
+        writing, copies = in_place(self.plan, steps)
+        for step in steps:
+            if step.name in self.clusters:
+                self.call(self.clusters[step.name])
+            elif step.name in copies:
+                self.env[step.name] = self.value(copies[step.name])
             else:
-                self.library(call)
-                if call.name in writing:
-                    self.env[call.name].target = writing[call.name]
+                self.library(step)
+                if step.name in writing:
+                    self.env[step.name].target = writing[step.name]
                 else:
-                    self.look(self.env[call.name])
+                    self.look(self.env[step.name])
         self.returned()
         calls_of_units = {unit: node.name for unit, node in self.units.items()}
 
@@ -172,7 +173,7 @@ class _Stitcher:
             texts = ranges() if ranges is not None else {}
             return {node: texts[unit] for unit, node in calls_of_units.items() if unit in texts}
 
-        self.graph.set_codegen(StraightLine(of_nodes if ranges is not None else None))
+        self.graph.set_codegen(GraphSource(of_nodes if ranges is not None else None))
         return fx.GraphModule(self.source, self.graph)
 
     def value(self, name: str) -> fx.Node:
@@ -221,12 +222,12 @@ class _Stitcher:
         results = {node: result(node) for node in order}
         self.graph.node_copy(output, lambda n: results[n])
 
-    def library(self, call: Call) -> None:
-        for operand in self.nodes[call.name].all_input_nodes:
+    def library(self, step: Step) -> None:
+        for operand in self.nodes[step.name].all_input_nodes:
             self.value(operand.name)
-        for name in call.makes:
+        for name in step.makes:
             self.copy(self.nodes[name])
-        self.units[call.name] = self.env[call.name]
+        self.units[step.name] = self.env[step.name]
 
     def look(self, call: fx.Node) -> None:
         """Has the results of an operator compared with what is known of them, but for products."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import convert, dim_text
-from fusion_compiler.codegen.tile import If, Store, Value
+from fusion_compiler.codegen.tile import Expression, If, Store
 from fusion_compiler.ir.loops import COLS, Index, Load
 from fusion_compiler.schedule.analysis import WORD, Cols
 
@@ -64,7 +64,7 @@ def moves_words(b: Builder, index: Index, within: int | None) -> bool:
     return b.s.skewed and within is None and b.a.lies_in_rows(index)
 
 
-def load(b: Builder, node: Load, then: str) -> Value:
+def load(b: Builder, node: Load, then: str) -> Expression:
     """Whole words."""
     return b.loaded(node, _address(b, node.buffer, node.index), _mask(b, "in_words"), then)
 
@@ -84,7 +84,7 @@ def is_behind(b: Builder, node: Load) -> bool:
     )
 
 
-def load_behind(b: Builder, node: Load) -> Value:
+def load_behind(b: Builder, node: Load) -> Expression:
     """That load."""
     pointer = f"{b.pointers[node.buffer]}{_plus(node.index)}"
     if b.tile.col_mask is None:

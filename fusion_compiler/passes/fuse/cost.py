@@ -25,7 +25,7 @@ from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import LoopNest
-from fusion_compiler.ir.plan import Cost
+from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.ir.row_widths import MOST_PARTS
 from fusion_compiler.passes.fuse.work import BufferInfo, Work
 

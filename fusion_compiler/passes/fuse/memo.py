@@ -9,7 +9,7 @@ from dataclasses import replace
 from fusion_compiler.ir.dag import OpDag, Ref
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Load, LoopNest, exact
-from fusion_compiler.ir.plan import Cost
+from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.passes.lower.ranges import lookups
 from fusion_compiler.passes.lower.space import Illegal
 
@@ -37,7 +37,7 @@ class Memo:
         if key not in self._known:
             try:
                 self._known[key] = names, self._price(ops, outputs)
-            except Illegal as error:  # without where it was raised, of which much hangs
+            except Illegal as error:  # a new one: the traceback of this keeps much alive
                 self._known[key] = names, Illegal(error.rule, error.reason)
         before, result = self._known[key]
         renamed = {a: b for a, b in zip(before, names, strict=True) if a != b}

@@ -30,7 +30,7 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
-    Ref,
+    Value,
     longest_piece,
     operands_of,
     partial_reductions,
@@ -121,7 +121,7 @@ class Work:
     def _compute(self, node: Compute) -> None:
         varies = axes = needs = phase = 0
         for _, operand in node.operands:
-            if type(operand) is Ref:
+            if type(operand) is Value:
                 n = operand.node
                 varies |= self.varies[n]
                 axes |= self.axes[n]
@@ -162,7 +162,7 @@ class Work:
             self.random += self.count[varies]
         elif isinstance(node, Checked):
             varies, axes, needs, phase = self._together(operands_of(node))
-            self.integer += self.count[self.varies[node.index]]
+            self.integer += self.count[self.varies[node.position]]
         elif not isinstance(node, Constant | Compute):
             varies, axes, phase = self._index(node.index)
             self.integer += self.count[varies]

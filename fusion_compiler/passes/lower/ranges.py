@@ -56,7 +56,7 @@ def lookups(dag: OpDag, op: Op) -> tuple[Lookup, ...]:
         low = simple(-length) if op.target in _WRAP else 0
         smallest, largest = _Ranges(dag).of(index.name, DEEPEST)
         inside = not_above(low, smallest) and not_above(largest, simple(length - 1))
-        trusted = inside or op.target is aten._unsafe_index.Tensor  # whoever writes that vouches for them
+        trusted = inside or op.target is aten._unsafe_index.Tensor  # it promises so
         found.append(Lookup(dim, index.name, low, length, "" if trusted else _title(op)))
     return tuple(found)
 

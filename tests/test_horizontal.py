@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion_compiler.codegen.assemble import build
 from fusion_compiler.ir.canonical import canonical
-from fusion_compiler.ir.plan import Cluster
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.schedule.analysis import Cols, Schedule
 from tests.exactness import Compiled, cramped, not_as_close, rounding_noise, wide
 
