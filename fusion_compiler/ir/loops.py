@@ -130,7 +130,8 @@ class Compute:
 
     coarse: eager rounds the result to bfloat16, so that the table's coarse expression serves as well.
     pinned: made in several kernels it has to be the same number in each (pinned.py): by the table's first
-        expression, and by no product fused into a sum.
+        expression, and by no product fused into a sum. alone: this kernel alone makes it, so that any
+        expression will do.
     """
 
     target: OpOverload
@@ -138,6 +139,7 @@ class Compute:
     dtype: torch.dtype
     coarse: bool = False
     pinned: bool = False
+    alone: bool = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Compute) and self._key() == other._key()
@@ -147,7 +149,7 @@ class Compute:
 
     def _key(self) -> object:
         operands = tuple([(n, a if isinstance(a, Value) else exact(a)) for n, a in self.operands])
-        return self.target, operands, self.dtype, self.coarse, self.pinned
+        return self.target, operands, self.dtype, self.coarse, self.pinned, self.alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -386,7 +386,7 @@ class Analysis:
         """
         nodes = self.loops.nodes
         exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
-        pinned = {i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.pinned}
+        pinned = {i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.pinned and not n.alone}
         exact |= pinned
         exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *SHORT)}
         exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in SHORT}

@@ -4,6 +4,7 @@ share a launch (`horizontal`)."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,8 +13,9 @@ import sympy
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.layout import is_view
-from fusion_compiler.ir.loops import Load
+from fusion_compiler.ir.loops import Compute, Load, LoopNest
 from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ir.pinned import is_joint
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Call, Cluster, Rejected, Setting
 from fusion_compiler.ir.plan_text import count
@@ -75,6 +77,8 @@ def plan(
         taken.add(unique)
         pattern = ", ".join(dict.fromkeys(m.name for m in held)) or None
         clusters.append(replace(_cluster(unique, ops, candidates, device), pattern=pattern))
+    if numerics != "eager":
+        clusters = _made_once(clusters, dag)
     calls = eager_calls(dag, backward, device, hints)
     eager = _by_cluster(calls, clusters)
     clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
@@ -93,6 +97,23 @@ def plan(
         setting=setting,
         solved=solved,
     )
+
+
+def _made_once(clusters: Sequence[Cluster], dag: OpDag) -> list[Cluster]:
+    """The clusters, of which those know it that make pinned values alone: no other kernel has to agree."""
+    times = Counter(name for cluster in clusters for name in cluster.ops)
+    again = is_joint(dag.module.graph)
+
+    def freed(loops: LoopNest) -> LoopNest:
+        nodes = (replace(n, alone=True) if isinstance(n, Compute) and n.pinned else n for n in loops.nodes)
+        return replace(loops, nodes=tuple(nodes))
+
+    def known(c: Cluster) -> Cluster:
+        if again or any(times[name] > 1 for name in c.ops if dag.op(name).pinned):
+            return c
+        return replace(c, loops=freed(c.loops), horizontal=tuple(map(freed, c.horizontal)))
+
+    return [known(c) for c in clusters]
 
 
 def _notes(dag: OpDag) -> dict[str, str]:
