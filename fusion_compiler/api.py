@@ -49,7 +49,7 @@ from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.patterns.indexed import key_of
-from fusion_compiler.passes.patterns.match import search
+from fusion_compiler.passes.patterns.match import match_all
 from fusion_compiler.passes.patterns.notes import notes_of_hints
 from fusion_compiler.passes.patterns.trace import (
     Traced,
@@ -147,7 +147,6 @@ class Compiler:
         self.warned = WarnOnce(options.strict)
         self.debug = Debug(DebugSettings.of(os.environ), self.warned)
         self.cache = Cache()
-        self.programs: dict[tuple[Canonical, str], tuple[Program, ...]] = {}
         self.runners: dict[tuple[Canonical, str], Runner] = {}
         self.computed: set[str] = set()  # operators of the forward graphs
         self.recordings = Recordings()
@@ -172,9 +171,9 @@ class Compiler:
         kind = device_type(dag)
         device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
         hints = self.hints(dag, info.phase)
-        found = search(hints, dag, origins=info.origins, watched=self.given)
+        found = match_all(hints, dag, origins=info.origins, watched=self.given)
         matches = found.matches
-        told = notes_of_hints(hints, found, dag, self.given, backward=info.phase is Phase.BACKWARD)
+        told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
         clock.lap("match")
         plan = plan_clusters(
             info.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import sympy
@@ -84,7 +84,6 @@ class Program:
     sizes: the symbols that become integer arguments, in order. derived: further ones, with the expressions of
         those that the launcher computes for them.
     schedule: how it was scheduled, for people ("rows: 4 rows x 1024, 4 warps").
-    cost: predicted microseconds, the key by which candidates are ranked.
     word: bytes; 0, or it reads words of so many, also those that its inputs end within. Where an input is not
         aligned to them, such a word may cross a page, and another candidate has to run.
     """
@@ -96,7 +95,6 @@ class Program:
     sizes: tuple[sympy.Symbol, ...] = ()
     derived: tuple[tuple[sympy.Symbol, sympy.Expr], ...] = ()
     schedule: str = ""
-    cost: float = 0.0
     word: int = 0
 
     @property
@@ -108,5 +106,3 @@ class Program:
     def alignment(self) -> int:
         """Bytes: what the addresses of inputs are a multiple of, or the launcher takes another build."""
         return max(16, self.word)
-
-    notes: dict[str, str] = field(default_factory=dict[str, str])

@@ -346,6 +346,12 @@ def renumber_index(index: Index, numbers: Mapping[int, int], axes: Mapping[int, 
     return Index(index.const, tuple(sorted(moved)))
 
 
+def renumber_store(store: Store, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Store:
+    within = None if store.within is None else numbers[store.within]
+    index = renumber_index(store.index, numbers, axes)
+    return replace(store, index=index, value=numbers[store.value], within=within)
+
+
 def wrapped(value: int, dtype: torch.dtype) -> int:
     """What a dtype of integers makes of a number: -1 is 255 in uint8."""
     info = torch.iinfo(dtype)

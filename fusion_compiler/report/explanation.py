@@ -69,7 +69,7 @@ def explain(
     _check_signature(model, args, kwargs)
     # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.
     with quiet_fakes(), unset_fake_temporarily(), tracing(None), FakesOnly() as mode:
-        faked = _Fakes(mode)
+        faked = _Fakes()
         copied = faked.model(model)
         given, named = faked.values(args), faked.values(kwargs)
         options = {"backend": "eager", "device": device}
@@ -170,9 +170,8 @@ def _check_signature(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 class _Fakes(TorchFunctionMode):
     """Tensors without data, one for each tensor; as a mode, copies have those."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._mode = mode
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,8 @@
-"""Independent clusters that are relatives share a launch: a small kernel costs little more than one."""
+"""Horizontal fusion: independent clusters that are related share one launch.
+
+Two small kernels take a launch each; as one, whose programs are those of either, they take little more time
+than the longer. It is the last step of clustering: nothing is merged after it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
 
 
 def launches(search: Search) -> list[list[int]]:
-    """The numbers of a finished search's candidates, those that share a launch together."""
+    """The candidates of a finished search by number, one list for each launch."""
     groups: list[list[int]] = []
     alike: dict[tuple[frozenset[str], int], list[list[int]]] = {}  # of small ones, that may take more
     for number in sorted(search.candidates):
@@ -40,7 +44,7 @@ def launches(search: Search) -> list[list[int]]:
 
 
 def _fits(search: Search, group: Sequence[int], number: int) -> bool:
-    """Whether a candidate may run beside a group of its style: relatives, no path either way."""
+    """Whether a candidate may join a launch of its style: related to one in it, and no path either way."""
     if search.reach.path(group[0], number):
         return False
     return any(_related(search, search.candidates[number], search.candidates[other]) for other in group)
@@ -59,7 +63,7 @@ def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset
 
 
 def _related(search: Search, a: Candidate, b: Candidate) -> bool:
-    """They share a source or a reader, directly or behind the library calls that they read or feed."""
+    """Whether they have a source or a reader in common, directly or behind library calls between."""
     for around in (search.pool.read_by, search.pool.readers_of):
         mine, theirs = around(a), around(b)
         if mine & theirs or _behind(search, mine) & _behind(search, theirs):

@@ -20,7 +20,7 @@ from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.passes.patterns.match import Match
 from fusion_compiler.patterns import ClusterHint
 
-# Candidates that share a tensor with one and are looked at beside it: a learning rate is read by all of an
+# Of the candidates that share a tensor with one, so many are tried: a learning rate is read by all of an
 # optimizer's updates, and a kernel can hold no more than a few of them.
 MOST_READERS = 64
 

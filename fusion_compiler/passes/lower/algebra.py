@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from fusion_compiler.ir.dims import product
+from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import (
     Compute,
     Constant,
@@ -18,7 +16,7 @@ from fusion_compiler.ir.loops import (
     Value,
     groups_of,
     renumber,
-    renumber_index,
+    renumber_store,
 )
 
 aten = torch.ops.aten
@@ -55,15 +53,7 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
         zero = add(Constant(0.0 if node.dtype.is_floating_point else 0, node.dtype), "zero")
         choice = (("condition", Value(inside)), ("self", Value(numbers[value])), ("other", Value(zero)))
         numbers[i] = add(Compute(aten.where.self, choice, node.dtype), loops.names[i])
-    stores = tuple(
-        replace(
-            s,
-            index=renumber_index(s.index, numbers),
-            value=numbers[s.value],
-            within=None if s.within is None else numbers[s.within],
-        )
-        for s in loops.stores
-    )
+    stores = tuple(renumber_store(s, numbers) for s in loops.stores)
     return LoopNest(loops.axes, tuple(nodes), stores, tuple(names))
 
 
@@ -117,9 +107,11 @@ def _counts(loops: LoopNest, index: Index, over: frozenset[str]) -> int | None:
     terms = dict(index.terms)
     if index.const != 0 or set(terms) != set(axes):
         return None
-    step: object = 1
-    for i in sorted(axes, key=lambda k: str(terms[k]).zfill(24)):
-        if terms[i] != step:
+    step: Dim = 1
+    while axes:  # the innermost first: the one that the index follows in these steps
+        i = next((k for k in axes if terms[k] == step), None)
+        if i is None:
             return None
-        step = product((terms[i], loops.axes[i].size))
+        step = product((step, loops.axes[i].size))
+        axes.remove(i)
     return step if isinstance(step, int) else None

@@ -8,7 +8,7 @@ stores it where it belongs:
 
 This is index-set splitting with unroll-and-jam. An index split says how an output falls apart; `lower` then
 asks for the output's value in each of the pieces, where the conditions are known. What several pieces need
-is computed once, and outputs of a piece's size find their place beside them.
+is computed once, and outputs of a piece's size fit in.
 """
 
 from __future__ import annotations

@@ -292,17 +292,15 @@ def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> in
     return _looked_up(build, op, (ZERO, coords[-1]), [coords[:-1]], within)
 
 
-def _gather(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    scalar = not build.dag.op(op.inputs[0]).outputs[0].shape
-    return _looked_up(build, op, () if scalar else coords, [coords], within)
-
-
-def _index_select(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+def _along(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    """gather, and index_select, whose index has no dimension but the one that it looks up along."""
     (lookup,) = lookups(build.dag, op)
     scalar = not build.dag.op(op.inputs[0]).outputs[0].shape
-    rank = len(build.dag.op(lookup.index).outputs[0].shape)
-    along = (ZERO,) if scalar else coords[lookup.dim : lookup.dim + 1]
-    return _looked_up(build, op, () if scalar else coords, [along[:rank]], within)
+    at = coords
+    if op.target is aten.index_select.default:
+        rank = len(build.dag.op(lookup.index).outputs[0].shape)
+        at = ((ZERO,) if scalar else coords[lookup.dim : lookup.dim + 1])[:rank]
+    return _looked_up(build, op, () if scalar else coords, [at], within)
 
 
 def _index(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -348,8 +346,8 @@ def _special() -> dict[object, Handler]:
         aten.select_scatter.default: _scatter_select,
         aten.flip.default: _flip,
         aten.embedding.default: _embedding,
-        aten.gather.default: _gather,
-        aten.index_select.default: _index_select,
+        aten.gather.default: _along,
+        aten.index_select.default: _along,
         aten.index.Tensor: _index,
         aten._unsafe_index.Tensor: _index,
         aten.clone.default: _same,

@@ -40,12 +40,11 @@ class Attempt:
     differences: tuple[str, ...]
 
 
-def closest(traced: Traced, dag: OpDag, *, exact: bool = False) -> str:
+def closest(traced: Traced, graph: Indexed, *, exact: bool = False) -> str:
     """A sentence on a pattern without a match: what is missing, or what came closest and differs first."""
-    graph = Indexed(dag)
     missing = sorted(traced.operators - graph.at.keys())
     attempt = _best(traced, graph, exact)
-    near = "" if attempt is None else _sentence(attempt, traced, dag)
+    near = "" if attempt is None else _sentence(attempt, traced, graph.dag)
     if not missing:
         return near or "its operators occur, but not one beside another"
     absent = "no op " + ", ".join(f"aten.{name}" for name in missing[:4]) + " in the graph"

@@ -24,7 +24,7 @@ from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.graph_info import origins_of
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
 from fusion_compiler.passes.patterns.indexed import is_cast_or_alias, quantizes
-from fusion_compiler.passes.patterns.match import Match, find, search
+from fusion_compiler.passes.patterns.match import Match, find, match_all
 from fusion_compiler.passes.patterns.notes import notes_of_rules, places
 from fusion_compiler.passes.patterns.trace import traced_above_autograd
 from fusion_compiler.passes.rewrites.user_operator import Check, operator_of
@@ -62,8 +62,8 @@ def _apply(
 ) -> tuple[fx.GraphModule, Notes]:
     dag = build(gm)
     traced = [traced_above_autograd(p) for p in patterns]
-    found = search(traced, dag, exact=True, origins=origins_of(gm.graph), watched=patterns)
-    others = notes_of_rules(traced, found, dag, patterns)
+    found = match_all(traced, dag, exact=True, origins=origins_of(gm.graph), watched=patterns)
+    others = notes_of_rules(traced, found, patterns)
     if not found.matches:
         return gm, others
     new, nodes = copied(gm)
