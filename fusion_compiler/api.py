@@ -1,4 +1,5 @@
-"""The public functions. `Compiler.graph` is the pipeline of the README: it calls every stage, in order.
+"""The public functions, and the pipeline of the README: `Compiler.backend` captures and rewrites, and
+`Compiler.graph` takes each captured graph through the other stages, in order.
 
 Single stages are also called elsewhere: a report emits the kernels of its plans (`report.explanation`) and
 clusters a graph again to say why two ops are apart (`passes.fuse.why`); the user's rewrites and kernels are

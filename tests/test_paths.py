@@ -124,3 +124,10 @@ def test_messages_name_files_that_exist() -> None:
         if not (ROOT / path).exists()
     }
     assert not wrong
+
+
+def test_imports_in_strings_and_pages_are_of_modules() -> None:
+    """Code that another process runs, and the examples of the pages."""
+    imported = re.compile(r"(?:from|import) (fusion_compiler(?:\.\w+)*)")
+    found = {(file.name, name) for file in (*SOURCES, *PAGES) for name in imported.findall(file.read_text())}
+    assert not sorted((file, name) for file, name in found if name not in MODULES)

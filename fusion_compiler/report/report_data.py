@@ -88,8 +88,10 @@ class ReportData:
 
 
 def _alike(edges: Sequence[Rejected]) -> list[list[Rejected]]:
-    """Refusals that differ only in the numbers of their names together, but none that share a unit: those
-    are alternatives, whose savings do not add up."""
+    """Refusals in groups that differ only in the numbers within their names.
+
+    Two that share a unit are in different groups: they are alternatives, and their savings do not add up.
+    """
     groups: dict[tuple[str, ...], list[list[Rejected]]] = {}
     for r in edges:
         key = tuple(re.sub(r"_\d+\b", "", text) for text in (r.a, r.b, r.rule, r.reason))

@@ -21,9 +21,9 @@ Key = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 class Memo:
     """`price` remembered by structure: the ops in their order, the views between them, what they read.
 
-    price: (ops, outputs) -> tile program and cost; it raises Illegal, which is remembered too. It
-    may look at the ops, at the views that lead to them, and at target and shape of what these show; of what
-    an op looks up, at whether its indices are known to lie inside. settled: what else it asks of an op.
+    price: (ops, outputs) -> tile program and cost; it raises Illegal, which is remembered too. It may depend
+    on nothing but the ops, the views that lead to them, target and shape of what these views show, whether an
+    op's indices are known to be in range, and settled(op).
     """
 
     def __init__(self, dag: OpDag, price: Price, settled: Callable[[str], bool] = lambda _: False) -> None:

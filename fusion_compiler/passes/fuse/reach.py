@@ -9,8 +9,8 @@ class Reach:
     """Ancestors and descendants of every unit, a cluster or an op beside them, by number.
 
     sources: the units that each one reads, in topological order. Descendants have larger numbers.
-    A unit that several became is in the others' sets by the numbers of all of them, so that a merge changes
-    the sets of those alone that reach, or are reached from, only one of the two.
+    A merged unit stays in the sets of others under the numbers of all its members, so that a merge changes
+    only the sets of units that reach, or are reached from, exactly one of the two.
     """
 
     def __init__(self, sources: Mapping[int, set[int]]) -> None:

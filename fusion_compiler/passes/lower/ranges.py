@@ -125,7 +125,7 @@ def _held_by(dtype: torch.dtype) -> Range:
 
 
 def _fits(found: Range, whole: Range, dtype: torch.dtype) -> bool:
-    """Whether nothing has wrapped around. Sizes of tensors do not in 64 bits."""
+    """Whether a range lies within its dtype: nothing wrapped around. Sizes of tensors never do in int64."""
     if all(isinstance(end, int) for end in found):
         return not_above(whole[0], found[0]) and not_above(found[1], whole[1])
     return dtype is torch.int64
