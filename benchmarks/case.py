@@ -15,6 +15,7 @@ PHASES = ("forward", "forward+backward")
 FIRST_TABLE, LONG_ROWS, ODD_NORMS, DROPOUT = "first table", "long rows", "odd norms", "dropout"
 FEW_LONG, MANY_SHORT, SUMS = "few long rows", "many short rows", "sums"
 TRANSPOSING, CAT, UNFRIENDLY = "transposing", "cat and split", "unfriendly sizes"
+BLOCK_SCALED = "block-scaled"
 
 # Fractions of the copy bandwidth to reach, forward and forward + backward.
 BARS: Mapping[str, tuple[float, float | None]] = {
@@ -27,6 +28,7 @@ BARS: Mapping[str, tuple[float, float | None]] = {
     SUMS: (0.88, None),
     TRANSPOSING: (0.85, 0.85),
     CAT: (0.85, 0.85),
+    BLOCK_SCALED: (0.90, None),
 }
 # Times faster than a peer, as geometric means over all cases.
 RATIOS: Mapping[str, tuple[float, float]] = {"compile": (1.6, 1.5), "autotune": (1.4, 1.25)}

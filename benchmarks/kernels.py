@@ -70,10 +70,13 @@ def gradients_of(case: Case, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]
     """Random gradients of the outputs, as a model's next op leaves them and compilers expect: contiguous."""
     with torch.no_grad():
         outputs = as_tuple(case.without_randomness()(*leaves(inputs, ()).values()))
-    return tuple(
-        torch.randn_like(o, memory_format=suggest_memory_format(o)) if o.dim() else torch.ones_like(o)
-        for o in outputs
-    )
+    return tuple(_gradient_like(o) if o.dim() else torch.ones_like(o) for o in outputs)
+
+
+def _gradient_like(output: Tensor) -> Tensor:
+    small = output.is_floating_point() and output.dtype.itemsize == 1  # of which there are no random ones
+    drawn = torch.float32 if small else output.dtype
+    return torch.randn_like(output, dtype=drawn, memory_format=suggest_memory_format(output)).to(output.dtype)
 
 
 def truth_of(case: Case, inputs: dict[str, Tensor], wrt: Sequence[str]) -> Truth:

@@ -20,7 +20,7 @@ import fusion_compiler as fc
 from benchmarks.performance import markdown, rewritten
 from examples.encoder_layer import EncoderLayer
 from fusion_compiler.ir.device import device_spec
-from fusion_compiler.ir.plan import Call
+from fusion_compiler.ir.plan_data import Call
 
 MARK = "{}: written by python -m benchmarks readme"
 SIZES = ((8, 512), (96, 128))

@@ -35,7 +35,8 @@ from fusion_compiler.codegen.emit import program_of, schedules_of
 from fusion_compiler.ir.canonical import Canonical, canonical, describe
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Program
-from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.options import Options
 from fusion_compiler.runtime.binding import Gpu
 from fusion_compiler.runtime.builds import compile_builds

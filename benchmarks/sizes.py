@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from benchmarks.block_scaled import BLOCK_SCALED_CASES
 from benchmarks.case import FIRST_TABLE, LONG_ROWS, UNFRIENDLY, Case
 from benchmarks.clusters import (
     CASES,
@@ -104,4 +105,4 @@ def once(*cases: Case) -> tuple[Case, ...]:
     return tuple(found.values())
 
 
-ALL_CASES = once(*CASES, *FAMILIES, *UNFRIENDLY_CASES)
+ALL_CASES = once(*CASES, *FAMILIES, *BLOCK_SCALED_CASES, *UNFRIENDLY_CASES)

@@ -1,4 +1,10 @@
-"""The public functions. `Compiler.graph` is the pipeline of the README; nothing else calls the stages."""
+"""The public functions, and the pipeline of the README: `Compiler.backend` captures and rewrites, and
+`Compiler.graph` takes each captured graph through the other stages, in order.
+
+Single stages are also called elsewhere: a report emits the kernels of its plans (`report.explanation`) and
+clusters a graph again to say why two ops are apart (`passes.fuse.why`); the user's rewrites and kernels are
+matched above autograd, before this pipeline begins (`passes.rewrites.user`).
+"""
 
 from __future__ import annotations
 
@@ -37,20 +43,21 @@ from fusion_compiler.ir.dag import OpDag, build, size_hints
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.kernel import Program
-from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.patterns.indexed import key_of
-from fusion_compiler.passes.patterns.match import search
+from fusion_compiler.passes.patterns.match import match_all
 from fusion_compiler.passes.patterns.notes import notes_of_hints
 from fusion_compiler.passes.patterns.trace import (
     Traced,
     check_numbers,
+    traced_above_autograd,
     traced_gradient,
     traced_hint,
-    traced_whole,
 )
 from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, RewriteNote
 from fusion_compiler.passes.rewrites.equality import check_equal
@@ -141,7 +148,6 @@ class Compiler:
         self.warned = WarnOnce(options.strict)
         self.debug = Debug(DebugSettings.of(os.environ), self.warned)
         self.cache = Cache()
-        self.programs: dict[tuple[Canonical, str], tuple[Program, ...]] = {}
         self.runners: dict[tuple[Canonical, str], Runner] = {}
         self.computed: set[str] = set()  # operators of the forward graphs
         self.recordings = Recordings()
@@ -154,9 +160,7 @@ class Compiler:
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
         return self.progress.during(
-            make_backend(
-                graph, rewrites=rewrites, decompositions=decomposition_table, give_up=self.give_up
-            )
+            make_backend(graph, rewrites=rewrites, decompositions=decomposition_table, give_up=self.give_up)
         )
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
@@ -168,9 +172,9 @@ class Compiler:
         kind = device_type(dag)
         device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
         hints = self.hints(dag, info.phase)
-        found = search(hints, dag, origins=info.origins, watched=self.given)
+        found = match_all(hints, dag, origins=info.origins, watched=self.given)
         matches = found.matches
-        told = notes_of_hints(hints, found, dag, self.given, backward=info.phase is Phase.BACKWARD)
+        told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
         clock.lap("match")
         plan = plan_clusters(
             info.name,
@@ -246,7 +250,7 @@ class Compiler:
         return run, decision
 
     def report_left(self, plan: FusionPlan) -> None:
-        """What no kernel computes stays eager: numbers that none can hold with a warning. `strict` raises."""
+        """Warns of dtypes that no kernel can hold; `strict` raises if an op has no kernel and no library."""
         wanting = [left for left in plan.leftovers if not left.library]
         for left in wanting:
             complex_ones = [m.dtype for m in plan.dag.op(left.op).outputs if m.dtype.is_complex]
@@ -259,7 +263,7 @@ class Compiler:
             raise EagerOperatorError(first.source, op=first.target, reason=first.reason, others=more)
 
     def broke(self, found: Sequence[GraphBreak]) -> None:
-        """Graph breaks of a call go into the plans; of one that leaves most to eager there is a warning."""
+        """Records the graph breaks of a call in the plans, and warns of the one that leaves most to eager."""
         self.plans.broke(found)
         self.debug.breaks(found)
         for one in sorted((b for b in found if not b.deliberate), key=lambda b: not b.function)[:1]:
@@ -268,11 +272,13 @@ class Compiler:
     def verified(
         self, plan: FusionPlan, runners: Mapping[str, Runner], kind: str, backend: str
     ) -> Mapping[str, Callable[..., Any]]:
-        """The runners of a graph, each compared with its cluster's fx subgraph when first called; themselves,
-        and a warning, where nothing else runs."""
+        """The runners of a graph, each compared with its cluster's fx subgraph when first called.
+
+        With backend "eager" that subgraph is what runs: the runners as they are, and a warning.
+        """
         table = self.plans.verification
         if backend == "eager" and any(isinstance(p, UserKernel) for p in self.patterns):
-            return runners  # those are compared
+            return runners  # the user's kernels are compared, and nothing else runs
         if backend == "eager":
             table.nothing = f"the clusters run as ATen ops on {kind}: there is no kernel to compare them with"
             todo = "run the kernels: on a GPU, or here with backend='interpret'"
@@ -292,8 +298,10 @@ class Compiler:
         }
 
     def hints(self, dag: OpDag, phase: Phase) -> list[Traced]:
-        """The patterns that speak of clusters, each after its gradient where a backward graph may hold that:
-        where the operators of the pattern occurred in a forward graph."""
+        """The cluster hints to look for in a graph.
+
+        In a backward graph the gradient of a hint stands before it, if a forward graph had its operators.
+        """
         if phase is not Phase.BACKWARD:
             self.computed |= {key_of(dag.op(name)) for name in dag.order}
         found: list[Traced] = []
@@ -339,7 +347,7 @@ class Compiler:
     def programs_of(
         self, key: Canonical, cluster: Cluster, plan: FusionPlan, device: DeviceSpec
     ) -> tuple[Program, ...]:
-        """`emit`; nothing where it fails, for whatever reason: a warning tells, or it raises when strict."""
+        """`emit`; where it fails for whatever reason, no programs and a warning, or an error when strict."""
         try:
             return self.emit(key, cluster, plan.dag, device)
         except Exception as error:
@@ -351,9 +359,7 @@ class Compiler:
 
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}
-        return emit(
-            key.nests, cluster.name, describe(cluster, dag), buffers, device, self.options.schedules
-        )
+        return emit(key.nests, cluster.name, describe(cluster, dag), buffers, device, self.options.schedules)
 
 
 def deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -369,7 +375,7 @@ def check(pattern: Pattern) -> None:
         if pattern.backward:
             traced_gradient(pattern)
     else:
-        traced_whole(pattern)
+        traced_above_autograd(pattern)
     check_numbers(pattern)
     if isinstance(pattern, Rewrite):
         check_equal(pattern)

@@ -37,13 +37,13 @@ class Options:
     verify: run each kernel beside its cluster's fx subgraph on the first call and keep an error table; where
         no kernels run, a warning says so.
     strict: raise where a part would otherwise run eager: a graph break, an operator that no kernel computes
-        (but for library calls, see passes/library.py), numbers or a device that none takes, a failed kernel.
+        (library calls aside: passes/fuse/library.py), numbers or a device that none takes, a failed kernel.
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
     tune: time the four schedules per distinct cluster that look best, on the device; "all": every one that
         the templates know; False takes the cost model's first.
     cudagraphs: record each graph of static sizes as a CUDA graph at its second call and replay it later;
-        its results are overwritten by the next step's (see cuda_graphs.py).
+        its results are overwritten by the next step's (see runtime/cuda_graphs.py).
     progress: show on a terminal what a compilation that takes longer than a second is doing.
 
     Raises InvalidOptionError or UnsupportedDeviceError for a value out of range.

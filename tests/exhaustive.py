@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from fusion_compiler.passes.fuse.candidates import Part
+from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.passes.lower.space import Illegal
 
@@ -24,33 +24,35 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 
 def best_us(search: Search) -> float:
-    """The least predicted time of any legal, acyclic grouping of the parts that `search` starts with."""
-    base = dict(search.parts)
-    known: dict[frozenset[int], Part | None] = {}
+    """The least predicted time of any legal, acyclic grouping of the candidates that `search` starts with."""
+    base = dict(search.candidates)
+    known: dict[frozenset[int], Candidate | None] = {}
 
-    def joined(group: list[int]) -> Part | None:
+    def joined(group: list[int]) -> Candidate | None:
         key = frozenset(group)
         if key not in known:
             try:
-                known[key] = search.space.union(base[g] for g in group)
+                known[key] = search.pool.union(base[g] for g in group)
             except Illegal:
                 known[key] = None
         return known[key]
 
     best = float("inf")
     for grouping in partitions(sorted(base)):
-        parts = [joined(group) for group in grouping]
-        if all(p is not None for p in parts) and _acyclic(search, [p for p in parts if p is not None]):
-            best = min(best, sum(p.cost.us for p in parts if p is not None))
+        candidates = [joined(group) for group in grouping]
+        if all(p is not None for p in candidates) and _acyclic(
+            search, [p for p in candidates if p is not None]
+        ):
+            best = min(best, sum(p.cost.us for p in candidates if p is not None))
     return best
 
 
-def _acyclic(search: Search, parts: list[Part]) -> bool:
-    home = {name: i for i, part in enumerate(parts) for name in part.outputs}
+def _acyclic(search: Search, candidates: list[Candidate]) -> bool:
+    home = {name: i for i, candidate in enumerate(candidates) for name in candidate.outputs}
     graph: nx.DiGraph[int] = nx.DiGraph()
-    for i, part in enumerate(parts):
-        for name in part.ops:
+    for i, candidate in enumerate(candidates):
+        for name in candidate.ops:
             for source in search.reads.sources[name]:
-                if source not in part.ops and home.get(source, i) != i:
+                if source not in candidate.ops and home.get(source, i) != i:
                     graph.add_edge(home[source], i)
     return nx.is_directed_acyclic_graph(graph)

@@ -52,7 +52,7 @@ def elementwise(
     output = argument("y_ptr", Role.OUTPUT, 0, to)
     kernel = Kernel("elementwise", source, (*arguments, output), (-(-n // block),))
     inputs = tuple(contiguous(f"x{i}", (n,), dtype) for i, dtype in enumerate(dtypes))
-    return Program((kernel,), inputs, (contiguous("y", (n,), to),), schedule=f"flat: {block}", cost=1.0)
+    return Program((kernel,), inputs, (contiguous("y", (n,), to),), schedule=f"flat: {block}")
 
 
 def row_softmax(columns: int, dtype: torch.dtype = torch.bfloat16, warps: int = 4) -> Program:

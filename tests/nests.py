@@ -21,8 +21,8 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
-    Ref,
     Store,
+    Value,
 )
 from fusion_compiler.ir.ops import OPS
 from fusion_compiler.schedule.work import BufferInfo
@@ -39,22 +39,24 @@ class Nest:
     stores: list[Store] = field(default_factory=list)
     buffers: dict[str, BufferInfo] = field(default_factory=dict)
 
-    def index(self, terms: dict[str | Ref, int], const: int = 0) -> Index:
+    def index(self, terms: dict[str | Value, int], const: int = 0) -> Index:
         names = list(self.axes)
         return Index(
             const, tuple((names.index(k) if isinstance(k, str) else ~k.node, c) for k, c in terms.items())
         )
 
-    def whole(self, axes: tuple[str, ...]) -> dict[str | Ref, int]:
+    def whole(self, axes: tuple[str, ...]) -> dict[str | Value, int]:
         """Contiguous over the given axes."""
         sizes = [hint(self.axes[name][0]) for name in axes]
         return {name: prod(sizes[i + 1 :]) for i, name in enumerate(axes)}
 
-    def push(self, node: Node) -> Ref:
+    def push(self, node: Node) -> Value:
         self.nodes.append(node)
-        return Ref(len(self.nodes) - 1)
+        return Value(len(self.nodes) - 1)
 
-    def describe(self, name: str, terms: dict[str | Ref, int], dtype: torch.dtype, numel: int | None) -> None:
+    def describe(
+        self, name: str, terms: dict[str | Value, int], dtype: torch.dtype, numel: int | None
+    ) -> None:
         size = prod(hint(self.axes[k][0]) for k in terms if isinstance(k, str))
         self.buffers.setdefault(name, BufferInfo(numel or size, dtype.itemsize))
 
@@ -62,12 +64,12 @@ class Nest:
         self,
         name: str,
         *axes: str,
-        at: dict[str | Ref, int] | None = None,
+        at: dict[str | Value, int] | None = None,
         const: int = 0,
         dtype: torch.dtype = torch.bfloat16,
         numel: int | None = None,
-        within: Ref | None = None,
-    ) -> Ref:
+        within: Value | None = None,
+    ) -> Value:
         terms = self.whole(axes) if at is None else at
         self.describe(name, terms, dtype, numel)
         inside = torch.float32 if dtype.is_floating_point and dtype.itemsize < 8 else dtype
@@ -76,50 +78,50 @@ class Nest:
     def store(
         self,
         name: str,
-        value: Ref,
+        value: Value,
         *axes: str,
-        at: dict[str | Ref, int] | None = None,
+        at: dict[str | Value, int] | None = None,
         const: int = 0,
         dtype: torch.dtype = torch.bfloat16,
         numel: int | None = None,
-        within: Ref | None = None,
+        within: Value | None = None,
     ) -> None:
         terms = self.whole(axes) if at is None else at
         self.describe(name, terms, dtype, numel)
         self.stores.append(Store(name, self.index(terms, const), value.node, within.node if within else None))
 
-    def op(self, target: str, *operands: object, dtype: torch.dtype = torch.float32) -> Ref:
+    def op(self, target: str, *operands: object, dtype: torch.dtype = torch.float32) -> Value:
         names = [argument.name for argument in TARGETS[target]._schema.arguments]
         return self.push(Compute(TARGETS[target], tuple(zip(names, operands, strict=False)), dtype))
 
-    def add(self, a: Ref, b: Ref) -> Ref:
+    def add(self, a: Value, b: Value) -> Value:
         return self.op("add.Tensor", a, b)
 
-    def mul(self, a: Ref, b: Ref) -> Ref:
+    def mul(self, a: Value, b: Value) -> Value:
         return self.op("mul.Tensor", a, b)
 
-    def sub(self, a: Ref, b: Ref) -> Ref:
+    def sub(self, a: Value, b: Value) -> Value:
         return self.op("sub.Tensor", a, b)
 
-    def constant(self, value: float) -> Ref:
+    def constant(self, value: float) -> Value:
         return self.push(Constant(value, torch.float32))
 
-    def reduce(self, combine: str, value: Ref, *over: str) -> Ref:
+    def reduce(self, combine: str, value: Value, *over: str) -> Value:
         return self.push(Reduce(combine, value.node, frozenset(over or (COLS,)), torch.float32))
 
-    def segments(self, combine: str, value: Ref, *kept: str) -> Ref:
+    def segments(self, combine: str, value: Value, *kept: str) -> Value:
         numbers = frozenset(list(self.axes).index(name) for name in kept)
         return self.push(Reduce(combine, value.node, frozenset({ROWS, COLS}), torch.float32, numbers))
 
-    def mean(self, value: Ref) -> Ref:
+    def mean(self, value: Value) -> Value:
         cols = prod(hint(size) for size, group in self.axes.values() if group == COLS)
         return self.mul(self.reduce("sum", value), self.constant(1 / cols))
 
-    def random(self, *axes: str) -> Ref:
+    def random(self, *axes: str) -> Value:
         seed = self.load("seed", dtype=torch.int64, numel=1)
         return self.push(Random(seed.node, self.index(self.whole(axes)), 0))
 
-    def in_range(self, axis: str, low: int, high: int) -> Ref:
+    def in_range(self, axis: str, low: int, high: int) -> Value:
         return self.push(InRange(self.index({axis: 1}), low, high))
 
     def nest(self) -> LoopNest:

@@ -27,7 +27,7 @@ from fusion_compiler.errors import (
     UnsupportedDtypeError,
 )
 from fusion_compiler.ir.dag import OpDag
-from fusion_compiler.ir.plan import Cluster
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.stitch.stitch import subgraph
 
 

@@ -25,7 +25,7 @@ BARE = f"""
 import sys, types
 sys.modules["fusion_compiler"] = package = types.ModuleType("fusion_compiler")
 package.__path__ = [{str(Path(fusion_compiler.__file__).parent)!r}]
-from fusion_compiler.cache import Cache
+from fusion_compiler.runtime.cache import Cache
 """
 
 # Writes one of two records of known content under one key, for ever.

@@ -19,9 +19,9 @@ from torch._ops import OpOverload
 from fusion_compiler.ir.dag import Op, TensorMeta
 from fusion_compiler.ir.device import DEVICES, device_spec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import COLS, ROWS, Load, Ref
+from fusion_compiler.ir.loops import COLS, ROWS, Load, Value
 from fusion_compiler.ir.ops import Kind
-from fusion_compiler.ir.plan import Cost
+from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of, eager_cost
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.schedule.analysis import Analysis
@@ -41,23 +41,23 @@ def cost(nest: Nest, **changed: BufferInfo) -> Cost:
     return cost_of(nest.nest(), H200, nest.buffers | changed)
 
 
-def gelu_tanh(n: Nest, x: Ref) -> Ref:
+def gelu_tanh(n: Nest, x: Value) -> Value:
     cubic = n.mul(n.mul(x, x), x)
     inner = n.mul(n.add(x, n.mul(cubic, n.constant(0.044715))), n.constant(0.79788))
     return n.mul(n.mul(x, n.constant(0.5)), n.add(n.op("tanh.default", inner), n.constant(1.0)))
 
 
-def layer_norm(n: Nest, x: Ref) -> Ref:
+def layer_norm(n: Nest, x: Value) -> Value:
     centred = n.sub(x, n.mean(x))
     rstd = n.op("rsqrt.default", n.mean(n.mul(centred, centred)))
     return n.add(n.mul(n.mul(centred, rstd), n.load("w", "c")), n.load("b", "c"))
 
 
-def rms_norm(n: Nest, x: Ref) -> Ref:
+def rms_norm(n: Nest, x: Value) -> Value:
     return n.mul(n.mul(x, n.op("rsqrt.default", n.mean(n.mul(x, x)))), n.load("w", "c"))
 
 
-def softmax(n: Nest, x: Ref) -> Ref:
+def softmax(n: Nest, x: Value) -> Value:
     e = n.op("exp.default", n.sub(x, n.reduce("max", x)))
     return n.op("div.Tensor", e, n.reduce("sum", e))
 
@@ -252,7 +252,7 @@ def test_an_access_counts_once_and_a_broadcast_counts_its_own_elements():
 def test_parts_of_a_buffer_never_count_more_than_the_whole():
     """Q, K and V interleaved in one buffer: a third each, but every sector of it."""
     n = tile(8192, 4096)
-    third: dict[str | Ref, int] = {"r": 3 * 4096, "c": 3}
+    third: dict[str | Value, int] = {"r": 3 * 4096, "c": 3}
     for const in range(3):
         n.store(f"y{const}", n.load("qkv", at=third, const=const, numel=3 * 8192 * 4096), "r", "c")
     assert cost(n).bytes_read == 3 * 8192 * 4096 * 2
@@ -262,7 +262,7 @@ def test_accesses_under_a_condition_count_where_it_holds():
     """Columns 0..31 from a wide buffer's left, 32..127 from another's; then a rotation of one buffer."""
     n = tile(8192, 128)
     left, right = n.in_range("c", 0, 32), n.in_range("c", 32, 128)
-    wide: dict[str | Ref, int] = {"r": 4096, "c": 1}
+    wide: dict[str | Value, int] = {"r": 4096, "c": 1}
     a = n.load("a", at=wide, numel=8192 * 4096, within=left)
     b = n.load("b", at=wide, const=-32, numel=8192 * 4096, within=right)
     n.store("y", n.op("where.self", left, a, b), "r", "c")
@@ -297,7 +297,7 @@ def test_sectors_that_stores_share_are_written_again(count: int):
     """But by pairs they are written whole."""
     together, apart = tile(8192, 1024), tile(8192, 1024)
     for i in range(count):
-        step: dict[str | Ref, int] = {"r": 1024 * count, "c": count}
+        step: dict[str | Value, int] = {"r": 1024 * count, "c": count}
         x = together.load(f"x{i}", "r", "c")
         together.store("y", x, at=step, const=i, numel=8192 * 1024 * count)
         apart.store(f"y{i}", apart.load(f"x{i}", "r", "c"), "r", "c")

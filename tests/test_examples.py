@@ -13,6 +13,7 @@ from examples import (
     encoder_layer,
     flex_attention,
     folded_scale,
+    one_kernel,
     own_norm,
     swiglu_fp8,
     train_gpt2,
@@ -48,6 +49,12 @@ def test_encoder_layer_trains_and_prints_its_plan(capsys: pytest.CaptureFixture[
     gradient = float(out.split("gradient of the input: ")[1])
     assert math.isfinite(gradient) and gradient > 0
     assert "iteration space" in out
+
+
+def test_one_kernel_is_followed_from_code_to_triton(capsys: pytest.CaptureFixture[str]) -> None:
+    one_kernel.main()  # tests/test_architecture.py has the text
+    out = capsys.readouterr().out
+    assert "sum of 2 over cols" in out and "def rms_norm(" in out
 
 
 def test_three_sorts_of_pattern_are_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_compiler as fc
 from fusion_compiler.capture.pre_autograd import UntraceableError
-from fusion_compiler.capture.symbolic_trace import trace_whole
+from fusion_compiler.capture.symbolic_trace import symbolic_trace
 from fusion_compiler.errors import ArgumentMismatchError, NotCallableError, UnsupportedDeviceError
 from fusion_compiler.report import explanation
 from tests import models
@@ -39,7 +39,7 @@ def by_dynamo(monkeypatch: pytest.MonkeyPatch) -> Callable[..., fc.Report]:
 
     def explain(*args: Any, **kwargs: Any) -> fc.Report:
         with monkeypatch.context() as patched:
-            patched.setattr(explanation, "trace_whole", refuse)
+            patched.setattr(explanation, "symbolic_trace", refuse)
             explained = fc.explain(*args, **kwargs)
         assert (explained.captured_by, explained.not_whole) == ("TorchDynamo", "not asked to")
         return explained
@@ -182,7 +182,7 @@ def test_a_refused_transform_is_left_and_code_that_catches_the_refusal_is_refuse
     with FakeTensorMode() as mode:
         x = torch.empty(2, 8)
     with pytest.raises(UntraceableError, match="function transform"):
-        trace_whole(caught, (x,), {}, mode)
+        symbolic_trace(caught, (x,), {}, mode)
     assert depth() == before
 
 

@@ -35,7 +35,7 @@ def python_calls(function: Callable[[], object]) -> list[str]:
 
 
 def test_between_dynamo_and_a_kernel_there_are_three_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph's with arguments in a list, the straight line, the launch: nothing of AOTAutograd's."""
+    """The graph's with arguments in a list, the stitched graph, the launch: nothing of AOTAutograd's."""
     gpu = IdleGpu()
     use(gpu, monkeypatch)
     fast = fc.compile(lambda x: torch.softmax(x, -1), tune=False, strict=True)

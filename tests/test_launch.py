@@ -248,7 +248,7 @@ def test_sizes_that_the_launcher_derives(backend: Any) -> None:
     program = row_softmax(8)
     (kernel,), (rows,) = program.kernels, program.sizes
     half = sympy.Symbol("half", integer=True, nonnegative=True)
-    arguments = tuple(replace(a, index=1) if a.role is Role.SIZE else a for a in kernel.arguments)
+    arguments = tuple(replace(a, position=1) if a.role is Role.SIZE else a for a in kernel.arguments)
     program = replace(
         program,
         kernels=(replace(kernel, arguments=arguments, grid=(half,)),),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.codegen import emit, printer
+from fusion_compiler.codegen import emit, nodes
 from fusion_compiler.codegen.names import HEADER, problem
 from fusion_compiler.errors import KernelError
 from fusion_compiler.ir.device import device_spec
@@ -63,10 +63,10 @@ def test_division_by_a_converted_value_of_the_row(dtype: torch.dtype) -> None:
         torch.testing.assert_close(Compiled(fn)(x), fn(x), rtol=2e-2, atol=2e-2)
 
 
-def test_values_make_way_for_the_printers_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_make_way_for_names_that_are_the_same_in_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators may be called as anything: rows, columns, loops' variables, modules."""
     names = itertools.cycle(("row", "col", "start", "part", "shift", "fm", "float", "col_inside"))
-    monkeypatch.setattr(printer.Printer, "base_name", lambda self, node: next(names))
+    monkeypatch.setattr(nodes, "base_name", lambda node: next(names))
     nest = Nest({"i": (6, ROWS), "j": (40000, COLS)})
     value = nest.load("x", "i", "j", dtype=torch.float32)
     for _ in range(8):
@@ -83,7 +83,7 @@ def test_values_make_way_for_the_printers_own_names(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_wrong_text_is_an_error_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(printer.Printer, "base_name", lambda self, node: "to(tl.float32)")
+    monkeypatch.setattr(nodes, "base_name", lambda node: "to(tl.float32)")
     with pytest.raises(KernelError, match=r"failed to be printed: .* line \d+ is no Python: "):
         fc.compile(lambda x: torch.exp(x * 2), backend="interpret", strict=True)(torch.randn(8))
 

@@ -26,7 +26,7 @@ from fusion_compiler.codegen.expression import (
     literal,
 )
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
-from fusion_compiler.ir.loops import Compute, Ref
+from fusion_compiler.ir.loops import Compute, Value
 from fusion_compiler.ir.ops import OPS, OpSpec, spec_of
 from fusion_compiler.passes.lower.space import HELD, compute_dtype
 from fusion_compiler.passes.lower.special import SPECIAL
@@ -59,7 +59,7 @@ def node_of(spec: OpSpec, values: dict[str, Any], out: torch.dtype, coarse: bool
     """The node that lowering makes of a call; tensors are the nodes 0, 1, ... in the order of the schema."""
     numbers = itertools.count()
     operands = tuple(
-        (name, Ref(next(numbers)) if isinstance(value, torch.Tensor) else value)
+        (name, Value(next(numbers)) if isinstance(value, torch.Tensor) else value)
         for name, value in values.items()
     )
     return Compute(spec.target, operands, compute_dtype(out), coarse)

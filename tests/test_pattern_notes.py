@@ -25,7 +25,7 @@ from fusion_compiler.ir import pattern_text
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.passes.patterns import notes
 from fusion_compiler.passes.patterns.indexed import looked_through
-from fusion_compiler.passes.patterns.trace import traced_hint, traced_whole
+from fusion_compiler.passes.patterns.trace import traced_above_autograd, traced_hint
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, MatchedTensor, Pattern, Rewrite
 
 rows, row = torch.ones(6, 10), torch.ones(10)
@@ -363,7 +363,7 @@ def executed(text: str) -> Pattern:
 def program(pattern: Pattern, code: Callable[..., Any]) -> list[Any]:
     """The pattern's code as the operators that it is, without names."""
     made = fc.cluster_hint(code, *pattern.example, name="same")
-    dag = traced_hint(made).dag if isinstance(pattern, ClusterHint) else traced_whole(made).dag
+    dag = traced_hint(made).dag if isinstance(pattern, ClusterHint) else traced_above_autograd(made).dag
     ops = [op for op in map(dag.op, dag.order) if not looked_through(op, dag)]
     place = {op.name: i for i, op in enumerate(ops)}
     return [(str(op.target), [place.get(i) for i in op.inputs], op.outputs, op.flops) for op in ops]

@@ -11,7 +11,8 @@ import pytest
 import sympy
 
 from fusion_compiler.ir.loops import Axis
-from fusion_compiler.ir.plan import FusionPlan, Leftover, Rejected
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Leftover, Rejected
 from fusion_compiler.ir.plan_text import (
     WIDTH,
     cycle_of,

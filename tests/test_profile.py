@@ -493,7 +493,7 @@ def test_a_profile_compares_by_its_numbers() -> None:
     assert one == Profile("m", "d", "h200", True, 1, 2.0, 3.0, 4.0, (), ()) and "events" not in repr(one)
 
 
-def test_the_version_with_ranges_is_the_same_straight_line() -> None:
+def test_the_version_with_ranges_makes_the_same_calls() -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 8)
     plan = planned(lambda x, w: (F.gelu(x @ w) + 1,), x, w)
     texts = {name: f"g/{name}" for name in units_of(plan)}

@@ -16,7 +16,7 @@ from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.codegen.strength_reduction import thresholds
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
-from fusion_compiler.ir.loops import COLS, Axis, Compute, Index, Load, LoopNest, Random, Ref, Store
+from fusion_compiler.ir.loops import COLS, Axis, Compute, Index, Load, LoopNest, Random, Store, Value
 from fusion_compiler.ir.random import merge_seeds, philox, seed, uniform
 from fusion_compiler.runtime.interpreter import run_kernel
 from tests.exactness import Compiled
@@ -117,7 +117,7 @@ def test_comparisons_of_words_decide_as_those_of_numbers_do(name: str, p: float)
     nodes = (
         Load("seed", Index(0, ()), None, torch.int64),
         Random(0, index, 0),
-        Compute(compare, (("self", Ref(1)), ("other", p)), torch.bool),
+        Compute(compare, (("self", Value(1)), ("other", p)), torch.bool),
     )
     loops = LoopNest((Axis("col", 64, COLS),), nodes, (Store("out", index, 2),), ("seed", "uniform", "keep"))
     short = thresholds(loops)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from examples.encoder_layer import EncoderLayer
 from fusion_compiler.errors import UnknownOpError
-from fusion_compiler.ir.plan import Rejected
-from fusion_compiler.passes.fuse.candidates import Part
+from fusion_compiler.ir.plan_data import Rejected
+from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.why import Why
 
 
@@ -144,11 +144,11 @@ def test_a_refusal_by_cost_is_what_the_model_says() -> None:
     by_cost = [refused for refused in why.edges() if refused.rule == "cost"]
     assert by_cost
     for refused in by_cost:
-        parts: list[Part] = [
-            why.search.parts[n] for u in (refused.a, refused.b) for n in why.units[u].numbers
+        candidates: list[Candidate] = [
+            why.search.candidates[n] for u in (refused.a, refused.b) for n in why.units[u].numbers
         ]
-        union = why.search.space.union(parts)
-        assert refused.saving_us == pytest.approx(sum(p.cost.us for p in parts) - union.cost.us)
+        union = why.search.pool.union(candidates)
+        assert refused.saving_us == pytest.approx(sum(p.cost.us for p in candidates) - union.cost.us)
         assert refused.saving_us <= 0 and not refused.at_most
 
 
@@ -168,8 +168,8 @@ def test_a_fusion_that_is_made_saves_no_more_than_its_bound() -> None:
     plan = report.plans[0]
     why = Why(plan)
     assert len(plan.clusters) == 1 and len(why.units) == 1
-    tanh = why.search.space.part(("tanh",), frozenset({"tanh"}))
-    rest = why.search.space.part(("mul", "sum_1"))
+    tanh = why.search.pool.candidate(("tanh",), frozenset({"tanh"}))
+    rest = why.search.pool.candidate(("mul", "sum_1"))
     whole = plan.clusters[0].cost.us
     assert why.search.bound([tanh, rest]) >= tanh.cost.us + rest.cost.us - whole > 0
 
@@ -287,8 +287,8 @@ class Experts(nn.Module):
         self.down = nn.ModuleList(nn.Linear(512, 256) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [down(F.gelu(up(x))) for up, down in zip(self.up, self.down, strict=True)]
-        return torch.stack(parts).sum(0)
+        candidates = [down(F.gelu(up(x))) for up, down in zip(self.up, self.down, strict=True)]
+        return torch.stack(candidates).sum(0)
 
 
 def test_what_is_bound_by_its_launch_is_shorter_than_two() -> None:

@@ -16,7 +16,7 @@ from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Compute
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.schema import short_name
-from fusion_compiler.schedule.analysis import rounding_of
+from fusion_compiler.schedule.analysis import Analysis, rounding_of
 
 HALVES = (torch.bfloat16, torch.float16)
 X = torch.randn(4, 32, dtype=torch.bfloat16)
@@ -80,12 +80,32 @@ def test_the_joint_graph_decides() -> None:
 
 def test_pinned_values_are_made_alike_everywhere() -> None:
     """By the first expression of the table, and with products that are rounded before they are added."""
-    plan = plan_of(lambda x: (torch.tanh(x * 1.5) + x * x) > 0.25, X)
-    assert all(n.pinned for n in kernels_of(plan) if n.dtype is torch.float32)
-    (source,) = fc.explain(lambda x: (torch.tanh(x * 1.5) + x * x) > 0.25, X).json()["kernels"].values()
-    assert "libdevice.tanh" in source and "fm.to_bfloat16(" in source
+
+    def largest(x: Tensor) -> Tensor:
+        y = torch.tanh(x * 1.5) + x * x
+        return torch.maximum(y, 1 - y)
+
+    fast = compiled(largest)
+    fast(X.clone().requires_grad_()).float().sum().backward()
+    forward, _ = fast.plan
+    (loops,) = (c.loops for c in forward.clusters)
+    pinned = {i: n for i, n in enumerate(loops.nodes) if isinstance(n, Compute) and n.pinned}
+    assert {"tanh", "mul", "add"} <= {n.target._opname for n in pinned.values()}
+    assert not any(n.alone for n in pinned.values()), "the backward makes them again"
+    rough = Analysis(loops).rough(dict.fromkeys([s.buffer for s in loops.stores], torch.bfloat16))
+    assert not rough & pinned.keys()
     free = plan_of(lambda x: torch.tanh(x * 1.5) + x * x, X)
     assert not any(n.pinned or rounding_of(n) for n in kernels_of(free))
+
+
+def test_what_one_kernel_alone_makes_may_be_made_in_any_way() -> None:
+    """It is rounded all the same, and its products before they are added: passes over a row agree."""
+    plan = plan_of(lambda x: (torch.tanh(x * 1.5) + x * x) > 0.25, X)
+    assert all(n.pinned and n.alone for n in kernels_of(plan) if n.dtype is torch.float32)
+    (cluster,) = plan.clusters
+    assert Analysis(cluster.loops).rounds_products
+    (source,) = fc.explain(lambda x: (torch.tanh(x * 1.5) + x * x) > 0.25, X).json()["kernels"].values()
+    assert "libdevice.tanh" not in source and "fm.to_bfloat16(" in source
 
 
 def test_what_is_stored_is_used_as_stored() -> None:

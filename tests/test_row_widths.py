@@ -26,8 +26,8 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Node,
     Reduce,
-    Ref,
     Store,
+    Value,
 )
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.schedule.analysis import Analysis
@@ -52,28 +52,28 @@ class Made:
         self.buffers: dict[str, Buffer] = {}
         self.x = self.load("x", 0, 1)
 
-    def node(self, node: Node) -> Ref:
+    def node(self, node: Node) -> Value:
         self.nodes.append(node)
-        return Ref(len(self.nodes) - 1)
+        return Value(len(self.nodes) - 1)
 
     def at(self, name: str, axes: tuple[int, ...], dtype: torch.dtype) -> Index:
         shape = tuple(self.sizes[axis] for axis in axes)
         self.buffers[name] = Buffer(name, shape, strides_of(shape), dtype)
         return Index(0, tuple(zip(axes, strides_of(shape), strict=True)))
 
-    def load(self, name: str, *axes: int) -> Ref:
+    def load(self, name: str, *axes: int) -> Value:
         return self.node(Load(name, self.at(name, axes, self.dtype), None, self.dtype))
 
-    def times(self, a: Ref, b: Ref) -> Ref:
+    def times(self, a: Value, b: Value) -> Value:
         return self.node(Compute(aten.mul.Tensor, (("self", a), ("other", b)), self.dtype))
 
-    def sum(self, value: Ref, *over: str) -> Ref:
+    def sum(self, value: Value, *over: str) -> Value:
         return self.node(Reduce("sum", value.node, frozenset(over), self.dtype))
 
-    def any(self, value: Ref, *over: str) -> Ref:
+    def any(self, value: Value, *over: str) -> Value:
         return self.node(Reduce("any", value.node, frozenset(over), torch.bool))
 
-    def store(self, value: Ref, *axes: int) -> None:
+    def store(self, value: Value, *axes: int) -> None:
         name, dtype = f"out{len(self.stores)}", self.nodes[value.node].dtype  # type: ignore[union-attr]
         self.stores.append(Store(name, self.at(name, axes, dtype), value.node))
 

@@ -13,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.device import device_spec
-from fusion_compiler.passes.fuse.candidates import Parts
+from fusion_compiler.passes.fuse.candidates import Candidates
+from fusion_compiler.passes.fuse.recompute import merge_and_recompute
 from fusion_compiler.passes.fuse.search import MOST_READERS, Search, _outward
 from fusion_compiler.passes.lower import effort
 from fusion_compiler.passes.lower.lower import lower
@@ -57,16 +58,16 @@ CASES: tuple[Callable[..., tuple[torch.Tensor, ...]], ...] = (
 def search_of(function: Callable[..., tuple[torch.Tensor, ...]]) -> Search:
     x, y = torch.empty(ROWS, COLS), torch.empty(ROWS, COLS)
     gm = make_fx(function, decomposition_table=decomposition_table(), tracing_mode="fake")(x, y)
-    return Search(Parts(build(gm), device_spec("h200"), {}, rounded=False))
+    return Search(Candidates(build(gm), device_spec("h200"), {}, rounded=False))
 
 
 @pytest.mark.parametrize("function", CASES, ids=lambda f: f.__name__)
 def test_greedy_reaches_the_optimum(function: Callable[..., tuple[torch.Tensor, ...]]) -> None:
-    """No more than 2% above the best of all clusterings of the same parts; recomputation may go below it."""
+    """No more than 2% above the best of all clusterings of the same ops; recomputation may go below it."""
     best = best_us(search_of(function))
     greedy = search_of(function)
-    greedy.run()
-    found = sum(part.cost.us for part in greedy.parts.values())
+    merge_and_recompute(greedy)
+    found = sum(candidate.cost.us for candidate in greedy.candidates.values())
     assert found <= best * 1.02, (found, best)
 
 
@@ -78,11 +79,11 @@ def shifted(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def test_lowering_ends_where_values_are_exponentially_many() -> None:
-    space = search_of(shifted).space
-    ops = tuple(n for n in space.dag.order if n in space.owned)
+    pool = search_of(shifted).pool
+    ops = tuple(n for n in pool.dag.order if n in pool.owned)
     with pytest.raises(Illegal, match="are more than 4096"):
-        lower(space.dag, ops, ops[-1:], effort=space.effort)
-    assert space.effort.spent > 4096
+        lower(pool.dag, ops, ops[-1:], effort=pool.effort)
+    assert pool.effort.spent > 4096
 
 
 def test_a_search_that_takes_too_long_ends_with_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +123,11 @@ def updates(rate: torch.Tensor, *pairs: torch.Tensor) -> tuple[torch.Tensor, ...
 def test_what_very_many_read_makes_no_pair_of_each_with_each() -> None:
     tensors = [torch.empty(16 + i % 3, 8, device="meta") for i in range(100)]
     gm = make_fx(updates)(torch.empty((), device="meta"), *tensors, *tensors)
-    search = Search(Parts(build(gm), device_spec("h200"), {}, rounded=False))
-    number = sorted(search.parts)[60]
+    search = Search(Candidates(build(gm), device_spec("h200"), {}, rounded=False))
+    number = sorted(search.candidates)[60]
     near = search.neighbours(number)
     assert MOST_READERS <= len(near) <= MOST_READERS + 2
-    position = sorted(search.parts).index
+    position = sorted(search.candidates).index
     assert max(abs(position(n) - position(number)) for n in near) < 80  # of 200: two for each update
     assert len(search.readers(search.dag.inputs[0])) == 100
 

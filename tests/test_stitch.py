@@ -15,13 +15,15 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fusion_compiler as fc
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.device import device_spec
-from fusion_compiler.ir.plan import Cluster, FusionPlan
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
-from fusion_compiler.stitch.order import Call, peak, schedule
+from fusion_compiler.stitch.order import Step, ordered, peak
 from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
 
 
@@ -151,6 +153,32 @@ def test_a_runner_is_left_out_once_its_function_is_known() -> None:
     assert {runner.calls for runner in runners.values()} == {1}
 
 
+@torch.library.custom_op("test_stitch::turned", mutates_args=())
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride()[::-1]).copy_(x)
+
+
+@turned.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)  # which lies otherwise
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_an_operator_whose_description_is_wrong(wrong: bool) -> None:
+    """Kernels and views go by the strides that it is said to have; only what differs is copied."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        made = turned(x) if wrong else torch.cumsum(x, 0)
+        return made[1:].sigmoid() + made[0]
+
+    x = torch.randn(5, 5)
+    fast = fc.compile(function, backend="interpret")
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), function(x))
+    x = torch.randn(5, 5)
+    torch.testing.assert_close(fast(x), function(x))
+
+
 def test_links_do_not_keep_a_module_alive() -> None:
     x = torch.randn(4, 4)
     plan = planned(lambda x: (torch.softmax(x, -1),), x)
@@ -236,20 +264,20 @@ def test_the_order_with_the_lower_peak_is_taken() -> None:
         return tuple(y.sum(1) for y in wide)
 
     plan = planned(late, torch.randn(64, 64), torch.randn(64, 64))
-    chosen = schedule(plan)
-    by_name = {call.name: call for call in chosen.calls}
+    chosen = ordered(plan)
+    by_name = {step.name: step for step in chosen.steps}
     program = sorted(by_name.values(), key=lambda c: "sum" in c.name)
     returned = frozenset(plan.dag.outputs)
-    assert chosen.peak == peak(chosen.calls, {}, returned)
+    assert chosen.peak == peak(chosen.steps, {}, returned)
     assert chosen.peak <= peak(program, {}, returned)
 
 
 @pytest.mark.parametrize("owned", [False, True])
 def test_the_predicted_peak(owned: bool) -> None:
     calls = [
-        Call("f", ("x",), ("a",), (100,)),
-        Call("g", ("a",), ("b", "c"), (10, 20)),
-        Call("h", ("b",), ("d",), (5,)),
+        Step("f", ("x",), ("a",), (100,)),
+        Step("g", ("a",), ("b", "c"), (10, 20)),
+        Step("h", ("b",), ("d",), (5,)),
     ]
     held = {"x": 1000} if owned else {}
     # x, a | a, b, c (c is not read: freed) | b, d

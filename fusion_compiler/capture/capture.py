@@ -44,7 +44,7 @@ class Backend(Protocol):
 
 
 def raising(name: str, error: Exception) -> None:
-    """Lets no graph run as it is."""
+    """A `give_up` that raises: no graph runs uncompiled after an error."""
     del name
     raise error
 
@@ -224,7 +224,7 @@ def _passed_on(inputs: Sequence[Any], fakes: Sequence[Any]) -> bool:
 
 
 def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function that takes one list; AOTAutograd's wrappers lose the mark of other callables."""
+    """A plain function that takes one list; on other callables AOTAutograd's wrappers lose `_boxed_call`."""
     if not isinstance(compiled, Backward) and not getattr(compiled, "_boxed_call", False):
         return make_boxed_func(compiled)
 

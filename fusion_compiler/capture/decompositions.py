@@ -248,12 +248,13 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """PyTorch's asks an index without dimensions for its number."""
+    """PyTorch's own reads the value of a 0-d index while tracing, which a FakeTensor does not have."""
     return aten.index.Tensor(x.reshape(-1), [index])
 
 
 def _bucketize(x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
-    """PyTorch's binary search; of a number as of a tensor of one, whose boundaries no value has to tell."""
+    """PyTorch's binary search. A 0-d tensor is searched as one of one element: PyTorch's code would read the
+    values of boundaries for it, which a FakeTensor does not have."""
     if statically_known_true(boundaries.shape[0] == 0):
         return torch.zeros_like(x, dtype=torch.int32 if out_int32 else torch.int64)
     listed = x if x.ndim else x.view(1)

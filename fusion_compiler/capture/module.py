@@ -34,7 +34,7 @@ class Plans(Sequence[FusionPlan]):
     """The plans of all graphs captured so far, in order of their compilation; str() joins them.
 
     verification: the error table that verify=True fills. breaks: the places at which graphs end early, and
-    the functions that no graph holds. called: whether the model was.
+    the functions that no graph holds. called: whether the model has been called.
     """
 
     def __init__(self) -> None:

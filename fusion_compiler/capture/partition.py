@@ -48,7 +48,9 @@ def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.Gr
 
 
 def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
-    """What the backward gets of an argument that the forward writes into is a copy from before, in place.
+    """Let forward save a copy of each argument that it writes into and backward reads, made before the write.
+
+    Changes both graphs in place.
 
     outputs: how many results of the forward are the caller's; the others are saved.
     """
@@ -77,7 +79,7 @@ def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: 
 
 
 def _written(graph: fx.Graph) -> list[fx.Node]:
-    """The arguments of a forward graph that it writes into, or AOTAutograd with what it returns."""
+    """The arguments that a forward graph writes into, or into which AOTAutograd writes its results."""
     writes = graph.find_nodes(op="call_function", target=_aten.copy_.default)
     written = [write.args[0] for write in writes if isinstance(write.args[0], fx.Node)]
     told: Sequence[object] = graph.output_node().meta.get("desc", ())
@@ -87,9 +89,9 @@ def _written(graph: fx.Graph) -> list[fx.Node]:
 
 
 def read_wide_statistics(graph: fx.Graph) -> None:
-    """A norm's backward reads its statistics as the forward computed them, in place.
+    """Let a norm's backward read its mean and rstd in float32, as the forward computed them; in place.
 
-    The operator returns them in eager's dtype, which may have 16 bits; nothing else needs them in that.
+    The operator returns them in eager's dtype, which may have 16 bits; backward would convert them back.
     """
     for node in list(graph.nodes):
         if not _casts(node, _NORMS_BACKWARD):

@@ -42,7 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 @dataclass(frozen=True)
-class Whole:
+class SymbolicTrace:
     """graph: pre-autograd ATen; its placeholders are the parameters, buffers and arguments that it reads, in
     the order of their first use, and so are `inputs`. It returns the tensors among the results."""
 
@@ -50,9 +50,9 @@ class Whole:
     inputs: tuple[Tensor, ...]
 
 
-def trace_whole(
+def symbolic_trace(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: FakeTensorMode
-) -> Whole:
+) -> SymbolicTrace:
     """`model(*args, **kwargs)` as one graph; parameters, buffers and arguments are FakeTensors of `mode`.
 
     A module's own Python code runs, and may change its attributes. Raises UntraceableError.
@@ -94,11 +94,11 @@ def trace_whole(
     unregister_constants(traced)
     used = _by_first_use(traced, inputs)
     _annotate(traced, used, [any(t is held for held in state) for t in used])
-    return Whole(traced, used)
+    return SymbolicTrace(traced, used)
 
 
 def _check_module(module: nn.Module) -> None:
-    """What a call does otherwise than a trace of it."""
+    """Refuses a module that does things in a call which a trace would not show."""
     if any(getattr(module, hooks) for hooks in _HOOKS):
         raise UntraceableError("the module has hooks of its own, which are not part of it")
     for m in module.modules():

@@ -144,7 +144,7 @@ def check_device() -> Check:
     text = f"{spec.name}: {spec.target}, {spec.sms} multiprocessors"
     text += f", copies {spec.copy_bandwidth / 1e12:.2f} TB/s"
     if any(issubclass(warning.category, FusionWarning) for warning in said):
-        return Check("device row", WARN, f"{text}, estimated", "add a row to fusion_compiler/device.py")
+        return Check("device row", WARN, f"{text}, estimated", "add a row to fusion_compiler/ir/device.py")
     return Check("device row", OK, text)
 
 

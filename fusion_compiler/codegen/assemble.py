@@ -13,25 +13,40 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
-from fusion_compiler.codegen import misaligned_tiles
-from fusion_compiler.codegen.exchange import letters, mailbox
+from fusion_compiler.codegen.accesses import store_one
+from fusion_compiler.codegen.axis_map import cols_at, place_cols, row_loop, rows_at
+from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.codegen.finishing import Finishing, finishing_of
-from fusion_compiler.codegen.names import GLOBAL, HEADER, problem
-from fusion_compiler.codegen.partial_reductions import partial_results, segments_of
-from fusion_compiler.codegen.printer import Printer
-from fusion_compiler.codegen.running import print_passes
+from fusion_compiler.codegen.names import GLOBAL, HEADER, RESERVED, problem
+from fusion_compiler.codegen.nodes import build_nodes
+from fusion_compiler.codegen.partial_reductions import segments_of
+from fusion_compiler.codegen.passes import checked_late, joined, stored_early
+from fusion_compiler.codegen.regions import passes_over_columns, whole_block
 from fusion_compiler.codegen.sizes import given_names
 from fusion_compiler.codegen.strength_reduction import shortened
+from fusion_compiler.codegen.sums_over_rows import Sums
+from fusion_compiler.codegen.text import printed
+from fusion_compiler.codegen.tile import If, Store
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
-from fusion_compiler.ir.loops import COLS, ROWS, Load, LoopNest, Random, symbols_of
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Load,
+    LoopNest,
+    Random,
+    operands_of,
+    right_neighbours,
+    store_operands,
+    symbols_of,
+)
 from fusion_compiler.schedule.analysis import (
     Analysis,
-    accumulated_groups,
     along_rows_first,
     ceil_div,
-    part_cols,
+    rounding_of,
 )
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
@@ -171,14 +186,14 @@ def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
 
 
 def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str, Buffer]:
-    """Scratch of programs that share rows: what each sends to each, letter by letter, for every row.
+    """Scratch of programs that share rows: what each sends to each, message by message, for every row.
 
-    By the name that the printer knows it under; position: of the tile program in its cluster.
+    By the name that the builder knows it under; position: of the tile program in its cluster.
     """
     if schedule.splits == 1:
         return {}
     shape = (analysis.size(ROWS), schedule.splits, schedule.splits)
-    names = [mailbox(letter) for letter in letters(analysis)]
+    names = [mailbox(message) for message in messages(analysis)]
     return {
         name: Buffer(
             f"{name}_of_{position}" if position else name, shape, strides_of(shape), torch.int64, zeroed=True
@@ -216,20 +231,18 @@ class _Assembly:
                 symbol.name, Role.SIZE, i, torch.int64, aligned=False
             )
 
-    def printer(self, analysis: Analysis, schedule: Schedule, load_options: str = "") -> Printer:
+    def builder(self, analysis: Analysis, schedule: Schedule, load_options: str = "") -> Builder:
         pointers = {b: p.name for b, p in self.parameters.items()}
         pointers |= {name: pointers[buffer.name] for name, buffer in self.named.items()}
         dtypes = {b: p.dtype for b, p in self.parameters.items()}
-        return Printer(analysis, schedule, pointers, dtypes, set(pointers.values()), load_options, self.empty)
+        return Builder(analysis, schedule, pointers, dtypes, load_options, self.empty)
 
     def text(self, name: str, program: str) -> tuple[str, str, tuple[Dim, ...]]:
         """(functions that it calls, body, grid); `program` is what counts its programs."""
-        p = self.printer(self.a, self.s)
-        p.program = program
-        grid = self.body(p)
-        functions = self.last_program(p, f"{name}_last")
-        p.print_checks()
-        return functions, "\n".join(p.lines), grid
+        b = self.builder(self.a, self.s)
+        grid = self.body(b, program)
+        functions = self.last_program(b, f"{name}_last")
+        return functions, text_of(b), grid
 
     def used(self, body: str) -> tuple[Argument, ...]:
         return tuple(a for a in self.parameters.values() if _uses(body, a.name))
@@ -250,118 +263,64 @@ class _Assembly:
         source = f'{HEADER}{functions}{head}    """{quoted}"""\n{body}\n'
         return Kernel(name, source, used, grid, warps, max(1, stages), self.s.splits, self.s.registers)
 
-    def body(self, p: Printer) -> tuple[Dim, ...]:
-        """Print the main part; the grid that it needs."""
+    def body(self, b: Builder, program: str) -> tuple[Dim, ...]:
+        """Build the main part; the grid that it needs."""
         s = self.s
-        wide = ".to(tl.int64)" if p.wide else ""
         blocks = ceil_div(self.a.size(ROWS), s.block_rows)
         share = blocks if s.programs is None else s.programs  # programs along the rows
-        row_program, grid = self.place_cols(p, share, wide)
-        if s.programs is None:
-            if share == 1:
-                if self.a.axes[ROWS]:
-                    p.rows_at("0")
-            else:
-                p.rows_at(row_program if p.flat else f"{row_program} * {s.block_rows}")
-            self.block(p)
-            accumulators = self.tile_accumulators(p)
+        number, grid = place_cols(b, program, share)
+        if s.programs is not None:
+            sums = self.blocks_in_turn(b, number if s.programs > 1 else "0", s.programs)
         else:
-            accumulators = self.row_loop(p, row_program if s.programs > 1 else "0", s.programs)
-        self.finish(p, accumulators, row_program)
+            if share != 1:
+                rows_at(b, number if b.tile.flat else f"{number} * {s.block_rows}")
+            elif self.a.axes[ROWS]:
+                rows_at(b, "0")
+            self.block(b, Sums())
+            sums = Sums.of_tile(b)
+        self.finish(b, sums, number)
         return grid
 
-    def place_cols(self, p: Printer, share: Dim, wide: str) -> tuple[str, tuple[Dim, ...]]:
-        """Define `col`; (text of the program's number along the rows, grid)."""
-        program = p.program + wide
-        if self.s.splits > 1:
-            first = "row" if p.flat and self.s.programs is None else "group"  # which these programs share
-            p.define(first, f"{program} // {self.s.splits}")
-            p.define("part", f"{program} % {self.s.splits}")
-            p.define("first_col", f"part * {dim_text(part_cols(self.a, self.s))}")
-            if self.s.skewed:
-                misaligned_tiles.skew_at(p, first)
-            if self.s.cols is Cols.WHOLE:
-                p.cols_at("first_col")
-            return first, (product((share, self.s.splits)),)
-        if self.s.cols is not Cols.GRID:
-            if self.s.skewed:
-                misaligned_tiles.skew_at(p, program)
-            if self.s.cols is Cols.WHOLE:
-                p.cols_at(None)
-            return program, (share,)
-        blocks = ceil_div(self.a.size(COLS) + max(self.s.word - 1, 0), self.s.block_cols)
-        if share == 1:
-            p.define("first_col", f"{program} * {self.s.block_cols}")
-            p.cols_at("first_col")
-            return program, (blocks,)
-        if blocks == 1:
-            p.define("first_col", "0")
-        else:
-            p.define("first_col", f"{program} % {dim_text(blocks)} * {self.s.block_cols}")
-            program = f"({program} // {dim_text(blocks)})"
-        if self.s.skewed:
-            misaligned_tiles.skew_at(p, program)
-        p.cols_at("first_col")
-        return program, (product((blocks, share)),)
-
-    def block(self, p: Printer) -> None:
+    def block(self, b: Builder, sums: Sums) -> None:
         if self.s.in_passes:
-            print_passes(p)
+            passes_over_columns(b, sums)
         else:
-            partial_results(p, self.a.segmented)
-            p.whole_block()
+            whole_block(b)
 
-    def row_loop(self, p: Printer, program: str, programs: int) -> dict[int, str]:
+    def blocks_in_turn(self, b: Builder, program: str, programs: int) -> Sums:
         """Blocks of rows in turn; what does not depend on the row is computed before."""
         if self.s.cols is not Cols.LOOP:
             late = self.a.finish | {i for i, n in enumerate(self.a.level) if n and self.s.in_passes}
             early = [i for i, g in enumerate(self.a.groups) if ROWS not in g and i not in late]
-            wanted = p.need([*(o for s in p.stores_of("main") for o in (s.value,)), *p.accumulated()])
-            p.print_nodes(i for i in wanted if i in early)
-        accumulators = {
-            i: p.start_accumulator(i, accumulated_groups(self.a, self.s, i)) for i in self.a.across_rows
-        }
-        step = programs * self.s.block_rows
-        alone = program == "0" or self.s.block_rows == 1 or self.s.skewed  # its first block begins there
-        start = program if alone else f"{program} * {self.s.block_rows}"
-        rows = dim_text(self.a.size(ROWS))
-        with p.scope(p.each("first_row", f"tl.range({start}, {rows}, {step}{p.stages()})")):
-            p.rows_at("first_row")
-            p.pending = dict(accumulators)
-            self.block(p)
-            p.accumulate_rows(max(self.a.level, default=0))
-        return accumulators
+            wanted = b.need([*(s.value for s in b.stores_of("main")), *b.accumulated()])
+            build_nodes(b, (i for i in wanted if i in early))
+        sums = Sums.of_blocks(b)
+        with b.inside(row_loop(b, program, programs)):
+            rows_at(b, "first_row")
+            sums.begin_block()
+            self.block(b, sums)
+            sums.add_block(b, max(self.a.level, default=0))
+        return sums
 
-    def tile_accumulators(self, p: Printer) -> dict[int, str]:
-        """Without a loop the tile itself is the accumulator."""
-        names: dict[int, str] = {}
-        for number in self.a.across_rows:
-            text = p.tile(number, self.a.over(number))
-            names[number] = name = p.fresh("tile")
-            p.line(f"{name} = {text}")
-        return names
-
-    def finish(self, p: Printer, accumulators: dict[int, str], program: str) -> None:
-        """Fold each accumulator; store it as a partial result, or go on to what waits for it."""
-        for position, number in enumerate(self.a.across_rows):
-            folded = p.fold_rows(number, accumulators[number])
-            if self.finishing is None:
-                p.env[number] = name = p.fresh("total")
-                p.line(f"{name} = {folded}")
-                continue
+    def finish(self, b: Builder, sums: Sums, program: str) -> None:
+        """Fold each reduction over rows; store it as a partial result, or go on to what waits for it."""
+        if self.finishing is None:
+            for number in self.a.across_rows:
+                b.env[number] = b.let("total", sums.folded(b, number), number)
+            b.tile = replace(b.tile, row_mask=None)
+            for store in b.stores_of("finish"):
+                build_nodes(b, b.need(store_operands(store)))
+                store_one(b, store)
+            return
+        for number, partial in zip(self.a.across_rows, self.finishing.partials, strict=True):
             wide = COLS in self.a.groups[number]
             width = self.a.size(COLS) if wide else 1
             index = program if width == 1 else f"{program} * {dim_text(width)}"
-            index += " + col" if wide else "" if p.flat else " + tl.zeros([1, 1], tl.int32)"
-            mask = p.once(self.a.groups[number], p.col_mask if wide else None)
-            target = self.finishing.partials[position].name
-            p.line(f"tl.store({target}_ptr + {index}, {folded}{f', mask={mask}' if mask else ''})")
-        if self.finishing is None:
-            for store in p.stores_of("finish"):
-                p.row_mask = None
-                p.store(store)
+            index += " + col" if wide else "" if b.tile.flat else " + tl.zeros([1, 1], tl.int32)"
+            mask = b.by_one(self.a.groups[number], b.tile.col_mask if wide else None)
+            b.add(Store(f"{partial.name}_ptr + {index}", sums.folded(b, number), mask))
 
-    def last_program(self, p: Printer, name: str) -> str:
+    def last_program(self, b: Builder, name: str) -> str:
         """The program that takes the last ticket runs the finishing part, and puts the counter back.
 
         Returns the finishing part as a function of its own: its names mean other tiles than the caller's.
@@ -369,20 +328,31 @@ class _Assembly:
         late = self.finishing
         if late is None or late.counter is None:
             return ""
-        inner = self.printer(Analysis(late.loops), late.schedule, ', cache_modifier=".cg"')
-        inner.cols_at(None)
-        inner.print_nodes(inner.need([s.value for s in late.loops.stores]))
+        inner = self.builder(Analysis(late.loops), late.schedule, ', cache_modifier=".cg"')
+        cols_at(inner, None)
+        build_nodes(inner, inner.need([s.value for s in late.loops.stores]))
         for store in late.loops.stores:
-            inner.store(store)
-        inner.print_checks()
-        body = "\n".join(inner.lines)
+            store_one(inner, store)
+        body = text_of(inner)
         used = ", ".join(a.name for a in self.used(body))
-        p.line("tl.debug_barrier()")
+        b.line("tl.debug_barrier()")
         programs = late.programs * self.s.splits
-        with p.scope(f"if tl.atomic_add({late.counter.name}_ptr, 1) == {programs - 1}:"):
-            p.line(f"tl.store({late.counter.name}_ptr, 0)")
-            p.line(f"{name}({used})")
+        with b.inside(If(f"tl.atomic_add({late.counter.name}_ptr, 1) == {programs - 1}")):
+            b.line(f"tl.store({late.counter.name}_ptr, 0)")
+            b.line(f"{name}({used})")
         return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
+
+
+def text_of(b: Builder) -> str:
+    """The text of a tile program, rewritten."""
+    in_pairs = b.s.skewed or right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
+    if not b.s.in_passes and not in_pairs:
+        rounded = {i: n for i, n in enumerate(b.loops.nodes) if rounding_of(n) is not None}
+        stored_early(b.body, {i: operands_of(n)[0] for i, n in rounded.items()})
+    joined(b.body)
+    checked_late(b.body, b.variables)
+    taken = {*b.pointers.values(), *RESERVED, *(axis.name for axis in b.loops.axes)}
+    return printed(b.body, b.variables, taken)
 
 
 PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}

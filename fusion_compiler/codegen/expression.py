@@ -9,7 +9,7 @@ from collections.abc import Callable
 import sympy
 import torch
 
-from fusion_compiler.ir.loops import Axis, Compute, Dim, Index, Ref, wrapped
+from fusion_compiler.ir.loops import Axis, Compute, Dim, Index, Value, wrapped
 from fusion_compiler.ir.ops import Operands, spec_of
 
 CONDITIONS = frozenset({"condition", "mask"})  # operands that choose among the others
@@ -119,19 +119,19 @@ def compute_text(
     """
     spec = spec_of(node.target)
     assert spec is not None and spec.expr is not None
-    fetched = {name: operand(arg.node) for name, arg in node.operands if isinstance(arg, Ref)}
+    fetched = {name: operand(arg.node) for name, arg in node.operands if isinstance(arg, Value)}
     rounding = dict(node.operands).get("rounding")
     if rounding is not None:
         variable, constant, _ = fetched["self"]
         return _rounded(variable or literal(constant), str(rounding))
     want = node.dtype
     if spec.operands is Operands.PROMOTED:
-        scalars = [_beside(a, fetched["self"][2]) for _, a in node.operands if not isinstance(a, Ref)]
+        scalars = [_beside(a, fetched["self"][2]) for _, a in node.operands if not isinstance(a, Value)]
         want = promoted([*(d for _, _, d in fetched.values()), *scalars])
     alone = not any(fetched[name][0] for name in fetched if name not in CONDITIONS)
     values: dict[str, str] = {}
     for name, arg in node.operands:
-        if not isinstance(arg, Ref):
+        if not isinstance(arg, Value):
             values[name] = scalar_text(arg, want, alone)
             continue
         variable, constant, have = fetched[name]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.codegen.printer import axes_strides
 from fusion_compiler.ir.dims import Dim, strides_of
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import (
@@ -28,6 +27,7 @@ from fusion_compiler.ir.loops import (
     Store,
     operands_of,
     renumber,
+    row_major,
 )
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, ceil_div, waiting
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -105,7 +105,7 @@ def finishing(analysis: Analysis, programs: int, partials: tuple[str, ...]) -> L
         assert isinstance(node, Reduce)
         wide = COLS in analysis.groups[number]
         width = analysis.size(COLS) if wide else 1
-        terms = ((0, width), *(axes_strides(cols, 1) if wide else ()))
+        terms = ((0, width), *(row_major(cols, 1) if wide else ()))
         loads[number] = Load(buffer, Index(0, tuple(terms)), None, accumulator_dtype(node))
     return completed(loops, loads, axes, group, moved)
 

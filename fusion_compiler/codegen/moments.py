@@ -9,48 +9,54 @@ only once. A row of equal elements has exactly that mean. Where the elements hav
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
+from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import dim_text
-from fusion_compiler.ir.loops import COLS, Compute, Dim, Load, Reduce, operands_of
+from fusion_compiler.codegen.tile import Assign
+from fusion_compiler.ir.loops import COLS, Compute, Dim, Load, operands_of
 from fusion_compiler.schedule.analysis import HALVES, rounding_of, waiting
-
-if TYPE_CHECKING:
-    from fusion_compiler.codegen.printer import Printer
 
 _TO_COPY = torch.ops.aten._to_copy.default
 
 LONGEST = 8192  # so many equal elements of 11 significant bits have a sum that float32 holds
 
 
-def is_exact(p: Printer, total: int, width: Dim) -> bool:
+def is_exact(b: Builder, total: int, width: Dim) -> bool:
     """Whether adding up `width` equal elements does not round: they have 16 bits, and are not too many.
 
     Differences from the mean do round, all alike between two powers of two: a correction would add that.
     """
-    (source,) = operands_of(p.loops.nodes[total])
-    node = p.loops.nodes[source]
+    (source,) = operands_of(b.loops.nodes[total])
+    node = b.loops.nodes[source]
     while isinstance(node, Compute) and node.target is _TO_COPY and rounding_of(node) is None:
         (source,) = operands_of(node)
-        node = p.loops.nodes[source]
-    dtype = str(p.dtypes[node.buffer]) if isinstance(node, Load) else rounding_of(node)
+        node = b.loops.nodes[source]
+    dtype = str(b.dtypes[node.buffer]) if isinstance(node, Load) else rounding_of(node)
     return dtype in HALVES and isinstance(width, int) and width <= LONGEST
 
 
-def print_squares(p: Printer, number: int) -> None:
-    """Print a sum of squares around a mean, and correct both; what was made of that mean is made again."""
-    _, mean = p.a.moments[number]
-    reduce, middle = p.loops.nodes[number], p.loops.nodes[mean]
-    assert isinstance(reduce, Reduce) and isinstance(middle, Compute)
-    (off, *_) = operands_of(p.loops.nodes[reduce.operand])
-    tiles = [p.tile_of(replace(reduce, operand=n), frozenset({COLS})) for n in (reduce.operand, off)]
-    squares, rest, corrected = p.fresh(p.base_of(number)), p.fresh("rest"), p.fresh(p.base_name(middle))
-    p.line(f"{squares}, {rest} = fm.sums({', '.join(tiles)}, {'0' if p.flat else '1'}, {not p.flat})")
-    known = f"{p.env[mean]}, {squares}, {rest}, {dim_text(p.a.size(COLS))}"
-    p.line(f"{corrected}, {squares} = fm.corrected({known})")
-    for made in waiting(p.loops, (mean,)) & p.env.keys():
-        del p.env[made]
-    p.env[mean], p.env[number] = corrected, squares
+def operands(b: Builder, number: int) -> tuple[int, int]:
+    """(x - mean, its square) of a sum of squares around a mean."""
+    square = b.reduction(number).operand
+    (off, *_) = operands_of(b.loops.nodes[square])
+    return off, square
+
+
+def build_squares(b: Builder, number: int, tiles: Sequence[str]) -> None:
+    """A sum of squares around a mean, with its correction and the mean's; what was made of that mean is made
+    again. tiles: of the squares, and of the differences."""
+    _, mean = b.a.moments[number]
+    middle = b.loops.nodes[mean]
+    assert isinstance(middle, Compute)
+    squares, rest = b.variables.new(b.base_of(number)), b.variables.new("rest")
+    sums = f"fm.sums({', '.join(tiles)}, {'0' if b.tile.flat else '1'}, {not b.tile.flat})"
+    b.add(Assign((squares, rest), sums))
+    corrected = b.variables.new(str(middle.target._opname).lstrip("_"))
+    known = f"{b.env[mean]}, {squares}, {rest}, {dim_text(b.a.size(COLS))}"
+    b.add(Assign((corrected, squares), f"fm.corrected({known})"))
+    for made in waiting(b.loops, (mean,)) & b.env.keys():
+        del b.env[made]
+    b.env[mean], b.env[number] = corrected, squares

@@ -1,4 +1,4 @@
-"""The names in a kernel's text: those that the printer defines itself, and what every text has to keep to."""
+"""The names in a kernel's text: those that every kernel has, and what every text has to keep to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion_compiler.codegen import math as fm
 
 
 """
-# Variables that are no values of a tile program. `Printer.define` takes no other, so none is missing here.
+# Variables that are no values of a loop nest. `Builder.define` takes no other, so none is missing here.
 Own = Literal[
     "row", "first_row", "row_inside", "col", "first_col", "col_inside", "start", "r", "program",
     "group", "part", "parts",

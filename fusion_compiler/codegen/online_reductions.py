@@ -5,7 +5,6 @@ merged with theirs:
 
     Plain      sum(x), max(x), ...             an accumulator for each lane of the block
     Scaled     sum(w x) = w sum(x)             of what the block adds up anyway, for sums over segments
-    Sums       sum(x), sum(y)                  two of those, folded together
     Softmax    max(x), sum(exp(x - max))       one running maximum a row (Milakov and Gimelshein, 2018)
     Moments    sum(x), sum((x - mean)^2)       one running mean a row (Chan, Golub and LeVeque, 1983)
 """
@@ -15,16 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
 from fusion_compiler.codegen.moments import is_exact
+from fusion_compiler.codegen.monoids import neutral_text, step_text
 from fusion_compiler.codegen.names import Own
+from fusion_compiler.codegen.nodes import elements
 from fusion_compiler.codegen.partial_reductions import scaled_sum
-from fusion_compiler.codegen.printer import Printer
-from fusion_compiler.ir.loops import COLS, ROWS, Load, Reduce
-from fusion_compiler.schedule.analysis import Analysis, part_cols
+from fusion_compiler.codegen.tile import Assign, Combine
+from fusion_compiler.codegen.windows import block
+from fusion_compiler.ir.loops import COLS, ROWS, Load
+from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, part_cols
 from fusion_compiler.schedule.schedule import WORD, Cols
 
-ALONG = frozenset({COLS})
 BLOCK: tuple[Own, Own] = ("block_mean", "block_squares")
 LEAST_TURNS = 4  # of a block, for a state in each lane, which costs as much as one element of them
 
@@ -39,27 +41,37 @@ class Plain:
     def numbers(self) -> tuple[int, ...]:
         return (self.total,)
 
-    def start(self, p: Printer) -> tuple[str, ...]:
-        return (p.start_accumulator(self.total, p.a.groups[_reduce(p, self.total).operand] | ALONG),)
+    def start(self, b: Builder) -> tuple[str, ...]:
+        return (accumulator(b, self.total, b.a.groups[b.reduction(self.total).operand] | ALONG),)
 
-    def step(self, p: Printer, names: Sequence[str]) -> None:
-        p.accumulate(self.total, names[0], p.tile(self.total, ALONG))
+    def step(self, b: Builder, names: Sequence[str]) -> None:
+        b.line(step_text(b.reduction(self.total), names[0], self._elements(b)))
 
-    def single(self, p: Printer, names: Sequence[str]) -> None:
-        p.line(f"{names[0]} = {p.tile(self.total, ALONG)}")
+    def single(self, b: Builder, names: Sequence[str]) -> None:
+        b.set(names[0], self._elements(b))
 
-    def fold(self, p: Printer, names: Sequence[str]) -> None:
-        p.line(f"{names[0]} = {p.fold_cols(_reduce(p, self.total), names[0])}")
+    def fold(self, b: Builder, names: Sequence[str]) -> None:
+        b.set(names[0], self._folded(b, names[0]))
 
-    def end(self, p: Printer, names: Sequence[str]) -> None:
-        tile = p.tile(self.total, ALONG)
-        p.accumulate(self.total, names[0], p.fold_cols(_reduce(p, self.total), tile))
+    def end(self, b: Builder, names: Sequence[str]) -> None:
+        reduce = b.reduction(self.total)
+        b.line(step_text(reduce, names[0], b.fold_cols(reduce, self._elements(b))))
 
-    def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
-        p.line(f"{names[0]} = {p.fold_cols(_reduce(p, self.total), parts[0])}")
+    def merge(self, b: Builder, names: Sequence[str], parts: Sequence[str]) -> None:
+        b.set(names[0], self._folded(b, parts[0]))
 
-    def bind(self, p: Printer, names: Sequence[str]) -> None:
-        p.env[self.total] = names[0]
+    def bind(self, b: Builder, names: Sequence[str]) -> None:
+        b.env[self.total] = names[0]
+
+    def _elements(self, b: Builder) -> str:
+        return elements(b, b.reduction(self.total), ALONG)
+
+    def _folded(self, b: Builder, tile: str) -> Combine:
+        """A tile along the row; two sums of float32 are made together (`passes.joined`)."""
+        adds = type(self) is Plain and b.a.is_sum(self.total)
+        alike = ("state", b.a.level[self.total]) if adds else None
+        flat = b.tile.flat
+        return Combine(b.reduction(self.total), (tile,), "0" if flat else "1", not flat, alike=alike)
 
 
 @dataclass(frozen=True)
@@ -69,48 +81,13 @@ class Scaled(Plain):
     segment: int
     shared: tuple[int, ...]
 
-    def single(self, p: Printer, names: Sequence[str]) -> None:
-        loads = [(i, p.loops.nodes[i]) for i in self.shared]
-        factors = [p.loaded_once(i, node) for i, node in loads if isinstance(node, Load)]
-        p.line(f"{names[0]} = {' * '.join([p.index_env['sum', self.segment], *factors])}")
+    def single(self, b: Builder, names: Sequence[str]) -> None:
+        loads = [(i, b.loops.nodes[i]) for i in self.shared]
+        factors = [block.loaded_once(b, i, node) for i, node in loads if isinstance(node, Load)]
+        b.set(names[0], " * ".join([b.named["sum", self.segment], *factors]))
 
-    def fold(self, p: Printer, names: Sequence[str]) -> None:
+    def fold(self, b: Builder, names: Sequence[str]) -> None:
         """The state is one value a row already."""
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Two sums, for which the threads of a program wait for each other once."""
-
-    members: tuple[Plain, Plain]
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        return tuple(state.total for state in self.members)
-
-    def start(self, p: Printer) -> tuple[str, ...]:
-        return tuple(name for state in self.members for name in state.start(p))
-
-    def step(self, p: Printer, names: Sequence[str]) -> None:
-        for state, name in zip(self.members, names, strict=True):
-            state.step(p, (name,))
-
-    def single(self, p: Printer, names: Sequence[str]) -> None:
-        for state, name in zip(self.members, names, strict=True):
-            state.single(p, (name,))
-
-    def fold(self, p: Printer, names: Sequence[str]) -> None:
-        p.fold_along(self.numbers, names, names)
-
-    def end(self, p: Printer, names: Sequence[str]) -> None:
-        for state, name in zip(self.members, names, strict=True):
-            state.end(p, (name,))
-
-    def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
-        p.fold_along(self.numbers, names, parts)
-
-    def bind(self, p: Printer, names: Sequence[str]) -> None:
-        p.env.update(zip(self.numbers, names, strict=True))
 
 
 @dataclass(frozen=True)
@@ -129,59 +106,59 @@ class Softmax:
     def numbers(self) -> tuple[int, ...]:
         return (self.peak, self.total)
 
-    def start(self, p: Printer) -> tuple[str, ...]:
-        lanes = _lanes(p)
+    def start(self, b: Builder) -> tuple[str, ...]:
+        lanes = _lanes(b)
         if not lanes:
-            return tuple(p.start_accumulator(n, frozenset({ROWS})) for n in self.numbers)
-        names = tuple(p.fresh(p.base_of(n)) for n in self.numbers)
-        for name, number in zip(names, self.numbers, strict=True):
-            node = _reduce(p, number)
-            p.line(f"{name} = tl.full([{lanes}], {p.neutral(node)}, {TRITON_TYPES[node.dtype]})")
-        return names
+            return tuple(accumulator(b, n, frozenset({ROWS})) for n in self.numbers)
+        return tuple(
+            b.let(b.base_of(n), f"tl.full([{lanes}], {neutral_text(node)}, {TRITON_TYPES[node.dtype]})")
+            for n, node in ((n, b.reduction(n)) for n in self.numbers)
+        )
 
-    def step(self, p: Printer, names: Sequence[str]) -> None:
-        lanes = _lanes(p)
+    def step(self, b: Builder, names: Sequence[str]) -> None:
+        lanes = _lanes(b)
         if not lanes:
-            self.end(p, names)
+            self.end(b, names)
             return
         top, total = names
-        p.define("x", f"tl.reshape({p.tile(self.peak, ALONG)}, [{p.s.block_cols // lanes}, {lanes}])")
-        p.define("new_max", f"tl.maximum({top}, tl.max(x, axis=0))")
-        p.define("shift", 'tl.where(new_max == float("-inf"), 0.0, new_max)')
-        p.line(f"{total} = {total} * tl.exp({top} - shift) + tl.sum(tl.exp(x - shift[None, :]), axis=0)")
-        p.line(f"{top} = new_max")
+        x = elements(b, b.reduction(self.peak), ALONG)
+        b.define("x", f"tl.reshape({x}, [{b.tile.lanes // lanes}, {lanes}])")
+        b.define("new_max", f"tl.maximum({top}, tl.max(x, axis=0))")
+        b.define("shift", 'tl.where(new_max == float("-inf"), 0.0, new_max)')
+        b.set(total, f"{total} * tl.exp({top} - shift) + tl.sum(tl.exp(x - shift[None, :]), axis=0)")
+        b.set(top, "new_max")
 
-    def single(self, p: Printer, names: Sequence[str]) -> None:
+    def single(self, b: Builder, names: Sequence[str]) -> None:
         top, total = names
-        p.define("x", p.tile(self.peak, ALONG))
-        p.line(f"{top} = {p.along('tl.max', 'x')}")
-        p.define("shift", f'tl.where({top} == float("-inf"), 0.0, {top})')
-        p.line(f"{total} = {p.along('tl.sum', 'tl.exp(x - shift)')}")
+        b.define("x", elements(b, b.reduction(self.peak), ALONG))
+        b.set(top, b.along("tl.max", "x"))
+        b.define("shift", f'tl.where({top} == float("-inf"), 0.0, {top})')
+        b.set(total, b.along("tl.sum", "tl.exp(x - shift)"))
 
-    def fold(self, p: Printer, names: Sequence[str]) -> None:
-        if p.s.cols is Cols.LOOP and _lanes(p):
-            p.define("tops", names[0])
-            self.merge(p, names, ("tops", names[1]))
+    def fold(self, b: Builder, names: Sequence[str]) -> None:
+        if b.s.cols is Cols.LOOP and _lanes(b):
+            b.define("tops", names[0])
+            self.merge(b, names, ("tops", names[1]))
 
-    def end(self, p: Printer, names: Sequence[str]) -> None:
+    def end(self, b: Builder, names: Sequence[str]) -> None:
         top, total = names
-        p.define("x", p.tile(self.peak, ALONG))
-        p.define("new_max", f"tl.maximum({top}, {p.along('tl.max', 'x')})")
-        p.define("shift", 'tl.where(new_max == float("-inf"), 0.0, new_max)')
-        p.line(f"{total} = {total} * tl.exp({top} - shift) + {p.along('tl.sum', 'tl.exp(x - shift)')}")
-        p.line(f"{top} = new_max")
+        b.define("x", elements(b, b.reduction(self.peak), ALONG))
+        b.define("new_max", f"tl.maximum({top}, {b.along('tl.max', 'x')})")
+        b.define("shift", 'tl.where(new_max == float("-inf"), 0.0, new_max)')
+        b.set(total, f"{total} * tl.exp({top} - shift) + {b.along('tl.sum', 'tl.exp(x - shift)')}")
+        b.set(top, "new_max")
 
-    def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
+    def merge(self, b: Builder, names: Sequence[str], parts: Sequence[str]) -> None:
         top, total = names
         tops, totals = parts
-        p.line(f"{top} = {p.along('tl.max', tops)}")
-        p.define("shift", f'tl.where({top} == float("-inf"), 0.0, {top})')
-        p.line(f"{total} = {p.along('tl.sum', f'{totals} * tl.exp({tops} - shift)')}")
+        b.set(top, b.along("tl.max", tops))
+        b.define("shift", f'tl.where({top} == float("-inf"), 0.0, {top})')
+        b.set(total, b.along("tl.sum", f"{totals} * tl.exp({tops} - shift)"))
 
-    def bind(self, p: Printer, names: Sequence[str]) -> None:
+    def bind(self, b: Builder, names: Sequence[str]) -> None:
         top, total = names
-        p.line(f'{total} = tl.where({top} == float("-inf"), float("nan"), {total})')
-        p.env[self.peak], p.env[self.total] = names
+        b.set(total, f'tl.where({top} == float("-inf"), float("nan"), {total})')
+        b.env[self.peak], b.env[self.total] = names
 
 
 @dataclass(frozen=True)
@@ -196,61 +173,67 @@ class Moments:
     def numbers(self) -> tuple[int, ...]:
         return (self.total, self.squares)
 
-    def start(self, p: Printer) -> tuple[str, ...]:
-        names = (p.fresh("mean"), p.fresh("squares"))
-        dtype = TRITON_TYPES[_reduce(p, self.squares).dtype]
-        for name in names:
-            p.line(f"{name} = tl.full({p.shape(p.a.groups[self.squares])}, 0.0, {dtype})")
-        return names
+    def start(self, b: Builder) -> tuple[str, ...]:
+        dtype = TRITON_TYPES[b.reduction(self.squares).dtype]
+        zero = f"tl.full({b.shape(b.a.groups[self.squares])}, 0.0, {dtype})"
+        return (b.let("mean", zero), b.let("squares", zero))
 
-    def step(self, p: Printer, names: Sequence[str]) -> None:
+    def step(self, b: Builder, names: Sequence[str]) -> None:
         mean, squares = names
-        self.block(p, *BLOCK)
-        state = f"{mean}, {squares}, {_seen(p)}"
-        p.line(f"{mean}, {squares} = fm.merge_moments({state}, {', '.join(BLOCK)}, {_count(p)})")
+        self.block(b, *BLOCK)
+        merged = f"fm.merge_moments({mean}, {squares}, {_seen(b)}, {', '.join(BLOCK)}, {_count(b)})"
+        b.add(Assign((mean, squares), merged))
 
-    def single(self, p: Printer, names: Sequence[str]) -> None:
-        self.block(p, *names)
+    def single(self, b: Builder, names: Sequence[str]) -> None:
+        self.block(b, *names)
 
-    def block(self, p: Printer, mean: str, squares: str) -> None:
-        p.define("x", p.tile(self.total, ALONG))
-        p.line(f"{mean} = {p.along('tl.sum', 'x')} / {_count(p)}")
-        mask = p.mask(ALONG, None)
-        p.define("off", f"tl.where({mask}, x - {mean}, 0.0)" if mask else f"x - {mean}")
-        if is_exact(p, self.total, p.s.block_cols):
-            p.line(f"{squares} = {p.along('tl.sum', 'off * off')}")
+    def block(self, b: Builder, mean: str, squares: str) -> None:
+        b.define("x", elements(b, b.reduction(self.total), ALONG))
+        b.set(mean, f"{b.along('tl.sum', 'x')} / {_count(b)}")
+        mask = b.mask(ALONG, None)
+        b.define("off", f"tl.where({mask}, x - {mean}, 0.0)" if mask else f"x - {mean}")
+        if is_exact(b, self.total, b.tile.lanes):
+            b.set(squares, b.along("tl.sum", "off * off"))
             return
-        p.line(f"{squares}, left = fm.sums(off * off, off, {'0' if p.flat else '1'}, {not p.flat})")
-        p.line(f"{mean}, {squares} = fm.corrected({mean}, {squares}, left, {_count(p)})")
+        sums = f"fm.sums(off * off, off, {'0' if b.tile.flat else '1'}, {not b.tile.flat})"
+        b.add(Assign((squares, "left"), sums))
+        b.add(Assign((mean, squares), f"fm.corrected({mean}, {squares}, left, {_count(b)})"))
 
-    def fold(self, p: Printer, names: Sequence[str]) -> None:
+    def fold(self, b: Builder, names: Sequence[str]) -> None:
         """The state is one value a row already."""
 
-    def end(self, p: Printer, names: Sequence[str]) -> None:
-        self.step(p, names)
+    def end(self, b: Builder, names: Sequence[str]) -> None:
+        self.step(b, names)
 
-    def merge(self, p: Printer, names: Sequence[str], parts: Sequence[str]) -> None:
+    def merge(self, b: Builder, names: Sequence[str], parts: Sequence[str]) -> None:
         mean, squares = names
         means, others = parts
-        p.define("counts", _part_counts(p))
+        b.define("counts", _part_counts(b))
         tops = f'tl.where(counts > 0, {means}, float("-inf"))'
-        p.define("top", p.along("tl.max", tops))  # means differ by less than they are, which rounds less
-        p.define("off", f"{means} - top")
-        p.define("move", f"{p.along('tl.sum', 'counts * off')} / {dim_text(p.a.size(COLS))}")
-        p.line(f"{mean} = top + move")
-        p.line(f"{squares} = {p.along('tl.sum', f'{others} + counts * (off - move) * (off - move)')}")
+        b.define("top", b.along("tl.max", tops))  # means differ by less than they are, which rounds less
+        b.define("off", f"{means} - top")
+        b.define("move", f"{b.along('tl.sum', 'counts * off')} / {dim_text(b.a.size(COLS))}")
+        b.set(mean, "top + move")
+        b.set(squares, b.along("tl.sum", f"{others} + counts * (off - move) * (off - move)"))
 
-    def bind(self, p: Printer, names: Sequence[str]) -> None:
-        p.env[self.mean], p.env[self.squares] = names
-
-
-Running = Plain | Sums | Softmax | Moments
+    def bind(self, b: Builder, names: Sequence[str]) -> None:
+        b.env[self.mean], b.env[self.squares] = names
 
 
-def _lanes(p: Printer) -> int:
+Running = Plain | Softmax | Moments
+
+
+def accumulator(b: Builder, number: int, groups: frozenset[str]) -> str:
+    """The variable in which a reduction is accumulated over a tile of these groups."""
+    reduce = b.reduction(number)
+    dtype = TRITON_TYPES[accumulator_dtype(reduce)]
+    return b.let(b.base_of(number), f"tl.full({b.shape(groups)}, {neutral_text(reduce)}, {dtype})")
+
+
+def _lanes(b: Builder) -> int:
     """Columns that a program's threads take in one access each; 0 where a lane has no state of its own."""
-    turn = WORD * 32 * p.s.num_warps
-    return turn if p.flat and p.last_pass and p.s.block_cols >= LEAST_TURNS * turn else 0
+    turn = WORD * 32 * b.s.num_warps
+    return turn if b.tile.flat and b.tile.last_pass and b.tile.lanes >= LEAST_TURNS * turn else 0
 
 
 def states_of(a: Analysis, reductions: Sequence[int]) -> list[Running]:
@@ -263,28 +246,11 @@ def states_of(a: Analysis, reductions: Sequence[int]) -> list[Running]:
     return [together.get(n, Plain(n)) for n in reductions if n not in inner]
 
 
-def two_by_two(a: Analysis, states: Sequence[Running]) -> list[Running]:
-    """Neighbours that are sums of float32 as one state."""
-    found: list[Running] = []
-    for state in states:
-        last = found[-1] if found else None
-        if isinstance(last, Plain) and isinstance(state, Plain) and _adds(a, last) and _adds(a, state):
-            found[-1] = Sums((last, state))
-        else:
-            found.append(state)
-    return found
-
-
-def _adds(a: Analysis, state: Plain) -> bool:
-    """Whether a state is the sum of tiles of float32 and nothing more."""
-    return type(state) is Plain and a.is_sum(state.total)
-
-
-def scaled(p: Printer, state: Running) -> Running:
+def scaled(b: Builder, state: Running) -> Running:
     """A state in terms of a sum over segments that the block computes anyway, where it has such terms."""
-    if not isinstance(state, Plain) or p.s.cols is not Cols.WHOLE:
+    if not isinstance(state, Plain) or b.s.cols is not Cols.WHOLE:
         return state
-    found = scaled_sum(p, state.total)
+    found = scaled_sum(b, state.total)
     return state if found is None else Scaled(state.total, *found)
 
 
@@ -292,7 +258,7 @@ def first_of(states: Sequence[Running]) -> Iterator[int]:
     """The reductions whose operands a pass computes; what else a state needs it makes."""
     for state in states:
         if not isinstance(state, Scaled):
-            yield from state.numbers if isinstance(state, Sums) else state.numbers[:1]
+            yield state.numbers[0]
 
 
 def complete_after(a: Analysis, level: int) -> list[int]:
@@ -300,43 +266,33 @@ def complete_after(a: Analysis, level: int) -> list[int]:
     return [i for i in a.reductions if i not in a.finish and a.level[i] == level]
 
 
-def reduction(a: Analysis, number: int) -> Reduce:
-    reduce = a.loops.nodes[number]
-    assert isinstance(reduce, Reduce)
-    return reduce
-
-
-def _reduce(p: Printer, number: int) -> Reduce:
-    return reduction(p.a, number)
-
-
-def _seen(p: Printer) -> str:
+def _seen(b: Builder) -> str:
     """How many columns of its part a program has been through before the block at hand."""
-    assert p.col_start is not None  # a pass begins somewhere
-    return p.col_start if p.s.splits == 1 else f"{p.col_start} - first_col"
+    assert b.tile.start is not None  # a pass begins somewhere
+    return b.tile.start if b.s.splits == 1 else f"{b.tile.start} - first_col"
 
 
-def _column(p: Printer, lane: str) -> str:
+def _column(b: Builder, lane: str) -> str:
     """The column of a lane, or the first one of the row where that lies behind."""
-    return f"tl.maximum({lane} - skew, 0)" if p.s.skewed else lane
+    return f"tl.maximum({lane} - skew, 0)" if b.s.skewed else lane
 
 
-def _count(p: Printer) -> str:
+def _count(b: Builder) -> str:
     """How many columns the block at hand has."""
-    start, size = p.col_start, p.a.size(COLS)
-    if p.col_mask is None:
-        return str(p.s.block_cols)
+    start, size = b.tile.start, b.a.size(COLS)
+    if b.tile.col_mask is None:
+        return str(b.tile.lanes)
     assert start is not None and isinstance(size, int)  # a pass begins somewhere
     if start.isdecimal():  # behind the loop
         return str(size - int(start))
-    end = f"{start} + {p.s.block_cols}{' - skew' if p.s.skewed else ''}"
-    return f"(tl.minimum({end}, {size}) - {_column(p, start)})"
+    end = f"{start} + {b.tile.lanes}{' - skew' if b.s.skewed else ''}"
+    return f"(tl.minimum({end}, {size}) - {_column(b, start)})"
 
 
-def _part_counts(p: Printer) -> str:
+def _part_counts(b: Builder) -> str:
     """How many columns each part of a row has, as float32: with a loop the same at any skew."""
-    size, part = p.a.size(COLS), part_cols(p.a, p.s)
+    size, part = b.a.size(COLS), part_cols(b.a, b.s)
     first = f"parts * {dim_text(part)}"
-    skewed = p.s.skewed and p.s.cols is Cols.WHOLE
+    skewed = b.s.skewed and b.s.cols is Cols.WHOLE
     end = f"tl.minimum({first} + {dim_text(part)}{' - skew' if skewed else ''}, {dim_text(size)})"
-    return f"tl.maximum({end} - {_column(p, first) if skewed else first}, 0).to(tl.float32)"
+    return f"tl.maximum({end} - {_column(b, first) if skewed else first}, 0).to(tl.float32)"

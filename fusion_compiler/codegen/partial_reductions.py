@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.finishing import completed
-from fusion_compiler.codegen.printer import Printer, axes_strides
+from fusion_compiler.codegen.nodes import elements
+from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.codegen.windows.block import is_same
 from fusion_compiler.ir.dims import Dim, product, strides_of
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import (
@@ -27,8 +30,8 @@ from fusion_compiler.ir.loops import (
     Load,
     LoopNest,
     Reduce,
-    Ref,
-    operands_of,
+    Value,
+    row_major,
     segment_of,
 )
 from fusion_compiler.schedule.analysis import Analysis, Pieces, accumulator_dtype, operand_of, pieces_of
@@ -41,7 +44,7 @@ TILE = (256, 16, 4)  # rows, columns and warps of what adds up the partial resul
 
 @dataclass(frozen=True)
 class Segments:
-    """The partial results of a tile program, by the name that its printer knows them under, and what adds
+    """The partial results of a tile program, by the name that its builder knows them under, and what adds
     them up and computes all that waits for them: a tile program for all that keep the same axes."""
 
     partials: Mapping[str, Buffer]
@@ -59,78 +62,60 @@ def segments_of(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) 
     return Segments(named, tuple((nest, _schedule(nest)) for nest in nests))
 
 
-def partial_results(p: Printer, numbers: Sequence[int]) -> None:
+def partial_results(b: Builder, numbers: Sequence[int]) -> None:
     """Store what the block at hand adds to reductions over segments: one value a piece of each row."""
-    for alike in _two_by_two(p, numbers):
-        tiles: list[str] = []
-        for number in alike:
-            p.print_nodes(p.need(operands_of(p.loops.nodes[number])))
-            tiles.append(p.tile(number, frozenset({COLS})))
-        pieces = pieces_of(p.a, p.s, alike[0])
-        here = p.s.block_cols // pieces.columns
-        axis, keep = "0" if p.flat else "1", not p.flat
-        if here > 1:
-            (operand,) = operands_of(p.loops.nodes[alike[0]])
-            tall = not p.flat and ROWS in p.a.groups[operand]
-            shape = [*([] if p.flat else [p.s.block_rows if tall else 1]), here, pieces.columns]
-            tiles, axis, keep = [f"tl.reshape({t}, {shape})" for t in tiles], str(len(shape) - 1), False
-        names = [p.fresh("segment_sum") for _ in alike]
-        p.print_folds(alike, names, tiles, axis, keep)
-        for number, name in zip(alike, names, strict=True):
-            _store_pieces(p, number, name, pieces, here)
-
-
-def _two_by_two(p: Printer, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Neighbours that are sums of tiles of the same shape together."""
-    found: list[tuple[int, ...]] = []
     for number in numbers:
-        last = found[-1] if found else ()
-        if len(last) == 1 and _adds_alike(p, last[0], number):
-            found[-1] = (*last, number)
-        else:
-            found.append((number,))
-    return found
+        tile = elements(b, b.reduction(number), ALONG)
+        pieces = _pieces(b, number)
+        here = b.tile.lanes // pieces.columns
+        axis, keep = "0" if b.tile.flat else "1", not b.tile.flat
+        groups = b.a.groups[b.reduction(number).operand]
+        if here > 1:
+            tall = not b.tile.flat and ROWS in groups
+            shape = [*([] if b.tile.flat else [b.s.block_rows if tall else 1]), here, pieces.columns]
+            tile, axis, keep = f"tl.reshape({tile}, {shape})", str(len(shape) - 1), False
+        alike = (pieces, groups) if b.a.is_sum(number) else None
+        sums = b.let("segment_sum", b.folded(number, tile, axis, keep, alike))
+        _store_pieces(b, number, sums, pieces, here)
 
 
-def _adds_alike(p: Printer, one: int, other: int) -> bool:
-    """Whether two reductions are sums of float32 over the same pieces of the same axes."""
-    (mine,), (theirs,) = (operands_of(p.loops.nodes[n]) for n in (one, other))
-    shapes = [(pieces_of(p.a, p.s, n), p.a.groups[operand]) for n, operand in ((one, mine), (other, theirs))]
-    return p.a.is_sum(one) and p.a.is_sum(other) and shapes[0] == shapes[1]
+def _pieces(b: Builder, number: int) -> Pieces:
+    return pieces_of(b.a, replace(b.s, block_cols=b.tile.lanes), number)
 
 
-def _store_pieces(p: Printer, number: int, text: str, pieces: Pieces, here: int) -> None:
+def _store_pieces(b: Builder, number: int, text: str, pieces: Pieces, here: int) -> None:
     """Store the values of the pieces in the block; of a single one other sums may be made."""
-    piece = _pieces_here(p, pieces.columns, here)
-    masks = [p.row_mask] if p.row_mask and p.a.axes[ROWS] else []
-    only = here == 1 and p.col_start is None
-    masks += [f"({piece} < {pieces.count})"] if p.col_mask and not only else []
-    mask = f", mask={' & '.join(masks)}" if masks else ""
+    piece = _pieces_here(b, pieces.columns, here)
+    masks = [b.tile.row_mask] if b.tile.row_mask and b.a.axes[ROWS] else []
+    only = here == 1 and b.tile.start is None
+    masks += [f"({piece} < {pieces.count})"] if b.tile.col_mask and not only else []
     if here == 1:
-        p.index_env["sum", number] = text
-    block = "" if p.flat else " + tl.zeros([1, 1], tl.int32)"  # a pointer to a block's only piece
-    row = f" + row * {pieces.count}" if p.a.axes[ROWS] else block
-    p.line(f"tl.store({p.pointers[partials_name(number)]}{row} + {piece}, {text}{mask})")
+        b.named["sum", number] = text
+    block = "" if b.tile.flat else " + tl.zeros([1, 1], tl.int32)"  # a pointer to a block's only piece
+    row = f" + row * {pieces.count}" if b.a.axes[ROWS] else block
+    b.add(
+        StoreStatement(f"{b.pointers[partials_name(number)]}{row} + {piece}", text, " & ".join(masks) or None)
+    )
 
 
-def scaled_sum(p: Printer, number: int) -> tuple[int, tuple[int, ...]] | None:
+def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:
     """A sum along the row as one over segments times values that the block shares: sum(w * x) = w * sum(x).
 
     (the reduction over segments, the loads of those values), where the block lies in one segment.
     """
-    if not p.a.segmented:
+    if not b.a.segmented:
         return None
-    nodes, factors = p.loops.nodes, _factors(p.loops)
+    nodes, factors = b.loops.nodes, _factors(b.loops)
     reduce = nodes[number]
     assert isinstance(reduce, Reduce)
-    for segment in p.a.segmented:
+    for segment in b.a.segmented:
         other = nodes[segment]
         assert isinstance(other, Reduce)
-        alike = other.combine == reduce.combine == "sum" and p.a.level[segment] == p.a.level[number]
+        alike = other.combine == reduce.combine == "sum" and b.a.level[segment] == b.a.level[number]
         mine, theirs = factors[reduce.operand], factors[other.operand]
-        if alike and theirs <= mine and pieces_of(p.a, p.s, segment).columns == p.s.block_cols:
+        if alike and theirs <= mine and _pieces(b, segment).columns == b.tile.lanes:
             shared = tuple((mine - theirs).elements())
-            if all(isinstance(n := nodes[i], Load) and p.same_in_block(n) for i in shared):
+            if all(isinstance(n := nodes[i], Load) and is_same(b, n) for i in shared):
                 return segment, shared
     return None
 
@@ -141,7 +126,7 @@ def _factors(loops: LoopNest) -> list[Counter[int]]:
     for i, node in enumerate(loops.nodes):
         own = Counter((i,))
         if isinstance(node, Compute) and node.dtype is torch.float32:
-            given = [found[a.node] for _, a in node.operands if isinstance(a, Ref)]
+            given = [found[a.node] for _, a in node.operands if isinstance(a, Value)]
             product = node.target is aten.mul.Tensor and len(given) == len(node.operands) == 2
             passed = node.target is aten._to_copy.default and "rounding" not in dict(node.operands)
             source = operand_of(node, "self")
@@ -153,19 +138,15 @@ def _factors(loops: LoopNest) -> list[Counter[int]]:
     return found
 
 
-def _pieces_here(p: Printer, columns: int, here: int) -> str:
+def _pieces_here(b: Builder, columns: int, here: int) -> str:
     """The variable of the numbers of the block's pieces in the row."""
-    key = ("piece", columns)
-    if key not in p.index_env:
-        start = [] if p.col_start is None else [f"{p.col_start} // {columns}"]
-        lanes = [f"tl.arange(0, {here})" + ("" if p.flat else "[None, :]")] if here > 1 else []
-        p.index_env[key] = name = p.fresh("piece")
-        p.line(f"{name} = {' + '.join(start + lanes) or '0'}")
-    return p.index_env[key]
+    start = [] if b.tile.start is None else [f"{b.tile.start} // {columns}"]
+    lanes = [f"tl.arange(0, {here})" + ("" if b.tile.flat else "[None, :]")] if here > 1 else []
+    return b.once(("piece", columns), "piece", " + ".join(start + lanes) or "0")
 
 
 def partials_name(number: int) -> str:
-    """What the printer knows the partial results of a reduction over segments as."""
+    """What the builder knows the partial results of a reduction over segments as."""
     return f"pieces_{number}"
 
 
@@ -195,11 +176,11 @@ def _partial_axes(
     analysis: Analysis, kept: frozenset[int], pieces: Pieces
 ) -> tuple[list[tuple[Dim, Dim]], dict[int, Dim]]:
     """How the partial results lie: (size, step) of all that is left to reduce, the step of each kept axis."""
-    steps = {k: product((step, pieces.count)) for k, step in axes_strides(analysis.axes[ROWS], 0)}
+    steps = {k: product((step, pieces.count)) for k, step in row_major(analysis.axes[ROWS], 0)}
     reduced = [(analysis.loops.axes[k].size, step) for k, step in steps.items() if k not in kept]
     segment = segment_of(analysis.loops, kept)
     reduced.append((pieces.count if segment is None else segment // pieces.columns, 1))
-    for k, step in axes_strides(analysis.axes[COLS], analysis.first[COLS]):
+    for k, step in row_major(analysis.axes[COLS], analysis.first[COLS]):
         assert isinstance(step, int), "segments have a known size"
         steps[k] = step // pieces.columns
     return [pair for pair in reduced if pair[0] != 1] or [(1, 1)], steps

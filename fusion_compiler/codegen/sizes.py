@@ -1,7 +1,7 @@
 """Sizes that a kernel's text does not spell: each is an argument of its own, which the launcher computes.
 
-    int(n / 6)    TruncToInt(IntTrueDiv(s0, 6))    size_0
-    -(-n // 4)    -FloorDiv(-s0, 4)                -size_0    of negative numbers Triton's // and % are C's
+int(n / 6)    TruncToInt(IntTrueDiv(s0, 6))    size_0
+-(-n // 4)    -FloorDiv(-s0, 4)                -size_0    of negative numbers Triton's // and % are C's
 """
 
 from __future__ import annotations

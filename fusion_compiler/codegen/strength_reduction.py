@@ -16,7 +16,7 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Node,
     Random,
-    Ref,
+    Value,
     operands_of,
     store_operands,
 )
@@ -59,7 +59,7 @@ def complements(loops: LoopNest, rough: frozenset[int]) -> LoopNest:
             continue
         if value.target is aten.erf.default:
             nodes[erf] = Compute(aten.mul.Tensor, (*value.operands, ("other", -1)), value.dtype)
-            nodes[i] = Compute(aten.erfc.default, (("self", Ref(erf)),), node.dtype)
+            nodes[i] = Compute(aten.erfc.default, (("self", Value(erf)),), node.dtype)
     return replace(loops, nodes=tuple(nodes))
 
 
@@ -103,9 +103,9 @@ def _with_threshold(loops: LoopNest, node: Node) -> Compute | None:
         return None
     operands = dict(node.operands)
     left, right = operands["self"], operands["other"]
-    other = loops.nodes[right.node] if isinstance(right, Ref) else None
+    other = loops.nodes[right.node] if isinstance(right, Value) else None
     p = other.value if isinstance(other, Constant) else right
-    if not isinstance(left, Ref) or not isinstance(p, int | float) or not 0 < p < 1:
+    if not isinstance(left, Value) or not isinstance(p, int | float) or not 0 < p < 1:
         return None
     target, above = COMPARISONS[node.target]
     steps = float(torch.tensor(p, dtype=torch.float32)) * 2.0**24  # exact, as the kernel's own p is float32

@@ -33,7 +33,7 @@ class EagerCall:
 
 
 def call_of(node: fx.Node) -> EagerCall | None:
-    """None for what no call was taken apart for."""
+    """The call that a node is a piece of; None for a node that came of no ATen call."""
     original = node.meta.get("original_aten")
     if original is None:
         return None

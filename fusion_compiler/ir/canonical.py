@@ -9,7 +9,7 @@ import sympy
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import Load, LoopNest, Node, Random
-from fusion_compiler.ir.plan import Cluster
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.schema import short_name
 
 

@@ -35,7 +35,6 @@ class DeviceSpec:
     tensor_flops: dense 16-bit matrix flops a second, accumulated in float32.
     launch_us: period of back-to-back launches of an empty kernel, seen from the GPU.
     floor_us: the shortest time in which a kernel that reads and writes anything ends.
-    host_us: host time of one launch through the compiled kernel's own entry.
     """
 
     name: str
@@ -58,7 +57,6 @@ class DeviceSpec:
     warp_size: int = 32
     launch_us: float = 2.5
     floor_us: float = 2.2
-    host_us: float = 5.5
     dram_latency_us: float = 0.8
 
     @cached_property
@@ -208,7 +206,7 @@ def spec_of_properties(properties: Any) -> DeviceSpec:
     warnings.warn(
         f"no hardware numbers for {properties.name!r}: fusion decisions use estimates made from "
         f"its driver's properties and the {spec.target} family. Add a row to DEVICES in "
-        "fusion_compiler/device.py to plan for it exactly.",
+        "fusion_compiler/ir/device.py to plan for it exactly.",
         FusionWarning,
         stacklevel=3,
     )

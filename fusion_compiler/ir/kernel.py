@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import sympy
@@ -22,7 +22,7 @@ class Role(StrEnum):
 class Argument:
     """One parameter of a kernel, in the order of its signature.
 
-    index: position among the program's inputs, outputs, scratch buffers or sizes, behind which are the
+    position: among the program's inputs, outputs, scratch buffers or sizes, behind which are the
         derived ones.
     dtype: of the buffer; int64 for sizes.
     aligned: the pointer (or size) is a multiple of 16 (bytes); the launcher checks it for
@@ -31,7 +31,7 @@ class Argument:
 
     name: str
     role: Role
-    index: int
+    position: int
     dtype: torch.dtype
     aligned: bool = True
 
@@ -39,7 +39,7 @@ class Argument:
     def given(self) -> str:
         """What the caller gives for it: "p0", "p1", ... (inputs), "n0", ... (sizes), or "" for nothing."""
         letter = {Role.INPUT: "p", Role.SIZE: "n"}.get(self.role)
-        return f"{letter}{self.index}" if letter else ""
+        return f"{letter}{self.position}" if letter else ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,6 @@ class Program:
     sizes: the symbols that become integer arguments, in order. derived: further ones, with the expressions of
         those that the launcher computes for them.
     schedule: how it was scheduled, for people ("rows: 4 rows x 1024, 4 warps").
-    cost: predicted microseconds, the key by which candidates are ranked.
     word: bytes; 0, or it reads words of so many, also those that its inputs end within. Where an input is not
         aligned to them, such a word may cross a page, and another candidate has to run.
     """
@@ -96,7 +95,6 @@ class Program:
     sizes: tuple[sympy.Symbol, ...] = ()
     derived: tuple[tuple[sympy.Symbol, sympy.Expr], ...] = ()
     schedule: str = ""
-    cost: float = 0.0
     word: int = 0
 
     @property
@@ -108,5 +106,3 @@ class Program:
     def alignment(self) -> int:
         """Bytes: what the addresses of inputs are a multiple of, or the launcher takes another build."""
         return max(16, self.word)
-
-    notes: dict[str, str] = field(default_factory=dict[str, str])

@@ -5,7 +5,7 @@
     index    := const + sum(coeff * axis) + sum(coeff * value)
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
-              | Checked(operand, index, low, high, within)
+              | Checked(operand, position, low, high, within)
               | Compute(target, operands) | Reduce(combine, operand, over, kept)
     store    := buffer, index, value, within    several to one buffer have elements of their own each
 
@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir.dims import Dim, product, quotient
+from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 
 ROWS, COLS = "rows", "cols"
 
@@ -110,13 +110,13 @@ class Random:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """`operand`, and an error unless low <= `index` < high wherever `within` holds.
+    """`operand`, and an error unless low <= `position` < high wherever `within` holds.
 
-    index: a value that says where to read, mostly the operand itself. what: whose index it is.
+    position: a node whose value says where to read, mostly the operand itself. what: whose index it is.
     """
 
     operand: int
-    index: int
+    position: int
     low: Dim
     high: Dim
     within: int | None
@@ -130,14 +130,16 @@ class Compute:
 
     coarse: eager rounds the result to bfloat16, so that the table's coarse expression serves as well.
     pinned: made in several kernels it has to be the same number in each (pinned.py): by the table's first
-        expression, and by no product fused into a sum.
+        expression, and by no product fused into a sum. alone: this kernel alone makes it, so that any
+        expression will do.
     """
 
     target: OpOverload
-    operands: tuple[tuple[str, object], ...]  # ("self", Ref(3)), ("alpha", 2)
+    operands: tuple[tuple[str, object], ...]  # ("self", Value(3)), ("alpha", 2)
     dtype: torch.dtype
     coarse: bool = False
     pinned: bool = False
+    alone: bool = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Compute) and self._key() == other._key()
@@ -146,12 +148,14 @@ class Compute:
         return hash(self._key())
 
     def _key(self) -> object:
-        operands = tuple([(n, a if isinstance(a, Ref) else exact(a)) for n, a in self.operands])
-        return self.target, operands, self.dtype, self.coarse, self.pinned
+        operands = tuple([(n, a if isinstance(a, Value) else exact(a)) for n, a in self.operands])
+        return self.target, operands, self.dtype, self.coarse, self.pinned, self.alone
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class Value:
+    """An operand that is another node's value, by its number."""
+
     node: int
 
 
@@ -160,7 +164,8 @@ class Reduce:
     """Combine `operand` over whole axis groups.
 
     kept: axes of these groups that the result keeps: one value for each of their points, which no tile holds
-    as a row or a column. It is only stored.
+    as a row or a column. It is only stored. Over no group, it is over the columns that `kept` lacks, the
+    inner ones, and each element of the tile has the value of the segment that it lies in.
     """
 
     combine: str
@@ -199,10 +204,10 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return _indirect(index)
         case Random(seed, index, _, _):
             return (seed, *_indirect(index))
-        case Checked(operand, index, _, _, within):
-            return (operand, index) if within is None else (operand, index, within)
+        case Checked(operand, position, _, _, within):
+            return (operand, position) if within is None else (operand, position, within)
         case Compute(_, operands):
-            return tuple(a.node for _, a in operands if isinstance(a, Ref))
+            return tuple(a.node for _, a in operands if isinstance(a, Value))
         case Reduce():
             return (node.operand,)
         case _:
@@ -238,6 +243,11 @@ def _by_twos(axes: Sequence[Axis], index: Index) -> bool:
         and isinstance(index.const, int)
         and all(k >= 0 and quotient(c, 2) is not None for k, c in index.terms)
     )
+
+
+def partial_reductions(loops: LoopNest) -> frozenset[int]:
+    """Reductions of which a tile has only a part: what they keep is neither a row nor a column of it."""
+    return frozenset(i for i, n in enumerate(loops.nodes) if isinstance(n, Reduce) and n.kept and n.over)
 
 
 def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
@@ -285,6 +295,12 @@ def symbols_of(nests: Iterable[LoopNest], tensors: Iterable[Sequence[Dim]]) -> t
     return tuple(sorted(found, key=lambda s: s.name))  # type: ignore[arg-type,union-attr]
 
 
+def row_major(axes: Sequence[Axis], first: int) -> tuple[tuple[int, Dim], ...]:
+    """Terms of the row-major element number over consecutive axes that start at number `first`."""
+    steps = strides_of(tuple(a.size for a in axes))
+    return tuple((first + i, step) for i, step in enumerate(steps))
+
+
 def segment_of(loops: LoopNest, kept: frozenset[int]) -> int | None:
     """The columns that a reduction which keeps these axes combines in each row to one value, of the outer
     columns that it keeps; None where it keeps no columns, and a row is one segment."""
@@ -312,12 +328,12 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
         case Random():
             return replace(node, seed=numbers[node.seed], index=renumber_index(node.index, numbers, axes))
         case Checked():
-            operand, index = numbers[node.operand], numbers[node.index]
+            operand, position = numbers[node.operand], numbers[node.position]
             within = None if node.within is None else numbers[node.within]
-            return replace(node, operand=operand, index=index, within=within)
+            return replace(node, operand=operand, position=position, within=within)
         case Compute():
-            operands = tuple((n, Ref(numbers[a.node]) if isinstance(a, Ref) else a) for n, a in node.operands)
-            return replace(node, operands=operands)
+            given = ((n, Value(numbers[a.node]) if isinstance(a, Value) else a) for n, a in node.operands)
+            return replace(node, operands=tuple(given))
         case Reduce():
             kept = node.kept if axes is None else frozenset(axes[k] for k in node.kept)
             return replace(node, operand=numbers[node.operand], kept=kept)
@@ -328,6 +344,12 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
 def renumber_index(index: Index, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Index:
     moved = ((~numbers[~k] if k < 0 else k if axes is None else axes[k], c) for k, c in index.terms)
     return Index(index.const, tuple(sorted(moved)))
+
+
+def renumber_store(store: Store, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Store:
+    within = None if store.within is None else numbers[store.within]
+    index = renumber_index(store.index, numbers, axes)
+    return replace(store, index=index, value=numbers[store.value], within=within)
 
 
 def wrapped(value: int, dtype: torch.dtype) -> int:

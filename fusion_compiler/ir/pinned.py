@@ -48,6 +48,11 @@ def pin(joint: fx.Graph) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def is_joint(graph: fx.Graph) -> bool:
+    """Whether another graph makes values of this one again."""
+    return any(node.meta.get(_MARK) for node in graph.nodes)
+
+
 def pinned_values(graph: fx.Graph) -> set[fx.Node]:
     """The floating-point values on which something that jumps depends, as far back as clusters may reach."""
     found = {node for node in graph.nodes if node.meta.get(_MARK)}

@@ -10,19 +10,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import networkx as nx
 
+from fusion_compiler.ir.breaks import GraphBreak
+from fusion_compiler.ir.dag import OpDag, Source
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.plan_data import Cluster, Leftover, PlanData, Rejected
 from fusion_compiler.ir.schema import is_view, short_name
-
-if TYPE_CHECKING:  # plan.py prints itself with this module
-    from fusion_compiler.ir.breaks import GraphBreak
-    from fusion_compiler.ir.dag import OpDag, Source
-    from fusion_compiler.ir.plan import Cluster, FusionPlan, Leftover, Rejected
 
 SCHEMA = 2
 WIDTH = 110
@@ -56,7 +54,7 @@ def signature(dag: OpDag, cluster: Cluster) -> tuple[object, ...]:
     return targets, axes, cluster.cost, len(cluster.loops.nodes), cluster.pattern
 
 
-def totals(plan: FusionPlan) -> Totals:
+def totals(plan: PlanData) -> Totals:
     fused = [plan.dag.op(name) for cluster in plan.clusters for name in cluster.ops]
     library = library_calls(plan)
     inputs = set(plan.dag.inputs)
@@ -76,7 +74,7 @@ def totals(plan: FusionPlan) -> Totals:
     )
 
 
-def eager_ops(plan: FusionPlan) -> list[Leftover]:
+def eager_ops(plan: PlanData) -> list[Leftover]:
     """Ops that stay ATen calls though they are no contractions; views and tuple elements launch nothing."""
     return [
         left
@@ -85,7 +83,7 @@ def eager_ops(plan: FusionPlan) -> list[Leftover]:
     ]
 
 
-def _units(plan: FusionPlan) -> nx.DiGraph[str]:
+def _units(plan: PlanData) -> nx.DiGraph[str]:
     """What runs as one: clusters, and the ops that no cluster stores; edges from the read to the reader."""
     made_by = {name: cluster.name for cluster in plan.clusters for name in cluster.outputs}
     units: nx.DiGraph[str] = nx.DiGraph()
@@ -98,7 +96,7 @@ def _units(plan: FusionPlan) -> nx.DiGraph[str]:
     return units
 
 
-def cycle_of(plan: FusionPlan) -> tuple[str, ...]:
+def cycle_of(plan: PlanData) -> tuple[str, ...]:
     """Clusters and ops that wait for each other in a ring; empty for every plan that can run."""
     units = _units(plan)
     if nx.is_directed_acyclic_graph(units):  # in linear time; the search for a ring takes the square of that
@@ -106,7 +104,7 @@ def cycle_of(plan: FusionPlan) -> tuple[str, ...]:
     return tuple(edge[0] for edge in nx.find_cycle(units))
 
 
-def execution_order(plan: FusionPlan) -> list[Cluster]:
+def execution_order(plan: PlanData) -> list[Cluster]:
     """The clusters in an order in which they can run: by their last op, inputs first. Raises
     networkx.NetworkXUnfeasible where `cycle_of` is not empty."""
     position = {name: i for i, name in enumerate(plan.dag.graph.nodes)}
@@ -120,7 +118,7 @@ def execution_order(plan: FusionPlan) -> list[Cluster]:
     return [clusters[unit] for unit in order if unit in clusters]
 
 
-def library_calls(plan: FusionPlan) -> Counter[str]:
+def library_calls(plan: PlanData) -> Counter[str]:
     """How often each contraction is called, by short name."""
     fused = {name for cluster in plan.clusters for name in cluster.ops}
     ops = [plan.dag.op(name) for name in plan.dag.graph.nodes if name not in fused]
@@ -130,13 +128,13 @@ def library_calls(plan: FusionPlan) -> Counter[str]:
 def iteration_space(cluster: Cluster) -> str:
     """ "16384 rows x 4096", or the number of elements where all axes are of one group; of tile programs that
     share a launch the first's, and how many more there are."""
-    more = f", +{len(cluster.beside)}" if cluster.beside else ""
+    more = f", +{len(cluster.horizontal)}" if cluster.horizontal else ""
     rows, cols = (prod(a.size for a in cluster.loops.axes if a.group == group) for group in (ROWS, COLS))
     groups = {axis.group for axis in cluster.loops.axes}
     return (f"{rows} rows x {cols}" if len(groups) == 2 else f"{rows * cols} elements") + more
 
 
-def format_plan(plan: FusionPlan, level: int = 1) -> str:
+def format_plan(plan: PlanData, level: int = 1) -> str:
     """The plan as text, at most 110 columns wide.
 
     level 1: totals, one entry per distinct cluster in execution order (clusters that repeat in other layers
@@ -167,7 +165,7 @@ def format_plan(plan: FusionPlan, level: int = 1) -> str:
     return "\n".join(lines)
 
 
-def _clusters(plan: FusionPlan, clusters: Sequence[Cluster]) -> list[str]:
+def _clusters(plan: PlanData, clusters: Sequence[Cluster]) -> list[str]:
     """A table row and a line of ops for each distinct cluster."""
     groups: dict[tuple[object, ...], list[Cluster]] = {}
     for cluster in clusters:
@@ -318,7 +316,7 @@ def source_json(source: Source | None) -> dict[str, object] | None:
     return {"module": source.module, "file": source.file, "line": source.line, "code": source.code.strip()}
 
 
-def plan_json(plan: FusionPlan) -> dict[str, object]:
+def plan_json(plan: PlanData) -> dict[str, object]:
     """The plan as plain data for json.dumps.
 
     schema: 2, raised when a key changes its meaning or goes. graph, device: strings.
@@ -394,7 +392,7 @@ def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, objec
     }
 
 
-def print_plan(plan: FusionPlan, level: int = 1, file: TextIO | None = None) -> None:
+def print_plan(plan: PlanData, level: int = 1, file: TextIO | None = None) -> None:
     """Print the plan; at a terminal with colours where rich is installed, the same text either way."""
     show(format_plan(plan, level), file)
 

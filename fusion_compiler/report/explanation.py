@@ -1,9 +1,9 @@
 """What compile() would do, without doing it: plans from FakeTensors, on any machine.
 
 Nothing is computed: parameters and arguments are replaced by tensors without data, the model by a copy of
-its structure. A model that torch.fx traces whole does not need TorchDynamo (see whole.py); any other is
-captured as compile() captures it, which takes longer, and the explanation says why. Where the model does
-what TorchDynamo cannot capture though it depends on no data (it writes a log), compile() breaks in two
+its structure. A model that torch.fx traces whole (capture/symbolic_trace.py) does not need TorchDynamo; any
+other is captured as compile() captures it, which takes longer, and the explanation says why. Where the model
+does what TorchDynamo cannot capture though it depends on no data (it writes a log), compile() breaks in two
 what is explained here as one graph. Where there is no GPU, CUDA tensors are planned as CPU ones, since
 autograd on CUDA FakeTensors needs a driver: attention stays one call either way, but keys and values of
 grouped-query attention are still repeated in such a plan.
@@ -36,14 +36,15 @@ from fusion_compiler.api import Compiler, compile
 from fusion_compiler.capture.fakes import FakesOnly
 from fusion_compiler.capture.module import plain, wrap
 from fusion_compiler.capture.pre_autograd import UntraceableError
-from fusion_compiler.capture.symbolic_trace import trace_whole
+from fusion_compiler.capture.symbolic_trace import symbolic_trace
 from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.options import Options
 from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
-from fusion_compiler.report.report import Kernels, Report
+from fusion_compiler.report.report import Report
+from fusion_compiler.report.report_data import Kernels
 
 
 def explain(
@@ -68,13 +69,13 @@ def explain(
     _check_signature(model, args, kwargs)
     # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.
     with quiet_fakes(), unset_fake_temporarily(), tracing(None), FakesOnly() as mode:
-        faked = _Fakes(mode)
+        faked = _Fakes()
         copied = faked.model(model)
         given, named = faked.values(args), faked.values(kwargs)
         options = {"backend": "eager", "device": device}
         try:
             compiler = Compiler(Options.of(**options), patterns, asked=True)
-            plans = _plans_of_whole(copied, given, named, compiler, mode)
+            plans = _plans_of_trace(copied, given, named, compiler, mode)
             return Report(_name(model), device, plans, emit=kernels_of)
         except UntraceableError as error:
             reason = str(error)
@@ -123,7 +124,7 @@ def kernels_of(plans: tuple[FusionPlan, ...]) -> Kernels:
     return found
 
 
-def _plans_of_whole(
+def _plans_of_trace(
     model: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -131,7 +132,7 @@ def _plans_of_whole(
     mode: FakeTensorMode,
 ) -> tuple[FusionPlan, ...]:
     """The plans of a model that torch.fx traces whole. Raises UntraceableError."""
-    whole = trace_whole(model, args, kwargs, mode)
+    whole = symbolic_trace(model, args, kwargs, mode)
     try:
         with unset_fake_temporarily(), tracing(TracingContext(mode)):
             run = compiler.backend()(whole.graph, whole.inputs, traced=True)
@@ -169,9 +170,8 @@ def _check_signature(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 class _Fakes(TorchFunctionMode):
     """Tensors without data, one for each tensor; as a mode, copies have those."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._mode = mode
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

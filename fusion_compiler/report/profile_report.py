@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fusion_compiler.ir.dag import Source
 from fusion_compiler.ir.plan_text import WIDTH, aligned, count, human_bytes, place, shortened, wrapped
-
-if TYPE_CHECKING:  # profiling.py prints itself with this module
-    from fusion_compiler.ir.dag import Source
-    from fusion_compiler.report.profiling import Measured, Profile
+from fusion_compiler.report.profile_data import Measured, ProfileData
 
 ROWS = 24  # of the table; what takes less is summed up
 OTHERS = 8  # kernels outside of every unit
@@ -19,7 +17,7 @@ HOST = (
 )
 
 
-def format_profile(profile: Profile) -> str:
+def format_profile(profile: ProfileData) -> str:
     """As text: totals, one row for units that are the same work in several layers, what ran outside."""
     what = "of work on the device" if profile.on_device else "in units"
     lines = [
@@ -41,7 +39,7 @@ def format_profile(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def _prediction(profile: Profile) -> list[str]:
+def _prediction(profile: ProfileData) -> list[str]:
     measured = sum(m.us * m.calls for m in profile.units)
     foreseen = sum(m.predicted.us * m.calls for m in profile.units)
     errors = [abs(m.error) for m in profile.units if m.error is not None and m.unit.sort == "cluster"]
@@ -50,7 +48,7 @@ def _prediction(profile: Profile) -> list[str]:
     return [text + (f"; a cluster is off by {statistics.fmean(errors):.0%} on average" if errors else "")]
 
 
-def _table(profile: Profile) -> list[str]:
+def _table(profile: ProfileData) -> list[str]:
     """Two lines for each distinct unit: its times, its place in the model."""
     groups: dict[tuple[object, ...], list[Measured]] = {}
     for measured in profile.units:
@@ -96,7 +94,7 @@ def _total(same: list[Measured]) -> float:
     return sum(m.us * m.calls for m in same)
 
 
-def profile_json(profile: Profile) -> dict[str, Any]:
+def profile_json(profile: ProfileData) -> dict[str, Any]:
     """As plain data for json.dumps.
 
     measured: {device, repetitions, clock ("device" or "host"), step_us, work_us, outside_us,

@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from fusion_compiler.errors import (
     NothingToProfileError,
     ReplayedGraphError,
 )
-from fusion_compiler.ir.breaks import GraphBreak
-from fusion_compiler.ir.plan import Cost, FusionPlan
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.passes.fuse.why import cost_of_call
 from fusion_compiler.report.explanation import kernels_of
+from fusion_compiler.report.profile_data import Measured, ProfileData, Unmatched
 from fusion_compiler.report.profile_report import format_profile, profile_json
 from fusion_compiler.report.report import Report
 from fusion_compiler.report.timeline import STEP, Event, Timeline, device_timeline, host_timeline, named
@@ -36,62 +37,8 @@ from fusion_compiler.stitch.units import Unit, units_of
 WARM = 3  # steps before anything is measured: one compiles and tunes, one settles the allocator
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One unit. calls: in a step. us: of one call, the median over the repetitions; kernels of the unit alone
-    on a device, its range on the host. predicted: what the plan says of one call."""
-
-    unit: Unit
-    calls: int
-    us: float
-    predicted: Cost
-    on_device: bool = True
-
-    @property
-    def bandwidth(self) -> float | None:
-        """Predicted bytes over measured time, in bytes a second; None of host times."""
-        moved = self.predicted.bytes_read + self.predicted.bytes_written
-        return moved / (self.us * 1e-6) if self.on_device and self.us else None
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured time less one; None of host times."""
-        return self.predicted.us / self.us - 1 if self.on_device and self.us else None
-
-
-@dataclass(frozen=True)
-class Unmatched:
-    """A kernel that ran outside of every unit: calls and microseconds in a step, on average."""
-
-    kernel: str
-    calls: float
-    us: float
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What a step took. All times are microseconds, medians over the repetitions.
-
-    device: what it ran on. planned: the DeviceSpec that was predicted for.
-    on_device: units and work are times of kernels on the device; otherwise, where nothing ran on a GPU, the
-        host's in each unit's range, with the profiler's own cost in them, and no prediction is compared.
-    step_us: from the call until the device is done, without a profiler. work_us: all kernels, or all ranges.
-    units: what ran, in order. outside_us: work outside of every unit, or the host's time outside of ranges.
-    """
-
-    model: str
-    device: str
-    planned: str
-    on_device: bool
-    repetitions: int
-    step_us: float
-    work_us: float
-    outside_us: float
-    units: tuple[Measured, ...]
-    unmatched: tuple[Unmatched, ...]
-    plans: tuple[FusionPlan, ...] = field(default=(), repr=False, compare=False)
-    events: tuple[Event, ...] = field(default=(), repr=False, compare=False)
-    breaks: tuple[GraphBreak, ...] = field(default=(), repr=False, compare=False)
+class Profile(ProfileData):
+    """What a step took, by unit: prints, and becomes a report or a trace."""
 
     def __str__(self) -> str:
         """A table, what took longest first, at most 110 columns wide."""

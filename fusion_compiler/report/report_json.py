@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusion_compiler.ir import plan_text
 from fusion_compiler.ir.dag import Op, TensorMeta
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.ops import Kind
-from fusion_compiler.ir.plan import Call, Cost, FusionPlan, Rejected
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Call, Cost, Rejected
 from fusion_compiler.passes.fuse.movement import CLASSES, class_of
 from fusion_compiler.passes.fuse.why import Unit, Why
 from fusion_compiler.report.page import SCHEMA
-
-if TYPE_CHECKING:  # report.py prints itself with this module
-    from fusion_compiler.report.report import Report
+from fusion_compiler.report.report_data import ReportData
 
 Row = dict[str, Any]
 TOTALS = (
@@ -26,7 +25,7 @@ TOTALS = (
 )  # fmt: skip
 
 
-def report_json(report: Report) -> Row:
+def report_json(report: ReportData) -> Row:
     """All of a report; see docs/report-schema.md."""
     kernels = dict(report.kernels.values())
     measured = report.measured or {}
@@ -38,9 +37,7 @@ def report_json(report: Report) -> Row:
         "captured_by": report.captured_by,
         "not_whole": report.not_whole,
         "incomplete": report.incomplete,
-        "breaks": [
-            {**vars(b), "source": plan_text.source_json(b.source)} for b in report.breaks
-        ],
+        "breaks": [{**vars(b), "source": plan_text.source_json(b.source)} for b in report.breaks],
         "totals": totals_of(report),
         "movement": {"classes": class_rows(report)},
         "graphs": [
@@ -60,13 +57,13 @@ def report_json(report: Report) -> Row:
     }
 
 
-def totals_of(report: Report) -> Row:
+def totals_of(report: ReportData) -> Row:
     """Over all graphs."""
     rows = [_totals(why) for why in report.questions.values()]
     return {key: sum(row[key] for row in rows) for key in TOTALS}
 
 
-def class_rows(report: Report) -> list[Row]:
+def class_rows(report: ReportData) -> list[Row]:
     """The data-movement analysis: a row for each class that has calls or units, in the paper's order."""
     device = device_spec(report.device)
     calls = [call for plan in report.plans for call in plan.calls]
@@ -114,7 +111,7 @@ def _totals(why: Why) -> Row:
     return {key: found[key] if key in found else getattr(small, key) for key in TOTALS}
 
 
-def _graph(report: Report, plan: FusionPlan, measured: Row) -> Row:
+def _graph(report: ReportData, plan: FusionPlan, measured: Row) -> Row:
     why = report.questions[plan.name]
     unit_of = {name: unit.name for unit in reversed(why.units.values()) for name in unit.ops}
     unit_of |= {name: unit.name for unit in why.units.values() for name in unit.outputs}
@@ -166,7 +163,7 @@ def _op(op: Op, why: Why, unit: str | None) -> Row:
     }
 
 
-def _unit(report: Report, why: Why, unit: Unit, measured: Row | None) -> Row:
+def _unit(report: ReportData, why: Why, unit: Unit, measured: Row | None) -> Row:
     cost, cluster = why.cost(unit), unit.cluster
     ops = [why.dag.op(name) for name in unit.ops]
     library = cluster is None and ops[0].kind is Kind.CONTRACTION

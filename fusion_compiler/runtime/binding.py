@@ -212,7 +212,7 @@ _unkept = _Unkept()
 
 @contextmanager
 def unkept_scratch() -> Generator[None]:
-    """Within it, in this thread, no launch keeps memory for later ones."""
+    """A context in which, in this thread, launches keep no scratch for later ones."""
     before, _unkept.inside = _unkept.inside, True
     try:
         yield
@@ -316,11 +316,11 @@ def _write_variants(
     """Takes the addresses of the inputs, and hands calls that need other builds to those."""
     arguments = [argument for kernel in program.kernels for argument in kernel.arguments]
     text.bind("variant", others)
-    narrow = sorted({a.index for a in arguments if a.role is Role.SIZE and a.dtype == torch.int32})
+    narrow = sorted({a.position for a in arguments if a.role is Role.SIZE and a.dtype == torch.int32})
     if narrow and not variant.wide:
         text.add(f"if {' or '.join(f'n{i} > {INT32_MAX}' for i in narrow)}:")
         text.add(f"    return variant({text.bind('loose', variant.loose)}, True)({parameters})")
-    used = sorted({a.index for a in arguments if a.role is Role.INPUT})
+    used = sorted({a.position for a in arguments if a.role is Role.INPUT})
     for i in used:
         text.add(f"p{i} = x{i}.data_ptr()")
     claimed = sorted({a.given for a in arguments if a.given and a.aligned})
@@ -381,7 +381,7 @@ def _write_launch(
         Role.SCRATCH: "s{}.data_ptr()",
         Role.SIZE: "n{}",
     }
-    arguments = [values[a.role].format(a.index) for a in kernel.arguments]
+    arguments = [values[a.role].format(a.position) for a in kernel.arguments]
     text.names[f"owner{number}"] = entry.owner
     if "0" in grid:
         return

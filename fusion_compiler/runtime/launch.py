@@ -36,8 +36,9 @@ Backend = Literal["triton", "interpret", "eager"]
 
 # A later candidate is taken only where it beats every earlier one by more than timing noise.
 NOISE = 0.02
-# Of a grid that is larger than the device programs start as others end, those that wait for each other one
-# after the other: then a launch holds up less than their number. So many launches leave room for one more.
+# Programs start in the order of their numbers, and those that wait for each other have consecutive ones: of
+# each launch at most one such group waits for programs that have not started. The device must hold the groups
+# of so many launches, or waiting programs could fill it.
 LAUNCHES_AT_ONCE = 4
 MOST_VARIANTS = 4  # of a program's kernels that differ in which inputs are aligned
 
@@ -207,7 +208,7 @@ class Runner:
         return chosen
 
     def for_any_address(self, program: Program) -> Program:
-        """`program`, or in its place one that does not care where its inputs begin."""
+        """`program`, or in its place one that makes no assumption about the addresses of its inputs."""
         return next(p for p in (program, *self.candidates) if not p.word)
 
     # -- failing -----------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ def interpret(
     sizes = evaluate(program.symbols, program, sizes)
     values = {Role.INPUT: inputs, Role.OUTPUT: outputs, Role.SCRATCH: scratch, Role.SIZE: sizes}
     for kernel in program.kernels:
-        arguments = [values[argument.role][argument.index] for argument in kernel.arguments]
+        arguments = [values[argument.role][argument.position] for argument in kernel.arguments]
         run_kernel(kernel, arguments, evaluate(kernel.grid, program, sizes))
     for tensor, buffer in zip(scratch, program.scratch, strict=True):
         if buffer.zeroed and tensor.count_nonzero():

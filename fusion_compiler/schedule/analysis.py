@@ -23,10 +23,11 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
-    Ref,
+    Value,
     groups_of,
     longest_piece,
     operands_of,
+    partial_reductions,
     renumber,
     renumber_index,
     right_neighbours,
@@ -40,6 +41,7 @@ aten = torch.ops.aten
 
 KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # of zeros they make zero
 HALVES = (str(torch.float16), str(torch.bfloat16))
+SHORT = (*HALVES, str(torch.float8_e4m3fn), str(torch.float8_e5m2))  # with at most 11 significant bits
 # Operators whose expressions multiply, by name.
 PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
 
@@ -122,7 +124,14 @@ class Analysis:
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:
-        return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce))
+        """Those over whole groups: any tile of whole segments makes the others."""
+        return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce) and n.over)
+
+    @cached_property
+    def least_cols(self) -> int:
+        """Columns of a block: it has whole segments, where reductions are over those."""
+        within = (n for n in self.loops.nodes if isinstance(n, Reduce) and not n.over)
+        return max((segment_of(self.loops, n.kept) or 1 for n in within), default=1)
 
     def is_sum(self, number: int) -> bool:
         """Whether a node adds up float32."""
@@ -173,7 +182,7 @@ class Analysis:
     @cached_property
     def segmented(self) -> tuple[int, ...]:
         """Reductions that keep axes of both groups, or of the rows: each block stores its part of them."""
-        return tuple(i for i in self.reductions if self.kept(i))
+        return tuple(sorted(partial_reductions(self.loops)))
 
     def kept(self, node: int) -> frozenset[int]:
         reduce = self.loops.nodes[node]
@@ -195,7 +204,7 @@ class Analysis:
                     found = any(k >= 0 and self.loops.axes[k].group == ROWS for k, _ in index.terms)
                 case Compute(target, operands) if target in KEEP_ZERO:
                     terms = [value for name, value in operands if name != "alpha"]
-                    found = all(isinstance(v, Ref) and v.node in zero for v in terms)
+                    found = all(isinstance(v, Value) and v.node in zero for v in terms)
                 case _:
                     found = False
             if found:
@@ -302,7 +311,7 @@ class Analysis:
 
     def _number(self, operand: object) -> object:
         """An operand's value where it is known."""
-        node = self.loops.nodes[operand.node] if isinstance(operand, Ref) else None
+        node = self.loops.nodes[operand.node] if isinstance(operand, Value) else None
         return node.value if isinstance(node, Constant) else operand
 
     @cached_property
@@ -339,24 +348,24 @@ class Analysis:
         return reach
 
     def rough(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
-        """float32 values of which nothing but 16-bit results is made; dtypes: of the buffers.
+        """float32 values of which nothing but results of 16 bits or less is made; dtypes: of the buffers.
 
         So is exp(x - max(x)) on its way into its sum: the errors of a term, 2^-22 of it and 2^-24 of the
         exponent that makes it small, are no more than those of adding up.
-        What is pinned is to be the same number in every kernel. A value that is rounded to 16 bits within the
+        What is pinned is to be the same number in every kernel. A value that is rounded so within the
         kernel is such a result.
         """
         nodes = self.loops.nodes
         exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
-        pinned = {i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.pinned}
+        pinned = {i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.pinned and not n.alone}
         exact |= pinned
-        exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *HALVES)}
-        exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in HALVES}
+        exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *SHORT)}
+        exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in SHORT}
         for i in range(len(nodes) - 1, -1, -1):
             if i in exact and i in self.online:
                 (term,) = operands_of(nodes[i])
                 exact.update(operands_of(nodes[term]))
-            elif i in exact and (rounding_of(nodes[i]) not in HALVES or i in pinned):
+            elif i in exact and (rounding_of(nodes[i]) not in SHORT or i in pinned):
                 exact.update(operands_of(nodes[i]))
         return frozenset(range(len(nodes))) - exact
 
@@ -506,4 +515,4 @@ def rounding_of(node: Node) -> object:
 def operand_of(node: Compute, name: str) -> int | None:
     """The node that one operand of an expression is; None for a literal."""
     value = dict(node.operands).get(name)
-    return value.node if isinstance(value, Ref) else None
+    return value.node if isinstance(value, Value) else None

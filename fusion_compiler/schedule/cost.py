@@ -19,7 +19,7 @@ import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import LoopNest
-from fusion_compiler.ir.plan import Cost
+from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.work import BufferInfo, Work
 

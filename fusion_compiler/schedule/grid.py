@@ -81,7 +81,8 @@ def _coverings(a: Analysis, width: int, device: DeviceSpec) -> Iterator[tuple[Co
     if isinstance(a.size(COLS), int) and width <= WIDEST_WHOLE and a.reductions:
         yield Cols.WHOLE, width, 1
     if not along:
-        yield from ((Cols.GRID, block, 1) for block in powers(16, min(width, WIDEST_BLOCK)))
+        least = max(16, a.least_cols)
+        yield from ((Cols.GRID, block, 1) for block in powers(least, min(width, WIDEST_BLOCK)))
         return
     looped = wide_rows.suits(a) and wide_rows.refuses(a, device) is None
     if looped:

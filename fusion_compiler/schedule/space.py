@@ -21,7 +21,7 @@ import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import Load, LoopNest
-from fusion_compiler.ir.plan import Cost
+from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule import columns, flat, misaligned, persistent_rows, rows, shared_rows, wide_rows
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline

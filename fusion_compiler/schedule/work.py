@@ -30,9 +30,10 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
-    Ref,
+    Value,
     longest_piece,
     operands_of,
+    partial_reductions,
     right_neighbours,
 )
 
@@ -95,9 +96,13 @@ class Work:
         self.seen: set[object] = set()
         self.inside: dict[int, float] = {}  # part of the space in which a condition holds
         self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
-        for node in loops.nodes:
+        partial = partial_reductions(loops)
+        for number, node in enumerate(loops.nodes):
             if type(node) is Compute:
                 self._compute(node)
+            elif number in partial:
+                assert isinstance(node, Reduce)
+                self._add(*self._reduce_segments(node))
             else:
                 self._other(node)
         pairs = right_neighbours(loops.axes, enumerate(loops.stores))
@@ -116,7 +121,7 @@ class Work:
     def _compute(self, node: Compute) -> None:
         varies = axes = needs = phase = 0
         for _, operand in node.operands:
-            if type(operand) is Ref:
+            if type(operand) is Value:
                 n = operand.node
                 varies |= self.varies[n]
                 axes |= self.axes[n]
@@ -157,7 +162,7 @@ class Work:
             self.random += self.count[varies]
         elif isinstance(node, Checked):
             varies, axes, needs, phase = self._together(operands_of(node))
-            self.integer += self.count[self.varies[node.index]]
+            self.integer += self.count[self.varies[node.position]]
         elif not isinstance(node, Constant | Compute):
             varies, axes, phase = self._index(node.index)
             self.integer += self.count[varies]
@@ -173,8 +178,6 @@ class Work:
 
     def _reduce(self, node: Reduce) -> tuple[int, int, int]:
         operand = node.operand
-        if node.kept:
-            return self._reduce_segments(node)
         over = (ROWS in node.over) | 2 * (COLS in node.over)
         self.reduced |= over
         self.row_of_sums |= over == 1 and self.varies[operand] & 2 != 0
@@ -190,7 +193,7 @@ class Work:
             self.phases = max(self.phases, phase)
         return self.varies[operand] & ~over, axes, phase
 
-    def _reduce_segments(self, node: Reduce) -> tuple[int, int, int]:
+    def _reduce_segments(self, node: Reduce) -> tuple[int, int, int, int]:
         """A partial result for every piece of a row, the sums of which do not exist in the tile."""
         operand = node.operand
         self.fp32 += self.count[3]
@@ -204,7 +207,7 @@ class Work:
         self.addends = max(self.addends, partials // max(1, totals))
         if self.phase[operand]:
             self.late |= self.needs[operand]
-        return 0, sum(1 << k for k in node.kept), self.phase[operand]
+        return 0, sum(1 << k for k in node.kept), 0, self.phase[operand]
 
     def _together(self, operands: Iterable[int]) -> tuple[int, int, int, int]:
         """(groups, axis bits, needs, phase) of what some nodes make."""

@@ -39,7 +39,7 @@ def quick(target: Any) -> Any:
     return _QUICK.get(target, target)
 
 
-class StraightLine(CodeGen):
+class GraphSource(CodeGen):
     """Takes the arguments as one list and empties it, so that each is freed at its last use.
 
     bound: the generated code's global names and what they stand for.
@@ -72,7 +72,7 @@ def _function(head: str, body: Sequence[str]) -> str:
 
 
 class Ranged:
-    """The version of a straight line whose units run in ranges of their names; written when first called.
+    """The version of a graph's source whose units run in ranges of their names; written when first called.
 
     lines: (node name, "" for none; statement). bound: what global names stand for. opened: the name among
     them of what opens a range.

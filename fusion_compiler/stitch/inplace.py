@@ -7,9 +7,9 @@ is the argument with something put into it, the whole is copied twice for a few 
     attend(cache_1)                           ->      attend(cache_1)
     copy_(cache, cache_1)
 
-What dies inside the program is not written into by what follows: at the highest point of the models
-that are measured stand logits, which the caller keeps, and their gradient, and everywhere else the
-allocator gives the memory of what is dead to the next result.
+Other results are not written over dead tensors: the allocator gives a dead tensor's memory to the next
+result anyway, and at the peak of the models that were measured nothing is dead (the logits, which the caller
+keeps, and their gradient).
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import torch
 from torch import fx
 
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.stitch.order import Call, root, written
+from fusion_compiler.stitch.order import Step, root, written
 
 _COPY = torch.ops.aten.copy_.default
 
 
-def in_place(plan: FusionPlan, calls: Sequence[Call]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+def in_place(plan: FusionPlan, steps: Sequence[Step]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """Calls that can write into their first operand: name -> the operator that does; and the copies
-    that this leaves without an effect: name -> the call whose result is theirs.
+    that this leaves without an effect: name -> the step whose result is theirs.
 
-    calls: in the order in which they run.
+    steps: in the order in which they run.
     """
     nodes: dict[str, fx.Node] = {node.name: node for node in plan.dag.module.graph.nodes}
-    order = {call.name: i for i, call in enumerate(calls)}
+    order = {step.name: i for i, step in enumerate(steps)}
     returned = {root(plan.dag, name) for name in plan.dag.outputs}
     operators: dict[str, Any] = {}
     copies: dict[str, str] = {}
-    for call in calls:
-        node = nodes.get(call.name)
+    for step in steps:
+        node = nodes.get(step.name)
         if node is None or node.target is not _COPY:
             continue
         target, result = node.args[:2]
         if not isinstance(target, fx.Node) or not isinstance(result, fx.Node) or result.name not in order:
             continue
         operator = _writing(result)
-        others = [c for c in calls if target.name in c.reads and c not in (call, calls[order[result.name]])]
+        others = [c for c in steps if target.name in c.reads and c not in (step, steps[order[result.name]])]
         if (
             operator is not None
             and target.op == "placeholder"
@@ -56,7 +56,7 @@ def in_place(plan: FusionPlan, calls: Sequence[Call]) -> tuple[Mapping[str, Any]
             and all(order[c.name] < order[result.name] for c in others)
         ):
             operators[result.name] = operator
-            copies[call.name] = result.name
+            copies[step.name] = result.name
     return operators, copies
 
 

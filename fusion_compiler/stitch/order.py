@@ -22,8 +22,8 @@ from fusion_compiler.ir.plan import FusionPlan
 
 
 @dataclass(frozen=True)
-class Call:
-    """A kernel or a library call. reads and makes: tensors that own memory; bytes are of `makes`."""
+class Step:
+    """A launch of a cluster or a library call. reads, makes: tensors that own memory. bytes: of `makes`."""
 
     name: str
     reads: tuple[str, ...]
@@ -32,31 +32,31 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Calls in the order to run them, and the most bytes that are in use at once by prediction.
+class Order:
+    """Steps in the order to run them, and the most bytes that are in use at once by prediction.
 
-    peak counts what the calls make and the owned inputs, each until its last reader is done or,
+    peak counts what the steps make and the owned inputs, each until its last reader is done or,
     where the graph returns it, to the end.
     """
 
-    calls: tuple[Call, ...]
+    steps: tuple[Step, ...]
     peak: int
 
 
-def schedule(plan: FusionPlan, owned: Iterable[str] = ()) -> Schedule:
-    """The calls that the outputs of `plan.dag` need, and those that change something, in order.
+def ordered(plan: FusionPlan, owned: Iterable[str] = ()) -> Order:
+    """The steps that the outputs of `plan.dag` need, and those that change something, in order.
 
     owned: inputs that are freed at their last use because the caller gives them up.
     Raises RuntimeError where clusters and calls read each other in a circle.
     """
-    calls = _needed(plan, _calls(plan))
-    read = {name for call in calls for name in call.reads}
+    steps = _needed(plan, _steps(plan))
+    read = {name for step in steps for name in step.reads}
     held = {name: _bytes(plan.dag.op(name).outputs) for name in owned if name in read}
     returned = frozenset(root(plan.dag, name) for name in plan.dag.outputs)
-    orders = [_order(plan, calls, held, returned, eager) for eager in (False, True)]
+    orders = [_order(plan, steps, held, returned, eager) for eager in (False, True)]
     peaks = [peak(order, held, returned) for order in orders]
     best = peaks.index(min(peaks))
-    return Schedule(orders[best], peaks[best])
+    return Order(orders[best], peaks[best])
 
 
 def root(dag: OpDag, name: str) -> str:
@@ -66,10 +66,10 @@ def root(dag: OpDag, name: str) -> str:
     return name
 
 
-def peak(calls: Sequence[Call], held: Mapping[str, int], returned: frozenset[str]) -> int:
-    """The most bytes in use while `calls` run in this order."""
-    memory = _Memory(calls, held, returned)
-    return max((memory.run(call) for call in calls), default=sum(held.values()))
+def peak(steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str]) -> int:
+    """The most bytes in use while `steps` run in this order."""
+    memory = _Memory(steps, held, returned)
+    return max((memory.run(step) for step in steps), default=sum(held.values()))
 
 
 def written(overload: Any) -> tuple[int, ...]:
@@ -80,12 +80,12 @@ def written(overload: Any) -> tuple[int, ...]:
 
 
 def is_impure(node: fx.Node) -> bool:
-    """A call that changes something, so that it runs whoever reads it, and in the program's order."""
+    """A node that changes something, so that it runs whoever reads it, and in the program's order."""
     return node.op == "call_function" and node.is_impure()
 
 
 def _overwritten(plan: FusionPlan, name: str) -> set[str]:
-    """The tensors that own the memory that a call writes into."""
+    """The tensors that own the memory that a step writes into."""
     op = plan.dag.op(name)
     operands = [op.args[i] for i in written(op.target) if i < len(op.args)]
     return {root(plan.dag, operand.name) for operand in operands if isinstance(operand, Ref)}
@@ -95,13 +95,13 @@ def _bytes(metas: Sequence[TensorMeta]) -> int:
     return sum(numel(m.shape) * m.dtype.itemsize for m in metas)
 
 
-def _calls(plan: FusionPlan) -> list[Call]:
+def _steps(plan: FusionPlan) -> list[Step]:
     """Everything that could run, in program order: a cluster where the last of its outputs stands."""
     dag = plan.dag
     position = {name: i for i, name in enumerate(dag.order)}
     made = {name: cluster for cluster in plan.clusters for name in cluster.outputs}
     last = {max(c.outputs, key=position.__getitem__): c for c in plan.clusters}
-    calls: list[Call] = []
+    steps: list[Step] = []
     for name in dag.order:
         op = dag.op(name)
         if name in last:
@@ -111,12 +111,12 @@ def _calls(plan: FusionPlan) -> list[Call]:
         else:
             makes, reads = tuple(_results(dag, name)), op.inputs
         sizes = tuple(_bytes(dag.op(n).outputs) if len(dag.op(n).outputs) == 1 else 0 for n in makes)
-        calls.append(Call(name, tuple(dict.fromkeys(root(dag, i) for i in reads)), makes, sizes))
-    return calls
+        steps.append(Step(name, tuple(dict.fromkeys(root(dag, i) for i in reads)), makes, sizes))
+    return steps
 
 
 def _results(dag: OpDag, name: str) -> list[str]:
-    """What a call returns: itself, or the parts that are taken out of it besides."""
+    """What a step returns: itself, or the parts that are taken out of it besides."""
     found = [name]
     for result in found:
         found += [
@@ -127,92 +127,92 @@ def _results(dag: OpDag, name: str) -> list[str]:
     return found
 
 
-def _needed(plan: FusionPlan, calls: Sequence[Call]) -> list[Call]:
+def _needed(plan: FusionPlan, steps: Sequence[Step]) -> list[Step]:
     """Those that an output or a change needs."""
     impure = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
     wanted = {root(plan.dag, name) for name in plan.dag.outputs}
-    makers = {name: call for call in calls for name in call.makes}
-    stack = [makers[n] for n in wanted if n in makers] + [c for c in calls if c.name in impure]
+    makers = {name: step for step in steps for name in step.makes}
+    stack = [makers[n] for n in wanted if n in makers] + [c for c in steps if c.name in impure]
     found: set[str] = set()
     while stack:
-        call = stack.pop()
-        if call.name not in found:
-            found.add(call.name)
-            stack.extend(makers[n] for n in call.reads if n in makers)
-    return [call for call in calls if call.name in found]
+        step = stack.pop()
+        if step.name not in found:
+            found.add(step.name)
+            stack.extend(makers[n] for n in step.reads if n in makers)
+    return [step for step in steps if step.name in found]
 
 
 class _Memory:
-    """Bytes in use while calls run one after the other."""
+    """Bytes in use while steps run one after the other."""
 
-    def __init__(self, calls: Sequence[Call], held: Mapping[str, int], returned: frozenset[str]) -> None:
-        self.size = dict(held) | {n: b for call in calls for n, b in zip(call.makes, call.bytes, strict=True)}
+    def __init__(self, steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str]) -> None:
+        self.size = dict(held) | {n: b for step in steps for n, b in zip(step.makes, step.bytes, strict=True)}
         self.readers = dict.fromkeys(self.size, 0)
-        for call in calls:
-            for name in call.reads:
+        for step in steps:
+            for name in step.reads:
                 if name in self.readers:
                     self.readers[name] += 1
-        self.kept = returned
+        self.returned = returned
         self.used = sum(held.values())
 
-    def change(self, call: Call) -> int:
-        """Bytes in use after the call less those before it."""
-        return sum(call.bytes) - sum(self.freed(call))
+    def change(self, step: Step) -> int:
+        """Bytes in use after the step less those before it."""
+        return sum(step.bytes) - sum(self.freed(step))
 
-    def freed(self, call: Call) -> Iterable[int]:
-        """What nobody reads after the call: its operands, and results that nobody reads at all."""
-        for name in call.reads:
-            if self.readers.get(name) == 1 and name not in self.kept:
+    def freed(self, step: Step) -> Iterable[int]:
+        """What nobody reads after the step: its operands, and results that nobody reads at all."""
+        for name in step.reads:
+            if self.readers.get(name) == 1 and name not in self.returned:
                 yield self.size[name]
-        for name in call.makes:
-            if not self.readers[name] and name not in self.kept:
+        for name in step.makes:
+            if not self.readers[name] and name not in self.returned:
                 yield self.size[name]
 
-    def run(self, call: Call) -> int:
-        """Bytes in use during the call."""
-        during = self.used + sum(call.bytes)
-        self.used += self.change(call)
-        for name in call.reads:
+    def run(self, step: Step) -> int:
+        """Bytes in use during the step."""
+        during = self.used + sum(step.bytes)
+        self.used += self.change(step)
+        for name in step.reads:
             if name in self.readers:
                 self.readers[name] -= 1
         return during
 
 
 def _order(
-    plan: FusionPlan, calls: Sequence[Call], held: Mapping[str, int], returned: frozenset[str], eager: bool
-) -> tuple[Call, ...]:
+    plan: FusionPlan, steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str], eager: bool
+) -> tuple[Step, ...]:
     """Program order as far as operands allow; `eager`: first what leaves no more memory in use."""
-    memory = _Memory(calls, held, returned)
+    memory = _Memory(steps, held, returned)
     impure = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
-    makers = {name: i for i, call in enumerate(calls) for name in call.makes}
-    waits = [{makers[name] for name in call.reads if name in makers} for call in calls]
-    changing = [i for i, call in enumerate(calls) if call.name in impure]
+    makers = {name: i for i, step in enumerate(steps) for name in step.makes}
+    waits = [{makers[name] for name in step.reads if name in makers} for step in steps]
+    changing = [i for i, step in enumerate(steps) if step.name in impure]
     for before, after in itertools.pairwise(changing):
         waits[after].add(before)
     for i in changing:
-        for name in _overwritten(plan, calls[i].name):
-            for j, call in enumerate(calls):
-                if name in call.reads and j != i:
+        for name in _overwritten(plan, steps[i].name):
+            for j, step in enumerate(steps):
+                if name in step.reads and j != i:
                     waits[max(i, j)].add(min(i, j))
-    followers: list[list[int]] = [[] for _ in calls]
+    followers: list[list[int]] = [[] for _ in steps]
     for i, before in enumerate(waits):
         for j in before:
             followers[j].append(i)
     missing = [len(before) for before in waits]
     ready = [i for i, count in enumerate(missing) if not count]
-    order: list[Call] = []
+    order: list[Step] = []
     while ready:
         ready.sort()
-        frees = (i for i in ready if memory.change(calls[i]) <= 0) if eager else ()
+        frees = (i for i in ready if memory.change(steps[i]) <= 0) if eager else ()
         chosen = next(iter(frees), ready[0])
         ready.remove(chosen)
-        memory.run(calls[chosen])
-        order.append(calls[chosen])
+        memory.run(steps[chosen])
+        order.append(steps[chosen])
         for i in followers[chosen]:
             missing[i] -= 1
             if not missing[i]:
                 ready.append(i)
-    if len(order) < len(calls):
-        stuck = next(call.name for i, call in enumerate(calls) if missing[i])
+    if len(order) < len(steps):
+        stuck = next(step.name for i, step in enumerate(steps) if missing[i])
         raise RuntimeError(f"the plan of {plan.name} has a cycle through {stuck}")
     return tuple(order)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import sympy
 import torch
 from torch import fx
 from torch._C._dynamo import guards
+from torch._ops import OpOverload
 
 from fusion_compiler.ir import loops
 from fusion_compiler.ir.canonical import salts_of
 from fusion_compiler.ir.dag import OpDag, size_hints
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.layout import is_view
-from fusion_compiler.ir.plan import Cluster, FusionPlan
-from fusion_compiler.stitch.graph_source import StraightLine, quick
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.stitch.graph_source import GraphSource, quick
 from fusion_compiler.stitch.inplace import in_place
-from fusion_compiler.stitch.order import Call, root, schedule
+from fusion_compiler.stitch.order import Step, ordered, root
 
 aten = torch.ops.aten
 
@@ -33,7 +35,7 @@ def restrided(
     return torch.as_strided(tensor, shape, stride, tensor.storage_offset() + further)
 
 
-# The same past the dispatcher and autograd's bookkeeping of views: for tensors of devices, not for fakes.
+# Does the same without the dispatcher and autograd's bookkeeping of views; for real tensors, not FakeTensors.
 reinterpreted: Callable[..., torch.Tensor] = getattr(guards, "_reinterpret_tensor")  # noqa: B009  no stub
 
 
@@ -57,8 +59,9 @@ def stitch(
     `link`, its function is called directly as soon as it is known.
     Raises RuntimeError where the plan has a circle.
     """
-    module = _Stitcher(plan, runners, frozenset(owned), view).run(ranges)
-    for runner in dict.fromkeys(runners.values()):
+    stitcher = _Stitcher(plan, runners, frozenset(owned), view)
+    module = stitcher.run(ranges)
+    for runner in dict.fromkeys([*runners.values(), *stitcher.as_planned]):
         if isinstance(runner, Linked):
             runner.link(functools.partial(_relink, weakref.ref(module), runner))
     return module
@@ -83,6 +86,50 @@ def _relink(module: weakref.ref[fx.GraphModule], runner: object, function: Calla
             bound[name] = function
 
 
+class AsPlanned:
+    """An ATen call whose results lie as the plan has them.
+
+    Kernels and views go by the strides that PyTorch says beforehand, which are wrong for some (of transforms
+    along inner dimensions before PyTorch 2.13, of a user's own operators). So the first call looks: from then
+    on the operator is called directly, or what it makes is copied.
+    """
+
+    def __init__(self, target: Any, strides: Sequence[tuple[int, ...] | None]) -> None:
+        self.target, self._strides = target, strides
+        self.__name__ = getattr(target, "_opname", None) or str(getattr(target, "__name__", "call"))
+        self._replace: Callable[[Callable[..., Any]], None] | None = None
+
+    def link(self, replace: Callable[[Callable[..., Any]], None], /) -> None:
+        self._replace = replace
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        made = self.target(*arguments, **more)
+        results = made if isinstance(made, tuple | list) else (made,)
+        laid = [_laid(r, s) for r, s in zip(results, self._strides, strict=True)]
+        if all(a is b for a, b in zip(laid, results, strict=True)):
+            if self._replace is not None:
+                self._replace(self.target)
+            return made
+        return type(made)(laid) if isinstance(made, tuple | list) else laid[0]
+
+
+def _laid(value: Any, strides: tuple[int, ...] | None) -> Any:
+    """A tensor with these strides; where a dimension has one element its stride is any."""
+    if strides is None or not isinstance(value, torch.Tensor) or not value.numel():
+        return value
+    if all(a == b or n == 1 for a, b, n in zip(value.stride(), strides, value.shape, strict=True)):
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _strides(value: Any) -> tuple[int, ...] | None:
+    """What is known of a result's strides beforehand: all, or nothing."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    numbers: tuple[Any, ...] = (*value.shape, *value.stride())
+    return value.stride() if all(isinstance(n, int) for n in numbers) else None
+
+
 class _Stitcher:
     def __init__(
         self,
@@ -100,22 +147,25 @@ class _Stitcher:
         self.symbols: dict[sympy.Symbol, fx.Node] = {}
         self.clusters = {c.name: c for c in plan.clusters}
         self.units: dict[str, fx.Node] = {}  # what runs as one: its call
+        self.as_planned: list[AsPlanned] = []
 
     def run(self, ranges: Callable[[], Mapping[str, str]] | None) -> fx.GraphModule:
         for node in self.source.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.copy(node)
-        calls = schedule(self.plan, self.owned).calls
-        writing, copies = in_place(self.plan, calls)
-        for call in calls:
-            if call.name in self.clusters:
-                self.call(self.clusters[call.name])
-            elif call.name in copies:
-                self.env[call.name] = self.value(copies[call.name])
+        steps = ordered(self.plan, self.owned).steps
+        writing, copies = in_place(self.plan, steps)
+        for step in steps:
+            if step.name in self.clusters:
+                self.call(self.clusters[step.name])
+            elif step.name in copies:
+                self.env[step.name] = self.value(copies[step.name])
             else:
-                self.library(call)
-                if call.name in writing:
-                    self.env[call.name].target = writing[call.name]
+                self.library(step)
+                if step.name in writing:
+                    self.env[step.name].target = writing[step.name]
+                else:
+                    self.look(self.env[step.name])
         self.returned()
         calls_of_units = {unit: node.name for unit, node in self.units.items()}
 
@@ -123,7 +173,7 @@ class _Stitcher:
             texts = ranges() if ranges is not None else {}
             return {node: texts[unit] for unit, node in calls_of_units.items() if unit in texts}
 
-        self.graph.set_codegen(StraightLine(of_nodes if ranges is not None else None))
+        self.graph.set_codegen(GraphSource(of_nodes if ranges is not None else None))
         return fx.GraphModule(self.source, self.graph)
 
     def value(self, name: str) -> fx.Node:
@@ -172,12 +222,20 @@ class _Stitcher:
         results = {node: result(node) for node in order}
         self.graph.node_copy(output, lambda n: results[n])
 
-    def library(self, call: Call) -> None:
-        for operand in self.nodes[call.name].all_input_nodes:
+    def library(self, step: Step) -> None:
+        for operand in self.nodes[step.name].all_input_nodes:
             self.value(operand.name)
-        for name in call.makes:
+        for name in step.makes:
             self.copy(self.nodes[name])
-        self.units[call.name] = self.env[call.name]
+        self.units[step.name] = self.env[step.name]
+
+    def look(self, call: fx.Node) -> None:
+        """Has the results of an operator compared with what is known of them, but for products."""
+        value = call.meta.get("val")
+        strides = [_strides(v) for v in (value if isinstance(value, tuple | list) else (value,))]
+        if isinstance(call.target, OpOverload) and any(s is not None for s in strides):
+            call.target = AsPlanned(call.target, strides)
+            self.as_planned.append(call.target)
 
     def copy(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node, lambda n: self.env[n.name])

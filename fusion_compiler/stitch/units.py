@@ -11,7 +11,7 @@ from fusion_compiler.ir.dag import OpDag, Source
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import modules_of, signature
-from fusion_compiler.stitch.order import schedule
+from fusion_compiler.stitch.order import ordered
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def units_of(plan: FusionPlan) -> dict[str, Unit]:
     dag = plan.dag
     clusters = {cluster.name: cluster for cluster in plan.clusters}
     found: dict[str, Unit] = {}
-    for call in schedule(plan).calls:
-        name = call.name
+    for step in ordered(plan).steps:
+        name = step.name
         if name in clusters:
             cluster = clusters[name]
             sort, ops, same = "cluster", cluster.ops, signature(dag, cluster)

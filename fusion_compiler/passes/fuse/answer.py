@@ -11,10 +11,11 @@ import networkx as nx
 
 from fusion_compiler.errors import UnknownOpError, closest
 from fusion_compiler.ir.dag import OpDag
-from fusion_compiler.ir.plan import Cluster, FusionPlan, Rejected
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster, Rejected
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.schema import is_view
-from fusion_compiler.passes.fuse.pieces import Meant, meant
+from fusion_compiler.passes.fuse.source_lookup import Meant, meant
 from fusion_compiler.passes.fuse.why import Why
 
 MOST_PAIRS = 16  # of calls that two pieces of source may stand for
@@ -38,7 +39,7 @@ class Answer:
         return self.text
 
 
-def candidates(plan: FusionPlan, name: str) -> list[Meant]:
+def meanings(plan: FusionPlan, name: str) -> list[Meant]:
     """What a name stands for: an op, a cluster, "file.py:12", a module's path or a piece of source, which may
     be several calls."""
     dag = plan.dag
@@ -70,7 +71,7 @@ def unknown(name: str, plans: Iterable[FusionPlan]) -> UnknownOpError:
 def answers(why: Why, a: str, b: str) -> list[Answer]:
     """Every different answer for the ops that two names stand for, in one graph, what is one kernel first;
     empty where it lacks one."""
-    first, second = candidates(why.plan, a), candidates(why.plan, b)
+    first, second = meanings(why.plan, a), meanings(why.plan, b)
     pairs = [(x, y) for x in first for y in second]
     found = [answer for x, y in pairs[:MOST_PAIRS] for answer in _answers(why, x, y)]
     if len(pairs) > MOST_PAIRS:

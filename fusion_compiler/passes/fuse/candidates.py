@@ -1,7 +1,7 @@
 """The ops of a graph as the search sees them: which of them kernels can hold, and what a set of them costs.
 
-Every fusible op starts as a part of its own. Ops that cost less to compute again than to read (constants,
-index arithmetic, widening casts) belong to every part that reads them.
+Every fusible op starts as a candidate of its own. Ops that cost less to compute again than to read
+(constants, index arithmetic, widening casts) belong to every candidate that reads them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
 from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.plan import Cost, Leftover
+from fusion_compiler.ir.plan_data import Cost, Leftover
 from fusion_compiler.passes.fuse.cost import cost_of
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.passes.fuse.library import library_call
 from fusion_compiler.passes.fuse.memo import Memo
 from fusion_compiler.passes.fuse.movement import L2_SHARE
 from fusion_compiler.passes.lower.effort import Effort
-from fusion_compiler.passes.lower.index_splits import Cut, cuts_of
+from fusion_compiler.passes.lower.index_splits import IndexSplit, index_splits_of
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
@@ -35,20 +35,20 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.work import BufferInfo
 
 FUSIBLE = frozenset({Kind.ELEMENTWISE, Kind.REDUCTION, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT})
-# Of the speed predicted for them, what kernels reach that choose among the parts of a concatenation at every
+# Of the speed predicted for them, what kernels reach that choose among the pieces of a concatenation at every
 # element: measured on an H200, 0.67 to 0.85.
 CHOOSING = 0.85
 
 
 @dataclass(frozen=True)
-class Part:
+class Candidate:
     """A cluster while the search runs. ops in topological order, outputs among them.
 
-    kept: ops that others compute again but that this part alone has to store.
+    must_store: ops that others compute again but that this candidate alone has to store.
     """
 
     ops: tuple[str, ...]
-    kept: frozenset[str]
+    must_store: frozenset[str]
     outputs: tuple[str, ...]
     loops: LoopNest
     cost: Cost
@@ -77,11 +77,11 @@ class Reads:
         return name
 
 
-class Parts:
+class Candidates:
     """The ops of one graph on one device.
 
     owned: ops that kernels compute. again: those of them that every reader computes for itself.
-    first: the part of each op that needs a result in memory, by its position in the graph.
+    first: the candidate of each op that needs a result in memory, by its position in the graph.
     leftovers: ops that stay ATen calls.
     """
 
@@ -93,10 +93,10 @@ class Parts:
         self.effort = Effort(len(dag.order))
         self.infos: dict[str, BufferInfo] = {}
         self.leftovers: list[Leftover] = []
-        self.memo: dict[tuple[tuple[str, ...], frozenset[str]], Part | Illegal] = {}
+        self.memo: dict[tuple[tuple[str, ...], frozenset[str]], Candidate | Illegal] = {}
         self.priced = Memo(dag, self.price, self.settled)
         self.again = frozenset(n for n in dag.order if self.fusible(dag.op(n)) and self.cheap(dag.op(n)))
-        self.first: dict[int, Part] = {}
+        self.first: dict[int, Candidate] = {}
         self.start()
 
     def fusible(self, op: Op) -> bool:
@@ -137,49 +137,57 @@ class Parts:
     def count(self, shape: tuple[Dim, ...]) -> int:
         return hint(product(shape), self.hints)
 
-    def part(self, ops: tuple[str, ...], kept: frozenset[str] = frozenset()) -> Part:
+    def candidate(self, ops: tuple[str, ...], must_store: frozenset[str] = frozenset()) -> Candidate:
         """Lower, check and price a set of ops. Raises Illegal."""
-        known = self.memo.get((ops, kept))
+        known = self.memo.get((ops, must_store))
         if known is None:
             try:
-                known = self._part(ops, kept)
-            except Illegal as error:  # without where it was raised
+                known = self._candidate(ops, must_store)
+            except Illegal as error:  # a new one: the traceback of this keeps much alive
                 known = Illegal(error.rule, error.reason)
-            self.memo[ops, kept] = known
+            self.memo[ops, must_store] = known
         if isinstance(known, Illegal):
             raise Illegal(known.rule, known.reason)
         return known
 
-    def _part(self, ops: tuple[str, ...], kept: frozenset[str]) -> Part:
+    def _candidate(self, ops: tuple[str, ...], must_store: frozenset[str]) -> Candidate:
         inside = set(ops)
         outputs = tuple(
-            n for n in ops if n in kept or (n not in self.again and self.escapes(n, inside, kept))
+            n for n in ops if n in must_store or (n not in self.again and self.escapes(n, inside, must_store))
         )
         if not outputs:
             raise Illegal("dead", "nothing reads it")
         loops, cost = self.priced(ops, outputs)
-        return Part(ops, kept, outputs, loops, cost)
+        return Candidate(ops, must_store, outputs, loops, cost)
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """The fastest tile program of a set of ops, and what it takes. Raises Illegal."""
         found: list[tuple[float, tuple[LoopNest, Cost]]] = []
-        for cut in cuts_of(self.dag, ops, outputs):
+        for split in index_splits_of(self.dag, ops, outputs):
             with contextlib.suppress(Illegal):
-                pieces = self.form(ops, outputs, cut)
+                pieces = self.form(ops, outputs, split)
                 found.append((pieces[1].us, pieces))
         try:
             whole = self.form(ops, outputs, None)
             found.append((whole[1].us / CHOOSING, whole))
-        except Illegal:  # whose reason is the one to tell
+        except Illegal:  # of several refusals this one is reported
             if not found:
                 raise
         return min(found, key=lambda form: form[0])[1]
 
-    def form(self, ops: tuple[str, ...], outputs: tuple[str, ...], cut: Cut | None) -> tuple[LoopNest, Cost]:
+    def form(
+        self, ops: tuple[str, ...], outputs: tuple[str, ...], split: IndexSplit | None
+    ) -> tuple[LoopNest, Cost]:
         """One tile program of a set of ops, checked and priced. Raises Illegal."""
         stored = frozenset(n for n in ops if n in outputs or self.settled(n))
         lowered = lower(
-            self.dag, ops, outputs, cut=cut, stored=stored, like_eager=self.rounded, effort=self.effort
+            self.dag,
+            ops,
+            outputs,
+            index_split=split,
+            stored=stored,
+            like_eager=self.rounded,
+            effort=self.effort,
         )
         loops = simplify(lowered)
         analysis = Analysis(loops)
@@ -190,20 +198,20 @@ class Parts:
         buffers |= {s.buffer: self.info(s.buffer) for s in loops.stores}
         return loops, cost_of(loops, self.device, buffers, self.hints, analysis)
 
-    def escapes(self, name: str, inside: set[str], kept: frozenset[str]) -> bool:
+    def escapes(self, name: str, inside: set[str], must_store: frozenset[str]) -> bool:
         """Whether anything outside reads a value, or computes again what reads it."""
         return name in self.reads.returned or any(
-            user not in inside or (user in self.again and self.elsewhere(user, inside, kept))
+            user not in inside or (user in self.again and self.elsewhere(user, inside, must_store))
             for user in self.reads.users[name]
         )
 
-    def elsewhere(self, name: str, inside: set[str], kept: frozenset[str]) -> bool:
-        """Whether a part other than this one computes `name` (again)."""
+    def elsewhere(self, name: str, inside: set[str], must_store: frozenset[str]) -> bool:
+        """Whether a candidate other than this one computes `name` (again)."""
         seen, stack = {name}, [name]
         while stack:
             op = stack.pop()
             users = [user for user in self.reads.users[op] if user in self.owned]
-            if (self.must_exist(op) and op not in kept) or not inside.issuperset(users):
+            if (self.must_exist(op) and op not in must_store) or not inside.issuperset(users):
                 return True
             stack += [user for user in users if user in self.again and user not in seen]
             seen.update(users)
@@ -214,7 +222,7 @@ class Parts:
         return name in self.reads.returned or any(u not in self.owned for u in self.reads.users[name])
 
     def settled(self, name: str) -> bool:
-        """Whether one of the parts that compute a value stores it, so that it is rounded in all of them."""
+        """Whether a candidate that computes a value also stores it, so that all of them round it."""
         return name in self.again and self.must_exist(name)
 
     def closure(self, name: str) -> tuple[str, ...]:
@@ -227,11 +235,13 @@ class Parts:
                     stack.append(source)
         return self.ordered(found)
 
-    def union(self, parts: Iterable[Part]) -> Part:
-        """All ops of some parts as one. Raises Illegal."""
-        parts = tuple(parts)
-        names = {name for part in parts for name in part.ops}
-        return self.part(self.ordered(names), frozenset[str]().union(*(p.kept for p in parts)))
+    def union(self, candidates: Iterable[Candidate]) -> Candidate:
+        """All ops of some candidates as one. Raises Illegal."""
+        candidates = tuple(candidates)
+        names = {name for candidate in candidates for name in candidate.ops}
+        return self.candidate(
+            self.ordered(names), frozenset[str]().union(*(p.must_store for p in candidates))
+        )
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
         """In topological order."""
@@ -241,11 +251,11 @@ class Parts:
         info = self.info(name)
         return hint(info.numel, self.hints) * info.itemsize
 
-    def read_by(self, part: Part) -> set[str]:
-        return {s for op in part.ops for s in self.reads.sources[op] if s not in part.ops}
+    def read_by(self, candidate: Candidate) -> set[str]:
+        return {s for op in candidate.ops for s in self.reads.sources[op] if s not in candidate.ops}
 
-    def readers_of(self, part: Part) -> set[str]:
-        return {user for name in part.outputs for user in self.reads.users[name]}
+    def readers_of(self, candidate: Candidate) -> set[str]:
+        return {user for name in candidate.outputs for user in self.reads.users[name]}
 
     def recompute(self, chain: frozenset[str]) -> Callable[[], None]:
         """Let every reader of some ops compute them itself; returns what undoes that."""
@@ -257,10 +267,10 @@ class Parts:
         self.again, self.memo = self.again | chain, {}
         return undo
 
-    # -- the parts that the search starts with ---------------------------------------------------------
+    # -- the candidates that the search starts with ---------------------------------------------------------
 
     def start(self) -> None:
-        """One part for every op that needs a result in memory."""
+        """One candidate for every op that needs a result in memory."""
         order = [n for n in self.dag.order if n not in self.dag.inputs and not layout.is_view(self.dag.op(n))]
         self.owned = {n for n in order if self.fusible(self.dag.op(n))}
         devices = {n: m.device for n in order for m in self.dag.op(n).outputs[:1]}
@@ -274,18 +284,18 @@ class Parts:
             reason = self.unfit(self.dag.op(name), main) if name in self.owned else None
             if reason is not None:
                 self.give_up(name, reason)
-        while not self.build_parts(order):  # an op that is given up needs its operands to exist
+        while not self.build_candidates(order):  # an op that is given up needs its operands to exist
             self.memo.clear()
 
-    def build_parts(self, order: list[str]) -> bool:
+    def build_candidates(self, order: list[str]) -> bool:
         """Lower every op that needs a result in memory; False if some could not be."""
         self.first, complete = {}, True
         for name in order:
             if name not in self.owned or (name in self.again and not self.must_exist(name)):
                 continue
-            kept = frozenset({name}) & self.again
+            must_store = frozenset({name}) & self.again
             try:
-                self.first[self.reads.position[name]] = self.part(self.closure(name), kept)
+                self.first[self.reads.position[name]] = self.candidate(self.closure(name), must_store)
             except Illegal as error:
                 complete = complete and error.rule == "dead"
                 others = set(self.closure(name)) - {name}
@@ -296,7 +306,7 @@ class Parts:
         return complete
 
     def give_up(self, name: str, reason: str) -> None:
-        """An op stays an ATen call, or goes with no reason if nothing reads it."""
+        """An op stays an ATen call for this reason; with reason "" nothing reads it, and it is dropped."""
         self.owned.discard(name)
         self.again -= {name}
         if reason:

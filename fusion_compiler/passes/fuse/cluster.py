@@ -1,9 +1,10 @@
-"""Group ops into clusters: what one can hold (`parts`), which of them merge (`search`), which of those
-share a launch (`beside`)."""
+"""Group ops into clusters: what one can hold (`candidates`), which of them merge (`search`), which of those
+share a launch (`horizontal`)."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,15 +13,18 @@ import sympy
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.layout import is_view
-from fusion_compiler.ir.loops import Load
+from fusion_compiler.ir.loops import Compute, Load, LoopNest
 from fusion_compiler.ir.ops import spec_of
-from fusion_compiler.ir.plan import Call, Cluster, FusionPlan, Rejected, Setting
+from fusion_compiler.ir.pinned import is_joint
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Call, Cluster, Rejected, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.schema import short_name
-from fusion_compiler.passes.fuse.candidates import Part, Parts
+from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.cost import side_by_side
 from fusion_compiler.passes.fuse.horizontal import launches
 from fusion_compiler.passes.fuse.movement import eager_calls
+from fusion_compiler.passes.fuse.recompute import merge_and_recompute
 from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.passes.lower.rounding import HALVES
 from fusion_compiler.passes.patterns.match import Match
@@ -58,12 +62,12 @@ def plan(
     """
     setting = Setting(device, hints, numerics, tuple(matches))
     solved = search, groups = solve(dag, setting)
-    space = search.space
+    pool = search.pool
     taken = set(dag.order)
     clusters: list[Cluster] = []
     for numbers in groups:
-        parts = [search.parts[n] for n in numbers]
-        ops = space.ordered({n for p in parts for n in p.ops})
+        candidates = [search.candidates[n] for n in numbers]
+        ops = pool.ordered({n for p in candidates for n in p.ops})
         held = search.held(ops)
         unique = base = cluster_name(dag, ops, held)
         for i in itertools.count(2):
@@ -72,18 +76,20 @@ def plan(
             unique = f"{base}_{i}"
         taken.add(unique)
         pattern = ", ".join(dict.fromkeys(m.name for m in held)) or None
-        clusters.append(replace(_cluster(unique, ops, parts, device), pattern=pattern))
+        clusters.append(replace(_cluster(unique, ops, candidates, device), pattern=pattern))
+    if numerics != "eager":
+        clusters = _made_once(clusters, dag)
     calls = eager_calls(dag, backward, device, hints)
     eager = _by_cluster(calls, clusters)
     clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
     final = {n: c.name for c in clusters for n in c.ops}
     rejections = _current(search, final)
-    note = space.effort.note
+    note = pool.effort.note
     return FusionPlan(
         name,
         dag,
         tuple(clusters),
-        tuple(space.leftovers),
+        tuple(pool.leftovers),
         rejections,
         device.name,
         calls,
@@ -91,6 +97,23 @@ def plan(
         setting=setting,
         solved=solved,
     )
+
+
+def _made_once(clusters: Sequence[Cluster], dag: OpDag) -> list[Cluster]:
+    """The clusters, of which those know it that make pinned values alone: no other kernel has to agree."""
+    times = Counter(name for cluster in clusters for name in cluster.ops)
+    again = is_joint(dag.module.graph)
+
+    def freed(loops: LoopNest) -> LoopNest:
+        nodes = (replace(n, alone=True) if isinstance(n, Compute) and n.pinned else n for n in loops.nodes)
+        return replace(loops, nodes=tuple(nodes))
+
+    def known(c: Cluster) -> Cluster:
+        if again or any(times[name] > 1 for name in c.ops if dag.op(name).pinned):
+            return c
+        return replace(c, loops=freed(c.loops), horizontal=tuple(map(freed, c.horizontal)))
+
+    return [known(c) for c in clusters]
 
 
 def _notes(dag: OpDag) -> dict[str, str]:
@@ -105,19 +128,19 @@ def _notes(dag: OpDag) -> dict[str, str]:
 
 
 def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
-    """The finished search, and the numbers of the parts of each cluster of the plan, in its order."""
-    space = Parts(dag, setting.device, setting.hints, rounded=setting.numerics == "eager")
-    search = Search(space, setting.matches)
-    search.run()
+    """The finished search, and the numbers of the candidates of each cluster of the plan, in its order."""
+    pool = Candidates(dag, setting.device, setting.hints, rounded=setting.numerics == "eager")
+    search = Search(pool, setting.matches)
+    merge_and_recompute(search)
     return search, launches(search)
 
 
-def _cluster(name: str, ops: tuple[str, ...], parts: list[Part], device: DeviceSpec) -> Cluster:
-    nests = tuple(p.loops for p in parts)
+def _cluster(name: str, ops: tuple[str, ...], candidates: list[Candidate], device: DeviceSpec) -> Cluster:
+    nests = tuple(p.loops for p in candidates)
     inputs = tuple(dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load)))
-    cost = side_by_side([p.cost for p in parts], device)
-    outputs = tuple(n for p in parts for n in p.outputs)
-    return Cluster(name, ops, inputs, outputs, nests[0], cost, (), beside=nests[1:])
+    cost = side_by_side([p.cost for p in candidates], device)
+    outputs = tuple(n for p in candidates for n in p.outputs)
+    return Cluster(name, ops, inputs, outputs, nests[0], cost, (), horizontal=nests[1:])
 
 
 def _by_cluster(calls: Sequence[Call], clusters: Sequence[Cluster]) -> dict[str, list[Call]]:

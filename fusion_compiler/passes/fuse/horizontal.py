@@ -1,4 +1,8 @@
-"""Independent clusters that are relatives share a launch: a small kernel costs little more than one."""
+"""Horizontal fusion: independent clusters that are related share one launch.
+
+Two small kernels take a launch each; as one, whose programs are those of either, they take little more time
+than the longer. It is the last step of clustering: nothing is merged after it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import sympy
 from fusion_compiler.ir.dims import hint, product
 from fusion_compiler.ir.loops import COLS, LoopNest, Reduce
 from fusion_compiler.ir.ops import Kind
-from fusion_compiler.passes.fuse.candidates import Part
+from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
 
 MOST = 4  # clusters in one launch
@@ -17,12 +21,16 @@ SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
 
 
 def launches(search: Search) -> list[list[int]]:
-    """The numbers of a finished search's parts, those that share a launch together."""
+    """The candidates of a finished search by number, one list for each launch."""
     groups: list[list[int]] = []
     alike: dict[tuple[frozenset[str], int], list[list[int]]] = {}  # of small ones, that may take more
-    for number in sorted(search.parts):
-        part = search.parts[number]
-        near = alike.setdefault(style(part.loops, search.space.hints), []) if part.cost.us <= SMALL_US else []
+    for number in sorted(search.candidates):
+        candidate = search.candidates[number]
+        near = (
+            alike.setdefault(style(candidate.loops, search.pool.hints), [])
+            if candidate.cost.us <= SMALL_US
+            else []
+        )
         home = next((g for g in near if _fits(search, g, number)), None)
         if home is None:
             groups.append([number])
@@ -36,16 +44,16 @@ def launches(search: Search) -> list[list[int]]:
 
 
 def _fits(search: Search, group: Sequence[int], number: int) -> bool:
-    """Whether a part may run beside a group of its style: relatives, no path either way."""
+    """Whether a candidate may join a launch of its style: related to one in it, and no path either way."""
     if search.reach.path(group[0], number):
         return False
-    return any(_related(search, search.parts[number], search.parts[other]) for other in group)
+    return any(_related(search, search.candidates[number], search.candidates[other]) for other in group)
 
 
 def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset[str], int]:
     """What decides how many warps a program has and what each of them keeps.
 
-    A launch has one number of warps, and the registers of its hungriest part for all. Programs that
+    A launch has one number of warps, and the registers of its hungriest candidate for all. Programs that
     reduce nothing, or only over rows, hold tiles of a size that codegen chooses; those that reduce
     along rows hold whole rows, so these have to be as wide as each other, up to a factor of two.
     """
@@ -54,9 +62,9 @@ def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset
     return over, max(0, width - 1).bit_length()
 
 
-def _related(search: Search, a: Part, b: Part) -> bool:
-    """They share a source or a reader, directly or behind the library calls that they read or feed."""
-    for around in (search.space.read_by, search.space.readers_of):
+def _related(search: Search, a: Candidate, b: Candidate) -> bool:
+    """Whether they have a source or a reader in common, directly or behind library calls between."""
+    for around in (search.pool.read_by, search.pool.readers_of):
         mine, theirs = around(a), around(b)
         if mine & theirs or _behind(search, mine) & _behind(search, theirs):
             return True

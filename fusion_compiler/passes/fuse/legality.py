@@ -17,6 +17,7 @@ from fusion_compiler.ir.loops import (
     Reduce,
     longest_piece,
     operands_of,
+    partial_reductions,
     segment_of,
 )
 from fusion_compiler.schedule.analysis import Analysis
@@ -55,19 +56,20 @@ def segments(a: Analysis, device: DeviceSpec) -> str | None:
     """A reduction that keeps some rows' axes and the outer columns' leaves a partial result for each piece of
     each row, of sizes known to the code; only stores may follow it."""
     loops, groups = a.loops, a.groups
-    if not a.segmented:
+    partial = partial_reductions(loops)
+    if not partial:
         return None
     behind: list[frozenset[int]] = []  # reductions that a value is made of
     for i, node in enumerate(loops.nodes):
         before = frozenset[int]().union(*(behind[o] for o in operands_of(node)))
-        waits = [n for n in before if _kept(loops, n)]
+        waits = [n for n in before if n in partial]
         if waits and (isinstance(node, Reduce) or groups[i] or len({_kept(loops, n) for n in before}) > 1):
             return f"{loops.names[i]} needs {loops.names[waits[0]]}, of which each row has only a part"
         behind.append(frozenset({i}) if isinstance(node, Reduce) else before)
-        if _kept(loops, i) and (reason := _no_pieces(loops, i)) is not None:
+        if i in partial and (reason := _no_pieces(loops, i)) is not None:
             return reason
     for store in loops.stores:
-        kept = frozenset[int]().union(*(_kept(loops, n) for n in behind[store.value]))
+        kept = frozenset[int]().union(*(_kept(loops, n) for n in behind[store.value] & partial))
         if kept and (store.within is not None or kept != frozenset(k for k, _ in store.index.terms)):
             return f"{store.buffer} has other elements than the sums that it is made of"
     return None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fusion_compiler.ir.dag import OpDag, Ref
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Load, LoopNest, exact
-from fusion_compiler.ir.plan import Cost
+from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.passes.lower.ranges import lookups
 from fusion_compiler.passes.lower.space import Illegal
 
@@ -21,9 +21,9 @@ Key = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 class Memo:
     """`price` remembered by structure: the ops in their order, the views between them, what they read.
 
-    price: (ops, outputs) -> tile program and cost; it raises Illegal, which is remembered too. It
-    may look at the ops, at the views that lead to them, and at target and shape of what these show; of what
-    an op looks up, at whether its indices are known to lie inside. settled: what else it asks of an op.
+    price: (ops, outputs) -> tile program and cost; it raises Illegal, which is remembered too. It may depend
+    on nothing but the ops, the views that lead to them, target and shape of what these views show, whether an
+    op's indices are known to be in range, and settled(op).
     """
 
     def __init__(self, dag: OpDag, price: Price, settled: Callable[[str], bool] = lambda _: False) -> None:
@@ -37,7 +37,7 @@ class Memo:
         if key not in self._known:
             try:
                 self._known[key] = names, self._price(ops, outputs)
-            except Illegal as error:  # without where it was raised, of which much hangs
+            except Illegal as error:  # a new one: the traceback of this keeps much alive
                 self._known[key] = names, Illegal(error.rule, error.reason)
         before, result = self._known[key]
         renamed = {a: b for a, b in zip(before, names, strict=True) if a != b}

@@ -18,7 +18,7 @@ from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint, product
 from fusion_compiler.ir.ops import Kind
-from fusion_compiler.ir.plan import Call
+from fusion_compiler.ir.plan_data import Call
 from fusion_compiler.ir.random import seed
 from fusion_compiler.ir.schema import is_view, short_name
 from fusion_compiler.passes.fuse.cost import contraction_cost, eager_cost

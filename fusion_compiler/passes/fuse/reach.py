@@ -9,8 +9,8 @@ class Reach:
     """Ancestors and descendants of every unit, a cluster or an op beside them, by number.
 
     sources: the units that each one reads, in topological order. Descendants have larger numbers.
-    A unit that several became is in the others' sets by the numbers of all of them, so that a merge changes
-    the sets of those alone that reach, or are reached from, only one of the two.
+    A merged unit stays in the sets of others under the numbers of all its members, so that a merge changes
+    only the sets of units that reach, or are reached from, exactly one of the two.
     """
 
     def __init__(self, sources: Mapping[int, set[int]]) -> None:
@@ -43,10 +43,10 @@ class Reach:
             below |= self.below[number]
         return not above & below & ~mask
 
-    def join(self, kept: int, gone: int) -> None:
-        """`gone` becomes part of `kept`: everything above either is above both, likewise below."""
-        pair = (kept, gone)
-        members = self.members[kept] | self.members[gone]
+    def join(self, first: int, gone: int) -> None:
+        """`gone` becomes part of `first`: everything above either is above both, likewise below."""
+        pair = (first, gone)
+        members = self.members[first] | self.members[gone]
         above, below = ([reach[n] & ~members for n in pair] for reach in (self.above, self.below))
         for mine, reach, theirs in ((above, self.below, below), (below, self.above, above)):
             for one, other in ((0, 1), (1, 0)):
@@ -54,8 +54,8 @@ class Reach:
                 for number in bits(mine[one] & ~mine[other]):
                     if number in reach:  # which has the numbers of those that became part of it
                         reach[number] |= more
-        self.members[kept] = members
-        self.above[kept], self.below[kept] = above[0] | above[1], below[0] | below[1]
+        self.members[first] = members
+        self.above[first], self.below[first] = above[0] | above[1], below[0] | below[1]
         del self.members[gone], self.above[gone], self.below[gone]
 
 

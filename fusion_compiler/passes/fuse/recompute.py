@@ -9,28 +9,31 @@ what an activation's backward makes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.passes.fuse.candidates import Candidate
+from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.passes.lower.space import Illegal
-
-if TYPE_CHECKING:
-    from fusion_compiler.passes.fuse.candidates import Part
-    from fusion_compiler.passes.fuse.search import Search
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay in L2
 MOST_OPS = 24  # in the chain that is computed again
 
 
+def merge_and_recompute(search: Search) -> None:
+    """Run a search; where computing something again pays, it goes on from there."""
+    search.run()
+    while recompute(search):
+        search.merge_all()
+
+
 def recompute(search: Search) -> bool:
     """Try what each cluster stores for others, all of it and one by one; whether any was worth it."""
     changed = False
-    for number in sorted(search.parts):
-        if search.space.effort.is_spent():
+    for number in sorted(search.candidates):
+        if search.pool.effort.is_spent():
             return False
-        part = search.parts[number]
-        large = [n for n in part.outputs if search.space.bytes(n) >= LEAST_BYTES]
-        chains = [c for n in large if (c := _chain(search, n, part)) is not None]
+        candidate = search.candidates[number]
+        large = [n for n in candidate.outputs if search.pool.bytes(n) >= LEAST_BYTES]
+        chains = [c for n in large if (c := _chain(search, n, candidate)) is not None]
         together = [frozenset[str]().union(*chains)] if len(chains) > 1 else []
         changed = any(_try(search, chain, number) for chain in (*together, *chains)) or changed
     return changed
@@ -41,19 +44,19 @@ def _try(search: Search, chain: frozenset[str], number: int) -> bool:
     readers = sorted({n for op in chain for n in search.readers(op)} - {number})
     if not readers or not chain or any(search.reach.leads(n, number) for n in readers):
         return False
-    undo = search.space.recompute(chain)
+    undo = search.pool.recompute(chain)
     affected = [number, *readers]
     try:
-        parts = {n: _with_closure(search, search.parts[n]) for n in affected}
+        candidates = {n: _with_closure(search, search.candidates[n]) for n in affected}
     except Illegal:
         undo()
         return False
-    after = parts[number].cost.us + _cost(search, [parts[n] for n in readers])
-    if sum(search.parts[n].cost.us for n in affected) <= after:
+    after = candidates[number].cost.us + _cost(search, [candidates[n] for n in readers])
+    if sum(search.candidates[n].cost.us for n in affected) <= after:
         undo()
         return False
-    for n, part in parts.items():
-        search.parts[n] = part
+    for n, candidate in candidates.items():
+        search.candidates[n] = candidate
         search.version[n] += 1
     for op in chain:
         search.owner.pop(op, None)
@@ -63,39 +66,39 @@ def _try(search: Search, chain: frozenset[str], number: int) -> bool:
     return True
 
 
-def _cost(search: Search, readers: list[Part]) -> float:
+def _cost(search: Search, readers: list[Candidate]) -> float:
     """What the readers take, as one cluster where they can be one."""
     apart = sum(r.cost.us for r in readers)
     if len(readers) == 1:
         return apart
     try:
-        whole = search.space.union(readers)
+        whole = search.pool.union(readers)
     except Illegal:
         return apart
     return min(apart, whole.cost.us)
 
 
-def _with_closure(search: Search, part: Part) -> Part:
-    """A part that also computes what it reads of the chain."""
-    ops = {n for op in part.ops for n in search.space.closure(op)} | set(part.ops)
-    return search.space.part(search.space.ordered(ops), part.kept)
+def _with_closure(search: Search, candidate: Candidate) -> Candidate:
+    """A candidate that also computes what it reads of the chain."""
+    ops = {n for op in candidate.ops for n in search.pool.closure(op)} | set(candidate.ops)
+    return search.pool.candidate(search.pool.ordered(ops), candidate.must_store)
 
 
-def _chain(search: Search, name: str, owner: Part) -> frozenset[str] | None:
+def _chain(search: Search, name: str, owner: Candidate) -> frozenset[str] | None:
     """The element-wise ops that make `name` inside its owner; None if others need one of them stored."""
     inside = set(owner.ops)
     found: set[str] = set()
     stack = [name]
     while stack:
         op = stack.pop()
-        if op in found or op not in inside or op in search.space.again:
+        if op in found or op not in inside or op in search.pool.again:
             continue
         spec = spec_of(search.dag.op(op).target)
         if search.dag.op(op).kind is not Kind.ELEMENTWISE or spec is None or spec.expr is None:
             if op == name:
                 return None
             continue
-        if op in owner.kept or search.space.must_exist(op) or len(found) >= MOST_OPS:
+        if op in owner.must_store or search.pool.must_exist(op) or len(found) >= MOST_OPS:
             return None
         found.add(op)
         stack.extend(search.reads.sources[op])

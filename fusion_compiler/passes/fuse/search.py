@@ -12,68 +12,68 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fusion_compiler.ir import layout
-from fusion_compiler.ir.plan import Rejected
-from fusion_compiler.passes.fuse.candidates import Part, Parts
+from fusion_compiler.ir.plan_data import Rejected
+from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.reach import Reach
-from fusion_compiler.passes.fuse.recompute import recompute
 from fusion_compiler.passes.lower.effort import ATTEMPT
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.passes.patterns.match import Match
 from fusion_compiler.patterns import ClusterHint
 
-# Parts that share a tensor with one and are looked at beside it: a learning rate is read by all of an
+# Of the candidates that share a tensor with one, so many are tried: a learning rate is read by all of an
 # optimizer's updates, and a kernel can hold no more than a few of them.
 MOST_READERS = 64
 
 
 class Search:
-    """One graph's clustering. parts: as they merge, by number. owner: of every op that a part holds alone."""
+    """One graph's clustering.
 
-    def __init__(self, space: Parts, matches: Sequence[Match] = ()) -> None:
-        self.space, self.dag, self.reads = space, space.dag, space.reads
+    candidates: as they merge, by number. owner: the candidate of every op that is in one alone.
+    """
+
+    def __init__(self, pool: Candidates, matches: Sequence[Match] = ()) -> None:
+        self.pool, self.dag, self.reads = pool, pool.dag, pool.reads
         self.matches = matches
-        self.parts = dict(space.first)
+        self.candidates = dict(pool.first)
         self.order = self.dag.order
-        self.owner = {self.order[number]: number for number in self.parts}
-        self.users_of: tuple[frozenset[str], dict[str, list[int]]] = (space.again, {})
+        self.owner = {self.order[number]: number for number in self.candidates}
+        self.users_of: tuple[frozenset[str], dict[str, list[int]]] = (pool.again, {})
         self.rejections: dict[tuple[str, str], Rejected] = {}
         self.reach = Reach(self.units())
-        self.version = dict.fromkeys(self.parts, 0)
+        self.version = dict.fromkeys(self.candidates, 0)
         self.heap: list[tuple[float, int, int, int, int]] = []
 
     def units(self) -> dict[int, set[int]]:
-        """Parts and the ops that none holds, with what each reads, in topological order."""
+        """Candidates and the ops that none holds, with what each reads, in topological order."""
         unit = {
             name: self.reads.position[name]
             for name in self.dag.order
-            if name in self.owner or not (layout.is_view(self.dag.op(name)) or name in self.space.again)
+            if name in self.owner or not (layout.is_view(self.dag.op(name)) or name in self.pool.again)
         }
         sources: dict[int, set[int]] = {}
         for name, number in unit.items():
-            ops = self.parts[number].ops if number in self.parts else (name,)
+            ops = self.candidates[number].ops if number in self.candidates else (name,)
             read = {unit[s] for op in ops for s in self.reads.sources[op] if s not in ops and s in unit}
             sources[number] = read - {number}
         return sources
 
     def run(self) -> None:
-        """Merge until nothing gains, or the effort is spent."""
+        """Merge until nothing gains, or the effort is spent: first what patterns name."""
         for match in self.matches:
             if isinstance(match.pattern, ClusterHint) and match.pattern.fuse:
                 self.try_hint(match)
         self.merge_all()
-        while recompute(self):
-            self.merge_all()
 
     def merge_all(self) -> None:
         """Until no pair gains: a merge elsewhere can take what stood between two away."""
         before = -1
-        while len(self.parts) != before:
-            before = len(self.parts)
-            for number in self.parts:
+        while len(self.candidates) != before:
+            before = len(self.candidates)
+            for number in self.candidates:
                 for other, saved in self.neighbours(number).items():
                     if number < other:
                         self.push(number, other, saved)
-            while self.heap and not self.space.effort.is_spent():
+            while self.heap and not self.pool.effort.is_spent():
                 _, a, b, va, vb = heapq.heappop(self.heap)
                 if self.version.get(a) == va and self.version.get(b) == vb:
                     self.try_merge(a, b)
@@ -83,28 +83,30 @@ class Search:
         heapq.heappush(self.heap, (-float(saved), a, b, self.version[a], self.version[b]))
 
     def neighbours(self, number: int) -> dict[int, int]:
-        """Parts that share a tensor with this one, and the bytes that one pass over both would not move."""
-        part = self.parts[number]
-        inside = set(part.ops)
+        """Candidates that share a tensor with this one, and the bytes that one pass over both would save."""
+        candidate = self.candidates[number]
+        inside = set(candidate.ops)
         found: dict[int, int] = {}
-        for name in dict.fromkeys(s for op in part.ops for s in self.reads.sources[op] if s not in inside):
+        for name in dict.fromkeys(
+            s for op in candidate.ops for s in self.reads.sources[op] if s not in inside
+        ):
             if not self.dag.op(name).outputs:
                 continue
-            size = self.space.bytes(name)
+            size = self.pool.bytes(name)
             owner = self.owner.get(name)
-            if owner is not None and owner != number and owner in self.parts:
+            if owner is not None and owner != number and owner in self.candidates:
                 found[owner] = found.get(owner, 0) + 2 * size
             for user in self.readers(name, number):
                 if user != number:
                     found[user] = found.get(user, 0) + size
-        for name in part.outputs:
+        for name in candidate.outputs:
             for user in self.readers(name, number):
                 if user != number:
-                    found[user] = found.get(user, 0) + 2 * self.space.bytes(name)
+                    found[user] = found.get(user, 0) + 2 * self.pool.bytes(name)
         return found
 
     def readers(self, name: str, near: int | None = None) -> set[int]:
-        """Parts that read a tensor, directly or through what they compute again; of very many the nearest."""
+        """Candidates that read a tensor, directly or through what they compute again; of many the nearest."""
         users = self.users(name)
         if near is None or len(users) <= MOST_READERS:
             return {self.owner[self.order[u]] for u in users if self.order[u] in self.owner}
@@ -117,14 +119,14 @@ class Search:
 
     def users(self, name: str) -> list[int]:
         """The ops that read a tensor, directly or through what is computed again, by position."""
-        if self.users_of[0] is not self.space.again:
-            self.users_of = (self.space.again, {})
+        if self.users_of[0] is not self.pool.again:
+            self.users_of = (self.pool.again, {})
         known = self.users_of[1]
         if name not in known:
             seen, stack = {name}, [name]
             while stack:
                 users = self.reads.users[stack.pop()]
-                stack += [u for u in users if u in self.space.again and u not in seen]
+                stack += [u for u in users if u in self.pool.again and u not in seen]
                 seen.update(users)
             known[name] = sorted(self.reads.position[user] for user in seen - {name})
         return known[name]
@@ -135,7 +137,7 @@ class Search:
         return [
             m
             for m in self.matches
-            if all(n in inside or not self.space.fusible(self.dag.op(n)) for n in m.ops)
+            if all(n in inside or not self.pool.fusible(self.dag.op(n)) for n in m.ops)
         ]
 
     def try_hint(self, match: Match) -> None:
@@ -147,70 +149,74 @@ class Search:
     def try_merge(self, a: int, b: int) -> None:
         if not self.merge((a, b), (self.label(a), self.label(b))):
             return
-        kept = min(a, b)
-        for other, saved in self.neighbours(kept).items():
-            self.push(min(kept, other), max(kept, other), saved)
+        first = min(a, b)
+        for other, saved in self.neighbours(first).items():
+            self.push(min(first, other), max(first, other), saved)
 
     def merge(self, numbers: Sequence[int], pair: tuple[str, str]) -> bool:
-        """Several parts become the first of them if that is legal and gains; else `pair` has a refusal."""
-        self.space.effort.spent += ATTEMPT
-        parts = [self.parts[n] for n in numbers]
+        """Several candidates become the first of them if that is legal and gains; else `pair` is refused."""
+        self.pool.effort.spent += ATTEMPT
+        candidates = [self.candidates[n] for n in numbers]
         if not self.reach.convex(numbers):
             reason = "an op between them needs one and feeds the other"
             self.rejections[pair] = Rejected(*pair, "convex", reason)
             return False
         try:
-            union = self.space.union(parts)
+            union = self.pool.union(candidates)
         except Illegal as error:
             if error.rule != "dead":
-                self.rejections[pair] = Rejected(*pair, error.rule, error.reason, self.bound(parts), True)
+                self.rejections[pair] = Rejected(
+                    *pair, error.rule, error.reason, self.bound(candidates), True
+                )
             return False
-        gain = sum(p.cost.us for p in parts) - union.cost.us
+        gain = sum(p.cost.us for p in candidates) - union.cost.us
         if gain <= 0:
-            apart = " + ".join(f"{p.cost.us:.1f}" for p in parts)
+            apart = " + ".join(f"{p.cost.us:.1f}" for p in candidates)
             reason = f"together {union.cost.us:.1f} us, apart {apart} us"
             self.rejections[pair] = Rejected(*pair, "cost", reason, gain)
             return False
-        kept, *others = sorted(numbers)
+        first, *others = sorted(numbers)
         for gone in others:
-            self.join(kept, gone)
-        self.parts[kept] = union
+            self.join(first, gone)
+        self.candidates[first] = union
         return True
 
-    def join(self, kept: int, gone: int) -> None:
-        """All that belonged to the part `gone` belongs to `kept`."""
-        part = self.parts.pop(gone)
+    def join(self, first: int, gone: int) -> None:
+        """All that belonged to the candidate `gone` belongs to `first`."""
+        candidate = self.candidates.pop(gone)
         del self.version[gone]
-        self.owner.update({name: kept for name in part.ops if self.owner.get(name) == gone})
-        self.reach.join(kept, gone)
-        self.version[kept] += 1
+        self.owner.update({name: first for name in candidate.ops if self.owner.get(name) == gone})
+        self.reach.join(first, gone)
+        self.version[first] += 1
 
-    def bound(self, parts: Sequence[Part]) -> float:
+    def bound(self, candidates: Sequence[Candidate]) -> float:
         """What a merge could save at most: to a kernel that moves what is left, as fast as a copy."""
-        moved = sum(p.cost.bytes_read + p.cost.bytes_written for p in parts) - self.shared_bytes(parts)
-        device = self.space.device
+        moved = sum(p.cost.bytes_read + p.cost.bytes_written for p in candidates) - self.shared_bytes(
+            candidates
+        )
+        device = self.pool.device
         best = max(device.launch_us, moved / device.copy_bandwidth * 1e6)
-        return sum(p.cost.us for p in parts) - best
+        return sum(p.cost.us for p in candidates) - best
 
-    def shared_bytes(self, parts: Sequence[Part]) -> int:
-        """Device memory traffic of the tensors that several parts touch, all but what one kernel needs."""
-        inside = {name for p in parts for name in p.ops}
-        stored = {name for p in parts for name in p.outputs}
-        readers = Counter(name for p in parts for name in self.space.read_by(p))
+    def shared_bytes(self, candidates: Sequence[Candidate]) -> int:
+        """Device memory traffic of tensors that several candidates touch, all but what one kernel needs."""
+        inside = {name for p in candidates for name in p.ops}
+        stored = {name for p in candidates for name in p.outputs}
+        readers = Counter(name for p in candidates for name in self.pool.read_by(p))
         saved = 0
         for name, times in readers.items():
             if not self.dag.op(name).outputs:
                 continue
-            reads = 0 if self.space.info(name).in_l2 else self.space.bytes(name)
+            reads = 0 if self.pool.info(name).in_l2 else self.pool.bytes(name)
             if name not in stored:
                 saved += (times - 1) * reads
             else:
-                needed = self.space.must_exist(name) or not set(self.reads.users[name]) <= inside
-                saved += times * reads + (0 if needed else self.space.bytes(name))
+                needed = self.pool.must_exist(name) or not set(self.reads.users[name]) <= inside
+                saved += times * reads + (0 if needed else self.pool.bytes(name))
         return saved
 
     def label(self, number: int) -> str:
-        return self.parts[number].outputs[-1]
+        return self.candidates[number].outputs[-1]
 
 
 def _outward(positions: Sequence[int], middle: int) -> Iterator[int]:

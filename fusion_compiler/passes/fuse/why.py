@@ -15,9 +15,10 @@ import networkx as nx
 
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.ops import Kind
-from fusion_compiler.ir.plan import Cluster, Cost, FusionPlan, Rejected
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster, Cost, Rejected
 from fusion_compiler.ir.schema import is_view, short_name
-from fusion_compiler.passes.fuse.candidates import Part
+from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.cluster import solve
 from fusion_compiler.passes.fuse.cost import contraction_cost
 from fusion_compiler.passes.fuse.movement import Tensors
@@ -33,7 +34,7 @@ IN_WORDS = {"clone": "a copy in another order", "uniform": "dropout"}
 class Unit:
     """What runs as one: a cluster, or one op as a call.
 
-    numbers: of the cluster's parts in the search. outputs: the ops whose results it stores.
+    numbers: of the cluster's candidates in the search. outputs: the ops whose results it stores.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Why:
     def _solved(self) -> Iterator[tuple[Cluster, list[int]]]:
         self.search, groups = self.plan.solved or solve(self.dag, self.setting)
         for cluster, numbers in zip(self.plan.clusters, groups, strict=True):
-            assert cluster.outputs == tuple(o for n in numbers for o in self.search.parts[n].outputs)
+            assert cluster.outputs == tuple(o for n in numbers for o in self.search.candidates[n].outputs)
             yield cluster, numbers
 
     @cached_property
@@ -164,27 +165,29 @@ class Why:
             return Rejected(
                 a, b, "convex", f"a path leaves them and comes back: {steps}", bound, True, tensors
             )
-        parts = [self.search.parts[n] for u in (first, second) for n in u.numbers]
+        candidates = [self.search.candidates[n] for u in (first, second) for n in u.numbers]
         try:
-            union = self.search.space.union(self._touching(first, second, tensors) or parts)
+            union = self.search.pool.union(self._touching(first, second, tensors) or candidates)
         except Illegal as error:
             return Rejected(a, b, error.rule, error.reason, bound, True, tensors)
-        merged = [p for p in parts if set(p.ops) <= set(union.ops)]
+        merged = [p for p in candidates if set(p.ops) <= set(union.ops)]
         return self._by_cost(a, b, merged, union, tensors)
 
-    def _touching(self, a: Unit, b: Unit, tensors: Sequence[str]) -> list[Part]:
+    def _touching(self, a: Unit, b: Unit, tensors: Sequence[str]) -> list[Candidate]:
         """Of units that hold several independent programs, those that share some tensors."""
         wanted = set(tensors)
         return [
-            part
+            candidate
             for number in (*a.numbers, *b.numbers)
-            for part in [self.search.parts[number]]
-            if wanted & {*part.outputs, *self.search.space.read_by(part)}
+            for candidate in [self.search.candidates[number]]
+            if wanted & {*candidate.outputs, *self.search.pool.read_by(candidate)}
         ]
 
-    def _by_cost(self, a: str, b: str, parts: list[Part], union: Part, tensors: tuple[str, ...]) -> Rejected:
-        gain = sum(p.cost.us for p in parts) - union.cost.us
-        apart = " + ".join(f"{p.cost.us:.1f}" for p in parts)
+    def _by_cost(
+        self, a: str, b: str, candidates: list[Candidate], union: Candidate, tensors: tuple[str, ...]
+    ) -> Rejected:
+        gain = sum(p.cost.us for p in candidates) - union.cost.us
+        apart = " + ".join(f"{p.cost.us:.1f}" for p in candidates)
         reason = (
             f"one kernel would take {union.cost.us:.1f} us ({union.cost.bound}), apart they take {apart} us"
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from fusion_compiler.ir.dims import product
+from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import (
     Compute,
     Constant,
@@ -15,10 +13,10 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Node,
     Reduce,
-    Ref,
+    Value,
     groups_of,
     renumber,
-    renumber_index,
+    renumber_store,
 )
 
 aten = torch.ops.aten
@@ -47,23 +45,15 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
             numbers[i] = add(renumber(node, numbers), loops.names[i])
             continue
         target, value, size = found[i]
-        position = Ref(numbers[target])
+        position = Value(numbers[target])
         low = add(Compute(aten.ge.Scalar, (("self", position), ("other", 0)), torch.bool), "not_below")
         high = add(Compute(aten.lt.Scalar, (("self", position), ("other", size)), torch.bool), "below")
-        both = (("self", Ref(low)), ("other", Ref(high)))
+        both = (("self", Value(low)), ("other", Value(high)))
         inside = add(Compute(aten.logical_and.default, both, torch.bool), "inside")
         zero = add(Constant(0.0 if node.dtype.is_floating_point else 0, node.dtype), "zero")
-        choice = (("condition", Ref(inside)), ("self", Ref(numbers[value])), ("other", Ref(zero)))
+        choice = (("condition", Value(inside)), ("self", Value(numbers[value])), ("other", Value(zero)))
         numbers[i] = add(Compute(aten.where.self, choice, node.dtype), loops.names[i])
-    stores = tuple(
-        replace(
-            s,
-            index=renumber_index(s.index, numbers),
-            value=numbers[s.value],
-            within=None if s.within is None else numbers[s.within],
-        )
-        for s in loops.stores
-    )
+    stores = tuple(renumber_store(s, numbers) for s in loops.stores)
     return LoopNest(loops.axes, tuple(nodes), stores, tuple(names))
 
 
@@ -76,7 +66,7 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
         return None
     arms = dict(choice.operands)
     condition, value, other = (arms.get(k) for k in ("condition", "self", "other"))
-    if not (isinstance(condition, Ref) and isinstance(value, Ref) and isinstance(other, Ref)):
+    if not (isinstance(condition, Value) and isinstance(value, Value) and isinstance(other, Value)):
         return None
     rest = loops.nodes[_origin(loops, other.node)]
     equal = loops.nodes[condition.node]
@@ -86,7 +76,7 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
         return None
     sides = dict(equal.operands)
     a, b = sides.get("self"), sides.get("other")
-    if not (isinstance(a, Ref) and isinstance(b, Ref)):
+    if not (isinstance(a, Value) and isinstance(b, Value)):
         return None
     for here, there in ((a.node, b.node), (b.node, a.node)):
         position = loops.nodes[here]
@@ -103,7 +93,7 @@ def _origin(loops: LoopNest, number: int) -> int:
     while isinstance(node, Compute) and node.target is aten._to_copy.default:
         operands = dict(node.operands)
         value = operands["self"]
-        if "rounding" in operands or not isinstance(value, Ref):
+        if "rounding" in operands or not isinstance(value, Value):
             break
         if loops.nodes[value.node].dtype != node.dtype:
             break
@@ -117,9 +107,11 @@ def _counts(loops: LoopNest, index: Index, over: frozenset[str]) -> int | None:
     terms = dict(index.terms)
     if index.const != 0 or set(terms) != set(axes):
         return None
-    step: object = 1
-    for i in sorted(axes, key=lambda k: str(terms[k]).zfill(24)):
-        if terms[i] != step:
+    step: Dim = 1
+    while axes:  # the innermost first: the one that the index follows in these steps
+        i = next((k for k in axes if terms[k] == step), None)
+        if i is None:
             return None
-        step = product((terms[i], loops.axes[i].size))
+        step = product((step, loops.axes[i].size))
+        axes.remove(i)
     return step if isinstance(step, int) else None

@@ -6,9 +6,9 @@ stores it where it belongs:
 
     out[c] = where(c < n, a[c], b[c - n])   for c < 2 n    ->    out[c], out[n + c] = a[c], b[c]   for c < n
 
-A cut says how an output falls apart. `lower` then asks for the output's value in each of the pieces, where
-the conditions are known. What several pieces need is computed once, and outputs of a piece's size find their
-place beside them. Compilers call this index-set splitting, and unroll-and-jam.
+This is index-set splitting with unroll-and-jam. An index split says how an output falls apart; `lower` then
+asks for the output's value in each of the pieces, where the conditions are known. What several pieces need
+is computed once, and outputs of a piece's size fit in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_PIECES = 8  # what is computed of each is in registers until it is stored
 
 
 @dataclass(frozen=True)
-class Cut:
+class IndexSplit:
     """A tensor of `shape` as `count` equal pieces along `dim`: ranges of it, or, interleaved, each of them
     every count-th element."""
 
@@ -52,14 +52,14 @@ class Cut:
         return (*coords[: self.dim], along, *coords[self.dim + 1 :])
 
 
-def cuts_of(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[Cut, ...]:
-    """Every cut, by an op of a cluster, of a tensor as large as one of its outputs."""
+def index_splits_of(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[IndexSplit, ...]:
+    """Every index split, by an op of a cluster, of a tensor as large as one of its outputs."""
     sizes = {product(dag.op(name).outputs[0].shape) for name in outputs}
-    cuts = (cut_by(dag, dag.op(name)) for name in ops)
-    return tuple(dict.fromkeys(c for c in cuts if c is not None and product(c.shape) in sizes))
+    splits = (index_split_by(dag, dag.op(name)) for name in ops)
+    return tuple(dict.fromkeys(c for c in splits if c is not None and product(c.shape) in sizes))
 
 
-def cut_by(dag: OpDag, op: Op) -> Cut | None:
+def index_split_by(dag: OpDag, op: Op) -> IndexSplit | None:
     """How an op's result falls into few equal pieces that are made differently; None if it does not."""
     if op.target not in RANGES:
         return None
@@ -68,12 +68,12 @@ def cut_by(dag: OpDag, op: Op) -> Cut | None:
     if isinstance(step, int) and step > 1:
         dim = _dim(op, 2)
         fits = step <= MOST_PIECES and quotient(shape[dim], step) is not None
-        return Cut(shape, dim, step, interleaved=True) if fits else None
+        return IndexSplit(shape, dim, step, interleaved=True) if fits else None
     dim, lengths = RANGES[op.target](dag, op)
     lengths = [n for n in lengths if n != 0]
     counts = (_count(shape[dim], piece, lengths) for piece in lengths)
     count = next((c for c in counts if c is not None), None)
-    return None if count is None else Cut(shape, dim, count)
+    return None if count is None else IndexSplit(shape, dim, count)
 
 
 def _count(size: Dim, piece: Dim, lengths: list[Dim]) -> int | None:

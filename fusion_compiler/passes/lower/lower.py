@@ -17,10 +17,9 @@ import torch
 
 from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag, Ref
-from fusion_compiler.ir.dims import Dim, not_above, product, simple, strides_of
+from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.index import (
     ZERO,
-    Extents,
     NeedsSplit,
     NotExpressible,
     axis,
@@ -39,19 +38,17 @@ from fusion_compiler.ir.loops import (
     Constant,
     Coordinate,
     Index,
-    InRange,
     Load,
     LoopNest,
-    Node,
     Reduce,
     Store,
-    wrapped,
+    Value,
 )
-from fusion_compiler.ir.loops import Ref as Value
 from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.effort import Effort
-from fusion_compiler.passes.lower.index_splits import Cut
-from fusion_compiler.passes.lower.rounding import Rounding, comparable, rounded, unrounded
+from fusion_compiler.passes.lower.index_splits import IndexSplit
+from fusion_compiler.passes.lower.rounding import Rounder, Rounding, unrounded
 from fusion_compiler.passes.lower.space import (
     Coords,
     Illegal,
@@ -64,6 +61,8 @@ from fusion_compiler.passes.lower.space import (
 from fusion_compiler.passes.lower.special import SPECIAL
 
 aten = torch.ops.aten
+SEGMENTS = (8, 16, 32, 64, 128)  # columns: every block of columns has whole ones
+IN_SEGMENTS = ("sum", "max", "min")
 # Of one attempt, views and what becomes dead among them; laws allow 96 operations, of which most were 261.
 # What reads shifted copies of itself, and these again, has exponentially many.
 MOST_VALUES = 4096
@@ -74,25 +73,25 @@ def lower(
     ops: tuple[str, ...],
     outputs: tuple[str, ...],
     *,
-    cut: Cut | None = None,
+    index_split: IndexSplit | None = None,
     stored: frozenset[str] = frozenset(),
     like_eager: bool = False,
     effort: Effort | None = None,
 ) -> LoopNest:
     """The tile program of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
-    a cut is given. Raises Illegal.
+    a split is given. Raises Illegal.
 
     stored: ops whose results this program or another one stores. like_eager: numerics="eager".
     effort: where what it takes is counted.
     """
     rounding = Rounding(stored.union(outputs), like_eager)
-    space = anchor_space(dag, ops, outputs, cut)
+    space = anchor_space(dag, ops, outputs, index_split)
     for _ in range(24):
         attempt = Lowering(dag, ops, outputs, space, rounding)
         try:
             return attempt.run()
         except NeedsSplit as split:
-            space = space.split(split.axis, split.inner)
+            space = space.split_axis(split.axis, split.inner)
         except NotExpressible as error:
             raise Illegal("layout", str(error)) from None
         except RecursionError:
@@ -103,22 +102,19 @@ def lower(
     raise Illegal("layout", "the views of these ops cut the space into too many pieces")
 
 
-class Lowering:
-    """One attempt at a tile program over a space; it ends at the first axis that has to be cut."""
+class Lowering(Builder):
+    """One attempt at a tile program over a space; it ends at the first axis that has to be split."""
 
     def __init__(
         self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding
     ) -> None:
-        self.dag, self.ops, self.outputs, self.space, self.rounding = dag, ops, outputs, space, rounding
+        super().__init__(dag, space.extents)
+        self.ops, self.outputs, self.space = ops, outputs, space
+        self.rounder = Rounder(self, rounding)
         self.inside = set(ops)
-        self.extents = Extents(space.extents)
-        self.nodes: list[Node] = []
-        self.names: list[str] = []
-        self.numbering: dict[Node, int] = {}
         self.memo: dict[tuple[str, Coords, int | None], int] = {}
         self.placed: dict[str, Coords] = {}  # where a value was computed first
         self.reduced: dict[str, tuple[Coords, int]] = {}
-        self.held: dict[tuple[int, torch.dtype], bool] = {}  # whether a node's values are a dtype's anyway
         groups = space.axis_groups
         live = [i for i, size in enumerate(space.axes) if size != 1]
         self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in (ROWS, COLS)}
@@ -150,8 +146,8 @@ class Lowering:
     def seed_anchor(self) -> None:
         """Pull the anchor at the identity: the reduction's input, or the largest output."""
         if not any(self.dag.op(n).kind is Kind.REDUCTION for n in self.ops):
-            anchor, cut = largest(self.dag, self.outputs), self.space.cut
-            if cut is None or anchor.outputs[0].shape == cut.shape:
+            anchor, split = largest(self.dag, self.outputs), self.space.index_split
+            if split is None or anchor.outputs[0].shape == split.shape:
                 self.value(anchor.name, self.pieces(self.space.whole())[0], None)
             return
         for name in self.ops:
@@ -169,11 +165,11 @@ class Lowering:
                     return
 
     def pieces(self, coords: Coords) -> list[Coords]:
-        """The same coordinates in each of the pieces into which the space is cut, if they differ there."""
-        cut, number = self.space.cut, len(self.space.axes)
-        if cut is None or all(k != number for c in coords for k, _ in c.terms):
+        """The same coordinates in each of the pieces into which the space is split, if they differ there."""
+        split, number = self.space.index_split, len(self.space.axes)
+        if split is None or all(k != number for c in coords for k, _ in c.terms):
             return [coords]
-        return [tuple(fixed(c, number, i) for c in coords) for i in range(cut.count)]
+        return [tuple(fixed(c, number, i) for c in coords) for i in range(split.count)]
 
     def place(self, name: str) -> Coords | None:
         """Coordinates at which a value fills the space: where it was needed already, where its operands
@@ -230,7 +226,7 @@ class Lowering:
         """The elements of the whole space, or of one group of it, in row-major order if that is affine."""
         if shape == tuple(product(f) for f in self.space.factors):
             return self.space.identity()
-        if self.space.cut is not None and shape == self.space.cut.shape:
+        if self.space.index_split is not None and shape == self.space.index_split.shape:
             return self.space.whole()
         size = product(shape)
         every = tuple(sorted(self.group_axes[ROWS] + self.group_axes[COLS]))
@@ -253,16 +249,7 @@ class Lowering:
 
     # -- values --------------------------------------------------------------------------------
 
-    def emit(self, node: Node, name: str) -> int:
-        number = self.numbering.get(node)
-        if number is None:
-            number = self.numbering[node] = len(self.nodes)
-            self.nodes.append(node)
-            self.names.append(name)
-        return number
-
     def value(self, name: str, coords: Coords, within: int | None) -> int:
-        """The node that holds `name` at `coords`; outside `within` it may be anything finite to read."""
         op = self.dag.op(name)
         if not op.outputs:
             raise Illegal("operand", f"{name} is not a tensor")
@@ -275,7 +262,9 @@ class Lowering:
             raise Illegal("size", f"values that are needed at several places are more than {MOST_VALUES}")
         if name in self.inside:
             node = self.compute(op, coords, within)
-            if self.space.cut is None or is_bijection(coords, shape, self.extents):  # and no piece of it
+            if self.space.index_split is None or is_bijection(
+                coords, shape, self.extents
+            ):  # and no piece of it
                 self.placed.setdefault(name, coords)
         elif layout.is_view(op):
             node = self.through(op, coords, within)
@@ -310,7 +299,7 @@ class Lowering:
             return self.reduce(op, coords, within)
         special = SPECIAL.get(op.target)
         if special is not None:
-            return rounded(self, op, special(self, op, coords, within))
+            return self.rounder.rounded(op, special(self, op, coords, within))
         spec = spec_of(op.target)
         if spec is None or spec.expr is None:
             raise Illegal("operator", f"{op.target} has no expression")
@@ -338,17 +327,11 @@ class Lowering:
                 )
         dtype = op.outputs[0].dtype
         if spec.jumps:
-            operands = comparable(self, op, operands)
-        pinned = self.rounding.pins(op)
+            operands = self.rounder.comparable(op, operands)
+        pinned = self.rounder.rounding.pins(op)
         coarse = spec.coarse is not None and dtype is torch.bfloat16 and not pinned
         node = self.emit(Compute(op.target, tuple(operands), compute_dtype(dtype), coarse, pinned), op.name)  # type: ignore[arg-type]
-        return rounded(self, op, node)
-
-    def operand(self, op: Op, name: str, coords: Coords, within: int | None) -> int:
-        """An operand of an element-wise op, broadcast to its result."""
-        shape = self.dag.op(name).outputs[0].shape if self.dag.op(name).outputs else ()
-        lead = len(op.outputs[0].shape) - len(shape)
-        return self.value(name, coords[lead:], within)
+        return self.rounder.rounded(op, node)
 
     # -- reductions -----------------------------------------------------------------------------
 
@@ -361,9 +344,9 @@ class Lowering:
         source = op.inputs[0]
         shape = self.dag.op(source).outputs[0].shape
         dims = reduced_dims(op, len(shape))
-        cut = self.space.cut
-        if cut is not None and shape == cut.shape:
-            if cut.dim in dims:
+        split = self.space.index_split
+        if split is not None and shape == split.shape:
+            if split.dim in dims:
                 raise Illegal("rows", f"{op.name} reduces across the pieces of {source}")
             return self.reduce_piece(op, coords, dims)
         keepdim = len(op.outputs[0].shape) == len(shape)
@@ -387,6 +370,7 @@ class Lowering:
         for d, c in zip(dims, inner, strict=True):
             full[d] = c
         position = flatten(inner, strides_of(tuple(shape[d] for d in dims)))
+        over = frozenset() if self.in_segments(op, kept_axes) else over
         node = self.combine(op, source, tuple(full), over, kept_axes, position)
         self.reduced[op.name] = (coords, node)
         return node
@@ -398,10 +382,10 @@ class Lowering:
         dtype = compute_dtype(op.outputs[0].dtype)
         if spec.combine in ("argmax", "argmin"):
             return self.constant(0, dtype, op.name)
-        return rounded(self, op, self.converted(value, dtype, op.name))
+        return self.rounder.rounded(op, self.converted(value, dtype, op.name))
 
     def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
-        """A reduction of a tensor in pieces that keeps the dimension of the cut: one for each piece."""
+        """A reduction of a tensor in pieces that keeps the dimension that is split: one for each piece."""
         shape, groups = op.outputs[0].shape, self.space.groups
         live = [d for d, factors in enumerate(self.space.factors) if product(factors) != 1]
         over = frozenset(groups[d] for d in live if d in dims)
@@ -455,6 +439,17 @@ class Lowering:
             f"{op.name} reduces {count} elements of {sizes[ROWS]} rows x {sizes[COLS]}: no whole axis",
         )
 
+    def in_segments(self, op: Op, kept: frozenset[int]) -> bool:
+        """Whether a reduction keeps every row, and of the columns the outer ones: any tile of some whole
+        segments of a row makes it."""
+        spec, sizes = spec_of(op.target), self.space.axes
+        assert spec is not None
+        rows, cols = ([k for k in self.group_axes[g] if sizes[k] != 1] for g in (ROWS, COLS))
+        outer = [k for k in cols if k in kept]
+        length = product(sizes[k] for k in cols[len(outer) :])
+        whole = kept.issuperset(rows) and bool(outer) and outer == cols[: len(outer)]
+        return whole and spec.combine in IN_SEGMENTS and length in SEGMENTS
+
     def combine(
         self, op: Op, source: str, coords: Coords, over: frozenset[str], kept: frozenset[int], position: Index
     ) -> int:
@@ -468,7 +463,7 @@ class Lowering:
             return self.widened(Reduce("sum", value, over, torch.int32, kept), op.name)
         if spec.combine not in ("argmax", "argmin"):
             node = self.emit(Reduce(spec.combine, value, over, dtype, kept), op.name)
-            return rounded(self, op, node)
+            return self.rounder.rounded(op, node)
         operand_dtype = self.nodes[value].dtype
         best = self.emit(Reduce(spec.combine[3:], value, over, operand_dtype, kept), f"{op.name}_value")
         hit = self.emit(
@@ -498,39 +493,6 @@ class Lowering:
     def widened(self, reduce: Reduce, name: str) -> int:
         """A reduction to an integer, as int64."""
         return self.converted(self.emit(reduce, name), torch.int64, name)
-
-    def converted(self, node: int, dtype: torch.dtype, name: str) -> int:
-        """A value in the dtype in which a result is computed."""
-        if self.nodes[node].dtype == dtype:
-            return node
-        return self.emit(Compute(aten._to_copy.default, (("self", Value(node)),), dtype), name)
-
-    # -- predicates -----------------------------------------------------------------------------
-
-    def in_range(self, index: Index, low: Dim, high: Dim, within: int | None) -> tuple[int | None, bool]:
-        """(node of low <= index < high and within, whether it can be false); (None, ...) when never true."""
-        smallest, largest = self.extents.limits(index)
-        if not_above(low, smallest) and not_above(largest, simple(high - 1)):
-            return within, False
-        if not_above(high, smallest) or not_above(largest, simple(low - 1)):
-            return None, True
-        node = self.emit(InRange(index, low, high), "inside")
-        return (node if within is None else self.both(within, node)), True
-
-    def both(self, a: int, b: int) -> int:
-        return self.emit(
-            Compute(aten.logical_and.default, (("self", Value(a)), ("other", Value(b))), torch.bool), "inside"
-        )
-
-    def choose(self, condition: int, a: int, b: int, dtype: torch.dtype, name: str) -> int:
-        operands = (("condition", Value(condition)), ("self", Value(a)), ("other", Value(b)))
-        return self.emit(Compute(aten.where.self, operands, dtype), name)
-
-    def constant(self, value: bool | int | float, dtype: torch.dtype, name: str) -> int:
-        if dtype.is_floating_point:
-            return self.emit(Constant(float(value), dtype), name)
-        typed = bool(value) if dtype is torch.bool else wrapped(int(value), dtype)
-        return self.emit(Constant(typed, dtype), name)
 
 
 def _reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:

@@ -56,7 +56,7 @@ def lookups(dag: OpDag, op: Op) -> tuple[Lookup, ...]:
         low = simple(-length) if op.target in _WRAP else 0
         smallest, largest = _Ranges(dag).of(index.name, DEEPEST)
         inside = not_above(low, smallest) and not_above(largest, simple(length - 1))
-        trusted = inside or op.target is aten._unsafe_index.Tensor  # whoever writes that vouches for them
+        trusted = inside or op.target is aten._unsafe_index.Tensor  # it promises so
         found.append(Lookup(dim, index.name, low, length, "" if trusted else _title(op)))
     return tuple(found)
 
@@ -125,7 +125,7 @@ def _held_by(dtype: torch.dtype) -> Range:
 
 
 def _fits(found: Range, whole: Range, dtype: torch.dtype) -> bool:
-    """Whether nothing has wrapped around. Sizes of tensors do not in 64 bits."""
+    """Whether a range lies within its dtype: nothing wrapped around. Sizes of tensors never do in int64."""
     if all(isinstance(end, int) for end in found):
         return not_above(whole[0], found[0]) and not_above(found[1], whole[1])
     return dtype is torch.int64

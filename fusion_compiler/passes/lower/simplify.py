@@ -25,7 +25,7 @@ from fusion_compiler.ir.loops import (
     groups_of,
     operands_of,
     renumber,
-    renumber_index,
+    renumber_store,
     store_operands,
 )
 from fusion_compiler.passes.lower.algebra import one_hot_sums
@@ -45,15 +45,7 @@ def simplify(loops: LoopNest) -> LoopNest:
 def renumbered(loops: LoopNest, numbers: dict[int, int], axes: dict[int, int] | None = None) -> LoopNest:
     """Keep the nodes in `numbers` under their new numbers; `axes` renames axes."""
     kept = sorted(numbers, key=numbers.__getitem__)
-    stores = tuple(
-        replace(
-            s,
-            index=renumber_index(s.index, numbers, axes),
-            value=numbers[s.value],
-            within=None if s.within is None else numbers[s.within],
-        )
-        for s in loops.stores
-    )
+    stores = tuple(renumber_store(s, numbers, axes) for s in loops.stores)
     nodes = tuple(renumber(loops.nodes[i], numbers, axes) for i in kept)
     return replace(loops, nodes=nodes, stores=stores, names=tuple(loops.names[i] for i in kept))
 

@@ -12,7 +12,7 @@ from fusion_compiler.ir.dims import Dim, numel, simple, strides_of
 from fusion_compiler.ir.index import ZERO, axis, combine
 from fusion_compiler.ir.loops import COLS, ROWS, Index
 from fusion_compiler.ir.ops import Kind
-from fusion_compiler.passes.lower.index_splits import Cut
+from fusion_compiler.passes.lower.index_splits import IndexSplit
 
 Coords = tuple[Index, ...]
 
@@ -44,13 +44,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 class Space:
     """Dimensions of the anchor, each cut into factors from the outside in, with their groups.
 
-    cut: where the anchor is one of several pieces of a larger tensor, all of which every element makes. The
-    number of the piece is then one key more than the axes, and no axis.
+    index_split: where the anchor is one of several pieces of a larger tensor, all of which every element
+    makes. The number of the piece is then one key more than the axes, and no axis.
     """
 
     factors: tuple[tuple[Dim, ...], ...]
     groups: tuple[str, ...]
-    cut: Cut | None = None
+    index_split: IndexSplit | None = None
 
     @property
     def axes(self) -> tuple[Dim, ...]:
@@ -59,26 +59,26 @@ class Space:
     @property
     def extents(self) -> tuple[Dim, ...]:
         """Sizes of all keys: the axes', and the number of pieces."""
-        return self.axes if self.cut is None else (*self.axes, self.cut.count)
+        return self.axes if self.index_split is None else (*self.axes, self.index_split.count)
 
     @property
     def axis_groups(self) -> tuple[str, ...]:
         return tuple(g for factors, g in zip(self.factors, self.groups, strict=True) for _ in factors)
 
-    def split(self, number: int, inner: Dim) -> Space:
+    def split_axis(self, number: int, inner: Dim) -> Space:
         if number >= len(self.axes):
             raise Illegal("layout", "a view cuts across the pieces of a concatenation")
         position = 0
-        cut: list[tuple[Dim, ...]] = []
+        found: list[tuple[Dim, ...]] = []
         for factors in self.factors:
             if position <= number < position + len(factors):
                 i = number - position
                 outer = factors[i] // inner if isinstance(factors[i], int) else simple(factors[i] / inner)  # type: ignore[arg-type]
                 factors = (*factors[:i], outer, inner, *factors[i + 1 :])
                 position -= 1
-            cut.append(factors)
+            found.append(factors)
             position += len(factors)
-        return Space(tuple(cut), self.groups, self.cut)
+        return Space(tuple(found), self.groups, self.index_split)
 
     def identity(self) -> Coords:
         """Coordinates of the anchor: one index a dimension."""
@@ -95,7 +95,8 @@ class Space:
 
     def whole(self) -> Coords:
         """Coordinates of the tensor of which the anchor is a piece, or of the anchor itself."""
-        return self.identity() if self.cut is None else self.cut.whole(self.identity(), axis(len(self.axes)))
+        split, piece = self.index_split, self.identity()
+        return piece if split is None else split.whole(piece, axis(len(self.axes)))
 
 
 def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
@@ -111,13 +112,15 @@ def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
     return () if rank == 0 else tuple(sorted(layout.wrap(d, rank) for d in dims))  # type: ignore[arg-type]
 
 
-def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], cut: Cut | None = None) -> Space:
+def anchor_space(
+    dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], split: IndexSplit | None = None
+) -> Space:
     """The iteration space: a reduction's input, best one that is broadcast back; else the largest output, or
     a piece of it. Raises Illegal where a reduction's input is no piece."""
     reductions = [dag.op(n) for n in ops if dag.op(n).kind is Kind.REDUCTION]
     if not reductions:
-        shape = largest(dag, outputs).outputs[0].shape if cut is None else cut.piece
-        return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), cut)
+        shape = largest(dag, outputs).outputs[0].shape if split is None else split.piece
+        return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), split)
     inside = set(ops)
     best = max(reductions, key=lambda op: (_is_broadcast_back(dag, op, inside), _input_size(dag, op)))
     source = dag.op(best.inputs[0]).outputs[0]
@@ -128,15 +131,15 @@ def anchor_space(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], cut
     inner = COLS if contiguous in reduced else ROWS
     outer = ROWS if inner == COLS else COLS
     groups = tuple(inner if d in reduced else outer for d in range(len(source.shape)))
-    if cut is None:
+    if split is None:
         return Space(tuple((s,) for s in source.shape), groups)
-    whole = source.shape == cut.shape and cut.dim not in reduced
-    if not whole and _long(source.shape) != _long(cut.piece):
-        raise Illegal("space", f"{best.name} reduces {list(source.shape)}, pieces are {list(cut.piece)}")
+    whole = source.shape == split.shape and split.dim not in reduced
+    if not whole and _long(source.shape) != _long(split.piece):
+        raise Illegal("space", f"{best.name} reduces {list(source.shape)}, pieces are {list(split.piece)}")
     if not whole:  # they may lie in it side by side, in a dimension of their own
         left = iter(g for g, s in zip(groups, source.shape, strict=True) if s != 1)
-        groups = tuple(outer if s == 1 else next(left) for s in cut.piece)
-    return Space(tuple((s,) for s in cut.piece), groups, cut)
+        groups = tuple(outer if s == 1 else next(left) for s in split.piece)
+    return Space(tuple((s,) for s in split.piece), groups, split)
 
 
 def _long(shape: tuple[Dim, ...]) -> list[Dim]:

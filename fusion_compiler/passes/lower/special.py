@@ -2,14 +2,13 @@
 looks up, and what has no operands at all.
 
 Each handler answers which node holds an op's value at some coordinates, given the op; `within` as in
-`Lowering.value`.
+`Builder.value`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,85 +16,82 @@ from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, Ref
 from fusion_compiler.ir.dims import Dim, simple, strides_of
 from fusion_compiler.ir.index import ZERO, combine, divided, flatten, shifted
-from fusion_compiler.ir.loops import Checked, Compute, Coordinate, Index, Random
-from fusion_compiler.ir.loops import Ref as Value
+from fusion_compiler.ir.loops import Checked, Compute, Coordinate, Index, Random, Value
+from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.ranges import lookups
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
 
-if TYPE_CHECKING:
-    from fusion_compiler.passes.lower.lower import Lowering
-
 aten = torch.ops.aten
-Handler = Callable[["Lowering", Op, Coords, "int | None"], int]
+Handler = Callable[[Builder, Op, Coords, int | None], int]
 
 
-def _cat(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _cat(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
-    tensors = [t for t in tensors if self.dag.op(t).outputs[0].shape != (0,)]
+    tensors = [t for t in tensors if build.dag.op(t).outputs[0].shape != (0,)]
     dim = layout.wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
     dtype = compute_dtype(op.outputs[0].dtype)
     result: int | None = None
     end: Dim = 0
     parts: list[tuple[int, int | None]] = []
     for tensor in tensors:
-        start, end = end, simple(end + self.dag.op(tensor).outputs[0].shape[dim])
-        inside, partial = self.in_range(coords[dim], start, end, within)
+        start, end = end, simple(end + build.dag.op(tensor).outputs[0].shape[dim])
+        inside, partial = build.in_range(coords[dim], start, end, within)
         if inside is None and partial:
             continue
         moved = (*coords[:dim], shifted(coords[dim], simple(-start)), *coords[dim + 1 :])
-        parts.append((self.value(tensor, moved, inside), inside if partial else None))
+        parts.append((build.value(tensor, moved, inside), inside if partial else None))
     for value, inside in reversed(parts):
         result = (
-            value if result is None or inside is None else self.choose(inside, value, result, dtype, op.name)
+            value if result is None or inside is None else build.choose(inside, value, result, dtype, op.name)
         )
     if result is None:
-        return self.constant(0, dtype, op.name)
-    return self.converted(result, dtype, op.name)
+        return build.constant(0, dtype, op.name)
+    return build.converted(result, dtype, op.name)
 
 
-def _stack(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _stack(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
     dim = layout.wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
     dtype = compute_dtype(op.outputs[0].dtype)
     inner = (*coords[:dim], *coords[dim + 1 :])
     result: int | None = None
     for number, tensor in reversed(list(enumerate(tensors))):
-        inside, partial = self.in_range(coords[dim], number, number + 1, within)
+        inside, partial = build.in_range(coords[dim], number, number + 1, within)
         if inside is None and partial:
             continue
-        value = self.value(tensor, inner, inside)
+        value = build.value(tensor, inner, inside)
         result = (
             value
             if result is None or not partial or inside is None
-            else self.choose(inside, value, result, dtype, op.name)
+            else build.choose(inside, value, result, dtype, op.name)
         )
     assert result is not None
-    return self.converted(result, dtype, op.name)
+    return build.converted(result, dtype, op.name)
 
 
-def _pad(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     source = op.inputs[0]
-    shape = self.dag.op(source).outputs[0].shape
+    shape = build.dag.op(source).outputs[0].shape
     pads = op.args[1]
     assert isinstance(pads, tuple)
     dtype = compute_dtype(op.outputs[0].dtype)
     fill = layout.argument(op, 2, "value", 0)
     inner = list(coords)
-    inside, cut = within, False
+    inside, padded = within, False
     for i in range(len(pads) // 2):
         dim = len(shape) - 1 - i
         inner[dim] = shifted(coords[dim], simple(-pads[2 * i]))  # type: ignore[operator]
-        now, partial = self.in_range(inner[dim], 0, shape[dim], inside)
+        now, partial = build.in_range(inner[dim], 0, shape[dim], inside)
         if now is None and partial:
-            return self.constant(fill, dtype, op.name)  # type: ignore[arg-type]
-        inside, cut = now, cut or partial
-    value = self.value(source, tuple(inner), inside)
-    if not cut or inside is None:
+            return build.constant(fill, dtype, op.name)  # type: ignore[arg-type]
+        inside, padded = now, padded or partial
+    value = build.value(source, tuple(inner), inside)
+    if not padded or inside is None:
         return value
-    return self.choose(inside, value, self.constant(fill, dtype, "fill"), dtype, op.name)  # type: ignore[arg-type]
+    return build.choose(inside, value, build.constant(fill, dtype, "fill"), dtype, op.name)  # type: ignore[arg-type]
 
 
-def _scatter_slice(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _scatter_slice(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     base, source = op.inputs[0], op.inputs[1]
     shape = op.outputs[0].shape
     dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
@@ -104,24 +100,24 @@ def _scatter_slice(self: Lowering, op: Op, coords: Coords, within: int | None) -
     if isinstance(start, int) and start < 0:  # a symbol that is smaller than that has been guarded against
         start = start + shape[dim]
         start = max(start, 0) if isinstance(start, int) else start
-    length = self.dag.op(source).outputs[0].shape[dim]
+    length = build.dag.op(source).outputs[0].shape[dim]
     if isinstance(step, int) and step != 1:
-        return _overlay_with_steps(self, op, coords, within, dim, start, length, step)  # type: ignore[arg-type]
-    return _overlay(self, op, coords, within, base, source, dim, start, length, keep=True)  # type: ignore[arg-type]
+        return _overlay_with_steps(build, op, coords, within, dim, start, length, step)  # type: ignore[arg-type]
+    return _overlay(build, op, coords, within, base, source, dim, start, length, keep=True)  # type: ignore[arg-type]
 
 
-def _scatter_select(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _scatter_select(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     base, source = op.inputs[0], op.inputs[1]
     shape = op.outputs[0].shape
     dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
     index = layout.argument(op, 3, "index", 0)
     if isinstance(index, int) and index < 0:
         index = index + shape[dim]
-    return _overlay(self, op, coords, within, base, source, dim, index, 1, keep=False)  # type: ignore[arg-type]
+    return _overlay(build, op, coords, within, base, source, dim, index, 1, keep=False)  # type: ignore[arg-type]
 
 
 def _overlay(
-    self: Lowering,
+    build: Builder,
     op: Op,
     coords: Coords,
     within: int | None,
@@ -133,19 +129,19 @@ def _overlay(
     keep: bool,
 ) -> int:
     """`source` on the slice [start, start + length) of `dim`, `base` elsewhere."""
-    inside, partial = self.in_range(coords[dim], start, simple(start + length), within)
+    inside, partial = build.in_range(coords[dim], start, simple(start + length), within)
     if inside is None and partial:
-        return self.value(base, coords, within)
+        return build.value(base, coords, within)
     moved = (shifted(coords[dim], simple(-start)),) if keep else ()
-    value = self.value(source, (*coords[:dim], *moved, *coords[dim + 1 :]), inside)
+    value = build.value(source, (*coords[:dim], *moved, *coords[dim + 1 :]), inside)
     dtype = compute_dtype(op.outputs[0].dtype)
     if not partial or inside is None:
-        return self.converted(value, dtype, op.name)
-    return self.choose(inside, value, self.value(base, coords, within), dtype, op.name)
+        return build.converted(value, dtype, op.name)
+    return build.choose(inside, value, build.value(base, coords, within), dtype, op.name)
 
 
 def _overlay_with_steps(
-    self: Lowering,
+    build: Builder,
     op: Op,
     coords: Coords,
     within: int | None,
@@ -156,47 +152,47 @@ def _overlay_with_steps(
 ) -> int:
     """Element i of the written tensor at start + i * step of `dim`, the other operand elsewhere."""
     base, source = op.inputs[0], op.inputs[1]
-    rest = self.value(base, coords, within)
+    rest = build.value(base, coords, within)
     moved = shifted(coords[dim], simple(-start))
     dtype = compute_dtype(op.outputs[0].dtype)
     known = divided(moved, step)
     if known is not None:  # all are as far from an element that is written
         number, away = known
-        inside, partial = self.in_range(number, 0, length, within)
+        inside, partial = build.in_range(number, 0, length, within)
         if away or (inside is None and partial):
             return rest
-        value = self.value(source, (*coords[:dim], number, *coords[dim + 1 :]), inside)
+        value = build.value(source, (*coords[:dim], number, *coords[dim + 1 :]), inside)
         if not partial or inside is None:
-            return self.converted(value, dtype, op.name)
-        return self.choose(inside, value, rest, dtype, op.name)
-    inside, partial = self.in_range(moved, 0, simple((length - 1) * step + 1), within)
+            return build.converted(value, dtype, op.name)
+        return build.choose(inside, value, rest, dtype, op.name)
+    inside, partial = build.in_range(moved, 0, simple((length - 1) * step + 1), within)
     if inside is None and partial:
         return rest
     here = (
-        ("self", Value(self.emit(Coordinate(moved, torch.int64), f"{op.name}_position"))),
+        ("self", Value(build.emit(Coordinate(moved, torch.int64), f"{op.name}_position"))),
         ("other", step),
     )
-    over = self.emit(Compute(aten.remainder.Scalar, here, torch.int64), f"{op.name}_over")
-    hit = self.emit(
+    over = build.emit(Compute(aten.remainder.Scalar, here, torch.int64), f"{op.name}_over")
+    hit = build.emit(
         Compute(aten.eq.Scalar, (("self", Value(over)), ("other", 0)), torch.bool), f"{op.name}_hit"
     )
-    hit = hit if inside is None else self.both(inside, hit)
-    number = self.emit(Compute(aten.floor_divide.default, here, torch.int64), f"{op.name}_number")
-    position = _indirect(self, op, number, length, signed=False)
-    value = self.value(source, (*coords[:dim], position, *coords[dim + 1 :]), hit)
-    return self.choose(hit, value, rest, dtype, op.name)
+    hit = hit if inside is None else build.both(inside, hit)
+    number = build.emit(Compute(aten.floor_divide.default, here, torch.int64), f"{op.name}_number")
+    position = _indirect(build, op, number, length, signed=False)
+    value = build.value(source, (*coords[:dim], position, *coords[dim + 1 :]), hit)
+    return build.choose(hit, value, rest, dtype, op.name)
 
 
-def _flip(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _flip(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     shape = op.outputs[0].shape
     dims = [layout.wrap(d, len(shape)) for d in op.args[1]]  # type: ignore[union-attr]
     turned = tuple(
         shifted(combine([(c, -1)]), simple(shape[d] - 1)) if d in dims else c for d, c in enumerate(coords)
     )
-    return self.value(op.inputs[0], turned, within)
+    return build.value(op.inputs[0], turned, within)
 
 
-def _full(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _full(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     fill: object = {
         "zeros": 0,
         "zeros_like": 0,
@@ -214,13 +210,13 @@ def _full(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
         fill = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}[op.target._opname]  # type: ignore[union-attr]
         fill = op.args[fill]  # type: ignore[call-overload]
     if isinstance(fill, Ref):
-        return self.value(fill.name, (), within)
+        return build.value(fill.name, (), within)
     if not isinstance(fill, bool | int | float):
         raise Illegal("operand", f"{op.name} is filled with a size that is only known at run time")
-    return self.constant(fill, compute_dtype(op.outputs[0].dtype), op.name)
+    return build.constant(fill, compute_dtype(op.outputs[0].dtype), op.name)
 
 
-def _iota(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _iota(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     dtype = compute_dtype(op.outputs[0].dtype)
     if op.target._opname == "iota":  # type: ignore[union-attr]
         start, step = dict(op.kwargs)["start"], dict(op.kwargs)["step"]
@@ -230,23 +226,23 @@ def _iota(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
     if not isinstance(start, int | float) or not isinstance(step, int | float):
         raise Illegal("operand", f"{op.name} counts by a size that is only known at run time")
     if isinstance(start, float) or isinstance(step, float):
-        return _in_fractions(self, op, coords[0], start, step)
-    return self.emit(Coordinate(shifted(combine([(coords[0], step)]), start), dtype), op.name)
+        return _in_fractions(build, op, coords[0], start, step)
+    return build.emit(Coordinate(shifted(combine([(coords[0], step)]), start), dtype), op.name)
 
 
-def _in_fractions(self: Lowering, op: Op, place: Index, start: float, step: float) -> int:
+def _in_fractions(build: Builder, op: Op, place: Index, start: float, step: float) -> int:
     """start + step * place, in floats; eager cuts off what is to be an integer."""
     dtype = compute_dtype(op.outputs[0].dtype)
     if not dtype.is_floating_point:
         raise Illegal("operand", f"{op.name} counts in fractions, as integers")
-    here = self.emit(Coordinate(place, torch.int64), f"{op.name}_position")
-    scaled = (("self", Value(self.converted(here, dtype, op.name))), ("other", step))
-    steps = self.emit(Compute(aten.mul.Tensor, scaled, dtype), f"{op.name}_steps")
+    here = build.emit(Coordinate(place, torch.int64), f"{op.name}_position")
+    scaled = (("self", Value(build.converted(here, dtype, op.name))), ("other", step))
+    steps = build.emit(Compute(aten.mul.Tensor, scaled, dtype), f"{op.name}_steps")
     moved = (("self", Value(steps)), ("other", start), ("alpha", 1))
-    return self.emit(Compute(aten.add.Tensor, moved, dtype), op.name)
+    return build.emit(Compute(aten.add.Tensor, moved, dtype), op.name)
 
 
-def _looked_up(self: Lowering, op: Op, coords: Coords, at: Sequence[Coords], within: int | None) -> int:
+def _looked_up(build: Builder, op: Op, coords: Coords, at: Sequence[Coords], within: int | None) -> int:
     """The value of an op's operand where some of its coordinates are data.
 
     coords: the operand's; those along which it is looked up are not read. at: the coordinates of each index.
@@ -256,65 +252,63 @@ def _looked_up(self: Lowering, op: Op, coords: Coords, at: Sequence[Coords], wit
     source = op.inputs[0]
     inner = list(coords)
     lone: list[Checked] = []
-    for lookup, place in zip(lookups(self.dag, op), at, strict=True):
-        node = self.value(lookup.index, place, within)
+    for lookup, place in zip(lookups(build.dag, op), at, strict=True):
+        node = build.value(lookup.index, place, within)
         if lookup.unproved:
-            dtype = self.nodes[node].dtype
+            dtype = build.nodes[node].dtype
             check = Checked(node, node, lookup.low, lookup.high, within, lookup.unproved, dtype)
             if lookup.high == 1:
                 lone.append(check)
             else:
-                node = self.emit(check, f"{op.name}_index")
+                node = build.emit(check, f"{op.name}_index")
         if inner:
-            inner[lookup.dim] = _indirect(self, op, node, lookup.high, lookup.low != 0)
-    value = self.value(source, tuple(inner), within)
+            inner[lookup.dim] = _indirect(build, op, node, lookup.high, lookup.low != 0)
+    value = build.value(source, tuple(inner), within)
     for check in lone:
-        value = self.emit(replace(check, operand=value, dtype=self.nodes[value].dtype), op.name)
+        value = build.emit(replace(check, operand=value, dtype=build.nodes[value].dtype), op.name)
     return value
 
 
-def _indirect(self: Lowering, op: Op, node: int, length: Dim, signed: bool) -> Index:
+def _indirect(build: Builder, op: Op, node: int, length: Dim, signed: bool) -> Index:
     """An index that is data; `signed`: negative ones count from the end."""
     if signed:
-        dtype = self.nodes[node].dtype
-        zero = self.constant(0, dtype, "zero")
-        negative = self.emit(
+        dtype = build.nodes[node].dtype
+        zero = build.constant(0, dtype, "zero")
+        negative = build.emit(
             Compute(aten.lt.Tensor, (("self", Value(node)), ("other", Value(zero))), torch.bool),
             f"{op.name}_negative",
         )
         if not isinstance(length, int):
             raise Illegal("operand", f"{op.name} wraps around a size that is only known at run time")
         wrapped = Compute(aten.add.Tensor, (("self", Value(node)), ("other", length), ("alpha", 1)), dtype)
-        node = self.choose(
-            negative, self.emit(wrapped, f"{op.name}_wrapped"), node, dtype, f"{op.name}_index"
+        node = build.choose(
+            negative, build.emit(wrapped, f"{op.name}_wrapped"), node, dtype, f"{op.name}_index"
         )
-    self.extents.indirect[~node] = length
+    build.extents.indirect[~node] = length
     return Index(0, ((~node, 1),))
 
 
-def _embedding(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    return _looked_up(self, op, (ZERO, coords[-1]), [coords[:-1]], within)
+def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    return _looked_up(build, op, (ZERO, coords[-1]), [coords[:-1]], within)
 
 
-def _gather(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    scalar = not self.dag.op(op.inputs[0]).outputs[0].shape
-    return _looked_up(self, op, () if scalar else coords, [coords], within)
+def _along(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    """gather, and index_select, whose index has no dimension but the one that it looks up along."""
+    (lookup,) = lookups(build.dag, op)
+    scalar = not build.dag.op(op.inputs[0]).outputs[0].shape
+    at = coords
+    if op.target is aten.index_select.default:
+        rank = len(build.dag.op(lookup.index).outputs[0].shape)
+        at = ((ZERO,) if scalar else coords[lookup.dim : lookup.dim + 1])[:rank]
+    return _looked_up(build, op, () if scalar else coords, [at], within)
 
 
-def _index_select(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
-    (lookup,) = lookups(self.dag, op)
-    scalar = not self.dag.op(op.inputs[0]).outputs[0].shape
-    rank = len(self.dag.op(lookup.index).outputs[0].shape)
-    along = (ZERO,) if scalar else coords[lookup.dim : lookup.dim + 1]
-    return _looked_up(self, op, () if scalar else coords, [along[:rank]], within)
-
-
-def _index(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _index(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     """index.Tensor with integer indices; where they are not side by side their dimensions come first."""
-    shape = self.dag.op(op.inputs[0]).outputs[0].shape
-    found = lookups(self.dag, op)
+    shape = build.dag.op(op.inputs[0]).outputs[0].shape
+    found = lookups(build.dag, op)
     used = [lookup.dim for lookup in found]
-    metas = [self.dag.op(lookup.index).outputs[0] for lookup in found]
+    metas = [build.dag.op(lookup.index).outputs[0] for lookup in found]
     if any(m.dtype in (torch.bool, torch.uint8) for m in metas):
         raise Illegal("operand", f"{op.name} selects by a mask: its result has no size before it runs")
     rank = max(len(m.shape) for m in metas)
@@ -322,25 +316,25 @@ def _index(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
     common = coords[start : start + rank]
     whole = iter((*coords[:start], *coords[start + rank :]))
     inner = tuple(ZERO if i in used else next(whole) for i in range(len(shape)))
-    return _looked_up(self, op, inner, [common[rank - len(meta.shape) :] for meta in metas], within)
+    return _looked_up(build, op, inner, [common[rank - len(meta.shape) :] for meta in metas], within)
 
 
-def _uniform(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _uniform(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     seed, _, salt = op.args
     assert isinstance(seed, Ref) and isinstance(salt, int)
-    node = self.value(seed.name, (ZERO,), None)
-    return self.emit(Random(node, flatten(coords, strides_of(op.outputs[0].shape)), salt), op.name)
+    node = build.value(seed.name, (ZERO,), None)
+    return build.emit(Random(node, flatten(coords, strides_of(op.outputs[0].shape)), salt), op.name)
 
 
-def _same(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _same(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     """clone and its kin: the operand in another memory format."""
-    return self.value(op.inputs[0], coords, within)
+    return build.value(op.inputs[0], coords, within)
 
 
-def _copy(self: Lowering, op: Op, coords: Coords, within: int | None) -> int:
+def _copy(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     """The second operand in the first one's shape and dtype."""
-    value = self.operand(op, op.inputs[-1], coords, within)
-    return self.converted(value, compute_dtype(op.outputs[0].dtype), op.name)
+    value = build.operand(op, op.inputs[-1], coords, within)
+    return build.converted(value, compute_dtype(op.outputs[0].dtype), op.name)
 
 
 def _special() -> dict[object, Handler]:
@@ -352,8 +346,8 @@ def _special() -> dict[object, Handler]:
         aten.select_scatter.default: _scatter_select,
         aten.flip.default: _flip,
         aten.embedding.default: _embedding,
-        aten.gather.default: _gather,
-        aten.index_select.default: _index_select,
+        aten.gather.default: _along,
+        aten.index_select.default: _along,
         aten.index.Tensor: _index,
         aten._unsafe_index.Tensor: _index,
         aten.clone.default: _same,

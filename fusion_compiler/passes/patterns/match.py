@@ -66,20 +66,21 @@ class Lost:
 class Found:
     """matches: those of earlier patterns first; no op is in two. declined: to which `where=` said no.
 
-    lost: overlaps, where a watched pattern is on either side.
+    lost: overlaps, where a watched pattern is on either side. graph: what was searched.
     """
 
     matches: tuple[Match, ...]
     declined: tuple[Match, ...]
     lost: tuple[Lost, ...]
+    graph: Indexed
 
 
 def find(patterns: Iterable[Traced], dag: OpDag, *, exact: bool = False) -> tuple[Match, ...]:
-    """All matches. See `search`."""
-    return search(patterns, dag, exact=exact).matches
+    """All matches. See `match_all`."""
+    return match_all(patterns, dag, exact=exact).matches
 
 
-def search(
+def match_all(
     patterns: Iterable[Traced],
     dag: OpDag,
     *,
@@ -126,7 +127,7 @@ def search(
                 matches.append(match)
             else:
                 declined.append(match)
-    return Found(tuple(matches), tuple(declined), tuple(lost))
+    return Found(tuple(matches), tuple(declined), tuple(lost), graph)
 
 
 def is_commutative(key: str, *calls: Mapping[str, object]) -> bool:

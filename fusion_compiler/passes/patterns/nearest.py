@@ -30,22 +30,21 @@ ANY = "…"  # another op's value
 class Attempt:
     """How far a pattern is like the graph around one op.
 
-    beside: op of the pattern -> of the graph. alike: ops of the pattern that are as in the graph.
+    paired: op of the pattern -> of the graph. alike: ops of the pattern that are as in the graph.
     differences: what is not, from the results to the inputs.
     """
 
     anchor: str
-    beside: Mapping[str, str]
+    paired: Mapping[str, str]
     alike: frozenset[str]
     differences: tuple[str, ...]
 
 
-def closest(traced: Traced, dag: OpDag, *, exact: bool = False) -> str:
+def closest(traced: Traced, graph: Indexed, *, exact: bool = False) -> str:
     """A sentence on a pattern without a match: what is missing, or what came closest and differs first."""
-    graph = Indexed(dag)
     missing = sorted(traced.operators - graph.at.keys())
     attempt = _best(traced, graph, exact)
-    near = "" if attempt is None else _sentence(attempt, traced, dag)
+    near = "" if attempt is None else _sentence(attempt, traced, graph.dag)
     if not missing:
         return near or "its operators occur, but not one beside another"
     absent = "no op " + ", ".join(f"aten.{name}" for name in missing[:4]) + " in the graph"
@@ -99,13 +98,13 @@ def _best(traced: Traced, graph: Indexed, exact: bool) -> Attempt | None:
 class _Walk:
     """What an attempt has gathered so far."""
 
-    beside: dict[str, str] = field(default_factory=dict[str, str])
+    paired: dict[str, str] = field(default_factory=dict[str, str])
     alike: set[str] = field(default_factory=set[str])
     differences: list[str] = field(default_factory=list[str])
     state: State = field(default_factory=lambda: State({}, {}, {}))
 
     def copy(self) -> _Walk:
-        return _Walk(dict(self.beside), set(self.alike), list(self.differences), self.state)
+        return _Walk(dict(self.paired), set(self.alike), list(self.differences), self.state)
 
 
 class _OutOfSteps(Exception):
@@ -128,7 +127,7 @@ class _Comparison:
                 walk = self.further(output, walk)
         except _OutOfSteps:
             return None
-        return Attempt(candidate, walk.beside, frozenset(walk.alike), tuple(walk.differences))
+        return Attempt(candidate, walk.paired, frozenset(walk.alike), tuple(walk.differences))
 
     def readers(self, anchor: str, candidate: str, first: str) -> str:
         """What reads the two ops where the walk began below the pattern's first result."""
@@ -138,7 +137,7 @@ class _Comparison:
 
     def further(self, output: str, walk: _Walk) -> _Walk:
         """With another result of the pattern, where it is most alike."""
-        if output in walk.beside:
+        if output in walk.paired:
             return walk
         tries = [self.ops(output, c, walk.copy()) for c in self.graph.at.get(self.pattern.key[output], ())]
         if not tries:
@@ -153,8 +152,8 @@ class _Comparison:
         p, raw = self.pattern.bare[p], g
         g = self.graph.bare[g]
         mine, theirs = self.pattern.op[p], self.graph.op[g]
-        if p in walk.beside:
-            if self.graph.bare[walk.beside[p]] != g:
+        if p in walk.paired:
+            if self.graph.bare[walk.paired[p]] != g:
                 again = f"{self.wanted(p)} again"
                 walk.differences.append(f"{self.shown(theirs)} where the pattern reads {again}")
             return walk
@@ -163,7 +162,7 @@ class _Comparison:
         if not boundary and self.pattern.key[p] != self.graph.key[g]:
             walk.differences.append(self.other(self.shown(theirs), self.wanted(p)))
             return self.past(mine, theirs, walk)
-        walk.beside[p] = raw if parameter else g
+        walk.paired[p] = raw if parameter else g
         read = self.graph.op[raw] if parameter else theirs
         if parameter and self.exact and not of_one_kind(mine, read):
             ours, other = (op.outputs[0].dtype if op.outputs else "no tensor" for op in (mine, read))

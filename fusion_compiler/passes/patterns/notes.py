@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ MOST_PLACES = 3
 
 
 def not_found(
-    patterns: Sequence[Traced], found: Found, dag: OpDag, watched: Collection[Pattern], *, exact: bool = False
+    patterns: Sequence[Traced], found: Found, watched: Collection[Pattern], *, exact: bool = False
 ) -> list[tuple[str, str]]:
     """(name, why there is no match) of the watched patterns that have none."""
     matched = {(m.pattern, m.name) for m in (*found.matches, *(x.match for x in found.lost))}
@@ -27,7 +27,7 @@ def not_found(
         if traced.pattern not in watched or (traced.pattern, traced.name) in matched:
             continue
         refused = [m for m in found.declined if (m.pattern, m.name) == (traced.pattern, traced.name)]
-        why = _declined(refused, dag) if refused else closest(traced, dag, exact=exact)
+        why = _declined(refused, found.graph.dag) if refused else closest(traced, found.graph, exact=exact)
         notes.append((traced.name, f"never matched: {why}"))
     return notes
 
@@ -49,16 +49,16 @@ def places(names: Sequence[str], dag: OpDag) -> str:
     return f"at {', '.join(lines[:MOST_PLACES])}{more}"
 
 
-def overlaps(lost: Iterable[Lost], dag: OpDag, watched: Collection[Pattern]) -> list[tuple[str, str]]:
+def overlaps(found: Found, watched: Collection[Pattern]) -> list[tuple[str, str]]:
     """(name, who won) for each pair of patterns that overlap, under the name of the user's pattern that
     lost, or, where a pattern that ships lost, of the one that won."""
     notes: dict[tuple[str, str, bool], list[Lost]] = {}
-    for x in lost:
+    for x in found.lost:
         is_loser = x.match.pattern in watched
         notes.setdefault((x.match.name, x.winner.name, is_loser), []).append(x)
     texts: list[tuple[str, str]] = []
     for (loser, winner, is_loser), each in notes.items():
-        op, where = each[0].op, places([x.op for x in each], dag)
+        op, where = each[0].op, places([x.op for x in each], found.graph.dag)
         times = f" {len(each)} times" if len(each) > 1 else ""
         name, verb = (
             (loser, f"lost op {op} to {winner}") if is_loser else (winner, f"took op {op} from {loser}")
@@ -68,7 +68,7 @@ def overlaps(lost: Iterable[Lost], dag: OpDag, watched: Collection[Pattern]) -> 
 
 
 def notes_of_hints(
-    patterns: Sequence[Traced], found: Found, dag: OpDag, watched: Collection[Pattern], *, backward: bool
+    patterns: Sequence[Traced], found: Found, watched: Collection[Pattern], *, backward: bool
 ) -> dict[str, str]:
     """What became of the user's hints in one graph, by name. Empty where there are none.
 
@@ -78,15 +78,16 @@ def notes_of_hints(
     if not hints:
         return {}
     notes: dict[str, list[str]] = {}
+    dag = found.graph.dag
     matched = Counter(m.name for m in found.matches if m.pattern in watched)
     for name, times in matched.items():
         count = "once" if times == 1 else f"{times} times"
         where = places([m.root for m in found.matches if m.name == name], dag)
         notes.setdefault(name, []).append(f"matched {count}, {where}")
-    for name, text in overlaps(found.lost, dag, watched):
+    for name, text in overlaps(found, watched):
         notes.setdefault(name, []).append(text)
     expected = [t for t in hints if t.saved or not backward]
-    for name, text in not_found(expected, found, dag, watched):
+    for name, text in not_found(expected, found, watched):
         notes.setdefault(name, []).append(text + _after_kernels(dag))
     return {name: "; ".join(texts) for name, texts in notes.items()}
 
@@ -99,11 +100,11 @@ def _after_kernels(dag: OpDag) -> str:
 
 
 def notes_of_rules(
-    patterns: Sequence[Traced], found: Found, dag: OpDag, watched: Collection[Pattern]
+    patterns: Sequence[Traced], found: Found, watched: Collection[Pattern]
 ) -> tuple[RewriteNote, ...]:
-    """What became of rewrites and kernels beside their matches, each of which has a note of its own."""
+    """What became of rewrites and kernels without a match; each match has a note of its own."""
     rows = [
-        *overlaps(found.lost, dag, watched),
-        *not_found(patterns, found, dag, watched, exact=True),
+        *overlaps(found, watched),
+        *not_found(patterns, found, watched, exact=True),
     ]
     return tuple(RewriteNote(name, "", None, text) for name, text in rows)

@@ -96,7 +96,7 @@ def traced_gradient(pattern: ClusterHint) -> Traced:
 
 
 @functools.cache
-def traced_whole(pattern: Pattern) -> Traced:
+def traced_above_autograd(pattern: Pattern) -> Traced:
     """A rewrite or user's kernel as ATen above autograd, composite operators whole.
 
     Raises InvalidPatternError.

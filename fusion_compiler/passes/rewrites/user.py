@@ -24,9 +24,9 @@ from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.graph_info import origins_of
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
 from fusion_compiler.passes.patterns.indexed import is_cast_or_alias, quantizes
-from fusion_compiler.passes.patterns.match import Match, find, search
+from fusion_compiler.passes.patterns.match import Match, find, match_all
 from fusion_compiler.passes.patterns.notes import notes_of_rules, places
-from fusion_compiler.passes.patterns.trace import traced_whole
+from fusion_compiler.passes.patterns.trace import traced_above_autograd
 from fusion_compiler.passes.rewrites.user_operator import Check, operator_of
 from fusion_compiler.patterns import Pattern, Rewrite, UserKernel
 
@@ -50,9 +50,9 @@ def check_reachable(patterns: Sequence[Pattern]) -> None:
     """Raises PatternConflictError for two that replace the same op, so that the later never applies."""
     chosen = [p for p in patterns if isinstance(p, Rewrite | UserKernel)]
     for i, later in enumerate(chosen):
-        dag = traced_whole(later).dag
-        for match in find([traced_whole(p) for p in chosen[:i] if p.where is None], dag, exact=True):
-            if traced_whole(later).root in match.outputs:
+        dag = traced_above_autograd(later).dag
+        for match in find([traced_above_autograd(p) for p in chosen[:i] if p.where is None], dag, exact=True):
+            if traced_above_autograd(later).root in match.outputs:
                 op = str(dag.op(match.root).target)
                 raise PatternConflictError(first=match.pattern.name, second=later.name, op=op)
 
@@ -61,9 +61,9 @@ def _apply(
     patterns: tuple[Rewrite | UserKernel, ...], check: Check | None, gm: fx.GraphModule
 ) -> tuple[fx.GraphModule, Notes]:
     dag = build(gm)
-    traced = [traced_whole(p) for p in patterns]
-    found = search(traced, dag, exact=True, origins=origins_of(gm.graph), watched=patterns)
-    others = notes_of_rules(traced, found, dag, patterns)
+    traced = [traced_above_autograd(p) for p in patterns]
+    found = match_all(traced, dag, exact=True, origins=origins_of(gm.graph), watched=patterns)
+    others = notes_of_rules(traced, found, patterns)
     if not found.matches:
         return gm, others
     new, nodes = copied(gm)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fusion_compiler.errors import UserKernelError
-from fusion_compiler.passes.patterns.trace import traced_whole
+from fusion_compiler.passes.patterns.trace import traced_above_autograd
 from fusion_compiler.passes.rewrites.equality import InFloat64
 from fusion_compiler.patterns import USER_NAMESPACE, UserKernel
 
@@ -31,7 +31,7 @@ def operator_of(kernel: UserKernel, check: Check | None = None) -> OpOverload:
     check: asked about the first call with each set of shapes; where it says no, the code's results are
     returned, then and later. One per compilation: with each the kernel is another operator.
     """
-    results = len(traced_whole(kernel).dag.outputs)
+    results = len(traced_above_autograd(kernel).dag.outputs)
     types = [_type_of(value) for value in kernel.example]
     # The cache keeps both alive, so no others have their ids.
     name = f"{USER_NAMESPACE}::{kernel.name}_{id(kernel):x}{f'{id(check):x}' if check else ''}"

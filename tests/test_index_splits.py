@@ -16,7 +16,7 @@ import fusion_compiler as fc
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.loops import InRange, LoopNest
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.passes.lower.index_splits import cuts_of
+from fusion_compiler.passes.lower.index_splits import index_splits_of
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.space import Illegal
 from tests.exactness import Compiled, Schedules, cramped, not_as_close, rounding_noise, wide
@@ -186,13 +186,13 @@ def test_a_reduction_has_pieces_only_where_it_keeps_the_cut(dim: int | tuple[int
     compiled(x(4, 5))
     dag = compiled.plans[0].dag
     ops = tuple(n for n in dag.order if n not in dag.inputs)
-    (cut,) = cuts_of(dag, ops, dag.outputs)
+    (split,) = index_splits_of(dag, ops, dag.outputs)
     if dim == 0:
-        stores = lower(dag, ops, dag.outputs, cut=cut).stores
+        stores = lower(dag, ops, dag.outputs, index_split=split).stores
         assert Counter(s.buffer for s in stores) == dict.fromkeys(dag.outputs, 2)
     else:
         with pytest.raises(Illegal, match="across the pieces"):
-            lower(dag, ops, dag.outputs, cut=cut)
+            lower(dag, ops, dag.outputs, index_split=split)
 
 
 def test_symbolic_sizes_are_pieces_too() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion_compiler.codegen.assemble import build
 from fusion_compiler.ir.canonical import canonical
-from fusion_compiler.ir.plan import Cluster
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, cramped, not_as_close, rounding_noise, wide
 
@@ -27,17 +27,17 @@ def row_sums(s: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 
 def losses(s: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """One element each: the last program of each part adds its partial sums."""
+    """One element each: the last program of each cluster adds its partial sums."""
     return tuple((s @ m).logsumexp(1).sum() for m in (u, v, w))
 
 
 def unlike_sums(s: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """Rows of other widths, other reductions, and a part that stores its rows as well."""
+    """Rows of other widths, other reductions, and a cluster that stores its rows as well."""
     return (s @ u).sin().sum(0), (c := (s @ v).cos()), c.amax(0), (s @ w[:, :3]).prod(0)
 
 
 def maps(s: Tensor, u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """Nothing is reduced; one part is transposed."""
+    """Nothing is reduced; one cluster is transposed."""
     return (s @ u).sin(), (s @ v).cos().t().contiguous(), (s @ w).tanh()
 
 
@@ -59,7 +59,7 @@ def assert_exact(fn: Callable[..., Any], results: tuple[Tensor, ...]) -> None:
 
 @pytest.mark.parametrize("schedule", [None, 0, 1], ids=["chosen", "cramped", "cramped 1"])
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_parts_of_a_launch_are_exact(fn: Callable[..., Any], schedule: int | None) -> None:
+def test_horizontally_fused_clusters_are_exact(fn: Callable[..., Any], schedule: int | None) -> None:
     compiled = Compiled(fn) if schedule is None else Compiled(fn, schedule, cramped)
     assert_exact(fn, compiled(*INPUTS))
     assert_exact(fn, compiled(*INPUTS))  # which finds the tickets as the first call left them
@@ -83,3 +83,11 @@ def test_unlike_schedules_have_launches_of_their_own(fn: Callable[..., Any]) -> 
         assert len({b.name for b in program.scratch}) == (3 if finishing else 6)
         compiled.compiler.runners[key, "interpret"].candidates = (program,)
         assert_exact(fn, compiled(*INPUTS))
+
+
+def test_the_old_name_still_works_and_says_so() -> None:
+    compiled = Compiled(row_sums)
+    compiled(*INPUTS)
+    cluster = sharing(compiled)
+    with pytest.warns(DeprecationWarning, match="horizontal"):
+        assert cluster.beside == cluster.horizontal == cluster.nests[1:]

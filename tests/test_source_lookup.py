@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import fusion_compiler as fc
 from fusion_compiler.ir.sources import frames_of, marked
-from fusion_compiler.passes.fuse.pieces import meant
+from fusion_compiler.passes.fuse.source_lookup import meant
 
 VERSION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -84,8 +84,8 @@ def test_a_piece_that_is_several_calls_is_answered_for_each() -> None:
     (place,) = {f.line for n in report.plans[0].dag.module.graph.nodes for f in frames_of(n)}
     found = meant(report.plans[0].dag, "torch.exp")
     assert [(m.label, m.ops) for m in found] == [
-        (f"torch.exp(x) (test_pieces.py:{place})", ("exp",)),
-        (f"torch.exp(x * 2) (test_pieces.py:{place})", ("exp_1",)),
+        (f"torch.exp(x) (test_source_lookup.py:{place})", ("exp",)),
+        (f"torch.exp(x * 2) (test_source_lookup.py:{place})", ("exp_1",)),
     ]
     assert len(report.why("torch.exp", "sum")) == 2
 

@@ -1,0 +1,275 @@
+"""What a tile program is built with: the block at hand, its variables, and where the tile lies.
+
+`Builder` knows no operator, no window and no reduction's state: `nodes.py`, `accesses.py` and
+`online_reductions.py` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from fusion_compiler.codegen.expression import (
+    TRITON_TYPES,
+    convert,
+    decompose,
+    index_text,
+    literal,
+)
+from fusion_compiler.codegen.monoids import fold_text
+from fusion_compiler.codegen.names import Own
+from fusion_compiler.codegen.tile import Assign, Combine, Expression, For, If, Line, Statement, Variables
+from fusion_compiler.codegen.tile import Load as LoadValue
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Constant,
+    Index,
+    Load,
+    Reduce,
+    Store,
+    operands_of,
+)
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.schedule import Cols, Schedule
+
+BASES = {ROWS: "row", COLS: "col"}  # the variable with a group's element number
+ALONG = frozenset({COLS})
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Where the tile at hand lies.
+
+    flat: it is a vector over the columns of one row. lanes: its columns. start: where they begin; None where
+    there is no other tile. row_mask, col_mask: the variables that say which rows and columns exist; None
+    where all do. last_pass: nothing that it reads of the row is read again.
+    """
+
+    flat: bool
+    lanes: int
+    start: str | None = None
+    row_mask: str | None = None
+    col_mask: str | None = None
+    last_pass: bool = True
+
+
+class Builder:
+    """Builds the tile program of one nest under a schedule; knows which variable holds which node.
+
+    pointers: the parameter of each buffer. dtypes: of the buffers. load_options: of every load. empty:
+    buffers without an element, which have no address to load from.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        schedule: Schedule,
+        pointers: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype],
+        load_options: str = "",
+        empty: frozenset[str] = frozenset(),
+    ) -> None:
+        self.a, self.s, self.loops = analysis, schedule, analysis.loops
+        self.pointers, self.dtypes, self.load_options, self.empty = pointers, dtypes, load_options, empty
+        self.rough = analysis.rough(dtypes)
+        self.means = {mean for _, mean in analysis.moments.values()}
+        beyond = 2 * schedule.block_cols  # the last block counts on, by twos where it is of pairs
+        self.wide = analysis.furthest < 0 or analysis.furthest + beyond >= 2**31
+        self.variables = Variables()
+        self.body: list[Statement] = []
+        self.env: dict[int, str] = {}  # node -> variable
+        self.kept: dict[int, str] = {}  # load -> the variable of its tile as it was loaded
+        self.named: dict[tuple[str, int], str] = {}  # what else is defined once in a block
+        self.tile = Tile(schedule.block_rows == 1, schedule.block_cols)
+
+    # -- statements --------------------------------------------------------------------------------
+
+    def add(self, statement: Statement) -> None:
+        self.body.append(statement)
+
+    def let(self, base: str, value: Expression, node: int | None = None) -> str:
+        """A new variable."""
+        variable = self.variables.new(base)
+        self.add(Assign((variable,), value, node))
+        return variable
+
+    def set(self, variable: str, value: Expression) -> None:
+        self.add(Assign((variable,), value))
+
+    def define(self, name: Own, text: str) -> None:
+        self.add(Assign((name,), text))
+
+    def line(self, text: str) -> None:
+        self.add(Line(text))
+
+    def once(self, key: tuple[str, int], name: str, text: str) -> str:
+        """A variable that is defined where the blocks now open first need it."""
+        if key not in self.named:
+            self.named[key] = self.let(name, text)
+        return self.named[key]
+
+    @contextmanager
+    def inside(self, block: For | If | None, lanes: int | None = None) -> Generator[None]:
+        """Builds the body of a block, whose variables end with it; None: a part of the block at hand.
+
+        lanes: how many columns its tiles have, where that is not the schedule's number.
+        """
+        before, env, named, tile = self.body, dict(self.env), dict(self.named), self.tile
+        if block is not None:
+            self.add(block)
+            self.body = block.body
+        if lanes is not None:
+            self.tile = replace(tile, lanes=lanes)
+        yield
+        self.body, self.env, self.named, self.tile = before, env, named, tile
+
+    @contextmanager
+    def one_row(self) -> Generator[None]:
+        """As if the block had one row: values of a row are numbers."""
+        tile, self.tile = self.tile, replace(self.tile, flat=True)
+        yield
+        self.tile = tile
+
+    def set_last_pass(self, last: bool) -> None:
+        self.tile = replace(self.tile, last_pass=last)
+
+    def loop(self, name: Own, values: str) -> For:
+        return For(name, values)
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def variable(self, number: int) -> str:
+        """The variable of a node that is built; of a constant, built now."""
+        node = self.loops.nodes[number]
+        if number not in self.env and isinstance(node, Constant):
+            self.env[number] = self.let("constant", self.full(literal(node.value), node.dtype), number)
+        return self.env[number]
+
+    def need(self, numbers: Iterable[int]) -> list[int]:
+        """Those nodes and all that they read, in order, that no open block holds yet."""
+        found: set[int] = set()
+        stack = list(numbers)
+        while stack:
+            number = stack.pop()
+            if number not in found and number not in self.env:
+                found.add(number)
+                stack.extend(operands_of(self.loops.nodes[number]))
+        return sorted(found)
+
+    def reduction(self, number: int) -> Reduce:
+        reduce = self.loops.nodes[number]
+        assert isinstance(reduce, Reduce)
+        return reduce
+
+    def full(self, value: str, dtype: torch.dtype) -> str:
+        """A tile of one element that broadcasts to any other."""
+        return f"tl.full({'[]' if self.tile.flat else '[1, 1]'}, {value}, {TRITON_TYPES[dtype]})"
+
+    def shape(self, groups: frozenset[str]) -> str:
+        rows = self.s.block_rows if ROWS in groups else 1
+        cols = self.tile.lanes if COLS in groups else 1
+        if self.tile.flat:
+            return f"[{cols}]" if COLS in groups else "[]"
+        return f"[{rows}, {cols}]"
+
+    # -- indices -----------------------------------------------------------------------------------
+
+    def axis(self, number: int) -> str:
+        """The variable of one axis, taken out of its group's element number on first use."""
+        axis = self.loops.axes[number]
+        base = BASES[axis.group]
+        axes = self.a.axes[axis.group]
+        if len(axes) == 1:
+            return base
+        key = (axis.group, number)
+        if key not in self.named:
+            self.add(Assign((axis.name,), decompose(axes, number - self.a.first[axis.group], base)))
+            self.named[key] = axis.name
+        return self.named[key]
+
+    def index(self, index: Index) -> str:
+        """Element index as text."""
+        merged, whole = self.a.merged(index)
+        return index_text(merged, lambda k: BASES[whole[k]] if k in whole else self.axis(k), self.place)
+
+    def place(self, number: int) -> str:
+        """A value that says where to read: times a stride it may leave 32 bits."""
+        return convert(self.variable(number), self.loops.nodes[number].dtype, torch.int64)
+
+    def index_groups(self, index: Index) -> frozenset[str]:
+        groups: set[str] = set()
+        for key, _ in index.terms:
+            groups |= {self.loops.axes[key].group} if key >= 0 else self.a.groups[~key]
+        return frozenset(groups)
+
+    def mask(self, groups: frozenset[str], within: int | None) -> str | None:
+        """Which lanes of an access exist."""
+        masks = ((ROWS, self.tile.row_mask), (COLS, self.tile.col_mask))
+        parts = [mask for group, mask in masks if mask and group in groups]
+        if within is not None:
+            parts.append(self.variable(within))
+        return " & ".join(parts) or None
+
+    def by_one(self, groups: frozenset[str], mask: str | None) -> str | None:
+        """Where a value belongs to the row, one of the programs that share the row stores it."""
+        if self.s.splits == 1 or COLS in groups:
+            return mask
+        return f"{mask} & (part == 0)" if mask else "part == 0"
+
+    def loaded(self, load: Load, pointer: str, mask: str | None, then: str = "{}") -> LoadValue:
+        """A load from some addresses, in the dtype of the buffer."""
+        held = self.dtypes[load.buffer]
+        zero = "0.0" if held.is_floating_point and held.itemsize == 1 else "0"  # no integer becomes a float8
+        options = self.load_options
+        whole = self.index_groups(load.index) | self.within_groups(load.within) == frozenset({ROWS, COLS})
+        if self.s.cols is Cols.LOOP and whole:
+            options += f', eviction_policy="{"evict_first" if self.tile.last_pass else "evict_last"}"'
+        return LoadValue(pointer, mask, zero, options, then)
+
+    def within_groups(self, within: int | None) -> frozenset[str]:
+        return frozenset() if within is None else self.a.groups[within]
+
+    # -- folds -------------------------------------------------------------------------------------
+
+    def along(self, function: str, text: str) -> str:
+        """A function along the row; tiles of several rows keep the dimension."""
+        return (
+            f"{function}({text}, axis=0)" if self.tile.flat else f"{function}({text}, axis=1, keep_dims=True)"
+        )
+
+    def fold_cols(self, reduce: Reduce, text: str) -> str:
+        return fold_text(reduce, text, "0" if self.tile.flat else "1", keep=not self.tile.flat)
+
+    def folded(self, number: int, tile: str, axis: str, keep: bool, alike: object = None) -> Combine:
+        """A tile of a reduction's elements reduced along an axis."""
+        plain = number in self.a.nan_safe_max
+        return Combine(self.reduction(number), (tile,), axis, keep, plain, alike)
+
+    def folded_along(self, number: int, tile: str, alike: object = None) -> Combine:
+        """The same along the row; tiles of several rows keep the dimension."""
+        return self.folded(number, tile, "0" if self.tile.flat else "1", not self.tile.flat, alike)
+
+    def base_of(self, number: int) -> str:
+        """What the name of a reduction begins with."""
+        reduce = self.reduction(number)
+        return f"{'row' if COLS in reduce.over else 'col'}_{reduce.combine}"
+
+    def stages(self) -> str:
+        return f", num_stages={self.s.num_stages}" if self.s.num_stages > 1 else ""
+
+    # -- what the nest asks for ----------------------------------------------------------------------
+
+    def stores_of(self, stage: str) -> tuple[Store, ...]:
+        """ "main": those that wait for no reduction over rows or segments; "finish": for one over rows."""
+        if stage == "finish":
+            return tuple(s for s in self.loops.stores if s.value in self.a.after_rows)
+        return tuple(s for s in self.loops.stores if s.value not in self.a.finish)
+
+    def accumulated(self) -> list[int]:
+        """Operands of the reductions over rows, whole or by segments."""
+        numbers = (*self.a.across_rows, *self.a.segmented)
+        return [o for i in numbers for o in operands_of(self.loops.nodes[i])]

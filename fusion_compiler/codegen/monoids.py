@@ -1,0 +1,82 @@
+"""Reductions as monoids: what there is at the beginning, how elements come to it, and how tiles are folded.
+
+combine   neutral   step           fold
+sum       0         s += x         tl.sum(x)
+prod      1         s *= x         tl.reduce(x, fm.multiply)
+max       -inf      s = max(s, x)  fm.maximum_of(x), which keeps NaN
+min       inf       s = min(s, x)  fm.minimum_of(x)
+any       False     s |= x         tl.max(x) != 0
+all       True      s &= x         tl.min(x) != 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fusion_compiler.codegen.expression import literal
+from fusion_compiler.ir.loops import Reduce
+
+
+@dataclass(frozen=True)
+class Monoid:
+    """neutral: what changes nothing. step: an element x comes to a state s. fold: x along an axis; k: whether
+    that stays. floats: the fold of floating-point numbers, where that is another.
+    """
+
+    neutral: float | bool
+    step: str
+    fold: str
+    floats: str | None = None
+
+
+MONOIDS: dict[str, Monoid] = {
+    "sum": Monoid(0, "{s} += {x}", "tl.sum({x}, axis={axis}{k})"),
+    "prod": Monoid(1, "{s} *= {x}", "tl.reduce({x}, {axis}, fm.multiply{k})"),
+    "max": Monoid(
+        float("-inf"),
+        "{s} = tl.maximum({s}, {x}{nan})",
+        "tl.max({x}, axis={axis}{k})",
+        "fm.maximum_of({x}, {axis}, {keep})",
+    ),
+    "min": Monoid(
+        float("inf"),
+        "{s} = tl.minimum({s}, {x}{nan})",
+        "tl.min({x}, axis={axis}{k})",
+        "fm.minimum_of({x}, {axis}, {keep})",
+    ),
+    "any": Monoid(False, "{s} |= {x}", "tl.max({x}, axis={axis}{k}) != 0"),
+    "all": Monoid(True, "{s} &= {x}", "tl.min({x}, axis={axis}{k}) != 0"),
+}
+
+
+def is_logical(reduce: Reduce) -> bool:
+    """Whether it is of conditions, which tiles hold as zero and one."""
+    return isinstance(MONOIDS[reduce.combine].neutral, bool)
+
+
+def neutral_text(reduce: Reduce) -> str:
+    """What changes nothing, in the dtype in which it is reduced."""
+    neutral = MONOIDS[reduce.combine].neutral
+    if is_logical(reduce):
+        return str(int(neutral))
+    if reduce.dtype.is_floating_point:
+        return literal(float(neutral))
+    if reduce.combine in ("max", "min"):
+        info = torch.iinfo(torch.int32 if reduce.dtype is torch.bool else reduce.dtype)
+        return str(info.min if reduce.combine == "max" else info.max)
+    return literal(neutral)
+
+
+def fold_text(reduce: Reduce, tile: str, axis: str, keep: bool, plain: bool = False) -> str:
+    """A tile reduced along one dimension. plain: a NaN in it need not be kept."""
+    monoid = MONOIDS[reduce.combine]
+    special = monoid.floats if reduce.dtype.is_floating_point and not plain else None
+    return (special or monoid.fold).format(x=tile, axis=axis, keep=keep, k=", keep_dims=True" if keep else "")
+
+
+def step_text(reduce: Reduce, state: str, text: str) -> str:
+    """The statement that adds a tile, or what it was folded to, to a state."""
+    nan = ", propagate_nan=tl.PropagateNan.ALL" if reduce.dtype.is_floating_point else ""
+    return MONOIDS[reduce.combine].step.format(s=state, x=text, nan=nan)

@@ -1,0 +1,285 @@
+"""The nodes of a loop nest as statements: one variable each, and its operands before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from fusion_compiler.codegen import accesses, moments, segments
+from fusion_compiler.codegen.builder import ALONG, Builder
+from fusion_compiler.codegen.expression import (
+    TRITON_TYPES,
+    compute_text,
+    convert,
+    convert_literal,
+    dim_text,
+    literal,
+    scalar_text,
+)
+from fusion_compiler.codegen.monoids import is_logical, neutral_text
+from fusion_compiler.codegen.tile import Check, Expression, is_variable
+from fusion_compiler.codegen.windows import interleaved
+from fusion_compiler.ir.dims import quotient
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Checked,
+    Compute,
+    Constant,
+    Coordinate,
+    Index,
+    InRange,
+    Load,
+    Random,
+    Reduce,
+    Value,
+    operands_of,
+)
+from fusion_compiler.schedule.analysis import operand_of, rounding_of
+from fusion_compiler.schedule.schedule import Cols
+
+aten = torch.ops.aten
+KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that stay as they were loaded
+
+
+def build_nodes(b: Builder, numbers: Iterable[int]) -> None:
+    """Some nodes, and whatever of their operands is missing, each once."""
+    of_segments = segments.narrow(b)
+    for number in numbers:
+        if number in of_segments:
+            _build_narrow(b, number)
+        elif number not in b.env and not isinstance(b.loops.nodes[number], Constant):
+            build_node(b, number)
+
+
+def build_row_values(b: Builder, numbers: Iterable[int]) -> None:
+    """What belongs to the row and waits for no reduction along it: loaded while the row itself is, since
+    the compiler moves no load over a reduction.
+
+    A loop that copies loads ahead would wait for the row values' copy before it begins to load the row.
+    """
+    if b.s.num_stages == 1:
+        wanted = b.need(numbers)
+        build_nodes(b, (i for i in wanted if COLS not in b.a.groups[i] and not b.a.level[i]))
+
+
+def build_node(b: Builder, number: int) -> None:
+    node = b.loops.nodes[number]
+    if isinstance(node, Load) and (pair := interleaved.pair_of(b, number)) is not None:
+        interleaved.load(b, pair)
+        return
+    build_nodes(b, b.need(operands_of(node)))
+    if not isinstance(node, Compute):
+        _spread(b, operands_of(node))
+    if number in b.env:  # with an operand, of which it is a part
+        return
+    if isinstance(node, Reduce):
+        _reduce(b, number)
+        return
+    value, base = _value(b, number)
+    if isinstance(value, str) and is_variable(value):  # an operand that passes through
+        b.env[number] = value
+    else:
+        b.env[number] = b.let(base, value, number)
+
+
+def _spread(b: Builder, numbers: Iterable[int]) -> None:
+    """Values of segments for each of their elements, which read them."""
+    for number in numbers:
+        if number not in b.env and (segments.NARROW, number) in b.named:
+            segments.spread(b, number)
+
+
+def _build_narrow(b: Builder, number: int) -> None:
+    """A node that has one value for each segment of a row."""
+    node, key = b.loops.nodes[number], (segments.NARROW, number)
+    if key in b.named:
+        return
+    if isinstance(node, Reduce):
+        segments.reduced(b, number, elements(b, node, ALONG))
+        return
+    build_nodes(b, b.need(operands_of(node)))
+    env = dict(b.env)
+    b.env |= {n: v for (kind, n), v in b.named.items() if kind == segments.NARROW}
+    value, base = _value(b, number)
+    b.env = env
+    b.named[key] = value if isinstance(value, str) and is_variable(value) else b.let(base, value, number)
+
+
+def _value(b: Builder, number: int) -> tuple[Expression, str]:
+    """(what a node is, what its name is made of)."""
+    node = b.loops.nodes[number]
+    match node:
+        case Load():
+            return _loaded(b, number, node), b.pointers[node.buffer].removesuffix("_ptr")
+        case Coordinate() if not node.index.terms:  # a size: no tile whose type could be changed
+            return b.full(dim_text(node.index.const), node.dtype), "position"
+        case Coordinate():
+            return f"({b.index(node.index)}).to({TRITON_TYPES[node.dtype]})", "position"
+        case Constant():
+            return b.full(literal(node.value), node.dtype), "constant"
+        case InRange():
+            index = b.index(node.index)
+            return f"({index} >= {dim_text(node.low)}) & ({index} < {dim_text(node.high)})", "inside"
+        case Random():
+            return _random(b, node), "word" if node.dtype is torch.uint32 else "uniform"
+        case Checked():
+            _check(b, node)
+            text = b.variable(node.operand)
+            if b.a.groups[node.operand] != b.a.groups[number]:  # of a table of one element
+                text = f"tl.broadcast_to({text}, {b.shape(b.a.groups[number])})"
+            return text, "same"
+        case Compute():
+            return _compute(b, number, node), base_name(node)
+        case Reduce():
+            raise TypeError(node)
+
+
+def _loaded(b: Builder, number: int, node: Load) -> Expression:
+    then = accesses.converted(b, node)
+    if not is_kept(b, number):
+        return accesses.load(b, number, then)
+    base = b.pointers[node.buffer].removesuffix("_ptr")
+    b.kept[number] = b.let(f"{base}_loaded", accesses.load(b, number, "{}"))
+    return then.replace("{}", b.kept[number])
+
+
+def is_kept(b: Builder, number: int) -> bool:
+    """Whether a tile stays in registers as it was loaded, while programs wait for each other.
+
+    What is computed from it is computed again after that (`rematerialize.py`), for which more programs have
+    room.
+    """
+    node = b.loops.nodes[number]
+    if b.s.splits == 1 or b.s.cols is Cols.LOOP or not isinstance(node, Load):
+        return False
+    whole = b.a.groups[number] == frozenset({ROWS, COLS})
+    return whole and b.dtypes[node.buffer] in KEPT and node.buffer not in b.empty
+
+
+def _check(b: Builder, node: Checked) -> None:
+    groups = b.a.groups[node.position]
+    bounds = f"{dim_text(node.low)}, {dim_text(node.high)}"
+    shape = b.shape(groups | b.within_groups(node.within))
+    dtype = TRITON_TYPES[b.loops.nodes[node.position].dtype]
+    b.add(Check(b.variable(node.position), bounds, node.what, b.mask(groups, node.within), shape, dtype))
+
+
+def base_name(node: Compute) -> str:
+    return "rounded" if rounding_of(node) else str(node.target._opname).lstrip("_")
+
+
+def _compute(b: Builder, number: int, node: Compute) -> str:
+    nodes = b.loops.nodes
+    refs = [a.node for _, a in node.operands if isinstance(a, Value)]
+    numbers = sum(isinstance(nodes[n], Constant) for n in refs)
+    if numbers == len(refs) or (numbers > 1 and node.target is not aten.where.self):
+        for n in refs:  # two numbers have no type in Triton's functions
+            b.variable(n)
+        return compute_text(node, lambda n: (b.variable(n), None, nodes[n].dtype))
+    rough = number in b.rough and number not in b.means
+    if rough and node.target is aten.div.Tensor:
+        divisor, dividend = operand_of(node, "other"), operand_of(node, "self")
+        if divisor is not None and dividend is not None and _is_narrower(b, divisor, number):
+            return f"{_as_float(b, dividend)} * {_reciprocal(b, divisor)}"
+
+    _spread(b, refs)
+
+    def operand(n: int) -> tuple[str | None, object, torch.dtype]:
+        value = nodes[n]
+        return (
+            (None, value.value, value.dtype)
+            if isinstance(value, Constant)
+            else (b.variable(n), None, value.dtype)
+        )
+
+    return compute_text(node, operand, rough)
+
+
+def _is_narrower(b: Builder, operand: int, number: int) -> bool:
+    """Whether a value serves a whole row, column or segment of a result."""
+    of_segments = segments.narrow(b)
+    if operand in of_segments:
+        return number not in of_segments
+    variable = not isinstance(b.loops.nodes[operand], Constant)
+    return variable and b.a.groups[operand] < b.a.groups[number]
+
+
+def _as_float(b: Builder, number: int) -> str:
+    node = b.loops.nodes[number]
+    if isinstance(node, Constant):
+        return scalar_text(convert_literal(node.value, torch.float32), torch.float32)
+    _spread(b, (number,))
+    return convert(b.variable(number), node.dtype, torch.float32)
+
+
+def _reciprocal(b: Builder, number: int) -> str:
+    """1 / a row's or a segment's value, once for each."""
+    if ~number not in b.env and (segments.NARROW, number) in b.named:
+        value, key = b.named[segments.NARROW, number], (segments.NARROW, ~number)
+        b.named[key] = b.let(f"per_{b.variables.base(value)}", f"1.0 / {value}")
+        segments.spread(b, number, ~number)
+    if ~number not in b.env:
+        value = _as_float(b, number)
+        base = b.variables.base(b.variable(number))
+        b.env[~number] = b.let(f"per_{base}", f"1.0 / {value}")
+    return b.env[~number]
+
+
+def _random(b: Builder, node: Random) -> str:
+    """Four numbers a Philox call where four neighbours lie along the columns."""
+    function = "fm.words" if node.dtype is torch.uint32 else "fm.uniform"
+    seed = b.variable(node.seed)
+    merged, whole = b.a.merged(node.index)
+    cols = range(b.a.first[COLS], len(b.loops.axes))
+    along = [(k, c) for k, c in merged.terms if k in cols]
+    others = tuple((k, quotient(c, 4)) for k, c in node.index.terms if k not in cols)
+    first = quotient(node.index.const, 4)
+    by_col = along == [(cols[-1], 1)] and (len(cols) == 1 or cols[-1] in whole) if cols else False
+    if by_col and first is not None and b.tile.lanes >= 4 and all(c is not None for _, c in others):
+        rest = Index(first, tuple((k, c) for k, c in others if c is not None))
+        start = b.tile.start
+        quarter = f"tl.arange(0, {b.tile.lanes // 4})" + ("" if b.tile.flat else "[None, :]")
+        column = quarter if start is None else f"({start}) // 4 + {quarter}"
+        base = "" if rest == Index(0, ()) else f"{b.index(rest)} + "
+        return f"{function}_block({seed}, {base}{column}, {dim_text(node.salt)})"
+    index = b.index(node.index)
+    if not node.index.terms:
+        index = b.full(index, torch.int32)
+    return f"{function}({seed}, {index}, {dim_text(node.salt)})"
+
+
+# -- reductions of a tile ----------------------------------------------------------------------------
+
+
+def elements(b: Builder, reduce: Reduce, over: frozenset[str]) -> str:
+    """A reduction's operand as a full tile in the reduced groups, neutral where no element is."""
+    build_nodes(b, b.need((reduce.operand,)))
+    _spread(b, (reduce.operand,))
+    source, value = b.loops.nodes[reduce.operand], b.variable(reduce.operand)
+    groups = b.a.groups[reduce.operand]
+    if is_logical(reduce):  # zero or one: a half is true, and so is what wraps to zero
+        text = f"{convert(value, source.dtype, torch.bool)}.to(tl.int32)"
+    else:
+        text = convert(value, source.dtype, reduce.dtype)
+    if over - groups or (b.tile.flat and isinstance(source, Constant)):
+        text = f"tl.broadcast_to({text}, {b.shape(groups | over)})"
+    zero = reduce.combine == "sum" and reduce.operand in b.a.zero_in_missing_rows
+    mask = b.mask(over & frozenset({COLS} if zero else {ROWS, COLS}), None)
+    return text if mask is None else f"tl.where({mask}, {text}, {neutral_text(reduce)})"
+
+
+def _reduce(b: Builder, number: int) -> None:
+    """A reduction over the columns of a tile that holds whole rows."""
+    made_of = b.a.moments.get(number)
+    if made_of and not moments.is_exact(b, made_of[0], b.a.size(COLS)):
+        off, squares = moments.operands(b, number)
+        reduce = b.reduction(number)
+        tiles = [elements(b, replace(reduce, operand=n), ALONG) for n in (squares, off)]
+        moments.build_squares(b, number, tiles)
+        return
+    tile = elements(b, b.reduction(number), ALONG)
+    alike = (b.a.level[number], b.a.groups[number]) if number in b.a.sums_along else None
+    b.env[number] = b.let(b.base_of(number), b.folded_along(number, tile, alike))

@@ -1,0 +1,116 @@
+"""Rewrites of a tile program, from block to block.
+
+joined          two sums that do not wait for each other are one reduction
+stored_early    a value that is used on as it is stored is stored where it is rounded
+checked_late    indices are looked at when all else is done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fusion_compiler.codegen.tile import (
+    Assign,
+    Check,
+    Combine,
+    For,
+    If,
+    Statement,
+    Store,
+    Variables,
+    blocks,
+    with_operands,
+)
+
+
+def joined(body: list[Statement]) -> None:
+    """a = sum(x); b = sum(y)  ->  a, b = sums(x, y)    the threads of a program wait for each other once."""
+    for block in blocks(body):
+        i = 0
+        while i < len(block):
+            if (first := _sum(block[i])) is not None and (j := _partner(block, i, first)) is not None:
+                one, other = block[i], block[j]
+                assert (
+                    isinstance(one, Assign) and isinstance(other, Assign) and isinstance(other.value, Combine)
+                )
+                before = sorted(n for n in with_operands(block, (j,)) if i < n < j)
+                both = replace(first, tiles=(*first.tiles, *other.value.tiles), alike=None)
+                moved = [*(block[n] for n in before), Assign((*one.targets, *other.targets), both, one.node)]
+                rest = [s for n, s in enumerate(block[i + 1 :], i + 1) if n != j and n not in before]
+                block[i:] = [*moved, *rest]
+                i += len(before)
+            i += 1
+
+
+def _sum(statement: Statement) -> Combine | None:
+    value = statement.value if isinstance(statement, Assign) else None
+    return value if isinstance(value, Combine) and value.alike is not None else None
+
+
+def _partner(block: list[Statement], i: int, first: Combine) -> int | None:
+    """The next sum that can be made together with that at `i`: what it is made of does not wait for that."""
+    for j in range(i + 1, len(block)):
+        other = _sum(block[j])
+        if other is None or other.alike != first.alike:
+            continue
+        between = [n for n in with_operands(block, (j,)) if i <= n < j]
+        if i not in between and all(isinstance(block[n], Assign) for n in between):
+            return j
+    return None
+
+
+def stored_early(body: list[Statement], roundings: Mapping[int, int]) -> None:
+    """r = round(x); ...; store(x)  ->  r = round(x); store(x); ...    it is held once then and not twice.
+
+    roundings: of the nodes that round, which they do.
+    """
+    for block in blocks(body):
+        moved: set[int] = set()
+        found: list[Statement] = []
+        for i, statement in enumerate(block):
+            if i in moved:
+                continue
+            found.append(statement)
+            value = (
+                roundings.get(statement.node) if isinstance(statement, Assign) and statement.node else None
+            )
+            for j in range(i + 1, len(block)) if value is not None else ():
+                store = block[j]
+                if isinstance(store, Store) and store.node == value and j not in moved:
+                    needed = [n for n in sorted(with_operands(block, (j,))) if n > i and n not in moved]
+                    moved.update(needed)
+                    found += [block[n] for n in needed]
+        block[:] = found
+
+
+def checked_late(body: list[Statement], variables: Variables) -> None:
+    """check(i)  ->  wrong = none; for ...: wrong = last_wrong(wrong, i); ...; check(wrong)
+
+    The program ends in an error when all else is done, so that nothing waits for it; what is wrong in a loop
+    is kept until then.
+    """
+    late: list[Check] = []
+    for position, statement in reversed(list(enumerate(body))):
+        if isinstance(statement, For | If):
+            kept = _kept(statement, variables)
+            body[position:position] = [start for start, _ in kept]
+            late = [check for _, check in kept] + late
+        elif isinstance(statement, Check):
+            del body[position]
+            late.insert(0, statement)
+    body += dict.fromkeys(late)
+
+
+def _kept(block: For | If, variables: Variables) -> list[tuple[Assign, Check]]:
+    """Of the checks in a block, what is kept of each: how it starts, and what is checked in the end."""
+    found: list[tuple[Assign, Check]] = []
+    for inner in blocks([block]):
+        for position, check in enumerate(inner):
+            if isinstance(check, Check):
+                wrong = variables.new("wrong")
+                seen = check.index if check.mask is None else f"tl.where({check.mask}, {check.index}, 0)"
+                inner[position] = Assign((wrong,), f"fm.last_wrong({wrong}, {seen}, {check.bounds})")
+                start = Assign((wrong,), f"tl.full({check.shape}, 0, {check.dtype})")
+                found.append((start, replace(check, index=wrong, mask=None)))
+    return found

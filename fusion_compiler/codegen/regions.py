@@ -1,0 +1,142 @@
+"""What is done for one block of rows: at once where a tile holds them, else in passes over their columns.
+
+There is one pass for each level of reductions that feed each other. It reads every column once, and each of
+its reductions keeps a state (`online_reductions.py`); programs that share the row then exchange what they
+have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion_compiler.codegen.accesses import store_all, store_one
+from fusion_compiler.codegen.axis_map import col_end, col_loop, cols_at
+from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.codegen.exchange import exchange
+from fusion_compiler.codegen.nodes import build_nodes, build_row_values
+from fusion_compiler.codegen.online_reductions import (
+    Running,
+    complete_after,
+    first_of,
+    scaled,
+    states_of,
+)
+from fusion_compiler.codegen.partial_reductions import partial_results
+from fusion_compiler.codegen.rematerialize import forget
+from fusion_compiler.codegen.sums_over_rows import Sums
+from fusion_compiler.ir.loops import COLS, Load, Store, operands_of, store_operands
+from fusion_compiler.schedule.analysis import end_lanes, inner_cols
+from fusion_compiler.schedule.schedule import Cols
+
+
+def whole_block(b: Builder) -> None:
+    """Everything for one block of rows that lies in the tile entirely, stores included."""
+    partial_results(b, b.a.segmented)
+    stores = b.stores_of("main")
+    roots = [*(o for s in stores for o in store_operands(s)), *b.accumulated()]
+    build_row_values(b, roots)
+    build_nodes(b, _pairs_last(b, b.need(roots)))
+    build_nodes(b, b.need(roots))  # what was made of a mean that was corrected since
+    store_all(b, stores)
+
+
+def _pairs_last(b: Builder, numbers: list[int]) -> list[int]:
+    """Nodes in an order in which single loads come first.
+
+    Triton computes in the layout of the last load; the others, which are narrower, go through shared memory.
+    """
+    if not b.a.pairs:
+        return numbers
+    pairs = {n for pair in b.a.pairs.items() for n in pair}
+    nodes = b.loops.nodes
+    single = [
+        n for n in numbers if isinstance(nodes[n], Load) and n not in pairs and not operands_of(nodes[n])
+    ]
+    return [*single, *(n for n in numbers if n not in single)]
+
+
+def passes_over_columns(b: Builder, sums: Sums) -> None:
+    """One block of rows: for each level its pass, with the stores that can be made then; row values last."""
+    reductions = [i for i in b.a.reductions if i not in b.a.finish]
+    stores = list(b.stores_of("main"))
+    by_row = [s for s in stores if COLS not in b.index_groups(s.index)]
+    full = [s for s in stores if s not in by_row]
+    build_row_values(b, (o for s in by_row for o in store_operands(s)))
+    levels = [b.a.level[i] for i in (*reductions, *b.a.segmented)] + [b.a.level[s.value] + 1 for s in full]
+    for number in range(max(levels, default=0)):
+        mine = complete_after(b.a, number + 1)
+        writes = [s for s in full if b.a.level[s.value] == number]
+        pieces = [i for i in b.a.segmented if b.a.level[i] == number + 1]
+        b.set_last_pass(number == max(levels) - 1)
+        if mine or writes or pieces:
+            states = [scaled(b, state) for state in states_of(b.a, mine)]
+            names = _read_columns(b, number, states, pieces, writes, sums)
+            if b.s.splits > 1 and states:
+                exchange(b, states, names)
+                if b.kept:
+                    forget(b, [*(o for s in stores for o in store_operands(s)), *b.accumulated()])
+            for state, own in zip(states, names, strict=True):
+                state.bind(b, own)
+    for store in by_row:
+        build_nodes(b, b.need(store_operands(store)))
+        store_one(b, store)
+
+
+def _read_columns(
+    b: Builder,
+    level: int,
+    states: Sequence[Running],
+    pieces: Sequence[int],
+    stores: Sequence[Store],
+    sums: Sums,
+) -> list[tuple[str, ...]]:
+    """A loop over this program's columns, or the tile where it holds them all; the folded states' names.
+
+    pieces: reductions over segments, of which every block stores its part.
+    """
+    wanted = [o for i in (*first_of(states), *pieces) for o in operands_of(b.loops.nodes[i])]
+    wanted += [o for s in stores for o in store_operands(s)]
+    build_nodes(b, (i for i in b.need(wanted) if COLS not in b.a.groups[i]))
+    if b.s.cols is Cols.LOOP:
+        return _loop(b, states, wanted, pieces, stores)
+    names = [tuple(b.variables.new(b.base_of(n)) for n in state.numbers) for state in states]
+    build_nodes(b, b.need(wanted))
+    partial_results(b, pieces)
+    sums.add_block(b, level)
+    for state, own in zip(states, names, strict=True):
+        state.single(b, own)
+    for store in stores:
+        store_one(b, store)
+    for state, own in zip(states, names, strict=True):
+        state.fold(b, own)
+    return names
+
+
+def _loop(
+    b: Builder,
+    states: Sequence[Running],
+    wanted: Sequence[int],
+    pieces: Sequence[int],
+    stores: Sequence[Store],
+) -> list[tuple[str, ...]]:
+    """Whole blocks in a loop, without a mask; then what is left of the row, in a tile that is as narrow."""
+    inner, lanes = inner_cols(b.a, b.s), end_lanes(b.a, b.s)
+    names = [state.start(b) for state in states]
+
+    def block(start: str, inside: bool, ending: bool) -> None:
+        cols_at(b, start, inside)
+        build_nodes(b, b.need(wanted))
+        for state, own in zip(states, names, strict=True):
+            (state.end if ending else state.step)(b, own)
+        partial_results(b, pieces)
+        for store in stores:
+            store_one(b, store)
+
+    with b.inside(col_loop(b, inner)):
+        block("start", inside=lanes > 0, ending=False)
+    for state, own in zip(states, names, strict=True):
+        state.fold(b, own)
+    if lanes:
+        with b.inside(col_end(b, inner, lanes), lanes):
+            block(str(inner), inside=False, ending=True)
+    return names

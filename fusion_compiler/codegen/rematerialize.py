@@ -1,0 +1,36 @@
+"""Compute again rather than keep: what a program's registers hold while it waits for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fusion_compiler.codegen.accesses import converted
+from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, operands_of
+from fusion_compiler.ir.ops import spec_of
+
+WHOLE = frozenset({ROWS, COLS})
+
+
+def forget(b: Builder, wanted: Iterable[int]) -> None:
+    """Before `wanted` is built: tiles are computed again from what was loaded, but for those which it reads
+    that took special functions."""
+    read = {o for n in b.need(wanted) for o in operands_of(b.loops.nodes[n])}
+    for number in sorted(b.env):
+        node = b.loops.nodes[number] if number >= 0 else None
+        if number in b.kept:
+            assert isinstance(node, Load)
+            again = converted(b, node).replace("{}", f"fm.again({b.kept[number]})")
+            b.env[number] = b.let(b.variables.base(b.env[number]), again, number)
+        elif isinstance(node, Compute) and b.a.groups[number] == WHOLE:
+            if number not in read or not takes_long(b, number):
+                del b.env[number]
+
+
+def takes_long(b: Builder, number: int) -> bool:
+    """Whether a tile takes special functions to compute from what was loaded."""
+    node = b.loops.nodes[number]
+    if not isinstance(node, Compute) or b.a.groups[number] != WHOLE:
+        return False
+    spec = spec_of(node.target)
+    return spec is None or spec.special > 0 or any(takes_long(b, o) for o in operands_of(node))

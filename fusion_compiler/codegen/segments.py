@@ -1,0 +1,93 @@
+"""Reductions over segments of each row, whole ones of which a tile has: those of block-scaled formats, say.
+
+    segment_max = fm.maximum_of(tl.reshape(abs_1, [16, 128]), 1, False)
+    div = tl.maximum(segment_max, 0.0001) / 448.0                                  # one for each segment
+    tl.store(out1_ptr + row * 16 + segment, div)
+    each_div = tl.reshape(tl.broadcast_to(div[:, None], [16, 128]), [2048])        # for its elements
+
+What is computed from such values alone has one value for each segment as well.
+"""
+
+from __future__ import annotations
+
+from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.codegen.expression import decompose, dim_text, index_text
+from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.ir.loops import COLS, ROWS, Axis, Compute, Reduce, Store, operands_of, segment_of
+
+NARROW = "narrow"  # with a node, the variable that has one value for each segment
+
+
+def narrow(b: Builder) -> dict[int, Reduce]:
+    """The values that are the same for all elements of a segment, with a reduction that they come from."""
+    found: dict[int, Reduce] = {}
+    for i, node in enumerate(b.loops.nodes):
+        operands = operands_of(node)
+        if isinstance(node, Reduce) and not node.over:
+            found[i] = node
+        elif isinstance(node, Compute) and (made_of := [found[o] for o in operands if o in found]):
+            if all(o in found or COLS not in b.a.groups[o] for o in operands):
+                found[i] = made_of[0]
+    return found
+
+
+def _tile(b: Builder, reduce: Reduce) -> tuple[list[int], int]:
+    """(shape of the tile of such values, columns of a segment)."""
+    length = segment_of(b.loops, reduce.kept)
+    assert length is not None
+    rows = [] if b.tile.flat else [b.s.block_rows if ROWS in b.a.groups[reduce.operand] else 1]
+    return [*rows, b.tile.lanes // length], length
+
+
+def reduced(b: Builder, number: int, tile: str) -> None:
+    """The reduction of each segment of a tile."""
+    shape, length = _tile(b, b.reduction(number))
+    text = f"tl.reshape({tile}, {[*shape, length]})"
+    folded = b.folded(number, text, str(len(shape)), keep=False)
+    b.named[NARROW, number] = b.let(f"segment_{b.reduction(number).combine}", folded, number)
+
+
+def spread(b: Builder, number: int, what: int | None = None) -> None:
+    """A value of segments for each of their elements; what: another that is made of it."""
+    shape, length = _tile(b, narrow(b)[number])
+    what = number if what is None else what
+    value = b.named[NARROW, what]
+    index = ", ".join(":" for _ in shape)
+    each = f"tl.broadcast_to({value}[{index}, None], {[*shape, length]})"
+    text = f"tl.reshape({each}, {[*shape[:-1], shape[-1] * length]})"
+    b.env[what] = b.let(f"each_{b.variables.base(value)}", text)
+
+
+def is_stored(b: Builder, store: Store) -> bool:
+    """Whether one value for each segment is stored."""
+    if store.within is not None or (reduce := narrow(b).get(store.value)) is None:
+        return False
+    last = b.a.first[COLS] + len(_outer(b, reduce))
+    return all(0 <= k < last for k, _ in store.index.terms)
+
+
+def store(b: Builder, store: Store) -> None:
+    """That store, of a value that is built."""
+    reduce = narrow(b)[store.value]
+    shape, length = _tile(b, reduce)
+    outer = _outer(b, reduce)
+    merged, whole = b.a.merged(store.index)
+    start = [] if b.tile.start is None else [f"{b.tile.start} // {length}"]
+    lanes = f"tl.arange(0, {shape[-1]})" + ("" if b.tile.flat else "[None, :]")
+    segment = b.once(("segment", length), "segment", " + ".join([*start, lanes]))
+
+    def variable(k: int) -> str:
+        if b.loops.axes[k].group == ROWS:
+            return "row" if k in whole else b.axis(k)
+        return decompose(outer, k - b.a.first[COLS], segment)
+
+    masks = [b.tile.row_mask] if b.tile.row_mask else []
+    masks += [f"({segment} * {length} < {dim_text(b.a.size(COLS))})"] if b.tile.col_mask else []
+    pointer = f"{b.pointers[store.buffer]} + {index_text(merged, variable, b.variable)}"
+    value = b.named[NARROW, store.value]
+    b.add(StoreStatement(pointer, value, " & ".join(masks) or None, store.value))
+
+
+def _outer(b: Builder, reduce: Reduce) -> tuple[Axis, ...]:
+    """The axes of the columns of which each point is a segment."""
+    return tuple(axis for k, axis in enumerate(b.loops.axes) if axis.group == COLS and k in reduce.kept)

@@ -1,0 +1,60 @@
+"""Reductions over the rows: accumulated block by block, folded at the end to one partial result a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.codegen.monoids import fold_text, is_logical, step_text
+from fusion_compiler.codegen.nodes import elements
+from fusion_compiler.codegen.online_reductions import accumulator
+from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.schedule.analysis import accumulated_groups
+
+
+class Sums:
+    """The reductions over rows of a program, by the variables that hold them; what the block at hand is not
+    yet added to is pending."""
+
+    def __init__(self, variables: Mapping[int, str] | None = None) -> None:
+        self.variables = dict(variables or {})
+        self.pending: set[int] = set()
+
+    @classmethod
+    def of_blocks(cls, b: Builder) -> Sums:
+        """Accumulators, before a loop over blocks of rows."""
+        groups = {i: accumulated_groups(b.a, b.s, i) for i in b.a.across_rows}
+        return cls({i: accumulator(b, i, own) for i, own in groups.items()})
+
+    @classmethod
+    def of_tile(cls, b: Builder) -> Sums:
+        """Without a loop the tile itself is the accumulator."""
+        return cls({i: b.let("tile", elements(b, b.reduction(i), b.a.over(i))) for i in b.a.across_rows})
+
+    def begin_block(self) -> None:
+        self.pending = set(self.variables)
+
+    def add_block(self, b: Builder, level: int) -> None:
+        """Add the block at hand to those whose operands so many passes over it complete."""
+        for number in [n for n in self.variables if n in self.pending and b.a.level[n] <= level]:
+            self.pending.remove(number)
+            b.line(step_text(b.reduction(number), self.variables[number], _block(b, number)))
+
+    def folded(self, b: Builder, number: int) -> str:
+        """An accumulator over row blocks, folded to this program's result: [1, cols], or one element."""
+        reduce, text = b.reduction(number), self.variables[number]
+        if b.tile.flat:
+            return fold_text(reduce, text, "0", keep=False) if COLS in reduce.over else text
+        if COLS in reduce.over:
+            text = fold_text(reduce, text, "1", keep=True)
+        return fold_text(reduce, text, "0", keep=True)
+
+
+def _block(b: Builder, number: int) -> str:
+    """What a block adds to a sum over rows: its tile, or the sum of it where the rows have no lanes."""
+    reduce = b.reduction(number)
+    text = elements(b, reduce, reduce.over)
+    if b.tile.flat or ROWS in accumulated_groups(b.a, b.s, number):
+        return text
+    text = fold_text(reduce, text, "0", keep=True)
+    return f"({text}).to(tl.int32)" if is_logical(reduce) else text

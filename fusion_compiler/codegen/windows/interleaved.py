@@ -1,0 +1,100 @@
+"""Elements and their right neighbours, moved together.
+
+What takes every other element of a row, and then those between them, would touch each sector twice and move
+two bytes at a time; so would what makes them. As one access of twice the columns both move whole words:
+
+    pair = first_col * 2 + tl.arange(0, 2 * 1024)
+    x, y = tl.split(tl.load(in0_ptr + pair).reshape(1024, 2))
+    tl.store(out0_ptr + pair, tl.interleave(x, y))
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.codegen.expression import convert, decompose, dim_text, index_text
+from fusion_compiler.codegen.tile import Assign
+from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.ir.dims import simple
+from fusion_compiler.ir.loops import COLS, ROWS, Index, Load, Store
+from fusion_compiler.schedule.analysis import Analysis
+
+PAIR = "pair"  # the variable with the element numbers of twice the columns
+
+
+def pair_of(b: Builder, number: int) -> tuple[int, int] | None:
+    """A load and that of the elements beside it, where neither is built yet."""
+    found = next((pair for pair in b.a.pairs.items() if number in pair), None)
+    if found is None or b.s.skewed or any(n in b.env for n in found):
+        return None
+    left = b.loops.nodes[found[0]]
+    assert isinstance(left, Load)
+    return None if left.buffer in b.empty else found
+
+
+def load(b: Builder, pair: tuple[int, int]) -> None:
+    """Two loads as one of twice the columns."""
+    left = b.loops.nodes[pair[0]]
+    assert isinstance(left, Load)
+    pointer, mask = _address(b, left.buffer, left.index)
+    shape = f"{b.shape(b.index_groups(left.index))[1:-1]}, 2"
+    base = b.pointers[left.buffer].removesuffix("_ptr")
+    then = f"tl.split({convert(f'{{}}.reshape({shape})', b.dtypes[left.buffer], left.dtype)})"
+    variables = tuple(b.variables.new(base) for _ in pair)
+    b.add(Assign(variables, b.loaded(left, pointer, mask, then), pair[0]))
+    b.env.update(zip(pair, variables, strict=True))
+
+
+def store(b: Builder, left: Store, right: Store) -> None:
+    """Two stores as one; the values are built."""
+    groups = b.index_groups(left.index)
+    values: list[str] = []
+    for number in (left.value, right.value):
+        text = convert(b.variable(number), b.loops.nodes[number].dtype, b.dtypes[left.buffer])
+        whole = b.a.groups[number] == groups
+        values.append(text if whole else f"tl.broadcast_to({text}, {b.shape(groups)})")
+    pointer, mask = _address(b, left.buffer, left.index)
+    b.add(StoreStatement(pointer, f"tl.interleave({', '.join(values)})", mask))
+
+
+def can_be_stored(b: Builder, left: Store) -> bool:
+    return not b.s.skewed and b.dtypes[left.buffer] is not torch.bool
+
+
+def _address(b: Builder, buffer: str, index: Index) -> tuple[str, str | None]:
+    """(addresses of elements and their right neighbours, mask): the index over twice the columns."""
+    last = len(b.loops.axes) - 1
+    axes = (*b.loops.axes[:last], replace(b.loops.axes[last], size=simple(b.loops.axes[last].size * 2)))
+    wide = Analysis(replace(b.loops, axes=axes))
+    terms = tuple((k, c if k != last else 1) for k, c in index.terms)
+    merged, whole = wide.merged(Index(index.const, terms))
+
+    def variable(number: int) -> str:
+        if axes[number].group == ROWS:
+            return "row" if number in whole else b.axis(number)
+        text = _columns(b)
+        if number not in whole and len(wide.axes[COLS]) > 1:
+            position = number - wide.first[COLS]
+            return b.once(
+                (PAIR, position + 1), f"{PAIR}_{position}", decompose(wide.axes[COLS], position, text)
+            )
+        return text
+
+    pointer = f"{b.pointers[buffer]} + {index_text(merged, variable, b.variable)}"
+    masks = [b.tile.row_mask if ROWS in b.index_groups(index) else None]
+    if b.tile.col_mask:
+        masks.append(
+            b.once((f"{PAIR}_inside", 0), f"{PAIR}_inside", f"{_columns(b)} < {dim_text(wide.size(COLS))}")
+        )
+    return pointer, " & ".join(m for m in masks if m) or None
+
+
+def _columns(b: Builder) -> str:
+    lanes = f"tl.arange(0, {2 * b.tile.lanes})" + ("" if b.tile.flat else "[None, :]")
+    start = b.tile.start
+    if start is not None:
+        lanes = f"{start if start.isidentifier() else f'({start})'} * 2 + {lanes}"
+    return b.once((PAIR, 0), PAIR, lanes)

@@ -1,0 +1,146 @@
+"""What a fusion plan consists of: clusters, the refusals between them, and what stays an ATen call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+
+from fusion_compiler.ir.dag import OpDag, Source
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.loops import LoopNest
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Why two things did not become one cluster: the rule that spoke first and its numbers.
+
+    saving_us: what merging would have saved (negative: cost). at_most: no kernel of both exists, so that
+    the saving is a bound and no prediction. tensors: what one stores and the other reads, or both read.
+    """
+
+    a: str
+    b: str
+    rule: str
+    reason: str
+    saving_us: float = 0.0
+    at_most: bool = False
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """An op that stays a call, and why. library: it does so on purpose (`passes.fuse.library`)."""
+
+    op: str
+    target: str
+    kind: str
+    reason: str
+    source: Source | None = None
+    library: bool = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A prediction for one cluster on one device.
+
+    bytes_read, bytes_written: device memory traffic after L2. us: predicted time.
+    bound: "memory", "arithmetic", "launch" or "latency".
+    """
+
+    us: float
+    bytes_read: int
+    bytes_written: int
+    flops: int
+    bound: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One ATen call as eager makes it, and the ops of the graph that are its pieces.
+
+    name: of the op that holds its (last) result. kind: its class: "contraction", "normalization",
+    "element-wise", "random", "opaque" or "layout". inputs, outputs: the tensors that it reads and stores, by
+    op name. words_read, words_written: their elements. flops: of floating point, random numbers aside.
+    """
+
+    name: str
+    target: str
+    kind: str
+    ops: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    words_read: int
+    words_written: int
+    flops: int
+    cost: Cost
+    source: Source | None = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ops that become one kernel. `ops` in topological order; `inputs` and `outputs` are op names.
+
+    horizontal: further tile programs that share the launch, independent of `loops` and of each other.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    loops: LoopNest
+    cost: Cost
+    eager: tuple[Call, ...]  # what eager would run for the same ops
+    pattern: str | None = None
+    horizontal: tuple[LoopNest, ...] = ()
+
+    @property
+    def beside(self) -> tuple[LoopNest, ...]:
+        """The old name of `horizontal`, which goes with version 0.2."""
+        warnings.warn("Cluster.beside is now Cluster.horizontal", DeprecationWarning, stacklevel=2)
+        return self.horizontal
+
+    @property
+    def nests(self) -> tuple[LoopNest, ...]:
+        return (self.loops, *self.horizontal)
+
+    @property
+    def eager_us(self) -> float:
+        """What eager's calls for the same ops would take."""
+        return sum(call.cost.us for call in self.eager)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a graph's plan was decided for, so that it can be decided again.
+
+    hints: the sizes that symbols had. matches: where patterns were found (`passes.patterns.match.Match`).
+    """
+
+    device: DeviceSpec
+    hints: Mapping[sympy.Symbol, int]
+    numerics: str = "float32"
+    matches: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """All decisions for one graph, as data. `dag` is the graph that they were made for.
+
+    calls: what eager would run for the whole graph. solved: what `passes.fuse.cluster.solve` found, for
+    questions that are asked next; None where it was let go, as it is large.
+    """
+
+    name: str
+    dag: OpDag
+    clusters: tuple[Cluster, ...]
+    leftovers: tuple[Leftover, ...]
+    rejections: tuple[Rejected, ...]
+    device: str
+    calls: tuple[Call, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict[str, str])
+    setting: Setting | None = None
+    solved: Any = field(default=None, repr=False, compare=False)

@@ -1,0 +1,126 @@
+"""Clusters that end in a block-scaled quantisation: one kernel, its scales beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusion_compiler as fc
+from benchmarks.block_scaled import F8, groups_of_128, layer_norm, mx, rms_norm
+from benchmarks.block_scaled import swiglu as swiglu_of
+from fusion_compiler.codegen.emit import schedules_of
+from tests.exactness import Compiled, Schedules, cramped, wide
+
+Quantise = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+def swiglu(x: Tensor, w: Tensor) -> Tensor:
+    return swiglu_of(*x.chunk(2, -1))
+
+
+def gelu(x: Tensor, w: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+def check(ours: tuple[Tensor, ...], eager: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> None:
+    """Dequantised no further from the truth than eager's; few of the quantised differ, between two."""
+    found, known = (
+        q.double().unflatten(-1, (s.shape[-1], -1)) * s.double()[..., None] for q, s in (ours, eager)
+    )
+    exact = truth[0].unflatten(-1, found.shape[-2:])
+    assert ours[0].dtype is F8 and ours[1].dtype is eager[1].dtype
+    assert (found - exact).abs().max() <= 1.1 * (known - exact).abs().max()
+    torch.testing.assert_close(ours[1], eager[1], rtol=0.01, atol=0)
+    differ = (ours[0].float() != eager[0].float()).double().mean()
+    assert differ < 2e-3, f"{differ:.2%} of the quantised differ"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("quantise", [groups_of_128, mx])
+@pytest.mark.parametrize("function", [rms_norm, layer_norm, swiglu, gelu])
+@pytest.mark.parametrize("shape", [(5, 256), (3, 2, 1280), (2, 20480), (1, 65536), (2, 131072)], ids=str)
+def test_one_kernel(
+    function: Callable[..., Tensor], quantise: Quantise, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x, w = torch.randn(*shape, dtype=dtype), torch.randn(shape[-1], dtype=dtype)
+
+    def quantised(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return quantise(function(x, w))
+
+    fast = fc.compile(quantised, backend="interpret", strict=True)
+    with torch.no_grad():
+        ours = fast(x, w)
+        check(ours, quantised(x, w), (function(*wide((x, w))),))
+    (plan,) = fast.plan
+    assert len(plan.clusters) == 1 and not plan.leftovers, plan
+
+
+@pytest.mark.parametrize("schedules", [cramped, schedules_of])
+@pytest.mark.parametrize("schedule", range(8))
+@pytest.mark.parametrize("quantise", [groups_of_128, mx])
+@pytest.mark.parametrize("shape", [(7, 384), (6, 512)], ids=str)
+def test_any_schedule(
+    schedules: Schedules, schedule: int, quantise: Quantise, shape: tuple[int, int]
+) -> None:
+    def quantised(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+        y = x + r
+        return (*quantise(rms_norm(y, w)), y)
+
+    x, w, r = (
+        torch.randn(*shape).bfloat16(),
+        torch.randn(shape[-1]).bfloat16(),
+        torch.randn(*shape).bfloat16(),
+    )
+    fast = Compiled(quantised, schedule=schedule, schedules=schedules)
+    with torch.no_grad():
+        ours, eager = fast(x, w, r), quantised(x, w, r)
+        check(ours[:2], eager[:2], (rms_norm((x + r).double(), w.double()),))
+    assert torch.equal(ours[2], eager[2])
+    (plan,) = fast.plans
+    assert len(plan.clusters) == 1 and not plan.leftovers, plan
+
+
+def test_values_of_segments_are_made_once_for_each() -> None:
+    """Logarithms are taken of a thirty-second of the elements, before any element reads them."""
+    fast = Compiled(lambda x, w: mx(rms_norm(x, w)))
+    with torch.no_grad():
+        fast(torch.randn(4, 512), torch.randn(512))
+    (runner,) = fast.compiler.runners.values()
+    source = runner.candidates[0].kernels[0].source
+    spread = re.findall(r"(each_\w+) = tl.reshape\(tl.broadcast_to", source)
+    assert len(spread) == 1, source
+    assert source.index("log2") < source.index("exp2") < source.index(spread[0])
+
+
+@pytest.mark.parametrize("group", [2, 48, 256])
+def test_other_groups_are_right_too(group: int) -> None:
+    def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.layer_norm(x, (x.shape[-1],)).unflatten(-1, (-1, group))
+        scale = y.abs().amax(-1, keepdim=True)
+        return (y / scale).flatten(-2), scale.squeeze(-1)
+
+    x = torch.randn(4, 768)
+    torch.testing.assert_close(fc.compile(quantised, backend="interpret")(x), quantised(x))
+
+
+def test_sums_and_minima_of_segments_with_what_is_made_of_them() -> None:
+    def centred(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.softmax(x, -1).unflatten(-1, (-1, 16))
+        mean, least = y.sum(-1, keepdim=True) / 16, y.amin(-1, keepdim=True)
+        return (
+            (y - mean).flatten(-2),
+            mean.squeeze(-1) * 2,
+            (y - least).sum((-1, -2)),
+            (mean - least).squeeze(-1),
+        )
+
+    x = torch.randn(6, 160)
+    fast = fc.compile(centred, backend="interpret", strict=True)
+    torch.testing.assert_close(fast(x), centred(x), rtol=1e-5, atol=1e-6)
+    (plan,) = fast.plan
+    assert len(plan.clusters) == 1, plan
