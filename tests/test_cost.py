@@ -208,7 +208,7 @@ MEASURED: tuple[tuple[Callable[[], Nest], float], ...] = (
     (cross_entropy_backward, 0.995),
     (rms_norm_backward, 0.97),
     (adamw, 0.99),
-    (group_norm_silu, 0.75),
+    (group_norm_silu, 0.82),
     (rope, 0.98),
 )
 
@@ -419,7 +419,8 @@ def test_sums_over_rows_are_finished_once_where_columns_are_few():
     few, many = column_sum(1 << 17, 1024), column_sum(1 << 7, 1 << 20)
     assert few.bytes_read == many.bytes_read
     outputs = 4 * (1 << 20) / H200.copy_bandwidth * 1e6 / 0.98
-    assert few.us - (many.us - outputs) == pytest.approx(H200.floor_us, abs=0.1)
+    finishing = few.us - (many.us - outputs)
+    assert H200.floor_us < finishing < 2.5 * H200.floor_us  # and what loops take more than single blocks
 
 
 @settings(max_examples=150, deadline=None)

@@ -31,7 +31,7 @@ STALL = 0.316
 LOOPED = 0.98  # of the bandwidth: looped rows, with much in flight each, so that few run at once
 SHARED = 0.9  # rows shared by programs, which wait for each other,
 WAITING, ENOUGH_WAITING = 0.5, 4  # as STALL; resident programs with which all of that is drawn
-EXCHANGE_US = 1.5  # from a program's letter to the answer of the last
+EXCHANGE_US = 1.5  # from a program's message to the answer of the last
 STAGED = 0.98  # of the bandwidth: persistent programs with staged loads (norm backward)
 UNSTAGED = 0.84  # the same without: 1 x 4096, 264 programs of 8 warps 467 us, in three stages 394
 STAGED_SHARED = 0.8  # with staged loads, where programs share rows, and wait for each other
@@ -55,7 +55,7 @@ STAGED_FULL, STAGED_HALF = 8192, 2100
 SHARED_FULL, SHARED_HALF = 16384, 3500  # the same where programs wait for each other,
 SHARED_STALL = 0.16  # during which another program of the multiprocessor goes on
 RUN_ELEMENTS = 6  # that it costs to go from one row of a narrow tile to the next
-LETTER_BYTES = 64  # of L2, for what one program that shares a row tells another
+MESSAGE_BYTES = 128  # of L2, for what one program that shares a row tells another
 SHARP = 8  # how little the start of programs adds to the time while something else takes longer
 
 
@@ -66,7 +66,7 @@ class Run:
     programs: of the grid. share: of the bandwidth, with programs enough. rereads: times that the loads
     in `work.early` are read after the first. flight: rows that are in work at once. slots: programs that
     run at once where each takes long enough for the last, incomplete round to count; else 0.
-    after_us: of exchanges between programs and kernels that finish. letters: bytes of L2 for the exchanges.
+    after_us: of exchanges between programs and kernels that finish. messages: bytes of L2 for the exchanges.
     """
 
     programs: int
@@ -75,7 +75,7 @@ class Run:
     flight: int = 0
     slots: int = 0
     after_us: float = 0.0
-    letters: int = 0
+    messages: int = 0
 
 
 def _run(work: Work, s: Schedule, device: DeviceSpec) -> Run:
@@ -87,21 +87,22 @@ def _run(work: Work, s: Schedule, device: DeviceSpec) -> Run:
     if work.reduced & 1 and groups > 1:  # partial results are written, and read by what finishes
         partial = 2 * work.row_bytes * groups * (cols if work.row_of_sums else 1)
         after = device.floor_us + 1e6 * partial / device.l2_bandwidth
-    passes = max(1, work.phases - 1) + bool(work.early & work.late)
-    letters = passes * LETTER_BYTES * s.splits**2 * rows if s.splits > 1 else 0
+    exchanges = max(1, work.phases - 1)
+    passes = exchanges + bool(work.early & work.late)
+    messages = exchanges * MESSAGE_BYTES * s.splits**2 * rows if s.splits > 1 else 0
     if s.programs is not None and groups * s.block_rows < rows:
         narrow = s.cols is Cols.GRID and s.block_cols < cols
         share = _share_in_turn(s, programs, device) / (1 + narrow * RUN_ELEMENTS / s.block_cols)
-        return Run(programs, share, after_us=after, letters=letters)
+        return Run(programs, share, after_us=after, messages=messages)
     if s.cols is Cols.GRID:
         return Run(programs, 1.0 / _slowdown(s, device, BLOCK_ELEMENTS, ENOUGH), after_us=after)
     resident = _resident(work, s, device)
     slots = resident * device.sms
     if s.splits > 1:
-        rereads, after = passes - 1 if s.cols is Cols.LOOP else 0, after + passes * EXCHANGE_US
+        rereads, after = passes - 1 if s.cols is Cols.LOOP else 0, after + exchanges * EXCHANGE_US
         full = min(1.0, (1 + WAITING / ENOUGH_WAITING) * resident / (resident + WAITING))
         share = SHARED * full / _slowdown(s, device, SHARED_ELEMENTS)
-        return Run(programs, share, rereads, max(1, slots // s.splits) * s.block_rows, slots, after, letters)
+        return Run(programs, share, rereads, max(1, slots // s.splits) * s.block_rows, slots, after, messages)
     if s.cols is Cols.WHOLE:
         share = resident / (resident + STALL) / _slowdown(s, device, BLOCK_ELEMENTS)
         return Run(programs, share, slots=slots, after_us=after)
@@ -165,6 +166,9 @@ class Roofline:
                 dram += moved
         self.dram, self.near = dram, near + work.rewritten()
         self.written = sum(work.bytes_of(work.writes, name, device) for name in work.writes)
+        early = {name for n, name in enumerate(work.tile_loads) if work.early >> n & 1}
+        self.tensors_again = len(early)
+        self.bytes_again = sum(work.bytes_of(work.reads, name, device) for name in early)
         self.arithmetic_us = _arithmetic_us(work, device)
         self.segments_us = _segments_us(work, device)
 
@@ -213,20 +217,20 @@ class Roofline:
         extra = again = 0.0
         moved = self.dram + self.written
         if run.rereads:
-            early = {name for n, name in enumerate(work.tile_loads) if work.early >> n & 1}
-            once = sum(work.bytes_of(work.reads, name, device) for name in early)
+            once = self.bytes_again
             in_work = run.flight / work.count[1]
             if (moved + self.near) * in_work > L2_SHARE * device.l2_bytes:
                 extra = run.rereads * once
             else:
-                crowd = len(early) > 1 and once * in_work > L1_SHARE * device.shared_bytes * device.sms
+                near = L1_SHARE * device.shared_bytes * device.sms
+                crowd = self.tensors_again > 1 and once * in_work > near
                 again = run.rereads * once * (REREAD_SEVERAL if crowd else REREAD)
         parallel = min(1.0, run.programs * SM_SHARE / device.sms)
         left = run.programs % run.slots if run.programs > run.slots > 0 else 0
         idle = max(0.0, device.sms / SM_SHARE - left) if left else 0.0  # in the last round, too few draw
         tail = idle / max(1, run.programs)
         seconds = (moved + extra) * (1 + tail) / (device.copy_bandwidth * run.share * parallel)
-        return 1e6 * (seconds + (self.near + again + run.letters) / (device.l2_bandwidth * parallel)), extra
+        return 1e6 * (seconds + (self.near + again + run.messages) / (device.l2_bandwidth * parallel)), extra
 
 
 def cost(

@@ -23,9 +23,9 @@ class Schedule:
     splits: programs that share a block of rows, each with consecutive columns of all of them; they run at the
     same time and exchange what they reduced, in 32 bits a row and once a block. In a loop over rows,
     `programs` counts the groups of them.
-    word: elements in which rows that begin anywhere are moved (`codegen.skew`): the columns are counted from
-    the word in which the row begins; 0 counts them from its first element. One row a block, or several of a
-    loop that programs share.
+    word: elements in which rows that begin anywhere are moved (`schedule.misaligned`): the columns are
+    counted from the word in which the row begins; 0 counts them from its first element. One row a block, or
+    several of a loop that programs share.
     registers: the most that a thread may take, so that as many programs as are to run at once do.
     """
 

@@ -34,7 +34,7 @@ KINDS: tuple[ModuleType, ...] = (flat, columns, shared_rows, persistent_rows, ro
 MOST_THREADS = 1024  # of a program, on any device
 LEADING = 4  # of the ranking, that have misaligned forms
 # Of the time that the model predicts, what is taken to be true of a schedule that was fast on another device.
-ELSEWHERE, PLACE = 0.9, 0.01  # the more, the further behind it was
+ELSEWHERE, PLACE = 0.8, 0.01  # the more, the further behind it was
 NO_BUFFERS: Mapping[str, BufferInfo] = {}
 
 

@@ -25,6 +25,7 @@ from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 32  # of a multiprocessor: with fewer, rows that are only reduced are shared
 LEAST_PART = 8192  # elements that are worth a program of their own, where programs only reduce
+SHORT = 4096  # columns that a program's registers hold at once in any case
 TYPICAL = ((0, 16384, 8), (0, 4096, 4), (8192, 8192, 8), (16384, 8192, 8))
 
 
@@ -46,7 +47,8 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, TYPICAL)
+    width = a.size(COLS)
+    return () if isinstance(width, int) and width <= SHORT else made(a, device, TYPICAL)
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
