@@ -73,7 +73,7 @@ class Found:
         return tuple(dict.fromkeys((*self.candidates, *whole)))
 
     def program(self, schedule: Schedule) -> Program | str:
-        """The program under a schedule of the first tile program, or why there is none."""
+        """The program under a schedule of the first loop nest, or why there is none."""
         if schedule not in self.programs:
             try:
                 self.programs[schedule] = self._built(schedule)

@@ -1,4 +1,4 @@
-"""One cluster followed through the stages: code, graph, operators, tile program, schedules, Triton.
+"""One cluster followed through the stages: code, graph, operators, loop nest, schedules, Triton.
 
 python -m examples.one_kernel         # needs no GPU: the plan is made for an H200, from shapes alone
 """
@@ -57,7 +57,7 @@ def walk() -> dict[str, str]:
         "code": textwrap.dedent(inspect.getsource(RMSNorm.forward)),
         "graph": re.sub(r";  .* = None", "", plan.dag.module.code),
         "operators": operators(plan.dag),
-        "tile program": tile_program(cluster.loops),
+        "loop nest": loop_nest(cluster.loops),
         "schedules": "\n".join(program.schedule for program in programs),
         "kernel": programs[0].kernels[0].source,
     }
@@ -76,7 +76,7 @@ def operators(dag: OpDag) -> str:
     return "\n".join(lines)
 
 
-def tile_program(loops: LoopNest) -> str:
+def loop_nest(loops: LoopNest) -> str:
     """Axes, then a line for each node, with the dtype that it is computed in, and for each store."""
     axes = [f"{axis.name} < {axis.size} ({axis.group})" for axis in loops.axes]
     nodes = [

@@ -23,7 +23,7 @@ MODES: dict[str | None, dict[str, object]] = {
     "max-autotune": {"cudagraphs": True, "tune": "all"},
     "max-autotune-no-cudagraphs": {"cudagraphs": False, "tune": "all"},
 }
-A_FEW, ALL = 4, 1000  # schedules of a cluster; no template has as many
+A_FEW, ALL = 4, 1000  # schedules of a cluster; no kind of schedules has as many
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Options:
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
     tune: time the four schedules per distinct cluster that look best, on the device; "all": every one that
-        the templates know; False takes the cost model's first.
+        the schedule space knows; False takes the cost model's first.
     cudagraphs: record each graph of static sizes as a CUDA graph at its second call and replay it later;
         its results are overwritten by the next step's (see runtime/cuda_graphs.py).
     progress: show on a terminal what a compilation that takes longer than a second is doing.

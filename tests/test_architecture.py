@@ -27,7 +27,7 @@ SAID = {
         "FakeTensors; nothing here says that this is a norm.",
         "text",
     ),
-    "tile program": (
+    "loop nest": (
         "`passes/fuse/` puts all of them into one cluster, which `passes/patterns/` has a name for. This is "
         "its `LoopNest` (`ir/loops.py`), made by `passes/lower/`; a node names its operands by number. "
         "The conversion to bfloat16 before the last product rounds nothing: numbers are float32 in a kernel, "

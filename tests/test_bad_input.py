@@ -101,7 +101,7 @@ def test_training_goes_on_where_no_kernel_compiles(monkeypatch: pytest.MonkeyPat
 
 def test_a_kernel_that_cannot_be_printed_runs_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(loops: Any, name: str, device: Any) -> Any:
-        raise LookupError(f"no template fits {name}")
+        raise LookupError(f"no schedule runs {name}")
 
     monkeypatch.setattr(emit, "schedules_of", fails)
     x = torch.randn(5, 8)
@@ -111,7 +111,7 @@ def test_a_kernel_that_cannot_be_printed_runs_eager(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(fast(x), torch.tanh(x) @ torch.tanh(x).T)
     assert len(caught) == 1
     torch._dynamo.reset()
-    with pytest.raises(KernelError, match="no template fits tanh"):
+    with pytest.raises(KernelError, match="no schedule runs tanh"):
         fc.compile(torch.tanh, backend="interpret", strict=True)(x)
 
 

@@ -1,4 +1,4 @@
-"""What lowering takes into one tile program, and what compiles although it looks hard."""
+"""What lowering takes into one loop nest, and what compiles although it looks hard."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def test_a_report_is_printed_in_linear_time() -> None:
 
 
 class Experts(nn.Module):
-    """Their gradients run side by side, in kernels of several tile programs each."""
+    """Their gradients run side by side, in kernels of several loop nests each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What legality allows is what the templates can print: for every device, at every width of a row."""
+"""What legality allows is what schedules can run: for every device, at every width of a row."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EVERY_DEVICE = (*WHOLE, *(replace(device_spec(n), sms=sms) for n, sms in (("h200
 
 
 class Made:
-    """A tile program over rows and columns, and its buffers, as forms add to it."""
+    """A loop nest over rows and columns, and its buffers, as forms add to it."""
 
     def __init__(self, rows: Dim, cols: Dim, dtype: torch.dtype) -> None:
         self.sizes, self.dtype = (rows, cols), dtype
@@ -124,7 +124,7 @@ def test_what_is_allowed_can_be_printed(dtype: torch.dtype) -> None:
 
 
 def test_gradients_of_a_norm_where_a_device_has_more_registers() -> None:
-    """An MI300X has twice those of others a multiprocessor, and no template that holds rows twice as wide."""
+    """An MI300X has twice those of others a multiprocessor, and no schedule that holds rows twice as wide."""
     shapes = ((2, 20000), (20000,), (20000,))
     x, weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
 

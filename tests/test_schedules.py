@@ -56,7 +56,7 @@ def test_any_schedule_of_the_grid_gives_the_clusters_results(name: str) -> None:
             torch.testing.assert_close(runner(*found.arguments), reference)
 
 
-def test_the_grid_has_loops_stages_and_what_the_templates_choose() -> None:
+def test_the_grid_has_loops_stages_and_what_the_space_chooses() -> None:
     forward, backward = found_of("LayerNorm")
     assert set(forward.candidates) <= set(forward.grid)
     assert {s.cols for s in forward.grid} == {Cols.WHOLE, Cols.LOOP}

@@ -90,14 +90,14 @@ def test_several_rows_find_room_in_registers(fn: Any) -> None:
 @of_measured_versions
 @pytest.mark.parametrize("width", [23170, 46341])
 @pytest.mark.parametrize("fn", [layer_norm, rms_norm], ids=["LayerNorm", "RMSNorm"])
-def test_several_rows_of_one_skew_find_room_too(fn: Any, width: int) -> None:
+def test_several_rows_of_one_lead_find_room_too(fn: Any, width: int) -> None:
     """And are moved in words: of eight elements, or of four where twice as many programs are in step so."""
-    several = [p for p in backward_programs(fn, width) if re.match("2 x .* skewed", p.schedule)]
+    several = [p for p in backward_programs(fn, width) if re.match("2 x .* misaligned", p.schedule)]
     assert several
     for program in several:
         binary = compile_for(program.kernels[0], "sm_90")
         assert binary.registers <= 128 and binary.spills <= 16
-        copied, stored = ("ca", "v2") if "skewed by 4" in program.schedule else ("cg", "v4")
+        copied, stored = ("ca", "v2") if "misaligned by 4" in program.schedule else ("cg", "v4")
         ptx = binary.asm["ptx"]
         assert ptx.count(f"cp.async.{copied}.shared.global") and ptx.count(f"st.global.{stored}.b32")
         assert ptx.count("bra WAIT") == 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton
 
-# Triton 3.9 keeps more in registers across a wait, and spills; it moves the masked ends of a skewed row one
-# element at a time. What it makes is right, but how well it does is seen, not promised.
+# Triton 3.9 keeps more in registers across a wait, and spills; it moves the masked ends of a misaligned row
+# one element at a time. What it makes is right, but how well it does is seen, not promised.
 MEASURED = (3, 7)
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 of_measured_versions = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Turn a tile program and a schedule into a Program: main kernel, partial sums, finishing.
+"""Turn a loop nest and a schedule into a Program: main kernel, partial sums, finishing.
 
 Tile programs that do not depend on each other share a launch: each takes its part of the grid.
 """
@@ -21,7 +21,7 @@ from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.codegen.finishing import Finishing, finishing_of
 from fusion_compiler.codegen.names import GLOBAL, HEADER, RESERVED, problem
 from fusion_compiler.codegen.nodes import build_nodes
-from fusion_compiler.codegen.partial_reductions import segments_of
+from fusion_compiler.codegen.partial_reductions import partials_of
 from fusion_compiler.codegen.passes import checked_late, joined, stored_early
 from fusion_compiler.codegen.regions import passes_over_columns, whole_block
 from fusion_compiler.codegen.sizes import given_names
@@ -83,9 +83,9 @@ def build(
     doc: str,
     buffers: Mapping[str, Buffer],
 ) -> Program:
-    """The program of one cluster: its tile programs beside each other, each under its schedule.
+    """The program of one cluster: its loop nests beside each other, each under its schedule.
 
-    buffers: describes every loaded or stored name. What the tile programs leave to a second kernel
+    buffers: describes every loaded or stored name. What the loop nests leave to a second kernel
     runs beside each other as well.
     """
     name = f"{name}_" if name in GLOBAL else name
@@ -99,10 +99,10 @@ def build(
     ]
     numbers, tickets = itertools.count(), itertools.count()
     finishings = [finishing_of(a, s, numbers, tickets) for a, s in zip(analyses, schedules, strict=True)]
-    segments = [segments_of(a, s, numbers) for a, s in zip(analyses, schedules, strict=True)]
+    partials = [partials_of(a, s, numbers) for a, s in zip(analyses, schedules, strict=True)]
     named = [
         {**parts.partials, **mailboxes(a, s, i)}
-        for i, (a, s, parts) in enumerate(zip(analyses, schedules, segments, strict=True))
+        for i, (a, s, parts) in enumerate(zip(analyses, schedules, partials, strict=True))
     ]
     scratch = (
         *(b for f in finishings if f is not None for b in f.scratch),
@@ -113,12 +113,12 @@ def build(
         for analysis, schedule, finishing, own in zip(analyses, schedules, finishings, named, strict=True)
     ]
     rest = [(f.loops, f.schedule) for f in finishings if f is not None and f.counter is None]
-    rest += [pair for parts in segments for pair in parts.finishings]
+    rest += [pair for parts in partials for pair in parts.finishings]
     after = [_Assembly(Analysis(loops), schedule, signature, scratch) for loops, schedule in rest]
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
     shown = " beside ".join(str(s) for s in dict.fromkeys(schedules))
-    skewed = any(s.skewed for s in schedules)
+    misaligned = any(s.misaligned for s in schedules)
     return Program(
         tuple(kernels),
         signature.inputs,
@@ -127,7 +127,7 @@ def build(
         signature.sizes,
         signature.derived,
         shown,
-        word=WORD * max((b.dtype.itemsize for b in signature.inputs), default=0) if skewed else 0,
+        word=WORD * max((b.dtype.itemsize for b in signature.inputs), default=0) if misaligned else 0,
     )
 
 
@@ -153,7 +153,7 @@ def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
 
 
 def _suit(one: _Assembly, other: _Assembly) -> bool:
-    """Whether two tile programs lose nothing in one launch.
+    """Whether two loop nests lose nothing in one launch.
 
     It has one number of warps, and the registers of its hungriest part for all: what runs with few
     of them alone would have fewer programs on a multiprocessor, unless all have enough anyway.
@@ -188,7 +188,7 @@ def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
 def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str, Buffer]:
     """Scratch of programs that share rows: what each sends to each, message by message, for every row.
 
-    By the name that the builder knows it under; position: of the tile program in its cluster.
+    By the name that the builder knows it under; position: of the loop nest in its cluster.
     """
     if schedule.splits == 1:
         return {}
@@ -203,7 +203,7 @@ def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str
 
 
 class _Assembly:
-    """One tile program under a schedule, with the parameters of the kernels that it may be part of."""
+    """One loop nest under a schedule, with the parameters of the kernels that it may be part of."""
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ class _Assembly:
 
 def text_of(b: Builder) -> str:
     """The text of a tile program, rewritten."""
-    in_pairs = b.s.skewed or right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
+    in_pairs = b.s.misaligned or right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
     if not b.s.in_passes and not in_pairs:
         rounded = {i: n for i, n in enumerate(b.loops.nodes) if rounding_of(n) is not None}
         stored_early(b.body, {i: operands_of(n)[0] for i, n in rounded.items()})

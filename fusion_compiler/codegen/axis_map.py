@@ -32,8 +32,8 @@ def place_cols(b: Builder, program: str, share: Dim) -> tuple[str, tuple[Dim, ..
         return _place_part(b, number, share)
     if b.s.cols is Cols.GRID:
         return _place_block(b, number, share)
-    if b.s.skewed:
-        misaligned.skew_at(b, number)
+    if b.s.misaligned:
+        misaligned.lead_at(b, number)
     if b.s.cols is Cols.WHOLE:
         cols_at(b, None)
     return number, (share,)
@@ -45,8 +45,8 @@ def _place_part(b: Builder, program: str, share: Dim) -> tuple[str, tuple[Dim, .
     b.define(shared, f"{program} // {b.s.splits}")
     b.define("part", f"{program} % {b.s.splits}")
     b.define("first_col", f"part * {dim_text(part_cols(b.a, b.s))}")
-    if b.s.skewed:
-        misaligned.skew_at(b, shared)
+    if b.s.misaligned:
+        misaligned.lead_at(b, shared)
     if b.s.cols is Cols.WHOLE:
         cols_at(b, "first_col")
     return shared, (product((share, b.s.splits)),)
@@ -64,8 +64,8 @@ def _place_block(b: Builder, program: str, share: Dim) -> tuple[str, tuple[Dim, 
     else:
         b.define("first_col", f"{program} % {dim_text(blocks)} * {b.s.block_cols}")
         program = f"({program} // {dim_text(blocks)})"
-    if b.s.skewed:
-        misaligned.skew_at(b, program)
+    if b.s.misaligned:
+        misaligned.lead_at(b, program)
     cols_at(b, "first_col")
     return program, (product((blocks, share)),)
 
@@ -77,7 +77,7 @@ def rows_at(b: Builder, start: str) -> None:
             b.define("row", start)
     else:
         _rows_from(b, start)
-    if b.s.skewed:
+    if b.s.misaligned:
         misaligned.row_begins(b)
 
 
@@ -99,7 +99,7 @@ def cols_at(b: Builder, start: str | None, inside: bool = False) -> None:
     """
     b.tile = replace(b.tile, start=start)
     lanes = f"tl.arange(0, {b.tile.lanes})" + ("" if b.tile.flat else "[None, :]")
-    if b.s.skewed:
+    if b.s.misaligned:
         misaligned.cols_at(b, start, lanes, inside)
         return
     b.define("col", lanes if start is None else f"{start} + {lanes}")
@@ -113,7 +113,7 @@ def cols_at(b: Builder, start: str | None, inside: bool = False) -> None:
 def row_loop(b: Builder, program: str, programs: int) -> For:
     """The loop over blocks of rows that programs take in turn."""
     step = programs * b.s.block_rows
-    alone = program == "0" or b.s.block_rows == 1 or b.s.skewed  # its first block begins there
+    alone = program == "0" or b.s.block_rows == 1 or b.s.misaligned  # its first block begins there
     start = program if alone else f"{program} * {b.s.block_rows}"
     return b.loop("first_row", f"tl.range({start}, {dim_text(b.a.size(ROWS))}, {step}{b.stages()})")
 

@@ -1,4 +1,4 @@
-"""The programs of a cluster: its tile programs under the best of their schedules."""
+"""The programs of a cluster: its loop nests under the best of their schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion_compiler.schedule.space import refusal, schedules
 
 
 def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Schedules of one tile program, best guess first. Raises LookupError if there are none."""
+    """Schedules of one loop nest, best guess first. Raises LookupError if there are none."""
     found = schedules(loops, device)
     if not found:
         raise LookupError(f"no schedule runs {name}: {refusal(Analysis(loops), device)}")
@@ -34,7 +34,7 @@ def emit(
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
     found = [_program(nests, first, choices, name, doc, buffers) for first in choices[0][:limit]]
-    plain = [tuple(s for s in schedules if not s.skewed) for schedules in choices]
+    plain = [tuple(s for s in schedules if not s.misaligned) for schedules in choices]
     if all(plain) and all(program.word for program in found):
         found.append(_program(nests, plain[0][0], plain, name, doc, buffers))
     return tuple(found)
@@ -48,7 +48,7 @@ def program_of(
     buffers: Mapping[str, Buffer],
     device: DeviceSpec,
 ) -> Program:
-    """The program of one cluster with a schedule of its first tile program."""
+    """The program of one cluster with a schedule of its first loop nest."""
     choices = [schedules_of(loops, name, device) for loops in nests]
     return _program(nests, first, choices, name, doc, buffers)
 

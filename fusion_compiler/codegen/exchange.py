@@ -79,7 +79,7 @@ def _merge_rows(
     received: Sequence[tuple[tuple[str, ...], str]],
 ) -> None:
     """Row by row: tiles over the rows and the parts would be laid out anew, and waited for each time."""
-    messages = [b.variables.new("letters") for _ in received]
+    messages = [b.variables.new("messages") for _ in received]
     for message, (_, take) in zip(messages, received, strict=True):
         b.add(Wait((message,), take))
     with b.inside(b.loop("r", f"tl.static_range({b.s.block_rows})")), b.one_row():

@@ -1,7 +1,7 @@
 """What follows the reductions over rows that several programs share.
 
 Each program leaves one partial result in scratch memory. The sum of these, and every op that waits for
-it, is a tile program of its own: where it is one element wide the last program to arrive runs it (a
+it, is a loop nest of its own: where it is one element wide the last program to arrive runs it (a
 ticket counter tells); where it is a row, or of so many programs that the counter would take longer, a
 second kernel does.
 """
@@ -39,7 +39,7 @@ MOST_TICKETS = 4096
 
 @dataclass(frozen=True)
 class Finishing:
-    """What follows the sums over rows of a tile program, once the programs that share them are done.
+    """What follows the sums over rows of a loop nest, once the programs that share them are done.
 
     partials: one partial result a program. loops, schedule: what adds them up, and all that waits for
     it. counter: of the programs that are done, where the last of them runs that; else a second kernel.
@@ -92,7 +92,7 @@ def _partial(analysis: Analysis, position: int, number: int, programs: int) -> B
 
 
 def finishing(analysis: Analysis, programs: int, partials: tuple[str, ...]) -> LoopNest:
-    """The tile program that sums the partial results and computes what waits for them."""
+    """The loop nest that sums the partial results and computes what waits for them."""
     loops = analysis.loops
     cols = analysis.axes[COLS] if analysis.ends_in_a_row else ()
     group = ROWS if cols else COLS  # one element wide: the partials are the row

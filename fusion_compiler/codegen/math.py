@@ -515,8 +515,8 @@ def corrected(mean, squares, left, count):
 
 
 @triton.jit
-def load_behind(pointer, first, skew, count: tl.constexpr, width: tl.constexpr = 0):
-    """`count` elements from `first - skew` on: whole words are loaded, and moved by `skew` elements.
+def load_behind(pointer, first, lead, count: tl.constexpr, width: tl.constexpr = 0):
+    """`count` elements from `first - lead` on: whole words are loaded, and moved by `lead` elements.
 
     pointer: of elements of two or four bytes, the first of a word of 16 bytes. first: a multiple of a word's
     elements. width: how many elements there are; those before them are zero, those behind them anything.
@@ -524,7 +524,7 @@ def load_behind(pointer, first, skew, count: tl.constexpr, width: tl.constexpr =
     """
     bits: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
     size: tl.constexpr = 128 // bits  # elements of a word
-    words = (first - skew // size * size) // size + tl.arange(0, count // size)[:, None]
+    words = (first - lead // size * size) // size + tl.arange(0, count // size)[:, None]
     halves = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + words * 2 + tl.arange(0, 2)[None, :]
     if width == 0:
         before, here = tl.load(halves - 2), tl.load(halves)
@@ -534,7 +534,7 @@ def load_behind(pointer, first, skew, count: tl.constexpr, width: tl.constexpr =
         here = tl.load(halves, mask=(words >= 0) & (words < count_of_words), other=0)
     low, middle = tl.split(before)
     high, last = tl.split(here)
-    bits_behind = skew % size * bits
+    bits_behind = lead % size * bits
     near = bits_behind < 64
     low, middle, high = tl.where(near, middle, low), tl.where(near, high, middle), tl.where(near, last, high)
     shift = (bits_behind % 64).to(tl.uint64)
@@ -552,9 +552,9 @@ def apart(words, dtype: tl.constexpr, count: tl.constexpr):
     return tl.reshape(halves, [count]).to(dtype, bitcast=True)
 
 
-# How often a program looks for letters before it ends in an error: for minutes, as a look takes 0.7 us.
+# How often a program looks for messages before it ends in an error: for minutes, as a look takes 0.7 us.
 PATIENCE = tl.constexpr(1 << 28)
-UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it every letter differs from zero
+UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it every message differs from zero
 
 
 @triton.jit
@@ -565,7 +565,7 @@ def send(mail, value, part, parts, splits: tl.constexpr, rows=1, apart: tl.const
     of 32 bits. part: this program's number; parts: all numbers, 0, 1, ... to a power of two. A value of
     [n, 1] is that of n rows, each so many rows `apart` from the next; rows: how many exist from the first on.
 
-    A letter is the value with a mark above it, in one store, so that nothing has to be ordered (the status
+    A message is the value with a mark above it, in one store, so that nothing has to be ordered (the status
     words of Merrill and Garland's decoupled look-back, 2016). The programs of one row run at the same time:
     the launcher sees to it (`binding.Entry.apart`).
     """
@@ -574,25 +574,25 @@ def send(mail, value, part, parts, splits: tl.constexpr, rows=1, apart: tl.const
 
 @triton.jit
 def send_pair(mail, first, second, part, parts, splits: tl.constexpr, rows=1, apart: tl.constexpr = 1):
-    """The same for two float32 values in one letter, where no bit is left for a mark."""
+    """The same for two float32 values in one message, where no bit is left for a mark."""
     first = tl.where(first == first, first, float("nan"))  # a NaN of the user's may be any
     low, high = (first.to(tl.uint32, bitcast=True) ^ UNSENT).to(tl.int64), second.to(tl.uint32, bitcast=True)
     post(mail, low | (high.to(tl.int64) << 32), part, parts, splits, rows, apart)
 
 
 @triton.jit
-def post(mail, letter, part, parts, splits: tl.constexpr, rows, apart: tl.constexpr):
-    """The letter of one row, or of each, to all parts."""
-    if len(letter.shape) == 2:
-        for r in tl.static_range(letter.shape[0]):
-            one = tl.sum(tl.sum(tl.where(row_numbers(letter.shape[0]) == r, letter, 0), axis=0), axis=0)
+def post(mail, message, part, parts, splits: tl.constexpr, rows, apart: tl.constexpr):
+    """The message of one row, or of each, to all parts."""
+    if len(message.shape) == 2:
+        for r in tl.static_range(message.shape[0]):
+            one = tl.sum(tl.sum(tl.where(row_numbers(message.shape[0]) == r, message, 0), axis=0), axis=0)
             box, inside = (
                 mail + (r * apart * splits + parts) * splits + part,
                 (parts < splits) & (r * apart < rows),
             )
             tl.atomic_xchg(box, one + parts * 0, mask=inside, sem="relaxed")
     else:
-        tl.atomic_xchg(mail + parts * splits + part, letter + parts * 0, mask=parts < splits, sem="relaxed")
+        tl.atomic_xchg(mail + parts * splits + part, message + parts * 0, mask=parts < splits, sem="relaxed")
 
 
 @triton.jit
@@ -613,20 +613,20 @@ def receive(mail, value, part, parts, splits: tl.constexpr, neutral, rows=1, apa
 
     Where `value` is that of several rows: a tuple of that for each of them.
     """
-    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
+    messages = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
     if len(value.shape) == 2:
         theirs = ()
         for r in tl.static_range(value.shape[0]):
-            theirs = theirs + (opened(letters[r], value, (parts < splits) & (r * apart < rows), neutral),)
+            theirs = theirs + (opened(messages[r], value, (parts < splits) & (r * apart < rows), neutral),)
         return theirs
     else:
-        return opened(letters, value, parts < splits, neutral)
+        return opened(messages, value, parts < splits, neutral)
 
 
 @triton.jit
-def opened(letters, value, inside, neutral):
-    """The values in letters."""
-    return tl.where(inside, letters.to(tl.uint32).to(value.dtype, bitcast=True), neutral)
+def opened(messages, value, inside, neutral):
+    """The values in messages."""
+    return tl.where(inside, messages.to(tl.uint32).to(value.dtype, bitcast=True), neutral)
 
 
 @triton.jit
@@ -634,67 +634,67 @@ def receive_pair(
     mail, value, part, parts, splits: tl.constexpr, neutral, other_neutral, rows=1, apart: tl.constexpr = 1
 ):
     """The same for two float32 values."""
-    letters = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
+    messages = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
     if len(value.shape) == 2:
         theirs = ()
         for r in tl.static_range(value.shape[0]):
             inside = (parts < splits) & (r * apart < rows)
-            theirs = theirs + (opened_pair(letters[r], inside, neutral, other_neutral),)
+            theirs = theirs + (opened_pair(messages[r], inside, neutral, other_neutral),)
         return theirs
     else:
-        return opened_pair(letters, parts < splits, neutral, other_neutral)
+        return opened_pair(messages, parts < splits, neutral, other_neutral)
 
 
 @triton.jit
-def opened_pair(letters, inside, neutral, other_neutral):
-    """The pairs of values in letters."""
-    first = (letters.to(tl.uint32) ^ UNSENT).to(tl.float32, bitcast=True)
-    second = (letters >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+def opened_pair(messages, inside, neutral, other_neutral):
+    """The pairs of values in messages."""
+    first = (messages.to(tl.uint32) ^ UNSENT).to(tl.float32, bitcast=True)
+    second = (messages >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
     return tl.where(inside, first, neutral), tl.where(inside, second, other_neutral)
 
 
 @triton.jit
 def collected(mail, value, inside, splits: tl.constexpr, rows, apart: tl.constexpr):
-    """The letters, once all have come, out of mailboxes that are empty then; 1 where none is expected.
+    """The messages, once all have come, out of mailboxes that are empty then; 1 where none is expected.
 
     A first look, before the wait: in a loop it goes out early and sees nothing, yet programs that begin to
     ask so much later are a sixth faster than without it; those that ask at once are in the senders' way.
     """
     count: tl.constexpr = value.shape[0] if len(value.shape) == 2 else 1
-    boxes, wanted, letters = (), (), ()
+    boxes, wanted, messages = (), (), ()
     for r in tl.static_range(count):
         boxes = boxes + (mail + r * apart * splits * splits,)
         wanted = wanted + (inside & (r * apart < rows) if count > 1 else inside,)
     if compiles_to_ptx():
         for r in tl.static_range(count):
-            letters = letters + (delivered(boxes[r], wanted[r], 1),)
-        letters = awaited(boxes, letters)
+            messages = messages + (delivered(boxes[r], wanted[r], 1),)
+        messages = awaited(boxes, messages)
     else:
         for r in tl.static_range(count):
-            letters = letters + (looked_for(boxes[r], wanted[r], splits),)
+            messages = messages + (looked_for(boxes[r], wanted[r], splits),)
         tl.debug_barrier()
     for r in tl.static_range(count):
-        tl.store(boxes[r], letters[r] * 0, mask=wanted[r])
-    return letters if count > 1 else letters[0]
+        tl.store(boxes[r], messages[r] * 0, mask=wanted[r])
+    return messages if count > 1 else messages[0]
 
 
 @triton.jit
 def looked_for(mail, inside, splits: tl.constexpr):
-    """The letters, once all have come."""
-    letters = delivered(mail, inside, 1)
+    """The messages, once all have come."""
+    messages = delivered(mail, inside, 1)
     looks = 0
-    while tl.min((letters != 0).to(tl.int32)) == 0:
-        letters = delivered(mail, inside, 1)
+    while tl.min((messages != 0).to(tl.int32)) == 0:
+        messages = delivered(mail, inside, 1)
         looks += 1
         tl.device_assert(looks < PATIENCE, "a program waits for others that do not run")
-    if splits > 32:  # warps with the same letters have agreed on what one of them saw: now all are there
-        letters = delivered(mail, letters == 0, letters)
-    return letters
+    if splits > 32:  # warps with the same messages have agreed on what one of them saw: now all are there
+        messages = delivered(mail, messages == 0, messages)
+    return messages
 
 
 @triton.jit
 def delivered(mail, wanted, others):
-    """The letters that have come so far, 0 for those that have not; `others` where none is wanted."""
+    """The messages that have come so far, 0 for those that have not; `others` where none is wanted."""
     return tl.load(mail, mask=wanted, other=others, volatile=True)
 
 
@@ -709,8 +709,8 @@ def again(x):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
-def awaited(boxes: Any, letters: Any, _semantic: Any = None) -> Any:
-    """The letters in each of some mailboxes once all have come, and every warp has them.
+def awaited(boxes: Any, messages: Any, _semantic: Any = None) -> Any:
+    """The messages in each of some mailboxes once all have come, and every warp has them.
 
     A loop of Triton's, or its barrier, would end the software pipelining of the loop that it is in, whose
     loads of the next rows are to go on meanwhile. Who has waited too long for a program that does not run
@@ -743,7 +743,7 @@ def awaited(boxes: Any, letters: Any, _semantic: Any = None) -> Any:
     return tl.inline_asm_elementwise(
         asm,
         ",".join(["=&l"] * count + ["l"] * 2 * count),
-        [*boxes, *letters],
+        [*boxes, *messages],
         dtype=(tl.int64,) * count,
         is_pure=False,
         pack=1,

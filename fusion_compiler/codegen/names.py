@@ -20,7 +20,7 @@ from fusion_compiler.codegen import math as fm
 Own = Literal[
     "row", "first_row", "row_inside", "col", "first_col", "col_inside", "start", "r", "program",
     "group", "part", "parts",
-    "skew", "begin", "lane", "in_words", "whole_words",
+    "lead", "begin", "lane", "in_words", "whole_words",
     "x", "new_max", "shift", "tops", "off", "counts", "block_mean", "block_squares",
     "top", "left", "move",
 ]  # fmt: skip

@@ -274,7 +274,7 @@ def _seen(b: Builder) -> str:
 
 def _column(b: Builder, lane: str) -> str:
     """The column of a lane, or the first one of the row where that lies behind."""
-    return f"tl.maximum({lane} - skew, 0)" if b.s.skewed else lane
+    return f"tl.maximum({lane} - lead, 0)" if b.s.misaligned else lane
 
 
 def _count(b: Builder) -> str:
@@ -285,14 +285,14 @@ def _count(b: Builder) -> str:
     assert start is not None and isinstance(size, int)  # a pass begins somewhere
     if start.isdecimal():  # behind the loop
         return str(size - int(start))
-    end = f"{start} + {b.tile.lanes}{' - skew' if b.s.skewed else ''}"
+    end = f"{start} + {b.tile.lanes}{' - lead' if b.s.misaligned else ''}"
     return f"(tl.minimum({end}, {size}) - {_column(b, start)})"
 
 
 def _part_counts(b: Builder) -> str:
-    """How many columns each part of a row has, as float32: with a loop the same at any skew."""
+    """How many columns each part of a row has, as float32: with a loop the same at any lead."""
     size, part = b.a.size(COLS), part_cols(b.a, b.s)
     first = f"parts * {dim_text(part)}"
-    skewed = b.s.skewed and b.s.cols is Cols.WHOLE
-    end = f"tl.minimum({first} + {dim_text(part)}{' - skew' if skewed else ''}, {dim_text(size)})"
-    return f"tl.maximum({end} - {_column(b, first) if skewed else first}, 0).to(tl.float32)"
+    misaligned = b.s.misaligned and b.s.cols is Cols.WHOLE
+    end = f"tl.minimum({first} + {dim_text(part)}{' - lead' if misaligned else ''}, {dim_text(size)})"
+    return f"tl.maximum({end} - {_column(b, first) if misaligned else first}, 0).to(tl.float32)"

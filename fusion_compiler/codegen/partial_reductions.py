@@ -43,15 +43,15 @@ TILE = (256, 16, 4)  # rows, columns and warps of what adds up the partial resul
 
 
 @dataclass(frozen=True)
-class Segments:
-    """The partial results of a tile program, by the name that its builder knows them under, and what adds
-    them up and computes all that waits for them: a tile program for all that keep the same axes."""
+class Partials:
+    """The partial results of a loop nest, by the name that its builder knows them under, and what adds
+    them up and computes all that waits for them: a loop nest for all that keep the same axes."""
 
     partials: Mapping[str, Buffer]
     finishings: tuple[tuple[LoopNest, Schedule], ...]
 
 
-def segments_of(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) -> Segments:
+def partials_of(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) -> Partials:
     """numbers: what the names of a cluster's partial results are made of."""
     partials = {n: _partial(analysis, schedule, n, next(numbers)) for n in analysis.segmented}
     nests = [
@@ -59,7 +59,7 @@ def segments_of(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) 
         for kept in dict.fromkeys(analysis.kept(n) for n in analysis.segmented)
     ]
     named = {partials_name(n): buffer for n, buffer in partials.items()}
-    return Segments(named, tuple((nest, _schedule(nest)) for nest in nests))
+    return Partials(named, tuple((nest, _schedule(nest)) for nest in nests))
 
 
 def partial_results(b: Builder, numbers: Sequence[int]) -> None:
@@ -160,7 +160,7 @@ def _partial(analysis: Analysis, schedule: Schedule, number: int, position: int)
 def _finishing(
     analysis: Analysis, schedule: Schedule, kept: frozenset[int], partials: Mapping[int, Buffer]
 ) -> LoopNest:
-    """The tile program whose rows are what is left to reduce and whose columns are what is kept."""
+    """The loop nest whose rows are what is left to reduce and whose columns are what is kept."""
     loops, sums = analysis.loops, [n for n in partials if analysis.kept(n) == kept]
     reduced, steps = _partial_axes(analysis, kept, pieces_of(analysis, schedule, sums[0]))
     moved = {k: len(reduced) + i for i, k in enumerate(sorted(kept))}

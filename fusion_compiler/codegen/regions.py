@@ -22,7 +22,7 @@ from fusion_compiler.codegen.online_reductions import (
     states_of,
 )
 from fusion_compiler.codegen.partial_reductions import partial_results
-from fusion_compiler.codegen.rematerialize import forget
+from fusion_compiler.codegen.rematerialize import rematerialize
 from fusion_compiler.codegen.sums_over_rows import Sums
 from fusion_compiler.ir.loops import COLS, Load, Store, operands_of, store_operands
 from fusion_compiler.schedule.analysis import end_lanes, inner_cols
@@ -74,7 +74,7 @@ def passes_over_columns(b: Builder, sums: Sums) -> None:
             if b.s.splits > 1 and states:
                 exchange(b, states, names)
                 if b.kept:
-                    forget(b, [*(o for s in stores for o in store_operands(s)), *b.accumulated()])
+                    rematerialize(b, [*(o for s in stores for o in store_operands(s)), *b.accumulated()])
             for state, own in zip(states, names, strict=True):
                 state.bind(b, own)
     for store in by_row:

@@ -12,7 +12,7 @@ from fusion_compiler.ir.ops import spec_of
 WHOLE = frozenset({ROWS, COLS})
 
 
-def forget(b: Builder, wanted: Iterable[int]) -> None:
+def rematerialize(b: Builder, wanted: Iterable[int]) -> None:
     """Before `wanted` is built: tiles are computed again from what was loaded, but for those which it reads
     that took special functions."""
     read = {o for n in b.need(wanted) for o in operands_of(b.loops.nodes[n])}

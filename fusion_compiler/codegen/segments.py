@@ -1,9 +1,10 @@
 """Reductions over segments of each row, whole ones of which a tile has: those of block-scaled formats, say.
 
     segment_max = fm.maximum_of(tl.reshape(abs_1, [16, 128]), 1, False)
-    div = tl.maximum(segment_max, 0.0001) / 448.0                                  # one for each segment
+    div = fm.div(tl.maximum(segment_max, 0.0001, tl.PropagateNan.ALL), 448.0)       # one for each segment
     tl.store(out1_ptr + row * 16 + segment, div)
-    each_div = tl.reshape(tl.broadcast_to(div[:, None], [16, 128]), [2048])        # for its elements
+    per_div = 1.0 / div
+    each_per_div = tl.reshape(tl.broadcast_to(per_div[:, None], [16, 128]), [2048])  # for its elements
 
 What is computed from such values alone has one value for each segment as well.
 """

@@ -15,7 +15,7 @@ QUOTIENTS = ("FloorDiv", "Mod", "PythonMod")  # PyTorch's own, which several nam
 
 
 def given_names(nests: tuple[LoopNest, ...]) -> tuple[tuple[LoopNest, ...], dict[sympy.Expr, sympy.Symbol]]:
-    """The same tile programs with a symbol in the place of every expression that a kernel does not spell."""
+    """The same loop nests with a symbol in the place of every expression that a kernel does not spell."""
     names: dict[sympy.Expr, sympy.Symbol] = {}
 
     def spelled(size: Dim) -> Dim:

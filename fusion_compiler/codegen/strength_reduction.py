@@ -1,4 +1,4 @@
-"""The same tile program in fewer instructions, by what its results' dtypes allow; before it is printed."""
+"""The same loop nest in fewer instructions, by what its results' dtypes allow; before it is printed."""
 
 from __future__ import annotations
 

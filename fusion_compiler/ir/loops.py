@@ -1,4 +1,4 @@
-"""The tile program: one cluster over one iteration space, before a schedule is chosen.
+"""The loop nest: one cluster over one iteration space, before a schedule is chosen.
 
     LoopNest := axes, nodes, stores
     axis     := name, size, group            group is "rows" or "cols"
@@ -264,7 +264,7 @@ def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
 
 
 def resized(loops: LoopNest, size: Callable[[Dim], Dim]) -> LoopNest:
-    """A tile program with `size` of each of its sizes in that one's place; salts are none."""
+    """A loop nest with `size` of each of its sizes in that one's place; salts are none."""
 
     def index(i: Index) -> Index:
         return Index(size(i.const), tuple((key, size(step)) for key, step in i.terms))
@@ -286,7 +286,7 @@ def resized(loops: LoopNest, size: Callable[[Dim], Dim]) -> LoopNest:
 
 
 def symbols_of(nests: Iterable[LoopNest], tensors: Iterable[Sequence[Dim]]) -> tuple[sympy.Symbol, ...]:
-    """The symbols in the sizes of some tile programs, and of their tensors in shapes and strides, by name:
+    """The symbols in the sizes of some loop nests, and of their tensors in shapes and strides, by name:
     what a kernel takes as arguments."""
     dims = [dim for sizes in tensors for dim in sizes]
     for loops in nests:

@@ -84,7 +84,7 @@ class Call:
 class Cluster:
     """Ops that become one kernel. `ops` in topological order; `inputs` and `outputs` are op names.
 
-    horizontal: further tile programs that share the launch, independent of `loops` and of each other.
+    horizontal: further loop nests that share the launch, independent of `loops` and of each other.
     """
 
     name: str

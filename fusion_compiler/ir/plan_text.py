@@ -126,7 +126,7 @@ def library_calls(plan: PlanData) -> Counter[str]:
 
 
 def iteration_space(cluster: Cluster) -> str:
-    """ "16384 rows x 4096", or the number of elements where all axes are of one group; of tile programs that
+    """ "16384 rows x 4096", or the number of elements where all axes are of one group; of loop nests that
     share a launch the first's, and how many more there are."""
     more = f", +{len(cluster.horizontal)}" if cluster.horizontal else ""
     rows, cols = (prod(a.size for a in cluster.loops.axes if a.group == group) for group in (ROWS, COLS))

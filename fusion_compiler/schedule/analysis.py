@@ -1,4 +1,4 @@
-"""What a tile program is made of, as the kinds of schedules and the printer ask."""
+"""What a loop nest is made of, as the kinds of schedules and the printer ask."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
 
 
 class Analysis:
-    """What the printer and the templates ask of a tile program."""
+    """What the code generator and the kinds of schedules ask of a loop nest."""
 
     def __init__(self, loops: LoopNest) -> None:
         self.loops = loops
@@ -439,8 +439,8 @@ def accumulated_groups(a: Analysis, s: Schedule, number: int) -> frozenset[str]:
 def inner_cols(a: Analysis, s: Schedule) -> Dim:
     """How many columns a loop takes in whole blocks that lie within the row; the rest is a tile of its own.
 
-    All of them where their number is unknown or one block has them, which is masked then. In a skewed loop
-    the rest has both ends of the row: the word in which it begins, and what follows the last block.
+    All of them where their number is unknown or one block has them, which is masked then. Where rows are
+    misaligned the rest has the ends: the word in which it begins, and what is behind the last block.
     """
     size = a.size(COLS)
     if not isinstance(size, int) or size <= s.block_cols:
@@ -449,7 +449,7 @@ def inner_cols(a: Analysis, s: Schedule) -> Dim:
 
 
 def end_lanes(a: Analysis, s: Schedule) -> int:
-    """Lanes of the tile that has the rest of a loop's columns, at any skew; 0 where none are left."""
+    """Lanes of the tile that has the rest of a loop's columns, at any lead; 0 where none are left."""
     size, inner = a.size(COLS), inner_cols(a, s)
     if inner == size:
         return 0

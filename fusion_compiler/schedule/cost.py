@@ -1,4 +1,4 @@
-"""The roofline in time of one schedule of a tile program on one device.
+"""The roofline in time of one schedule of a loop nest on one device.
 
     time = gap + max(floor, latencies + max(memory, arithmetic) + exchange + finishing)
 
@@ -141,7 +141,7 @@ def _resident(work: Work, s: Schedule, device: DeviceSpec) -> int:
 
 
 class Roofline:
-    """What schedules of one tile program take on a device.
+    """What schedules of one loop nest take on a device.
 
     buffers: every buffer that the nest loads or stores. hints: the sizes to plan for where they are symbolic.
     Reductions over rows are taken to end in stores: a sum over rows that is used on each row again would
@@ -240,7 +240,7 @@ def cost(
     buffers: Mapping[str, BufferInfo],
     hints: Mapping[sympy.Symbol, int] = NO_HINTS,
 ) -> Cost:
-    """Predict one tile program under one schedule; see `Roofline`."""
+    """Predict one loop nest under one schedule; see `Roofline`."""
     return Roofline(loops, device, buffers, hints).cost(schedule)
 
 

@@ -1,7 +1,7 @@
-"""All schedules within reason of a tile program: what an exhaustive search goes through.
+"""All schedules within reason of a loop nest: what an exhaustive search goes through.
 
-The templates choose a handful of them by rules; `python -m benchmarks schedules` measures how good the
-rules are. A schedule is within reason where a thread has a few elements of the tile to do and the
+The kinds of schedules choose a handful of them; `python -m benchmarks schedules` measures how good these
+are. A schedule is within reason where a thread has a few elements of the tile to do and the
 registers to hold them, and where there is a block for each program that shares the rows.
 """
 
@@ -40,7 +40,7 @@ def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
                 if _fits_threads(tile, width * count, device) and tile_registers(a, tile) <= REGISTERS:
                     found.update(dict.fromkeys(_loops(a, tile, device)))
     if misaligned.fits(a):
-        forms = [(s, misaligned.skewed(a, s)) for s in found]
+        forms = [(s, misaligned.form_of(a, s)) for s in found]
         found.update((form, None) for s, form in forms if form and form.block_rows == s.block_rows)
     return tuple(s for s in found if tile_registers(a, s) <= REGISTERS)
 

@@ -1,6 +1,6 @@
 """What measurement knows better than the cost model: the fastest shapes of tiles, by kind, width and trait.
 
-Each row holds for tile programs with at most `widest` columns of which all traits hold; the first of a kind
+Each row holds for loop nests with at most `widest` columns of which all traits hold; the first of a kind
 that does is taken. `at` puts shapes of further rows at that position of its list. A shape is what its kind of
 schedules makes of it, see there; warps are of 32 threads. A row that the model ranks as well can go:
 `python -m benchmarks schedules --from benchmarks/results/schedules.json` tells without a GPU.
@@ -242,7 +242,7 @@ TABLE: tuple[Measured, ...] = (
 
 
 def shapes(kind: str, a: Analysis) -> tuple[Shape, ...]:
-    """What was measured to be fastest for a tile program by schedules of a kind, best first."""
+    """What was measured to be fastest for a loop nest by schedules of a kind, best first."""
     width = hint(a.size(COLS))
     taken: dict[int | None, Measured] = {}
     for row in TABLE:

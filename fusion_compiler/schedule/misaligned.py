@@ -1,12 +1,12 @@
 """Rows that begin anywhere, moved in whole words.
 
 Where a row's length is no multiple of eight, its elements lie at addresses that allow one element an access
-and no asynchronous copy. A skewed tile begins with the word in which its row begins: lane `i` is column
-`i - skew`. It is loaded and stored as if it were aligned, but for the words at both ends of the row, which
+and no asynchronous copy. A misaligned tile begins with the word in which its row begins: lane `i` is column
+`i - lead`. It is loaded and stored as if it were aligned, but for the words at both ends of the row, which
 hold elements of its neighbours: what is loaded of them counts nowhere, and the row's own elements there are
 stored one by one.
 
-A program that goes through rows keeps its skew, and so the column that each lane is: from one of its rows to
+A program that goes through rows keeps its lead, and so the column that each lane is: from one of its rows to
 the next is a whole number of words. So their number is a multiple of eight where the width is odd, or of four
 in words of half the size. A block of several rows has as many of the program's own, no neighbours: block `k`
 of program `i` the rows `i + (k * block_rows + r) * programs`.
@@ -25,7 +25,7 @@ from fusion_compiler.schedule.analysis import Analysis, end_lanes, inner_cols, p
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 
 WORDS = (WORD, WORD // 2)
-NARROWEST = 512  # columns of a tile; narrower ones have several rows, each with a skew of its own
+NARROWEST = 512  # columns of a tile; narrower ones have several rows, each with a lead of its own
 
 
 def fits(a: Analysis) -> bool:
@@ -40,8 +40,8 @@ def fits(a: Analysis) -> bool:
     )
 
 
-def skewed(a: Analysis, s: Schedule) -> Schedule | None:
-    """The skewed form of a schedule, one row a block; None if it has none.
+def form_of(a: Analysis, s: Schedule) -> Schedule | None:
+    """The misaligned form of a schedule, one row a block; None if it has none.
 
     Of several rows each keeps its warps, but where programs share rows, which then have half as much to do;
     where these walk the rows with their own parts, they keep several rows a block.
@@ -66,7 +66,7 @@ def skewed(a: Analysis, s: Schedule) -> Schedule | None:
 
 def _in_step(s: Schedule, programs: int, width: int) -> Schedule | None:
     """The form for at most so many programs that go through rows: a multiple of the rows from one to the next
-    with its skew. Where a tenth of them is lost so, words of half the size may lose fewer."""
+    with its lead. Where a tenth of them is lost so, words of half the size may lose fewer."""
     in_step = {word: programs // apart * apart for word in WORDS if (apart := word // gcd(width, word))}
     word = next((w for w in WORDS if 10 * in_step[w] >= 9 * programs), max(WORDS, key=in_step.__getitem__))
     return replace(s, programs=in_step[word], word=word) if in_step[word] else None
@@ -81,7 +81,7 @@ def _with_room_for_its_ends(a: Analysis, s: Schedule) -> Schedule:
 
 
 def _covers(a: Analysis, s: Schedule, width: int) -> bool:
-    """Whether the programs of a row have room for it at every skew, and each without a loop has a column.
+    """Whether the programs of a row have room for it at every lead, and each without a loop has a column.
 
     In a loop the program with the row's end has the last of its columns.
     """
@@ -92,14 +92,14 @@ def _covers(a: Analysis, s: Schedule, width: int) -> bool:
     return s.splits * part >= width + s.word - 1 and (s.splits - 1) * part < width
 
 
-def with_skewed(a: Analysis, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """Schedules with skewed forms of them, those that loop over rows before the others.
+def with_misaligned(a: Analysis, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+    """Schedules with misaligned forms of them, those that loop over rows before the others.
 
     The first stays the first: it serves inputs that do not begin with a word. Its own kind comes last.
     """
     if not fits(a):
         return schedules
     plain = tuple(replace(s, registers=None) for s in schedules)  # to move single elements takes more
-    found = (skewed(a, s) for s in schedules if s.block_cols >= NARROWEST)
+    found = (form_of(a, s) for s in schedules if s.block_cols >= NARROWEST)
     forms = sorted(dict.fromkeys(s for s in found if s is not None), key=lambda s: s.programs is None)
     return (plain[0], *forms, *plain[1:])

@@ -1,4 +1,4 @@
-"""How many registers a thread needs under a schedule: what a tile program holds at once, predicted."""
+"""How many registers a thread needs under a schedule: what a loop nest holds at once, predicted."""
 
 from __future__ import annotations
 

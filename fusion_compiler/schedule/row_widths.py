@@ -1,4 +1,4 @@
-"""How wide rows programs keep in registers: what legality allows, and what the templates take."""
+"""How wide rows programs keep in registers: what legality allows, and what schedules take."""
 
 from __future__ import annotations
 

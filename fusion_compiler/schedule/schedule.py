@@ -1,4 +1,4 @@
-"""How a tile program runs: a schedule is one way of cutting its space into programs and threads."""
+"""How a loop nest runs: a schedule is one way of cutting its space into programs and threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Cols(StrEnum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a tile program runs.
+    """How a loop nest runs.
 
     block_rows, block_cols: tile extents, powers of two. cols: how the columns are covered.
     programs: number of programs that share the rows in a loop; None is one block a program.
@@ -43,19 +43,20 @@ class Schedule:
         split = f" of {self.splits} parts" if self.splits > 1 else ""
         loop = f", {self.programs} programs" if self.programs else ""
         stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
-        skewed = f" skewed{f' by {self.word}' if self.word != WORD else ''}" if self.skewed else ""
-        tile = f"{self.block_rows} x {self.block_cols} {self.cols}{skewed}{split}"
+        by = f" by {self.word}" if self.word != WORD else ""
+        window = f" misaligned{by}" if self.misaligned else ""
+        tile = f"{self.block_rows} x {self.block_cols} {self.cols}{window}{split}"
         limit = f", {self.registers} registers" if self.registers else ""
         return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}"
 
     @property
-    def skewed(self) -> bool:
+    def misaligned(self) -> bool:
         return self.word > 0
 
     @property
     def rows_apart(self) -> int:
-        """From one row of a block to the next: skewed rows of a block begin at the same place of a word."""
-        if not self.skewed or self.block_rows == 1:
+        """From one row of a block to the next: misaligned ones begin at the same place of a word."""
+        if not self.misaligned or self.block_rows == 1:
             return 1
         assert self.programs is not None
         return self.programs

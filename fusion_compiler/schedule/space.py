@@ -1,6 +1,6 @@
-"""The schedules of a tile program: what the planner prices, and what codegen prints.
+"""The schedules of a loop nest: what the planner prices, and what codegen prints.
 
-Each kind of schedules is a module that answers for a tile program `a`
+Each kind of schedules is a module that answers for a loop nest `a`
 
     suits(a)                 whether it has the kind's reductions,
     refuses(a, device)       why the kind has no schedule at these sizes, None where it has,
@@ -8,7 +8,7 @@ Each kind of schedules is a module that answers for a tile program `a`
     typical(a, device)       the few that tell what the kind takes, for the planner,
     others(a, device)        what else is within reason.
 
-One kind at least suits any tile program. Where all that suit refuse there is no kernel, and the reason is the
+One kind at least suits any loop nest. Where all that suit refuse there is no kernel, and the reason is the
 first one's.
 """
 
@@ -39,7 +39,7 @@ NO_BUFFERS: Mapping[str, BufferInfo] = {}
 
 
 def refusal(a: Analysis, device: DeviceSpec) -> str | None:
-    """Why no schedule runs a tile program on a device; None where some do."""
+    """Why no schedule runs a loop nest on a device; None where some do."""
     reasons = [kind.refuses(a, device) for kind in KINDS if kind.suits(a)]
     return None if None in reasons else reasons[0]
 
@@ -50,7 +50,7 @@ def schedules(
     buffers: Mapping[str, BufferInfo] = NO_BUFFERS,
     hints: Mapping[sympy.Symbol, int] = NO_HINTS,
 ) -> tuple[Schedule, ...]:
-    """The legal schedules of a tile program, best first: what was measured to be fast on this device, then by
+    """The legal schedules of a loop nest, best first: what was measured to be fast on this device, then by
     cost. Those whose tiles would crowd a thread's registers come after all others. Empty where `refusal` has
     a reason. buffers: as far as they are known.
     """
@@ -69,11 +69,11 @@ def schedules(
     leaders = leaders or ranked[:LEADING]
     if not leaders:
         return ()
-    return tuple(dict.fromkeys((*misaligned.with_skewed(a, tuple(leaders)), *ranked)))
+    return tuple(dict.fromkeys((*misaligned.with_misaligned(a, tuple(leaders)), *ranked)))
 
 
 def cheapest(a: Analysis, roofline: Roofline) -> Cost:
-    """What a tile program takes under the best of its typical schedules. Raises LookupError without any."""
+    """What a loop nest takes under the best of its typical schedules. Raises LookupError without any."""
     if roofline.empty:
         return Cost(0.0, 0, 0, 0, "launch")
     found = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
@@ -84,7 +84,7 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
 
 
 def fits(kind: ModuleType, a: Analysis, device: DeviceSpec) -> bool:
-    """Whether a kind has schedules for a tile program."""
+    """Whether a kind has schedules for a loop nest."""
     return kind.suits(a) and kind.refuses(a, device) is None
 
 

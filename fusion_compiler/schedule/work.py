@@ -1,4 +1,4 @@
-"""What one tile program does: elements moved from and to each buffer, and operations by class.
+"""What one loop nest does: elements moved from and to each buffer, and operations by class.
 
 Shapes are plain integers in here (`hint`), groups and axes are bit sets: it runs thousands of times a model.
 """

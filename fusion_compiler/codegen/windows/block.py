@@ -14,7 +14,7 @@ def is_same(b: Builder, node: Load) -> bool:
     axes, first = b.a.axes[COLS], b.a.first[COLS]
     cols = [key for key, _ in node.index.terms if key >= first]
     inner = product(a.size for a in axes[max(cols, default=first) - first + 1 :])
-    alone = node.within is None and not b.s.skewed and b.tile.start is not None
+    alone = node.within is None and not b.s.misaligned and b.tile.start is not None
     direct = all(key >= 0 for key, _ in node.index.terms)
     return bool(cols) and alone and direct and quotient(inner, b.tile.lanes) is not None
 

@@ -28,7 +28,7 @@ PAIR = "pair"  # the variable with the element numbers of twice the columns
 def pair_of(b: Builder, number: int) -> tuple[int, int] | None:
     """A load and that of the elements beside it, where neither is built yet."""
     found = next((pair for pair in b.a.pairs.items() if number in pair), None)
-    if found is None or b.s.skewed or any(n in b.env for n in found):
+    if found is None or b.s.misaligned or any(n in b.env for n in found):
         return None
     left = b.loops.nodes[found[0]]
     assert isinstance(left, Load)
@@ -61,7 +61,7 @@ def store(b: Builder, left: Store, right: Store) -> None:
 
 
 def can_be_stored(b: Builder, left: Store) -> bool:
-    return not b.s.skewed and b.dtypes[left.buffer] is not torch.bool
+    return not b.s.misaligned and b.dtypes[left.buffer] is not torch.bool
 
 
 def _address(b: Builder, buffer: str, index: Index) -> tuple[str, str | None]:

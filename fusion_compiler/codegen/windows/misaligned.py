@@ -3,12 +3,12 @@ row begins.
 
 Of a row of 531 elements, in a tile of 1024 lanes:
 
-    skew = group * 531 % 8                                            # of every row of the program
+    lead = group * 531 % 8                                            # of every row of the program
     lane = tl.arange(0, 1024)
-    col = lane - skew
+    col = lane - lead
     col_inside = col.to(tl.uint32) < 531                              # the row's own elements
-    in_words = lane < (skew + 538) // 8 * 8                           # and the words in which they lie
-    whole_words = (lane >= (skew + 7) // 8 * 8) & (lane < (skew + 531) // 8 * 8)
+    in_words = lane < (lead + 538) // 8 * 8                           # and the words in which they lie
+    whole_words = (lane >= (lead + 7) // 8 * 8) & (lane < (lead + 531) // 8 * 8)
     begin = row * 531 // 8 * 8                                        # the word in which the row begins
     x = tl.load(in0_ptr + begin + lane, mask=in_words, other=0)
 """
@@ -24,10 +24,10 @@ from fusion_compiler.ir.loops import COLS, Index, Load
 from fusion_compiler.schedule.schedule import WORD, Cols
 
 
-def skew_at(b: Builder, row: str) -> None:
-    """Define `skew`, which is that of every row of a program."""
-    skew = f"{row} * {dim_text(b.a.size(COLS))} % {b.s.word}"
-    b.define("skew", f"({skew}).to(tl.int32)" if b.wide else skew)
+def lead_at(b: Builder, row: str) -> None:
+    """Define `lead`, which is that of every row of a program."""
+    lead = f"{row} * {dim_text(b.a.size(COLS))} % {b.s.word}"
+    b.define("lead", f"({lead}).to(tl.int32)" if b.wide else lead)
 
 
 def row_begins(b: Builder) -> None:
@@ -44,24 +44,24 @@ def cols_at(b: Builder, start: str | None, lanes: str, inside: bool) -> None:
     assert isinstance(width, int)
     if inside:
         b.define("lane", f"{start} + {word} + {lanes}")
-        b.define("col", "lane - skew")
+        b.define("col", "lane - lead")
         return
     looped = b.s.cols is Cols.LOOP
     b.define("lane", lanes if start is None or looped else f"{start} + {lanes}")
     if looped:  # both ends of the row
         b.line(f"lane += tl.where(lane < {word}, 0, {start})")
-    b.define("col", "lane - skew")
+    b.define("col", "lane - lead")
     b.define("col_inside", f"col.to(tl.uint32) < {width}")  # what is below zero is far beyond
-    b.define("in_words", f"lane < (skew + {width + word - 1}) // {word} * {word}")
+    b.define("in_words", f"lane < (lead + {width + word - 1}) // {word} * {word}")
     if any(moves_words(b, s.index, s.within) for s in b.loops.stores):
-        first, end = f"(skew + {word - 1}) // {word} * {word}", f"(skew + {width}) // {word} * {word}"
+        first, end = f"(lead + {word - 1}) // {word} * {word}", f"(lead + {width}) // {word} * {word}"
         b.define("whole_words", f"(lane >= {first}) & (lane < {end})")
     b.tile = replace(b.tile, col_mask="col_inside")
 
 
 def moves_words(b: Builder, index: Index, within: int | None) -> bool:
     """Whether an access moves whole words of a row that may begin anywhere."""
-    return b.s.skewed and within is None and b.a.lies_in_rows(index)
+    return b.s.misaligned and within is None and b.a.lies_in_rows(index)
 
 
 def load(b: Builder, node: Load, then: str) -> Expression:
@@ -70,14 +70,14 @@ def load(b: Builder, node: Load, then: str) -> Expression:
 
 
 def is_behind(b: Builder, node: Load) -> bool:
-    """Whether a load is of what serves all rows, the words of which are not those of a skewed row.
+    """Whether a load is of what serves all rows, the words of which are not those of a misaligned row.
 
-    Where a loop has blocks within the row, whole words of it are loaded and moved by the skew; so it is for
+    Where a loop has blocks within the row, whole words of it are loaded and moved by the lead; so it is for
     tiles of several rows, which Triton would else lay out as it does a load of single elements.
     """
     within_row = b.s.word == WORD and b.tile.col_mask is None and b.tile.start is not None
     return (
-        (within_row or (b.s.skewed and not b.tile.flat))
+        (within_row or (b.s.misaligned and not b.tile.flat))
         and node.within is None
         and b.a.lies_along_cols(node.index)
         and b.dtypes[node.buffer].itemsize in (2, 4)
@@ -88,10 +88,10 @@ def load_behind(b: Builder, node: Load) -> Expression:
     """That load."""
     pointer = f"{b.pointers[node.buffer]}{_plus(node.index)}"
     if b.tile.col_mask is None:
-        text = f"fm.load_behind({pointer}, {b.tile.start} + {WORD}, skew, {b.tile.lanes})"
+        text = f"fm.load_behind({pointer}, {b.tile.start} + {WORD}, lead, {b.tile.lanes})"
     else:
         width = dim_text(b.a.size(COLS))
-        text = f"fm.load_behind({pointer}, {b.tile.start}, skew, {b.tile.lanes}, {width})[None, :]"
+        text = f"fm.load_behind({pointer}, {b.tile.start}, lead, {b.tile.lanes}, {width})[None, :]"
     return convert(text, b.dtypes[node.buffer], node.dtype)
 
 

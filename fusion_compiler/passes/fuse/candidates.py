@@ -161,7 +161,7 @@ class Candidates:
         return Candidate(ops, must_store, outputs, loops, cost)
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
-        """The fastest tile program of a set of ops, and what it takes. Raises Illegal."""
+        """The fastest loop nest of a set of ops, and what it takes. Raises Illegal."""
         found: list[tuple[float, tuple[LoopNest, Cost]]] = []
         for split in index_splits_of(self.dag, ops, outputs):
             with contextlib.suppress(Illegal):
@@ -178,7 +178,7 @@ class Candidates:
     def form(
         self, ops: tuple[str, ...], outputs: tuple[str, ...], split: IndexSplit | None
     ) -> tuple[LoopNest, Cost]:
-        """One tile program of a set of ops, checked and priced. Raises Illegal."""
+        """One loop nest of a set of ops, checked and priced. Raises Illegal."""
         stored = frozenset(n for n in ops if n in outputs or self.settled(n))
         lowered = lower(
             self.dag,

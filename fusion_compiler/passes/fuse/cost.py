@@ -44,7 +44,7 @@ def cost_of(
 
 
 def side_by_side(costs: Sequence[Cost], device: DeviceSpec) -> Cost:
-    """Of tile programs that share a launch. What bounds the longest bounds them, where they are not over with
+    """Of loop nests that share a launch. What bounds the longest bounds them, where they are not over with
     their launch; several that would be are short of programs together as well."""
     if len(costs) == 1:
         return costs[0]

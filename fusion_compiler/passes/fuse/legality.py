@@ -1,4 +1,4 @@
-"""The laws of a tile program: small functions, each None or the reason why no kernel computes it.
+"""The laws of a loop nest: small functions, each None or the reason why no kernel computes it.
 
 `lower` has settled that the ops share one iteration space. These say whether one launch can run it:
 what waits for a sum over all rows can run only at the end, and what is kept per column must fit.
@@ -142,7 +142,7 @@ LAWS: tuple[tuple[str, Law], ...] = (
 
 
 def first_refusal(a: Analysis, device: DeviceSpec) -> tuple[str, str] | None:
-    """(rule, reason) of the first law that the tile program breaks."""
+    """(rule, reason) of the first law that the loop nest breaks."""
     for rule, law in LAWS:
         reason = law(a, device)
         if reason is not None:

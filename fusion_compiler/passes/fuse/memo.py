@@ -21,7 +21,7 @@ Key = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 class Memo:
     """`price` remembered by structure: the ops in their order, the views between them, what they read.
 
-    price: (ops, outputs) -> tile program and cost; it raises Illegal, which is remembered too. It may depend
+    price: (ops, outputs) -> loop nest and cost; it raises Illegal, which is remembered too. It may depend
     on nothing but the ops, the views that lead to them, target and shape of what these views show, whether an
     op's indices are known to be in range, and settled(op).
     """

@@ -1,6 +1,6 @@
 """The search: best predicted gain first, re-scored as clusters grow.
 
-A merge is legal when no path leaves the pair and comes back, when the union lowers to one tile program,
+A merge is legal when no path leaves the pair and comes back, when the union lowers to one loop nest,
 and when that obeys the laws; it is worth it when the cost model predicts that the union is faster.
 """
 

@@ -1,4 +1,4 @@
-"""Algebra on tile programs: what a reduction over known positions comes to without a loop."""
+"""Algebra on loop nests: what a reduction over known positions comes to without a loop."""
 
 from __future__ import annotations
 

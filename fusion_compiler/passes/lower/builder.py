@@ -1,4 +1,4 @@
-"""A tile program as it is written: nodes, each once, and the values that ops have at coordinates.
+"""A loop nest as it is written: nodes, each once, and the values that ops have at coordinates.
 
 `Lowering` is the builder that knows how every op is asked for its value; what `special` and `rounding`
 need of it stands here.

@@ -1,4 +1,4 @@
-"""Lower a set of ops to one tile program over one iteration space, or say why that is impossible.
+"""Lower a set of ops to one loop nest over one iteration space, or say why that is impossible.
 
 The space has two groups of axes: those that the cluster's main reductions keep and those that they
 reduce. Every value is *pulled*: from the stores back to the loads, each op is asked for its value at
@@ -78,7 +78,7 @@ def lower(
     like_eager: bool = False,
     effort: Effort | None = None,
 ) -> LoopNest:
-    """The tile program of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
+    """The loop nest of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
     a split is given. Raises Illegal.
 
     stored: ops whose results this program or another one stores. like_eager: numerics="eager".
@@ -103,7 +103,7 @@ def lower(
 
 
 class Lowering(Builder):
-    """One attempt at a tile program over a space; it ends at the first axis that has to be split."""
+    """One attempt at a loop nest over a space; it ends at the first axis that has to be split."""
 
     def __init__(
         self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding

@@ -30,7 +30,7 @@ _CHOOSING = frozenset({
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a tile program rounds. stored: ops whose results some kernel stores. like_eager: all of them are
+    """What a loop nest rounds. stored: ops whose results some kernel stores. like_eager: all of them are
     rounded and made as eager does."""
 
     stored: frozenset[str]
@@ -48,7 +48,7 @@ class Rounding:
 
 
 class Rounder:
-    """Rounds the values of a tile program as it is built."""
+    """Rounds the values of a loop nest as it is built."""
 
     def __init__(self, build: Builder, rounding: Rounding) -> None:
         self.build, self.rounding = build, rounding

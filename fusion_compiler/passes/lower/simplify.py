@@ -1,4 +1,4 @@
-"""Normalise a tile program: dead nodes go, axes are ordered by stride and merged where memory allows.
+"""Normalise a loop nest: dead nodes go, axes are ordered by stride and merged where memory allows.
 
 Two axes of one group become one where every access steps over the outer as it would over
 `inner size` steps of the inner: the coalescing of TensorIterator. Most clusters come out with one

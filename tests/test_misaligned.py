@@ -33,13 +33,13 @@ from tests.versions import of_measured_versions
 WITHOUT_ROWS = ("SwiGLU", "4 x (tanh, sigmoid, mul, sub)")  # no value serves a row or a column
 
 
-FORMS = range(7)  # of `skewed`
+FORMS = range(7)  # of `in_form`
 
 
-def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """A skewed form alone, where there is any: eight programs with several rows each, four of them or pairs
-    (in words of half the size), and where nothing is summed over these a row each, in one block, in a loop
-    over blocks, and shared by programs in both ways; where nothing is reduced, a grid of blocks."""
+def in_form(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """A misaligned form alone, where there is any: eight programs with several rows each, four of them or
+    pairs (in words of half the size), and where nothing is summed over these a row each, in one block, in a
+    loop over blocks, and shared by programs in both ways; where nothing is reduced, a grid of blocks."""
     plain, a = schedules_of(loops, name, device), Analysis(loops)
     width = a.size(COLS)
     if not misaligned.fits(a) or not isinstance(width, int):
@@ -59,7 +59,7 @@ def skewed(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[S
             ]
     if not a.reductions:
         kinds.append(Schedule(1, block // 4, Cols.GRID))
-    forms = [s for s in (misaligned.skewed(a, s) for s in kinds) if s is not None]
+    forms = [s for s in (misaligned.form_of(a, s) for s in kinds) if s is not None]
     return (forms[min(form, len(forms) - 1)],)
 
 
@@ -85,7 +85,7 @@ def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> N
     exact = [t.requires_grad_(x.requires_grad) for t, x in zip(wide(inputs), inputs, strict=True)]
     eager, truth = computed(fn(*inputs), inputs, 1), computed(fn(*exact), exact, 1)
     for form in FORMS[dtype is torch.float32 :: 2]:  # the others with the other dtype
-        compiled = Compiled(fn, schedules=functools.partial(skewed, form))
+        compiled = Compiled(fn, schedules=functools.partial(in_form, form))
         ours = computed(compiled(*inputs), inputs, 1)
         problems = [not_as_close(*values) for values in zip(ours, eager, truth, strict=True)]
         assert not any(problems), problems
@@ -108,14 +108,14 @@ def four_reductions(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 BLOCK = 64
 # Around what decides how a row is divided: its first word, a whole number of blocks, and what a block has
-# room for beside them at any skew.
+# room for beside them at any lead.
 AT_EDGES = (BLOCK + 9, BLOCK + 58, 3 * BLOCK - 7, 3 * BLOCK - 1, 3 * BLOCK + 1, 3 * BLOCK + 7, 3 * BLOCK + 9,
             4 * BLOCK + 57, 4 * BLOCK + 58)  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(AT_EDGES)))
 def test_each_element_counts_once_and_is_stored_once(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In loops by one program and by several that share the row, at every skew: no program stores what its
+    """In loops by one program and by several that share the row, at every lead: no program stores what its
     neighbour has, be it the same value."""
     columns, fn = AT_EDGES[number], (layer_norm, softmax, four_reductions)[number % 3]
     stored: Counter[int] = Counter()
@@ -140,14 +140,14 @@ def test_each_element_counts_once_and_is_stored_once(number: int, monkeypatch: p
 
 
 def form_of(schedule: Schedule, loops: LoopNest, *_: object) -> tuple[Schedule, ...]:
-    """The skewed form of a schedule, which has to have one at these widths unless too many share a row."""
+    """The misaligned form of a schedule, which there is at these widths unless too many share a row."""
     a = Analysis(loops)
-    form = misaligned.skewed(a, schedule)
+    form = misaligned.form_of(a, schedule)
     while form is None:
         assert schedule.splits > 1
         schedule = replace(schedule, splits=schedule.splits - 1)
-        form = misaligned.skewed(a, schedule)
-    assert form.skewed and 0 < inner_cols(a, form) < a.size(COLS)
+        form = misaligned.form_of(a, schedule)
+    assert form.misaligned and 0 < inner_cols(a, form) < a.size(COLS)
     return (form,)
 
 
@@ -161,7 +161,7 @@ def several_rows(
     width = a.size(COLS)
     assert isinstance(width, int)
     block = 1 << (width // 3).bit_length()
-    form = misaligned.skewed(a, Schedule(rows, block, Cols.WHOLE, programs, num_stages=2, splits=3))
+    form = misaligned.form_of(a, Schedule(rows, block, Cols.WHOLE, programs, num_stages=2, splits=3))
     assert form is not None and form.word == programs
     return (form,)
 
@@ -177,7 +177,7 @@ def several_rows(
     ids=str,
 )
 @pytest.mark.parametrize("number", range(3))
-def test_rows_of_one_skew_are_exchanged_at_once(
+def test_rows_of_one_lead_are_exchanged_at_once(
     number: int, block_rows: int, groups: int, rows: int, dtype: torch.dtype
 ) -> None:
     """Blocks with rows that do not exist, and without; words of eight and of four elements."""
@@ -190,7 +190,7 @@ def test_rows_of_one_skew_are_exchanged_at_once(
     )
     problems = [not_as_close(*values) for values in zip(ours, eager, truth, strict=True)]
     assert not any(problems), problems
-    assert any(f"{block_rows} x 128 whole skewed" in p.schedule for p in programs(compiled))
+    assert any(f"{block_rows} x 128 whole misaligned" in p.schedule for p in programs(compiled))
 
 
 def tensors(rows: int = 40, columns: int = 531) -> list[Tensor]:
@@ -201,7 +201,7 @@ def test_what_neighbours_hold_counts_nowhere() -> None:
     x, w, b = tensors()
     x[::2] = torch.tensor([float("nan"), float("inf"), float("-inf"), 3e38]).repeat(133)[:531]
     want = layer_norm(x.double(), w.double(), b.double())[1::2]
-    forms = [functools.partial(skewed, form) for form in FORMS]
+    forms = [functools.partial(in_form, form) for form in FORMS]
     for schedules in (*forms, functools.partial(several_rows, 2, 8)):
         got = Compiled(layer_norm, schedules=schedules)(x, w, b)
         assert got[::2].isnan().all()
@@ -238,7 +238,7 @@ def test_inputs_that_begin_within_a_word_take_the_first_candidate() -> None:
 
 
 def test_parts_of_a_launch_have_a_candidate_for_inputs_that_begin_anywhere() -> None:
-    """Their best schedules with one number of warps are skewed for one of them or for the other."""
+    """Their best schedules with one number of warps are misaligned for one of them or for the other."""
 
     def siblings(s: Tensor, u: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         (row,) = s @ u

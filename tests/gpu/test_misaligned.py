@@ -15,11 +15,11 @@ from benchmarks.case import Case
 from benchmarks.clusters import CASES
 from benchmarks.kernels import leaves, run, truth_of
 from fusion_compiler.codegen import emit as templates
-from tests.test_skew import FORMS, several_rows, skewed
+from tests.test_misaligned import FORMS, in_form, several_rows
 
 CUDA = torch.device("cuda")
 SCHEDULES = (
-    *(functools.partial(skewed, form) for form in FORMS),
+    *(functools.partial(in_form, form) for form in FORMS),
     *(functools.partial(several_rows, 2, programs) for programs in (8, 4)),
 )
 NAMES = ("bias + GELU(tanh)", "LayerNorm", "RMSNorm written out", "softmax", "cross-entropy")
