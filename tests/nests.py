@@ -115,7 +115,7 @@ class Nest:
 
     def mean(self, value: Value) -> Value:
         cols = prod(hint(size) for size, group in self.axes.values() if group == COLS)
-        return self.mul(self.reduce("sum", value), self.constant(1 / cols))
+        return self.mul(self.reduce("sum", value), self.constant(1 / max(1, cols)))
 
     def random(self, *axes: str) -> Value:
         seed = self.load("seed", dtype=torch.int64, numel=1)

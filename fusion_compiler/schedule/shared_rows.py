@@ -54,8 +54,10 @@ def _parts(width: int, shape: Shape, device: DeviceSpec) -> int:
     """Programs that share a row; none where it is one alone, or they would be too many."""
     _, block, share, _, _ = shape
     parts, slots = -(-width // block), share * device.sms
+    if parts < 2:
+        return 0
     most = MOST_AT_ONCE if slots // parts == 1 else MOST_PARTS
-    return parts if 1 < parts <= min(slots, most) else 0
+    return parts if parts <= min(slots, most) else 0
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
