@@ -198,16 +198,16 @@ def rough_erf(x):
         tl.maximum(x, -4.0, propagate_nan=tl.PropagateNan.ALL), 4.0, propagate_nan=tl.PropagateNan.ALL
     )
     s = x * x
-    p = s * -2.72614225801306e-10 + 2.77068142495902e-08
-    p = s * p - 2.10102402082508e-06
-    p = s * p - 5.69250639462346e-05
-    p = s * p - 7.34990630326855e-04
-    p = s * p - 2.95459980854025e-03
-    p = s * p - 1.60960333262415e-02
-    q = s * -1.45660718464996e-05 - 2.13374055278905e-04
-    q = s * q - 1.68282697438203e-03
-    q = s * q - 7.37332916720468e-03
-    q = s * q - 1.42647390514189e-02
+    p = tl.fma(s, -2.72614225801306e-10, 2.77068142495902e-08)
+    p = tl.fma(s, p, -2.10102402082508e-06)
+    p = tl.fma(s, p, -5.69250639462346e-05)
+    p = tl.fma(s, p, -7.34990630326855e-04)
+    p = tl.fma(s, p, -2.95459980854025e-03)
+    p = tl.fma(s, p, -1.60960333262415e-02)
+    q = tl.fma(s, -1.45660718464996e-05, -2.13374055278905e-04)
+    q = tl.fma(s, q, -1.68282697438203e-03)
+    q = tl.fma(s, q, -7.37332916720468e-03)
+    q = tl.fma(s, q, -1.42647390514189e-02)
     return x * p * rough_reciprocal(q)
 
 
@@ -217,12 +217,12 @@ def rough_erfc(x):
 
     The coefficients are minimax for the relative error, 2^-16, which holds until the result vanishes.
     """
-    t = rough_reciprocal(1.0 + 0.455788 * tl.abs(x))
-    p = 0.26302239 + t * -0.13061665
-    p = 0.11086953 + t * p
-    p = 0.24347869 + t * p
-    p = 0.25605355 + t * p
-    p = 0.25717933 + t * p
+    t = rough_reciprocal(tl.fma(tl.abs(x), 0.455788, 1.0))
+    p = tl.fma(t, -0.13061665, 0.26302239)
+    p = tl.fma(t, p, 0.11086953)
+    p = tl.fma(t, p, 0.24347869)
+    p = tl.fma(t, p, 0.25605355)
+    p = tl.fma(t, p, 0.25717933)
     tail = tl.exp2(x * x * -1.4426950408889634) * (t * p)
     return tl.where(x < 0, 2.0 - tail, tail)
 
