@@ -46,7 +46,7 @@ KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that st
 
 def build_nodes(b: Builder, numbers: Iterable[int]) -> None:
     """Some nodes, and whatever of their operands is missing, each once."""
-    of_segments = segments.narrow(b)
+    of_segments = b.a.narrow
     for number in numbers:
         if number in of_segments:
             _build_narrow(b, number)
@@ -200,7 +200,7 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
 
 def _is_narrower(b: Builder, operand: int, number: int) -> bool:
     """Whether a value serves a whole row, column or segment of a result."""
-    of_segments = segments.narrow(b)
+    of_segments = b.a.narrow
     if operand in of_segments:
         return number not in of_segments
     variable = not isinstance(b.loops.nodes[operand], Constant)

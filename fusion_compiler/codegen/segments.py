@@ -14,22 +14,9 @@ from __future__ import annotations
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import decompose, dim_text, index_text
 from fusion_compiler.codegen.tile import Store as StoreStatement
-from fusion_compiler.ir.loops import COLS, ROWS, Axis, Compute, Reduce, Store, operands_of, segment_of
+from fusion_compiler.ir.loops import COLS, ROWS, Axis, Reduce, Store, segment_of
 
 NARROW = "narrow"  # with a node, the variable that has one value for each segment
-
-
-def narrow(b: Builder) -> dict[int, Reduce]:
-    """The values that are the same for all elements of a segment, with a reduction that they come from."""
-    found: dict[int, Reduce] = {}
-    for i, node in enumerate(b.loops.nodes):
-        operands = operands_of(node)
-        if isinstance(node, Reduce) and not node.over:
-            found[i] = node
-        elif isinstance(node, Compute) and (made_of := [found[o] for o in operands if o in found]):
-            if all(o in found or COLS not in b.a.groups[o] for o in operands):
-                found[i] = made_of[0]
-    return found
 
 
 def _tile(b: Builder, reduce: Reduce) -> tuple[list[int], int]:
@@ -50,7 +37,7 @@ def reduced(b: Builder, number: int, tile: str) -> None:
 
 def spread(b: Builder, number: int, what: int | None = None) -> None:
     """A value of segments for each of their elements; what: another that is made of it."""
-    shape, length = _tile(b, narrow(b)[number])
+    shape, length = _tile(b, b.a.narrow[number])
     what = number if what is None else what
     value = b.named[NARROW, what]
     index = ", ".join(":" for _ in shape)
@@ -61,7 +48,7 @@ def spread(b: Builder, number: int, what: int | None = None) -> None:
 
 def is_stored(b: Builder, store: Store) -> bool:
     """Whether one value for each segment is stored."""
-    if store.within is not None or (reduce := narrow(b).get(store.value)) is None:
+    if store.within is not None or (reduce := b.a.narrow.get(store.value)) is None:
         return False
     last = b.a.first[COLS] + len(_outer(b, reduce))
     return all(0 <= k < last for k, _ in store.index.terms)
@@ -69,7 +56,7 @@ def is_stored(b: Builder, store: Store) -> bool:
 
 def store(b: Builder, store: Store) -> None:
     """That store, of a value that is built."""
-    reduce = narrow(b)[store.value]
+    reduce = b.a.narrow[store.value]
     shape, length = _tile(b, reduce)
     outer = _outer(b, reduce)
     merged, whole = b.a.merged(store.index)

@@ -128,6 +128,19 @@ class Analysis:
         return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce) and n.over)
 
     @cached_property
+    def narrow(self) -> Mapping[int, Reduce]:
+        """Values that are the same for all elements of a segment, and a reduction that they come from."""
+        found: dict[int, Reduce] = {}
+        for i, node in enumerate(self.loops.nodes):
+            operands = operands_of(node)
+            if isinstance(node, Reduce) and not node.over:
+                found[i] = node
+            elif isinstance(node, Compute) and (made_of := [found[o] for o in operands if o in found]):
+                if all(o in found or COLS not in self.groups[o] for o in operands):
+                    found[i] = made_of[0]
+        return found
+
+    @cached_property
     def least_cols(self) -> int:
         """Columns of a block: it has whole segments, where reductions are over those."""
         within = (n for n in self.loops.nodes if isinstance(n, Reduce) and not n.over)
