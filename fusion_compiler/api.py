@@ -160,7 +160,13 @@ class Compiler:
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
         return self.progress.during(
-            make_backend(graph, rewrites=rewrites, decompositions=decomposition_table, give_up=self.give_up)
+            make_backend(
+                graph,
+                rewrites=rewrites,
+                decompositions=decomposition_table,
+                give_up=self.give_up,
+                options=repr(self.options),
+            )
         )
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
@@ -208,7 +214,8 @@ class Compiler:
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
         if self.options.cudagraphs:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
-        notes = {**plan.notes, **notes, "seconds": str(clock)}
+        traced = "captured from disk" if info.from_disk else "captured anew"
+        notes = {**plan.notes, **notes, "seconds": f"{traced}, {clock}"}
         plan = replace(plan, notes=notes, solved=plan.solved if self.asked else None)
         self.plans.record(plan)
         self.debug.plan(plan)

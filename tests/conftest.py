@@ -30,6 +30,12 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
+def own_graphs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's graphs are kept, and found again within one test alone."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("graphs")))
+
+
+@pytest.fixture(autouse=True)
 def fresh_dynamo() -> None:
     """Dynamo keeps compiled code per function object; tests must not see each other's."""
     torch._dynamo.reset()

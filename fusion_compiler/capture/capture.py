@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -25,7 +26,10 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fusion_compiler.capture import autograd_cache
+from fusion_compiler.capture.autograd_cache import stored
 from fusion_compiler.capture.decompositions import gradients_of_interpolation
+from fusion_compiler.capture.graph_text import NotWritable, read
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.capture.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
 from fusion_compiler.capture.tangents import Backward, Boxed, leave_undefined, separable
@@ -55,6 +59,7 @@ def make_backend(
     rewrites: Sequence[Rewrite],
     decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
     give_up: Callable[[str, Exception], None] = raising,
+    options: str | None = None,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=...)`.
 
@@ -65,6 +70,8 @@ def make_backend(
     rewrites: run in order on the pre-autograd graph.
     decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
     give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
+    options: what beside the graph decides what comes out; autograd's graphs are kept on disk under it, and
+        not without.
     """
     numbers = itertools.count()
 
@@ -84,7 +91,7 @@ def make_backend(
 
     def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
         rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
-        stages = _Stages(compile_graph, name, give_up)
+        stages = _Stages(compile_graph, name, give_up, options)
         try:
             return stages.compile(rewritten, inputs, notes, decompositions())
         except TorchDynamoException:
@@ -113,8 +120,13 @@ class _Stages:
     _inputs: Sequence[Any] | None  # where it may do nothing
 
     def __init__(
-        self, compile_graph: CompileGraph, name: str, give_up: Callable[[str, Exception], None]
+        self,
+        compile_graph: CompileGraph,
+        name: str,
+        give_up: Callable[[str, Exception], None],
+        options: str | None,
     ) -> None:
+        self._options = options
         self._compile_graph = compile_graph
         self._give_up = give_up
         self._name = name
@@ -135,50 +147,95 @@ class _Stages:
         # Asked here: while a graph is compiled other modes may be set. Dynamo guards both.
         recorded = torch.is_grad_enabled() and any(_wants_gradient(x) for x in inputs)
         self._inputs = None if recorded or torch._C._is_any_autocast_enabled() else inputs
-        run = aot_autograd(
-            fw_compiler=self._stage(Phase.FORWARD, notes),
-            bw_compiler=self._stage(Phase.BACKWARD, notes),
-            inference_compiler=self._stage(Phase.INFERENCE, notes),
-            partition_fn=partition,
-            keep_inference_input_mutations=True,  # the graph writes into its arguments itself
-            decompositions=dict(decompositions),
-        )(gm, inputs)
+        self._notes = notes
+        key = self._key(gm, inputs)
+        forward = self._stage(Phase.FORWARD)
+        if key is not None:
+            forward = autograd_cache.serializable(forward)
+        with autograd_cache.cached(key, self._read) if key is not None else nullcontext():
+            run = aot_autograd(
+                fw_compiler=forward,
+                bw_compiler=self._stage(Phase.BACKWARD),
+                inference_compiler=self._stage(Phase.INFERENCE),
+                partition_fn=partition,
+                keep_inference_input_mutations=True,  # the graph writes into its arguments itself
+                decompositions=dict(decompositions),
+            )(gm, inputs)
         if self._bare is not None:
             return self._bare
         return leave_undefined(run) if self._separable else run
 
-    def _stage(self, phase: Phase, notes: Notes) -> Callable[..., Any]:
+    def _key(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
+        """Under which autograd's graphs are kept on disk; None, and a note of why, where they are not."""
+        self._kept = False
+        if self._options is None:
+            return None
+        try:
+            key = autograd_cache.key_of(gm, inputs, self._options)
+        except NotWritable as reason:
+            self._notes = (*self._notes, RewriteNote("autograd", "", None, f"not kept on disk: {reason}"))
+            return None
+        self._kept = True
+        return key
+
+    def _stage(self, phase: Phase) -> Callable[..., Any]:
         made: list[Callable[..., Any]] = []
 
         def once(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             # A backward may be compiled when it is first called, which several threads may do at once.
             with compile_lock:
                 if not made:
-                    made.append(compile_stage(graph, fakes))
+                    made.append(self._made(graph, fakes, phase))
                 return made[0]
 
-        def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-            self.reached = True
-            info = _info(graph, self._name, phase, notes)
-            info = replace(info, origins=_named(graph, phase, self._origins))
-            if phase is Phase.FORWARD:
-                self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
-            if phase is Phase.BACKWARD and self._separable:
-                return _boxed(Backward(graph, functools.partial(self._variant, fakes, info)))
-            compiled = self._compiled(graph, fakes, info)
-            if phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes):
-                self._bare = _unboxed(compiled)
-            return _boxed(compiled)
-
         return once
+
+    def _made(self, graph: fx.GraphModule, fakes: Sequence[Any], phase: Phase) -> Callable[..., Any]:
+        """What AOTAutograd gets of a graph that it has just made."""
+        info = _info(graph, self._name, phase, ())
+        if phase is Phase.FORWARD:
+            self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
+        bare = phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes)
+        run = functools.partial(self._staged, graph, fakes, info, bare)
+        if not self._kept:
+            return run()
+        known = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
+        text = stored(graph, {**known, "bare": bare, "separable": self._separable})
+        text.run = run()
+        return text
+
+    def _read(self, text: Mapping[str, Any]) -> Boxed:
+        """What AOTAutograd gets of a graph that was kept on disk."""
+        context = TracingContext.try_get()
+        assert context is not None and context.fake_mode is not None
+        graph = read(text["graph"], context.fake_mode)
+        fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        phase = Phase(text["phase"])
+        static, owned = tuple(text["static"]), tuple(text["owned"])
+        name = f"{self._name}.{phase}"
+        info = GraphInfo(name, phase, static, text["outputs"], owned, from_disk=True)
+        self._separable = text["separable"]
+        return self._staged(graph, fakes, info, text["bare"])
+
+    def _staged(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo, bare: bool) -> Boxed:
+        """Compiles a graph. A backward that may be kept, or depends on which gradients arrive, is compiled
+        when it is first called."""
+        self.reached = True
+        origins = _named(graph, info.phase, self._origins)
+        info = replace(info, origins=origins, rewrites=self._notes)
+        if info.phase is Phase.BACKWARD and (self._separable or self._kept):
+            several = self._separable
+            return _boxed(Backward(graph, functools.partial(self._variant, fakes, info), several=several))
+        compiled = self._compiled(graph, fakes, info)
+        if bare:
+            self._bare = _unboxed(compiled)
+        return _boxed(compiled)
 
     def _variant(self, fakes: Sequence[Any], info: GraphInfo, graph: fx.GraphModule, number: int) -> Boxed:
         name = f"{info.name}{number + 1}" if number else info.name
         return _boxed(self._compiled(graph, fakes, replace(info, name=name)))
 
-    def _compiled(
-        self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo
-    ) -> Callable[..., Any]:
+    def _compiled(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         try:
             return self._compile_graph(graph, fakes, info)
         except Exception as error:

@@ -63,12 +63,19 @@ def without(graph: fx.GraphModule, missing: Missing) -> fx.GraphModule:
 class Backward:
     """A backward graph that is compiled for each set of gradients that is missing when it is called.
 
-    compile: takes a graph and a number that tells it from those compiled before.
+    compile: takes a graph and a number that tells it from those compiled before. several: whether a gradient
+    may be missing; otherwise it is compiled once.
     """
 
-    def __init__(self, graph: fx.GraphModule, compile: Callable[[fx.GraphModule, int], Boxed]) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        compile: Callable[[fx.GraphModule, int], Boxed],
+        *,
+        several: bool = True,
+    ) -> None:
         self._graph, self._compile = graph, compile
-        self._tangents = tangents_of(graph)
+        self._tangents = tangents_of(graph) if several else ()
         self._compiled: dict[Missing, Boxed] = {}
 
     def _variant(self, missing: Missing) -> Boxed:

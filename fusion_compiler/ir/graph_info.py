@@ -52,6 +52,7 @@ class GraphInfo:
         the gradients that it starts from.
     rewrites: what the pre-autograd rewrites did or refused, the same for all phases.
     origins: of the placeholders that are arguments of the Dynamo graph, by name.
+    from_disk: it was not traced, an earlier process had kept it.
     """
 
     name: str
@@ -61,3 +62,4 @@ class GraphInfo:
     owned: tuple[str, ...] = ()
     rewrites: Notes = ()
     origins: Origins = field(default_factory=dict[str, Origin])
+    from_disk: bool = False

@@ -1,0 +1,222 @@
+"""Forward and backward graphs from disk, through AOTAutograd's own cache.
+
+AOTAutograd keeps what it found out about a graph, beside what the compiler makes of the forward and the
+backward: an `OutputCode`, which it pickles. Ours (`StoredGraph`) holds the text of a functional ATen graph
+(`graph_text`) and nothing that runs: whoever reads it compiles it again, so that no decision about clusters
+is ever out of date. An entry is found by a key of our own (`key_of`): PyTorch's has no stack traces, which a
+plan shows, nor which attention is allowed, and takes half of Inductor to import. `save_cache_artifacts` and
+`load_cache_artifacts` of `torch.compiler` carry these entries as they carry torch.compile's.
+
+Entries are named by the hash of what they hold. One that does not hold that (truncated, a flipped bit) is
+removed before PyTorch reads it, and a folder that belongs to another user is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch._functorch import config
+from torch._functorch._aot_autograd import autograd_cache
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache, BypassAOTAutogradCache
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+from torch._inductor.output_code import OutputCode
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fusion_compiler.capture.graph_text import NotWritable, write
+from fusion_compiler.errors import FusionWarning
+from fusion_compiler.runtime.cache import read_plain
+
+Boxed = Callable[[list[Any]], Any]
+Read = Callable[[Mapping[str, Any]], Boxed]  # compiles the graph that a text is of
+
+_reading: ContextVar[Read | None] = ContextVar("reading", default=None)
+
+
+@dataclass
+class StoredGraph(OutputCode):
+    """A compiled graph as AOTAutograd has it: called with one list of arguments, which it empties.
+
+    text: JSON of the graph and of what is known of it; "" where it is not kept, for the `reason`.
+    """
+
+    text: str
+    reason: str = ""
+    run: Boxed | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._boxed_call = True  # AOTAutograd looks for it, in its wrappers' copies of the attributes too
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        assert self.run is not None
+        return self.run(inputs)  # type: ignore[arg-type]  the list is the caller's
+
+    def prepare_for_serialization(self) -> None:
+        """Raises BypassAOTAutogradCache for a graph that is not to be kept."""
+        if not self.text:
+            raise BypassAOTAutogradCache(self.reason)
+        self.run = None
+
+    def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        """Called where an entry was found. Raises BypassAOTAutogradCache outside of `cached`."""
+        del example_inputs, constants, graph_kwargs
+        read = _reading.get()
+        if read is None:
+            raise BypassAOTAutogradCache("this graph is read by fusion_compiler alone")
+        self.run = read(json.loads(self.text))
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        del triton_bundle
+
+
+def stored(gm: fx.GraphModule, known: Mapping[str, Any]) -> StoredGraph:
+    """The text of a graph, which does not run yet; known: more that JSON holds."""
+    try:
+        return StoredGraph(json.dumps({**known, "graph": write(gm)}))
+    except NotWritable as reason:
+        return StoredGraph("", str(reason))
+
+
+def serializable(compiler: Callable[..., StoredGraph]) -> SerializableAOTDispatchCompiler:
+    """A forward compiler by which AOTAutograd knows that results may be kept."""
+    return SerializableAOTDispatchCompiler(StoredGraph, compiler)
+
+
+def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
+    """A hash of all that AOTAutograd's result for a pre-autograd graph depends on, and that a plan shows.
+
+    Raises NotWritable where something of it cannot be told.
+    """
+    if torch.compiler.config.force_disable_caches or not config.enable_autograd_cache:
+        raise NotWritable("PyTorch's cache of autograd's graphs is off")
+    if not all(hasattr(config, name) for name in _SETTINGS):
+        raise NotWritable("this version of PyTorch keeps no graphs of other compilers")
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    if autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise NotWritable("hooks for saved tensors are set")
+    about = [_input(x) for x in inputs]
+    storages = [x.untyped_storage()._cdata for x in inputs]
+    if len(set(storages)) < len(storages):
+        raise NotWritable("two of its inputs share memory")
+    marks = [
+        [str(node.meta.get("custom")), "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})]
+        for node in gm.graph.nodes
+    ]
+    parts = [source_digest(), options, ambient(), about, marks, write(gm)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _input(value: Any) -> list[Any]:
+    """What AOTAutograd sees of an input beside what the graph's text has. Raises NotWritable."""
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter, FakeTensor):
+        raise NotWritable(f"an input is a {type(value).__name__}")
+    flags = [value.requires_grad, value.is_leaf, value.is_inference(), isinstance(value, nn.Parameter)]
+    return [*flags, str(value.dtype), str(value.device), list(value.shape), list(value.stride())]
+
+
+def ambient() -> list[Any]:
+    """The state of the process that decides which operators autograd and PyTorch's dispatcher record."""
+    kinds = torch._C._autocast_supported_devices()
+    autocast = [[k, str(torch.get_autocast_dtype(k))] for k in kinds if torch.is_autocast_enabled(k)]
+    attention = torch.backends.cuda
+    backends = [
+        *(attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled()),
+        *(attention.math_sdp_enabled(), attention.cudnn_sdp_enabled()),
+        *(attention.fp16_bf16_reduction_math_sdp_allowed(), list(torch._C._get_sdp_priority_order())),
+        *(torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled),  # type: ignore[attr-defined]
+    ]
+    modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), str(torch.get_default_dtype())]
+    modes += [torch.are_deterministic_algorithms_enabled(), torch.is_autocast_cache_enabled()]
+    settings = hashlib.sha256(config.save_config()).hexdigest()
+    return [modes, autocast, backends, settings, _gpus()]
+
+
+@functools.cache
+def _gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
+
+
+@functools.cache
+def source_digest() -> str:
+    """A hash of this package's source, and of the versions of Python, PyTorch and Triton."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256(f"{sys.version} {torch.__version__}".encode())
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        digest.update(importlib.metadata.version("triton").encode())
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"\0{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+# An entry is written when forward and backward are there, with all that they are.
+_SETTINGS = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+
+
+@contextlib.contextmanager
+def cached(key: str, read: Read) -> Generator[None]:
+    """While it is entered, AOTAutograd looks for a graph under `key`, and keeps what it makes of one.
+
+    read: compiles a graph that was found. A new backward is handed to its compiler at once.
+    """
+
+    def named(*_: Any, **__: Any) -> tuple[str, list[str]]:
+        return f"{autograd_cache.AOTAUTOGRAD_CACHE_PREFIX}{key}", []
+
+    before = _reading.set(read)
+    folder = patch.object(AOTAutogradCache, "_get_tmp_dir_for_key", classmethod(_whole_folder))
+    try:
+        with patch.object(autograd_cache, "autograd_cache_key", named), config.patch(_SETTINGS), folder:
+            yield
+    finally:
+        _reading.reset(before)
+
+
+_folder_of = AOTAutogradCache._get_tmp_dir_for_key.__func__  # type: ignore[attr-defined]
+_checking = threading.Lock()
+
+
+def _whole_folder(cls: type[Any], key: str) -> str:
+    """The folder of a key's entries, those removed that are not what their names say.
+
+    Raises PermissionError where it belongs to another user: what is read there is unpickled.
+    """
+    folder = Path(_folder_of(cls, key))
+    if not folder.exists():
+        return str(folder)
+    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    with _checking:
+        for file in folder.iterdir():
+            if not file.name.startswith(".") and not _is_whole(file):
+                warnings.warn(f"{file} is damaged and is made anew", FusionWarning, stacklevel=2)
+                with contextlib.suppress(OSError):
+                    file.unlink()
+    return str(folder)
+
+
+def _is_whole(file: Path) -> bool:
+    from torch._inductor.codecache import sha256_hash
+
+    try:
+        return sha256_hash(read_plain(file)) == file.name
+    except FileNotFoundError:  # another process has removed it
+        return True
+    except OSError:
+        return False

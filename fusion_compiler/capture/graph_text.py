@@ -1,0 +1,241 @@
+"""A captured graph as JSON, and back: what autograd's cache keeps of a forward or backward graph.
+
+Only what can be written down whole is written at all: static sizes, plain strided tensors, operators of
+PyTorch's own and the two that draw random numbers. Anything else is refused with a reason, and what is read
+names operators and dtypes, never code.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import autocast_mode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fusion_compiler.ir.random import seed, uniform
+
+NAMESPACES = ("aten", "prims")  # whose operators mean the same in every process of one version of PyTorch
+_PLAIN = ("seq_nr", "partitioner_tag", "stack_trace", "autograd_backward", "is_gradient_acc", "ac_graph_id")
+_MARKS = "fusion_compiler."  # what names of this package's own marks begin with
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a function, and another in each process
+# What is no operator: an element of a tuple, and above autograd where regions begin and end.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "set_grad_enabled": torch._C._set_grad_enabled,
+    "enter_autocast": autocast_mode._enter_autocast,
+    "exit_autocast": autocast_mode._exit_autocast,
+}
+_TYPES: dict[str, type] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
+class NotWritable(Exception):
+    """Why a graph cannot be written down."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """The node above autograd that a node was made from: `from_node` as far as anything here asks."""
+
+    name: str
+    target: str
+
+
+def write(gm: fx.GraphModule) -> dict[str, Any]:
+    """A graph of functional ATen with FakeTensors, as what JSON holds. Raises NotWritable."""
+    return _Writer().graph(gm)
+
+
+def read(text: Mapping[str, Any], mode: FakeTensorMode) -> fx.GraphModule:
+    """The graph that was written; its FakeTensors belong to `mode`.
+
+    Raises KeyError, ValueError, TypeError or AttributeError for what `write` has not written.
+    """
+    return _Reader(text, mode).graph()
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self._texts: dict[str, int] = {}  # stack traces repeat from layer to layer
+        self._storages: dict[int, int] = {}
+        self._bytes: list[int] = []
+
+    def graph(self, gm: fx.GraphModule) -> dict[str, Any]:
+        nodes = [self._node(node) for node in gm.graph.nodes]
+        return {"nodes": nodes, "texts": list(self._texts), "storages": self._bytes}
+
+    def _node(self, node: fx.Node) -> dict[str, Any]:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise NotWritable(f"it holds {node.op} {node.target}")
+        target = target_name(node.target) if node.op == "call_function" else str(node.target)
+        made = {"name": node.name, "op": node.op, "target": target, "meta": self._meta(node)}
+        return made | {"args": self._value(node.args), "kwargs": self._value(dict(node.kwargs))}
+
+    def _meta(self, node: fx.Node) -> dict[str, Any]:
+        meta = node.meta
+        plain = {k: v for k, v in meta.items() if k in _PLAIN or k.startswith(_MARKS)}
+        made = {k: self._value(v) for k, v in plain.items() if v is not None}
+        if "val" in meta:
+            made["val"] = self._value(meta["val"])
+        if isinstance(meta.get("recompute"), CheckpointPolicy):
+            made["recompute"] = meta["recompute"].name
+        if meta.get("original_aten") is not None:
+            made["original_aten"] = target_name(meta["original_aten"])
+        if origins := meta.get("from_node"):
+            target = _ADDRESS.sub("", str(origins[0].target))
+            made["from_node"] = [self._text(origins[0].name), self._text(target)]
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            if stack := meta.get(key):
+                made[key] = self._text("\n".join(path for path, _ in stack.values()))
+        return made
+
+    def _text(self, text: str) -> int:
+        return self._texts.setdefault(text, len(self._texts))
+
+    def _value(self, value: Any) -> Any:
+        """A value as JSON: plain ones as they are, of others a dict of one entry that names their type."""
+        if value is None or isinstance(value, bool) or type(value) is int:
+            return value
+        if isinstance(value, str):
+            return {"text": self._text(value)}
+        if type(value) is float:
+            return {"float": value.hex()}
+        if isinstance(value, fx.Node):
+            return {"node": value.name}
+        if isinstance(value, list):
+            return [self._value(v) for v in value]
+        if isinstance(value, tuple):
+            return {"tuple": [self._value(v) for v in value]}
+        if isinstance(value, dict):
+            return {"dict": [[self._text(k), self._value(v)] for k, v in value.items()]}
+        if isinstance(value, slice):
+            return {"slice": [self._value(v) for v in (value.start, value.stop, value.step)]}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._tensor(value)}
+        for name, kind in _TYPES.items():
+            if isinstance(value, kind):
+                return {name: str(value).removeprefix("torch.")}
+        raise NotWritable(f"it holds a {type(value).__name__}")
+
+    def _tensor(self, value: torch.Tensor) -> list[Any]:
+        if type(value) is not FakeTensor or value.layout is not torch.strided:
+            raise NotWritable(f"it holds a tensor that is a {type(value).__name__}, {value.layout}")
+        if value.is_quantized or value.is_conj() or value.is_neg() or value.requires_grad:
+            raise NotWritable("it holds a tensor that is quantized, conjugated, negated or records gradients")
+        storage = value.untyped_storage()
+        sizes: tuple[Any, ...] = (*value.shape, *value.stride(), value.storage_offset(), storage.nbytes())
+        if not all(type(n) is int for n in sizes):
+            raise NotWritable("its sizes differ from call to call")
+        number = self._storages.setdefault(storage._cdata, len(self._storages))
+        if number == len(self._bytes):
+            self._bytes.append(storage.nbytes())
+        dtype = str(value.dtype).removeprefix("torch.")
+        place = [list(value.shape), list(value.stride()), value.storage_offset()]
+        return [*place, dtype, str(value.device), number]
+
+
+class _Reader:
+    def __init__(self, text: Mapping[str, Any], mode: FakeTensorMode) -> None:
+        self._nodes: list[Any] = text["nodes"]
+        self._texts: list[str] = text["texts"]
+        self._mode = mode
+        self._storages = [torch.UntypedStorage(n, device="meta") for n in text["storages"]]
+        self._env: dict[str, fx.Node] = {}
+        self._kinds: dict[str, Callable[[Any], Any]] = {
+            "text": self._texts.__getitem__,
+            "float": float.fromhex,
+            "node": self._env.__getitem__,
+            "tuple": lambda items: tuple(map(self._value, items)),
+            "dict": lambda items: {self._texts[k]: self._value(v) for k, v in items},
+            "slice": lambda items: slice(*map(self._value, items)),
+            "device": torch.device,
+            "tensor": self._tensor,
+            **{name: lambda text, kind=kind: _named(text, kind) for name, kind in _TYPES.items()},
+        }
+
+    def graph(self) -> fx.GraphModule:
+        graph = fx.Graph()
+        for node in self._nodes:
+            target = target_of(node["target"]) if node["op"] == "call_function" else node["target"]
+            args, kwargs = self._value(node["args"]), self._value(node["kwargs"])
+            made = graph.create_node(node["op"], target, args, kwargs, node["name"])
+            if made.name != node["name"]:
+                raise ValueError(f"node {node['name']} is there twice")
+            made.meta = self._meta(node["meta"])
+            self._env[made.name] = made
+        return fx.GraphModule({}, graph)
+
+    def _meta(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        meta: dict[str, Any] = {}
+        for key, value in written.items():
+            if key == "recompute":
+                meta[key] = CheckpointPolicy[value]
+            elif key == "original_aten":
+                meta[key] = target_of(value)
+            elif key == "from_node":
+                meta[key] = [Made(self._texts[value[0]], self._texts[value[1]])]
+            elif key in ("nn_module_stack", "fwd_nn_module_stack"):
+                paths = self._texts[value].split("\n")
+                meta[key] = {str(i): (path, "") for i, path in enumerate(paths)}
+            else:
+                meta[key] = self._value(value)
+        return meta
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._value(v) for v in value]
+        if isinstance(value, dict):
+            ((kind, inner),) = value.items()
+            return self._kinds[kind](inner)
+        return value
+
+    def _tensor(self, written: Any) -> FakeTensor:
+        shape, stride, offset, dtype, device, storage = written
+        kind = _named(dtype, torch.dtype)
+        memory = torch.empty(0, dtype=kind, device="meta")
+        memory.set_(self._storages[storage], offset, shape, stride)  # type: ignore[call-overload]
+        return FakeTensor(self._mode, memory, torch.device(device))
+
+
+def _named(name: str, kind: type) -> Any:
+    """torch.float32 for "float32"."""
+    found = getattr(torch, name)
+    if not isinstance(found, kind):
+        raise ValueError(f"torch.{name} is no {kind.__name__}")
+    return found
+
+
+def target_name(target: Any) -> str:
+    """ "aten::add.Tensor" for an overload of PyTorch's own, by which `target_of` finds it.
+
+    Raises NotWritable for another: what a user's operator does is not said by its name.
+    """
+    if name := next((n for n, known in _FUNCTIONS.items() if known is target), None):
+        return name
+    if isinstance(target, OpOverload) and (target.namespace in NAMESPACES or target in (seed, uniform)):
+        return f"{target._schema.name}.{target._overloadname}"
+    raise NotWritable(f"what {target} does may change from process to process")
+
+
+def target_of(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.rpartition(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    if target_name(found) != name:
+        raise ValueError(f"{name} is no operator")
+    return found
