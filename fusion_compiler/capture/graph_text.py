@@ -23,7 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fusion_compiler.ir.random import seed, uniform
 
 NAMESPACES = ("aten", "prims")  # whose operators mean the same in every process of one version of PyTorch
-_PLAIN = ("seq_nr", "partitioner_tag", "stack_trace", "autograd_backward", "is_gradient_acc", "ac_graph_id")
+_PLAIN = ("partitioner_tag", "stack_trace", "autograd_backward", "is_gradient_acc")
+_NUMBERS = ("seq_nr", "ac_graph_id")  # counted through a process; only which nodes have the same one matters
 _MARKS = "fusion_compiler."  # what names of this package's own marks begin with
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a function, and another in each process
 # What is no operator: an element of a tuple, and above autograd where regions begin and end.
@@ -70,6 +71,7 @@ class _Writer:
         self._texts: dict[str, int] = {}  # stack traces repeat from layer to layer
         self._storages: dict[int, int] = {}
         self._bytes: list[int] = []
+        self._numbers: dict[str, dict[int, int]] = {key: {} for key in _NUMBERS}
 
     def graph(self, gm: fx.GraphModule) -> dict[str, Any]:
         nodes = [self._node(node) for node in gm.graph.nodes]
@@ -86,6 +88,9 @@ class _Writer:
         meta = node.meta
         plain = {k: v for k, v in meta.items() if k in _PLAIN or k.startswith(_MARKS)}
         made = {k: self._value(v) for k, v in plain.items() if v is not None}
+        for key in _NUMBERS:
+            if meta.get(key) is not None:
+                made[key] = self._numbers[key].setdefault(meta[key], len(self._numbers[key]))
         if "val" in meta:
             made["val"] = self._value(meta["val"])
         if isinstance(meta.get("recompute"), CheckpointPolicy):
