@@ -8,7 +8,9 @@ matched above autograd, before this pipeline begins (`passes.rewrites.user`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import inspect
 import os
 import time
@@ -22,6 +24,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 
+from fusion_compiler.capture.autograd_cache import source_digest
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.module import Plans, compiled_class, plain, wrap
@@ -44,8 +47,9 @@ from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.ir.plan_text import count
+from fusion_compiler.ir.record import NotWritable, read_decisions, write_decisions
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
@@ -64,7 +68,7 @@ from fusion_compiler.passes.rewrites.equality import check_equal
 from fusion_compiler.passes.rewrites.user import check_reachable, replace_patterns
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, UserKernel, checked
 from fusion_compiler.runtime.builds import prepare
-from fusion_compiler.runtime.cache import Cache
+from fusion_compiler.runtime.cache import PLANS, Cache
 from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.launch import Runner, compile_all
@@ -148,6 +152,7 @@ class Compiler:
         self.warned = WarnOnce(options.strict)
         self.debug = Debug(DebugSettings.of(os.environ), self.warned)
         self.cache = Cache()
+        self.kept = Cache(folder=PLANS)
         self.runners: dict[tuple[Canonical, str], Runner] = {}
         self.computed: set[str] = set()  # operators of the forward graphs
         self.recordings = Recordings()
@@ -182,20 +187,17 @@ class Compiler:
         matches = found.matches
         told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
         clock.lap("match")
-        plan = plan_clusters(
-            info.name,
-            dag,
-            device,
-            size_hints(inputs),
-            numerics=self.options.numerics,
-            backward=info.phase is Phase.BACKWARD,
-            matches=matches,
-        )
+        backend = self.backend_for(kind)
+        setting = Setting(device, size_hints(inputs), self.options.numerics, matches)
+        key = self.decisions_key(info, setting, backend)
+        plan, ready = self.decided(key, info, dag, setting)
         clock.lap("plan")
         self.report_left(plan)
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
-        backend = self.backend_for(kind)
-        runners = {c.name: self.runner(c, plan, device, backend) for c in plan.clusters}
+        known = len(self.runners)
+        runners = {c.name: self.runner(c, plan, device, backend, ready) for c in plan.clusters}
+        if ready is None:
+            self.keep(key, plan, list(self.runners.values())[known:])
         clock.lap("emit")
         called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
@@ -214,12 +216,49 @@ class Compiler:
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
         if self.options.cudagraphs:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
-        traced = "captured from disk" if info.from_disk else "captured anew"
-        notes = {**plan.notes, **notes, "seconds": f"{traced}, {clock}"}
+        where = ["captured " + ("from disk" if info.from_disk else "anew")]
+        where += ["planned from disk"] if ready is not None else []
+        notes = {**plan.notes, **notes, "seconds": ", ".join([*where, str(clock)])}
         plan = replace(plan, notes=notes, solved=plan.solved if self.asked else None)
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
+
+    def decisions_key(self, info: GraphInfo, setting: Setting, backend: str) -> str | None:
+        """Under which the decisions about a graph are kept; None where they are not: what a pattern of the
+        user's does is not told by its name, and what is asked for answers needs the whole search."""
+        if not info.digest or self.given or self.asked or setting.hints:
+            return None
+        found = [(m.name, m.ops, m.inputs, m.outputs, m.casts) for m in setting.matches]
+        about = [source_digest(), self.options, info.digest, info.phase, setting.device, backend, found]
+        digest = hashlib.sha256(repr(about).encode()).hexdigest()
+        return f"plan {digest} on {setting.device.name}, torch {torch.__version__}"
+
+    def decided(
+        self, key: str | None, info: GraphInfo, dag: OpDag, setting: Setting
+    ) -> tuple[FusionPlan, Mapping[str, tuple[Program, ...]] | None]:
+        """The plan of a graph: the one that was kept, with its clusters' programs, or a new one."""
+        kept = self.kept.get(key) if key is not None else None
+        if kept is not None:
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                return read_decisions(kept, info.name, dag, setting)
+        return plan_clusters(
+            info.name,
+            dag,
+            setting.device,
+            setting.hints,
+            numerics=setting.numerics,
+            backward=info.phase is Phase.BACKWARD,
+            matches=setting.matches,
+        ), None
+
+    def keep(self, key: str | None, plan: FusionPlan, made: Sequence[Runner]) -> None:
+        """Keeps the decisions about a graph, with the programs of the runners that were made for it."""
+        if key is None or "search" in plan.notes:  # it ended before all was tried: another may get further
+            return
+        programs = {r.name: r.candidates for r in made if r.candidates}
+        with contextlib.suppress(NotWritable):
+            self.kept.put(key, {"cluster": plan.name, **write_decisions(plan, programs)})
 
     def give_up(self, name: str, error: Exception) -> None:
         """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""
@@ -329,11 +368,20 @@ class Compiler:
         self.warned.fall_back("device", EagerDeviceError(device=kind))
         return "eager"
 
-    def runner(self, cluster: Cluster, plan: FusionPlan, device: DeviceSpec, backend: str) -> Runner:
-        """The runner of a cluster; identical clusters share one."""
+    def runner(
+        self,
+        cluster: Cluster,
+        plan: FusionPlan,
+        device: DeviceSpec,
+        backend: str,
+        ready: Mapping[str, tuple[Program, ...]] | None = None,
+    ) -> Runner:
+        """The runner of a cluster; identical clusters share one. ready: programs, by the clusters' names."""
         key = (canonical(cluster, plan.dag), backend)
         if key not in self.runners:
-            programs = () if backend == "eager" else self.programs_of(key[0], cluster, plan, device)
+            programs = (ready or {}).get(cluster.name, ())
+            if not programs and backend != "eager":
+                programs = self.programs_of(key[0], cluster, plan, device)
             backend = backend if programs else "eager"
             for program in programs[:1]:
                 for kernel in program.kernels:

@@ -38,12 +38,13 @@ from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompil
 from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fusion_compiler.capture.graph_text import NotWritable, write
+from fusion_compiler.capture.graph_text import write
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.runtime.cache import read_plain
 
 Boxed = Callable[[list[Any]], Any]
-Read = Callable[[Mapping[str, Any]], Boxed]  # compiles the graph that a text is of
+Read = Callable[[Mapping[str, Any], str], Boxed]  # compiles the graph that a text, with this digest, is of
 
 _reading: ContextVar[Read | None] = ContextVar("reading", default=None)
 
@@ -62,6 +63,10 @@ class StoredGraph(OutputCode):
     def __post_init__(self) -> None:
         self._boxed_call = True  # AOTAutograd looks for it, in its wrappers' copies of the attributes too
 
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest() if self.text else ""
+
     def __call__(self, inputs: Sequence[Any]) -> Any:
         assert self.run is not None
         return self.run(inputs)  # type: ignore[arg-type]  the list is the caller's
@@ -78,7 +83,7 @@ class StoredGraph(OutputCode):
         read = _reading.get()
         if read is None:
             raise BypassAOTAutogradCache("this graph is read by fusion_compiler alone")
-        self.run = read(json.loads(self.text))
+        self.run = read(json.loads(self.text), self.digest)
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         del triton_bundle

@@ -29,11 +29,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusion_compiler.capture import autograd_cache
 from fusion_compiler.capture.autograd_cache import stored
 from fusion_compiler.capture.decompositions import gradients_of_interpolation
-from fusion_compiler.capture.graph_text import NotWritable, read
+from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.capture.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
-from fusion_compiler.capture.tangents import Backward, Boxed, leave_undefined, separable
+from fusion_compiler.capture.tangents import Backward, Boxed, Missing, leave_undefined, separable
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, origins_of
+from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
@@ -196,15 +197,14 @@ class _Stages:
         if phase is Phase.FORWARD:
             self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
         bare = phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes)
-        run = functools.partial(self._staged, graph, fakes, info, bare)
         if not self._kept:
-            return run()
+            return self._staged(graph, fakes, info, bare)
         known = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
         text = stored(graph, {**known, "bare": bare, "separable": self._separable})
-        text.run = run()
+        text.run = self._staged(graph, fakes, replace(info, digest=text.digest), bare)
         return text
 
-    def _read(self, text: Mapping[str, Any]) -> Boxed:
+    def _read(self, text: Mapping[str, Any], digest: str) -> Boxed:
         """What AOTAutograd gets of a graph that was kept on disk."""
         context = TracingContext.try_get()
         assert context is not None and context.fake_mode is not None
@@ -213,7 +213,7 @@ class _Stages:
         phase = Phase(text["phase"])
         static, owned = tuple(text["static"]), tuple(text["owned"])
         name = f"{self._name}.{phase}"
-        info = GraphInfo(name, phase, static, text["outputs"], owned, from_disk=True)
+        info = GraphInfo(name, phase, static, text["outputs"], owned, from_disk=True, digest=digest)
         self._separable = text["separable"]
         return self._staged(graph, fakes, info, text["bare"])
 
@@ -231,9 +231,12 @@ class _Stages:
             self._bare = _unboxed(compiled)
         return _boxed(compiled)
 
-    def _variant(self, fakes: Sequence[Any], info: GraphInfo, graph: fx.GraphModule, number: int) -> Boxed:
+    def _variant(
+        self, fakes: Sequence[Any], info: GraphInfo, graph: fx.GraphModule, missing: Missing, number: int
+    ) -> Boxed:
         name = f"{info.name}{number + 1}" if number else info.name
-        return _boxed(self._compiled(graph, fakes, replace(info, name=name)))
+        digest = f"{info.digest} without {missing}" if any(missing) and info.digest else info.digest
+        return _boxed(self._compiled(graph, fakes, replace(info, name=name, digest=digest)))
 
     def _compiled(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         try:

@@ -21,6 +21,7 @@ from torch.amp import autocast_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.ir.random import seed, uniform
+from fusion_compiler.ir.record import NotWritable
 
 NAMESPACES = ("aten", "prims")  # whose operators mean the same in every process of one version of PyTorch
 _PLAIN = ("partitioner_tag", "stack_trace", "autograd_backward", "is_gradient_acc")
@@ -39,10 +40,6 @@ _TYPES: dict[str, type] = {
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
-
-
-class NotWritable(Exception):
-    """Why a graph cannot be written down."""
 
 
 @dataclass(frozen=True)

@@ -63,14 +63,14 @@ def without(graph: fx.GraphModule, missing: Missing) -> fx.GraphModule:
 class Backward:
     """A backward graph that is compiled for each set of gradients that is missing when it is called.
 
-    compile: takes a graph and a number that tells it from those compiled before. several: whether a gradient
+    compile: takes a graph, what is missing in it, and a number that tells it from those compiled before. several: whether a gradient
     may be missing; otherwise it is compiled once.
     """
 
     def __init__(
         self,
         graph: fx.GraphModule,
-        compile: Callable[[fx.GraphModule, int], Boxed],
+        compile: Callable[[fx.GraphModule, Missing, int], Boxed],
         *,
         several: bool = True,
     ) -> None:
@@ -82,7 +82,7 @@ class Backward:
         with compile_lock:
             if missing not in self._compiled:  # another thread's first call may be through by now
                 graph = without(self._graph, missing) if any(missing) else self._graph
-                self._compiled[missing] = self._compile(graph, len(self._compiled))
+                self._compiled[missing] = self._compile(graph, missing, len(self._compiled))
             return self._compiled[missing]
 
     def __call__(self, args: list[Any]) -> Any:

@@ -53,6 +53,7 @@ class GraphInfo:
     rewrites: what the pre-autograd rewrites did or refused, the same for all phases.
     origins: of the placeholders that are arguments of the Dynamo graph, by name.
     from_disk: it was not traced, an earlier process had kept it.
+    digest: a hash of the graph and of all that is known of it; "" where that cannot be told.
     """
 
     name: str
@@ -63,3 +64,4 @@ class GraphInfo:
     rewrites: Notes = ()
     origins: Origins = field(default_factory=dict[str, Origin])
     from_disk: bool = False
+    digest: str = ""

@@ -27,6 +27,7 @@ from fusion_compiler.errors import CacheError, FusionWarning
 
 DEFAULT_BYTES = 64 * 2**20
 FOLDER = "tuning-1"  # of the records; another number for another form of them
+PLANS = "plans-1"  # and of those that are decisions about a whole graph
 RECORD = re.compile(r"[0-9a-f]{64}\.json")
 UNFINISHED = re.compile(r"[0-9a-f]{64}\.\w+\.tmp")
 # A writer that was killed leaves its unfinished file behind; younger ones may still be written.
@@ -47,13 +48,16 @@ class Cache:
     path: the folder below which they have one of their own, made when the first record is written; by default
         `default_path()`.
     max_bytes: when the records outgrow it, those not used for longest go, down to nine tenths.
+    folder: the name of the records' own.
 
     Where the folder cannot be written, one FusionWarning says so, and the records live in memory,
     for this object alone. Nothing that is found on disk raises.
     """
 
-    def __init__(self, path: str | Path | None = None, max_bytes: int = DEFAULT_BYTES) -> None:
-        self.path = (Path(path) if path is not None else default_path()) / FOLDER
+    def __init__(
+        self, path: str | Path | None = None, max_bytes: int = DEFAULT_BYTES, folder: str = FOLDER
+    ) -> None:
+        self.path = (Path(path) if path is not None else default_path()) / folder
         self.max_bytes = max_bytes
         self._memory: dict[str, Any] = {}
         self._on_disk = True
