@@ -25,6 +25,7 @@ from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.module import Plans, compiled_class, plain, wrap
+from fusion_compiler.capture.partition import partition
 from fusion_compiler.codegen.emit import emit
 from fusion_compiler.errors import (
     EagerDeviceError,
@@ -159,8 +160,15 @@ class Compiler:
         rewrites = DEFAULT_REWRITES if own is None else (own, *DEFAULT_REWRITES)
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
+        split = functools.partial(partition, memory=self.options.memory, device=self.options.device)
         return self.progress.during(
-            make_backend(graph, rewrites=rewrites, decompositions=decomposition_table, give_up=self.give_up)
+            make_backend(
+                graph,
+                rewrites=rewrites,
+                decompositions=decomposition_table,
+                give_up=self.give_up,
+                split=split,
+            )
         )
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:

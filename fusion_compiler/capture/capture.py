@@ -55,6 +55,7 @@ def make_backend(
     rewrites: Sequence[Rewrite],
     decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
     give_up: Callable[[str, Exception], None] = raising,
+    split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partition,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=...)`.
 
@@ -64,6 +65,7 @@ def make_backend(
         of arguments, which it empties, so that saved activations are freed at their last use.
     rewrites: run in order on the pre-autograd graph.
     decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
+    split: makes forward and backward of a joint graph.
     give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
     """
     numbers = itertools.count()
@@ -84,7 +86,7 @@ def make_backend(
 
     def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
         rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
-        stages = _Stages(compile_graph, name, give_up)
+        stages = _Stages(compile_graph, name, give_up, split)
         try:
             return stages.compile(rewritten, inputs, notes, decompositions())
         except TorchDynamoException:
@@ -113,9 +115,13 @@ class _Stages:
     _inputs: Sequence[Any] | None  # where it may do nothing
 
     def __init__(
-        self, compile_graph: CompileGraph, name: str, give_up: Callable[[str, Exception], None]
+        self,
+        compile_graph: CompileGraph,
+        name: str,
+        give_up: Callable[[str, Exception], None],
+        split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     ) -> None:
-        self._compile_graph = compile_graph
+        self._compile_graph, self._split = compile_graph, split
         self._give_up = give_up
         self._name = name
         self.reached = False
@@ -139,7 +145,7 @@ class _Stages:
             fw_compiler=self._stage(Phase.FORWARD, notes),
             bw_compiler=self._stage(Phase.BACKWARD, notes),
             inference_compiler=self._stage(Phase.INFERENCE, notes),
-            partition_fn=partition,
+            partition_fn=self._split,
             keep_inference_input_mutations=True,  # the graph writes into its arguments itself
             decompositions=dict(decompositions),
         )(gm, inputs)

@@ -1,8 +1,9 @@
 """In which order kernels and library calls run: it decides how much memory is in use at once.
 
-The order of the captured program is eager's own. Beside it stands one that runs whatever frees at
-least as much as it allocates as soon as it can run (a weight's gradient right after the gradient
-of the layer's result, say), and the one with the lower peak is taken.
+The order of the captured program is eager's own. Beside it stand those that run whatever frees at least as
+much as it allocates as soon as it can run (a weight's gradient right after the gradient of the layer's
+result, say), and those that run nothing before its first reader is due (what a backward computes again); the
+one with the lowest peak is taken.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def ordered(plan: FusionPlan, owned: Iterable[str] = ()) -> Order:
     read = {name for step in steps for name in step.reads}
     held = {name: _bytes(plan.dag.op(name).outputs) for name in owned if name in read}
     returned = frozenset(root(plan.dag, name) for name in plan.dag.outputs)
-    orders = [_order(plan, steps, held, returned, eager) for eager in (False, True)]
+    kinds = itertools.product((False, True), repeat=2)
+    orders = [_order(plan, steps, held, returned, late, eager) for late, eager in kinds]
     peaks = [peak(order, held, returned) for order in orders]
     best = peaks.index(min(peaks))
     return Order(orders[best], peaks[best])
@@ -179,9 +181,15 @@ class _Memory:
 
 
 def _order(
-    plan: FusionPlan, steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str], eager: bool
+    plan: FusionPlan,
+    steps: Sequence[Step],
+    held: Mapping[str, int],
+    returned: frozenset[str],
+    late: bool,
+    eager: bool,
 ) -> tuple[Step, ...]:
-    """Program order as far as operands allow; `eager`: first what leaves no more memory in use."""
+    """Program order as far as operands allow; `late`: each in the place of what it is needed for first;
+    `eager`: before all what leaves no more memory in use."""
     memory = _Memory(steps, held, returned)
     impure = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
     makers = {name: i for i, step in enumerate(steps) for name in step.makes}
@@ -198,11 +206,14 @@ def _order(
     for i, before in enumerate(waits):
         for j in before:
             followers[j].append(i)
+    due = list(range(len(steps)))
+    for i in reversed(due if late else ()):
+        due[i] = min((due[j] for j in followers[i]), default=i)
     missing = [len(before) for before in waits]
     ready = [i for i, count in enumerate(missing) if not count]
     order: list[Step] = []
     while ready:
-        ready.sort()
+        ready.sort(key=lambda i: (due[i], i))
         frees = (i for i in ready if memory.change(steps[i]) <= 0) if eager else ()
         chosen = next(iter(frees), ready[0])
         ready.remove(chosen)
