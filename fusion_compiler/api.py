@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
@@ -42,6 +43,7 @@ from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.canonical import Canonical, canonical, describe
 from fusion_compiler.ir.dag import OpDag, build, size_hints
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
+from fusion_compiler.ir.dims import hint, numel
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
@@ -50,6 +52,7 @@ from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
+from fusion_compiler.passes.fuse.step_time import step_time
 from fusion_compiler.passes.patterns.indexed import key_of
 from fusion_compiler.passes.patterns.match import match_all
 from fusion_compiler.passes.patterns.notes import notes_of_hints
@@ -66,11 +69,12 @@ from fusion_compiler.passes.rewrites.user import check_reachable, replace_patter
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, UserKernel, checked
 from fusion_compiler.runtime.builds import prepare
 from fusion_compiler.runtime.cache import Cache
-from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings
+from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings, Terms
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.launch import Runner, compile_all
 from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.verify import KernelCheck, Verifier, coarsest
+from fusion_compiler.stitch.order import ordered
 from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
 from fusion_compiler.stitch.units import ranges_of
 
@@ -214,8 +218,11 @@ class Compiler:
         if "pre-autograd" in notes:  # rules that were not looked for have no notes of their own
             rules = (p.name for p in self.given if not isinstance(p, ClusterHint))
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
-        if self.options.cudagraphs:
+        if self.options.cudagraphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
+        elif self.options.cudagraphs == "auto" and backend == "triton":
+            terms = self.terms(plan, device, size_hints(inputs), info)
+            run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms)
         notes = {**plan.notes, **notes, "seconds": str(clock)}
         plan = replace(plan, notes=notes, solved=plan.solved if self.asked else None)
         self.plans.record(plan)
@@ -256,6 +263,16 @@ class Compiler:
                 "  what to do: change that, or leave it where host time does not count",
             )
         return run, decision
+
+    def terms(
+        self, plan: FusionPlan, device: DeviceSpec, hints: Mapping[sympy.Symbol, int], info: GraphInfo
+    ) -> Terms:
+        """What decides whether a graph is recorded unasked."""
+        time, peak = step_time(plan, device, hints), ordered(plan, info.owned).peak
+        results = plan.dag.outputs[: info.outputs if info.phase is Phase.FORWARD else None]
+        metas = (meta for name in dict.fromkeys(results) for meta in plan.dag.op(name).outputs)
+        copied = sum(hint(numel(meta.shape), hints) * meta.dtype.itemsize for meta in metas)
+        return Terms(time.host_us, time.gpu_us, peak, 2e6 * copied / device.copy_bandwidth)
 
     def report_left(self, plan: FusionPlan) -> None:
         """Warns of dtypes that no kernel can hold; `strict` raises if an op has no kernel and no library."""
