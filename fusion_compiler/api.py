@@ -218,12 +218,13 @@ class Compiler:
         if "pre-autograd" in notes:  # rules that were not looked for have no notes of their own
             rules = (p.name for p in self.given if not isinstance(p, ClusterHint))
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
+        order = ordered(plan, info.owned)
         if self.options.cudagraphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
         elif self.options.cudagraphs == "auto" and backend == "triton":
-            terms = self.terms(plan, device, size_hints(inputs), info)
+            terms = self.terms(plan, device, size_hints(inputs), info, order.peak)
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms)
-        notes = {**plan.notes, **notes, "seconds": str(clock)}
+        notes = {**plan.notes, **notes, "memory": str(order), "seconds": str(clock)}
         plan = replace(plan, notes=notes, solved=plan.solved if self.asked else None)
         self.plans.record(plan)
         self.debug.plan(plan)
@@ -265,10 +266,15 @@ class Compiler:
         return run, decision
 
     def terms(
-        self, plan: FusionPlan, device: DeviceSpec, hints: Mapping[sympy.Symbol, int], info: GraphInfo
+        self,
+        plan: FusionPlan,
+        device: DeviceSpec,
+        hints: Mapping[sympy.Symbol, int],
+        info: GraphInfo,
+        peak: int,
     ) -> Terms:
         """What decides whether a graph is recorded unasked."""
-        time, peak = step_time(plan, device, hints), ordered(plan, info.owned).peak
+        time = step_time(plan, device, hints)
         results = plan.dag.outputs[: info.outputs if info.phase is Phase.FORWARD else None]
         metas = (meta for name in dict.fromkeys(results) for meta in plan.dag.op(name).outputs)
         copied = sum(hint(numel(meta.shape), hints) * meta.dtype.itemsize for meta in metas)

@@ -21,6 +21,9 @@ from fusion_compiler.ir.dims import numel
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
 
+COLUMNS, SHOWN = 40, 4  # of a memory curve, and tensors named at its peak
+BARS = "▁▂▃▄▅▆▇█"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -34,14 +37,26 @@ class Step:
 
 @dataclass(frozen=True)
 class Order:
-    """Steps in the order to run them, and the most bytes that are in use at once by prediction.
+    """Steps in the order to run them, and the bytes that are in use by prediction.
 
-    peak counts what the steps make and the owned inputs, each until its last reader is done or,
-    where the graph returns it, to the end.
+    curve: during each step, what the steps make and the owned inputs, each until its last reader is done or,
+    where the graph returns it, to the end. alive: what is in use at the peak, the largest first.
     """
 
     steps: tuple[Step, ...]
-    peak: int
+    curve: tuple[int, ...]
+    alive: tuple[tuple[str, int], ...]
+
+    @property
+    def peak(self) -> int:
+        return max(self.curve)
+
+    def __str__(self) -> str:
+        """ "▂▄█▃ 5.68 GB in step 3 of 4, mm: logits 2.10 GB, ..." """
+        at = self.curve.index(self.peak)
+        most = ", ".join(f"{name} {_size(size)}" for name, size in self.alive[:SHOWN])
+        step = f"{self.steps[at].name}, step {at + 1} of {len(self.steps)}" if self.steps else "no step"
+        return f"{sparkline(self.curve)} {_size(self.peak)} in {step}: {most}"
 
 
 def ordered(plan: FusionPlan, owned: Iterable[str] = ()) -> Order:
@@ -56,9 +71,11 @@ def ordered(plan: FusionPlan, owned: Iterable[str] = ()) -> Order:
     returned = frozenset(root(plan.dag, name) for name in plan.dag.outputs)
     kinds = itertools.product((False, True), repeat=2)
     orders = [_order(plan, steps, held, returned, late, eager) for late, eager in kinds]
-    peaks = [peak(order, held, returned) for order in orders]
+    curves = [curve(order, held, returned) for order in orders]
+    peaks = [max(c) for c in curves]
     best = peaks.index(min(peaks))
-    return Order(orders[best], peaks[best])
+    alive = _alive(orders[best], held, returned, curves[best].index(peaks[best]))
+    return Order(orders[best], curves[best], alive)
 
 
 def root(dag: OpDag, name: str) -> str:
@@ -68,10 +85,33 @@ def root(dag: OpDag, name: str) -> str:
     return name
 
 
-def peak(steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str]) -> int:
-    """The most bytes in use while `steps` run in this order."""
+def curve(steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str]) -> tuple[int, ...]:
+    """Bytes in use during each of `steps`, in this order; what is held where there are none."""
     memory = _Memory(steps, held, returned)
-    return max((memory.run(step) for step in steps), default=sum(held.values()))
+    return tuple(memory.run(step) for step in steps) or (sum(held.values()),)
+
+
+def sparkline(values: Sequence[int]) -> str:
+    """The shape of a curve in at most COLUMNS characters, each the largest of what it stands for."""
+    each = -(-len(values) // COLUMNS)
+    shown = [max(values[i : i + each]) for i in range(0, len(values), each)]
+    return "".join(BARS[min(len(BARS) - 1, len(BARS) * v // max(1, max(shown)))] for v in shown)
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _alive(
+    steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str], at: int
+) -> tuple[tuple[str, int], ...]:
+    """What is in use during step `at`: made by then, and read then or later, or returned."""
+    later = {name for step in steps[at:] for name in (*step.reads, *step.makes)} | returned
+    made = dict(held)
+    for step in steps[: at + 1]:
+        made.update(zip(step.makes, step.bytes, strict=True))
+    kept = ((name, size) for name, size in made.items() if size and name in later)
+    return tuple(sorted(kept, key=lambda item: -item[1]))
 
 
 def written(overload: Any) -> tuple[int, ...]:
