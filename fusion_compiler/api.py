@@ -24,6 +24,7 @@ from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.capture.graphs import copied
 from fusion_compiler.capture.module import Plans, compiled_class, plain, wrap
 from fusion_compiler.codegen.emit import emit
 from fusion_compiler.errors import (
@@ -39,6 +40,7 @@ from fusion_compiler.errors import (
 )
 from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.canonical import Canonical, canonical, describe
+from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import OpDag, build, size_hints
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
@@ -48,6 +50,8 @@ from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
+from fusion_compiler.passes.chunks.body import examples
+from fusion_compiler.passes.chunks.chunk import chunk_losses
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.patterns.indexed import key_of
 from fusion_compiler.passes.patterns.match import match_all
@@ -160,13 +164,20 @@ class Compiler:
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
         return self.progress.during(
-            make_backend(graph, rewrites=rewrites, decompositions=decomposition_table, give_up=self.give_up)
+            make_backend(
+                graph,
+                rewrites=rewrites,
+                decompositions=decomposition_table,
+                joint_rewrite=chunk_losses,
+                give_up=self.give_up,
+            )
         )
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         """One graph through the stages: dag, match, cluster, emit, stitch."""
         clock = Clock()
         self.debug.stage(info.name, "capture", gm)
+        gm = self.with_chunks(gm, info)
         dag = build(gm, source_of)
         self.progress.say(f"captured {info.name} ({len(dag.order) - len(dag.inputs)} ops)")
         kind = device_type(dag)
@@ -206,13 +217,34 @@ class Compiler:
         if "pre-autograd" in notes:  # rules that were not looked for have no notes of their own
             rules = (p.name for p in self.given if not isinstance(p, ClusterHint))
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
-        if self.options.cudagraphs:
+        if self.options.cudagraphs and info.phase is not Phase.CHUNK:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
         notes = {**plan.notes, **notes, "seconds": str(clock)}
         plan = replace(plan, notes=notes, solved=plan.solved if self.asked else None)
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
+
+    def with_chunks(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
+        """`gm` with the bodies of its loops over chunks of rows taken through the stages as well; itself
+        where it has none. The bodies' plans are named for the graph and the logits, the last chunk's too if
+        it is smaller."""
+        loops = [node for node in gm.graph.nodes if isinstance(node.target, Chunked)]
+        if not loops:
+            return gm
+        made, nodes = copied(gm)
+        for node in loops:
+            loop: Chunked = node.target
+            runs = {
+                rows: self.graph(body, examples(body), self.chunk_info(f"{loop.name}.{rows}_rows", info))
+                for rows, body in loop.bodies.items()
+            }
+            nodes[node].target = replace(loop, runs=runs)
+        made.recompile()
+        return made
+
+    def chunk_info(self, name: str, info: GraphInfo) -> GraphInfo:
+        return GraphInfo(f"{info.name}.{name}", Phase.CHUNK, (), 0)
 
     def give_up(self, name: str, error: Exception) -> None:
         """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""

@@ -54,6 +54,7 @@ def make_backend(
     *,
     rewrites: Sequence[Rewrite],
     decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
+    joint_rewrite: Callable[[fx.Graph], Notes] = lambda graph: (),
     give_up: Callable[[str, Exception], None] = raising,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=...)`.
@@ -63,6 +64,8 @@ def make_backend(
         and returns the list of outputs; with the attribute `_boxed_call` set it takes one list
         of arguments, which it empties, so that saved activations are freed at their last use.
     rewrites: run in order on the pre-autograd graph.
+    joint_rewrite: changes in place, under autograd, the joint graph of forward and backward, or the one graph
+        of what has no backward.
     decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
     give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
     """
@@ -84,7 +87,7 @@ def make_backend(
 
     def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
         rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
-        stages = _Stages(compile_graph, name, give_up)
+        stages = _Stages(compile_graph, name, give_up, joint_rewrite)
         try:
             return stages.compile(rewritten, inputs, notes, decompositions())
         except TorchDynamoException:
@@ -113,11 +116,17 @@ class _Stages:
     _inputs: Sequence[Any] | None  # where it may do nothing
 
     def __init__(
-        self, compile_graph: CompileGraph, name: str, give_up: Callable[[str, Exception], None]
+        self,
+        compile_graph: CompileGraph,
+        name: str,
+        give_up: Callable[[str, Exception], None],
+        joint_rewrite: Callable[[fx.Graph], Notes],
     ) -> None:
         self._compile_graph = compile_graph
         self._give_up = give_up
         self._name = name
+        self._joint_rewrite = joint_rewrite
+        self._joint_notes: Notes = ()
         self.reached = False
         self._separable = False
         self._origins: tuple[Origin, ...] = ()
@@ -130,7 +139,7 @@ class _Stages:
         notes: Notes,
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Callable[..., Any]:
-        self._separable, self._bare = False, None
+        self._separable, self._bare, self._joint_notes = False, None, ()
         self._origins = tuple(origins_of(gm.graph).values())
         # Asked here: while a graph is compiled other modes may be set. Dynamo guards both.
         recorded = torch.is_grad_enabled() and any(_wants_gradient(x) for x in inputs)
@@ -139,13 +148,18 @@ class _Stages:
             fw_compiler=self._stage(Phase.FORWARD, notes),
             bw_compiler=self._stage(Phase.BACKWARD, notes),
             inference_compiler=self._stage(Phase.INFERENCE, notes),
-            partition_fn=partition,
+            partition_fn=functools.partial(partition, rewrite=self._rewrite_joint),
             keep_inference_input_mutations=True,  # the graph writes into its arguments itself
             decompositions=dict(decompositions),
         )(gm, inputs)
         if self._bare is not None:
             return self._bare
         return leave_undefined(run) if self._separable else run
+
+    def _rewrite_joint(self, graph: fx.Graph) -> None:
+        self._joint_notes = self._joint_rewrite(graph)
+        if self._joint_notes and graph.owning_module is not None:
+            graph.owning_module.recompile()
 
     def _stage(self, phase: Phase, notes: Notes) -> Callable[..., Any]:
         made: list[Callable[..., Any]] = []
@@ -159,7 +173,9 @@ class _Stages:
 
         def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             self.reached = True
-            info = _info(graph, self._name, phase, notes)
+            if phase is Phase.INFERENCE:
+                self._rewrite_joint(graph.graph)
+            info = _info(graph, self._name, phase, (*notes, *self._joint_notes))
             info = replace(info, origins=_named(graph, phase, self._origins))
             if phase is Phase.FORWARD:
                 self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]

@@ -31,14 +31,21 @@ from fusion_compiler.ir.random import merge_seeds
 _aten = torch.ops.aten
 
 
-def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward; see torch._functorch.partitioners."""
+def partition(
+    joint: fx.GraphModule, inputs: Any, *, rewrite: Callable[[fx.Graph], None] | None = None, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph into forward and backward; see torch._functorch.partitioners.
+
+    rewrite: changes the joint graph in place before it is split.
+    """
     merge_seeds(joint)
     read_wide_statistics(joint.graph)
     joint.graph.eliminate_dead_code()
     merge_equal(joint.graph)
     pin(joint.graph)
     mark_gradients(joint.graph)
+    if rewrite is not None:
+        rewrite(joint.graph)
     default = partitioners.get_default_op_list
     extended = functools.cache(lambda: _extended(default()))
     with config.patch(cse=False), patch.object(partitioners, "get_default_op_list", extended):
