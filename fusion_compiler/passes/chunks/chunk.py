@@ -31,7 +31,14 @@ from fusion_compiler.ir.chunks import Chunked, Joined, Result
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
 from fusion_compiler.passes.chunks.body import chunked
 from fusion_compiler.passes.chunks.linear import linear
-from fusion_compiler.passes.chunks.region import AnotherError, RefusedError, Region, Survey, dependents
+from fusion_compiler.passes.chunks.region import (
+    AnotherError,
+    RefusedError,
+    Region,
+    Survey,
+    dependents,
+    tangents,
+)
 from fusion_compiler.passes.chunks.rows import PRODUCTS, factors, shape
 
 aten = torch.ops.aten
@@ -67,7 +74,8 @@ def chunk_losses(graph: fx.Graph) -> Notes:
     """Cut into chunks, in place, all large logits of a joint or an inference graph of which only a loss is
     wanted."""
     notes: list[RewriteNote] = []
-    large = [n for n in graph.nodes if n.target in PRODUCTS and _is_large(n, LIMITS)]
+    gradients = dependents(graph, tangents(graph))
+    large = [n for n in graph.nodes if n.target in PRODUCTS and n not in gradients and _is_large(n, LIMITS)]
     if large:
         _fill_by_sizes(graph)
     for node in large:
@@ -132,13 +140,7 @@ class _Rewriter:
     def __init__(self, graph: fx.Graph, logits: fx.Node) -> None:
         self.graph, self.logits = graph, logits
         self.made: dict[fx.Node, fx.Node] = {}
-        self.survey = self._surveyed((logits,))
-
-    def _surveyed(self, logits: tuple[fx.Node, ...]) -> Survey:
-        survey = Survey(self.graph, logits)
-        if self.logits in survey.backward:
-            raise _NoLossError
-        return survey
+        self.survey = Survey(graph, (logits,))
 
     def run(self) -> str:
         """Rewrite the graph and say what was done. Raises RefusedError, and has changed nothing then."""
@@ -146,7 +148,7 @@ class _Rewriter:
             try:
                 return self._cut()
             except AnotherError as error:
-                self.survey = self._surveyed((*self.survey.logits, error.product))
+                self.survey = Survey(self.graph, (*self.survey.logits, error.product))
 
     def _cut(self) -> str:
         survey = self.survey
@@ -182,8 +184,7 @@ class _Rewriter:
         """The scalar to which all gradients that leave the region are proportional."""
         if self.logits.meta["val"].dtype is torch.float16:
             raise RefusedError("gradients in float16 are scaled before they are rounded")
-        tangents = self.survey.tangents
-        sources = [t for t in tangents if not dependents(self.graph, [t]).isdisjoint(backward)]
+        sources = [t for t in self.survey.tangents if not dependents(self.graph, [t]).isdisjoint(backward)]
         if len(sources) != 1:
             raise RefusedError(f"the gradients of {len(sources)} results enter")
         (factor,) = sources

@@ -64,6 +64,11 @@ def dependents(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def tangents(graph: fx.Graph) -> list[fx.Node]:
+    """The gradients that the backward half of a joint graph starts from."""
+    return [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
+
+
 class Survey:
     """A graph as seen from some logits: where their rows are in all that is computed from them.
 
@@ -76,7 +81,7 @@ class Survey:
         self.rows = shape(logits[0])[0]
         self.least = min(math.prod(shape(node)) for node in logits) // 2
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.tangents = [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
+        self.tangents = tangents(graph)
         self.backward = dependents(graph, self.tangents)
         self.after = dependents(graph, logits)
         self.known: dict[fx.Node, Rows] = {}
@@ -112,7 +117,7 @@ class Survey:
         if not wide:
             return
         if node.op == "output":
-            raise RefusedError(f"{wide[0].name}, as large as the logits, is returned")
+            raise RefusedError(f"the model returns it ({wide[0].name}), where a loss alone would do without")
         if any(n in self.tangents for n in node.all_input_nodes):
             raise RefusedError("the logits are returned, and may have a gradient of their own")
         raise RefusedError(f"{_named(node)} reads {wide[0].name}: {error}") from error

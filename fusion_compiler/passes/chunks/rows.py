@@ -59,6 +59,8 @@ def result(node: fx.Node, known: Mapping[fx.Node, Rows]) -> Rows | Over:
         return _turned(_order(node), rows)
     if target is aten.slice.Tensor or target is aten.constant_pad_nd.default or target in _ALONG:
         return rows  # `operands` checks that they are not what is cut, padded or looked up along
+    if target is aten.select.int:
+        return rows.moved(-1 if _selected(node) < rows.start else 0)
     if spec is not None and spec.kind is Kind.REDUCTION and spec.combine:
         return _reduced(node, rows, rank)
     if _is_pointwise(node):
@@ -94,6 +96,10 @@ def operands(node: fx.Node, rows: Rows) -> dict[fx.Node, Rows | None]:
         if any(shape(n)[rows.start : rows.stop] != shape(node)[rows.start : rows.stop] for n in inputs):
             raise NotByRowsError("it looks up in other rows")
         return dict.fromkeys(inputs, rows)
+    if target is aten.select.int:
+        place = rows.moved(1 if _selected(node) <= rows.start else 0)
+        _apart(_selected(node), place)
+        return dict.fromkeys(inputs, place)
     spec = spec_of(target)
     if spec is not None and spec.kind is Kind.REDUCTION and spec.combine:
         (operand,) = inputs
@@ -119,7 +125,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     spec = spec_of(node.target)
     if node.target is aten.expand.default:
         return True
-    return spec is not None and spec.kind is Kind.ELEMENTWISE and node.target not in _ALONG
+    return spec is not None and spec.kind is Kind.ELEMENTWISE and spec.expr is not None
 
 
 def _same_elements(source: fx.Node, rows: Rows, view: fx.Node) -> Rows:
@@ -158,6 +164,12 @@ def _dim(node: fx.Node, position: int, default: int = 0) -> int:
     rank = max(len(shape(node)), 1)
     dim: Any = node.args[position] if len(node.args) > position else default
     return dim % rank
+
+
+def _selected(node: fx.Node) -> int:
+    """The dimension of its operand that a `select` takes one index of."""
+    dim: Any = node.args[1]
+    return dim % len(shape(node.all_input_nodes[0]))
 
 
 def _apart(dim: int, rows: Rows) -> None:
