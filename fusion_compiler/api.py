@@ -25,6 +25,7 @@ from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.capture.graphs import copied
 from fusion_compiler.capture.module import Plans, compiled_class, plain, wrap
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.codegen.emit import emit
@@ -41,6 +42,7 @@ from fusion_compiler.errors import (
 )
 from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.canonical import Canonical, canonical, describe
+from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import OpDag, build, size_hints
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
 from fusion_compiler.ir.dims import hint, numel
@@ -51,6 +53,8 @@ from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
+from fusion_compiler.passes.chunks.body import examples
+from fusion_compiler.passes.chunks.chunk import chunk_losses
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.fuse.step_time import step_time
 from fusion_compiler.passes.patterns.indexed import key_of
@@ -170,6 +174,7 @@ class Compiler:
                 graph,
                 rewrites=rewrites,
                 decompositions=decomposition_table,
+                joint_rewrite=chunk_losses,
                 give_up=self.give_up,
                 split=split,
             )
@@ -179,6 +184,7 @@ class Compiler:
         """One graph through the stages: dag, match, cluster, emit, stitch."""
         clock = Clock()
         self.debug.stage(info.name, "capture", gm)
+        gm = self.with_chunks(gm, info)
         dag = build(gm, source_of)
         self.progress.say(f"captured {info.name} ({len(dag.order) - len(dag.inputs)} ops)")
         kind = device_type(dag)
@@ -219,9 +225,10 @@ class Compiler:
             rules = (p.name for p in self.given if not isinstance(p, ClusterHint))
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
         order = ordered(plan, info.owned)
-        if self.options.cudagraphs is True:
+        graphs = False if info.phase is Phase.CHUNK else self.options.cudagraphs  # recorded with its caller
+        if graphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
-        elif self.options.cudagraphs == "auto" and backend == "triton":
+        elif graphs == "auto" and backend == "triton":
             terms = self.terms(plan, device, size_hints(inputs), info, order.peak)
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms)
         notes = {**plan.notes, **notes, "memory": str(order), "seconds": str(clock)}
@@ -229,6 +236,27 @@ class Compiler:
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
+
+    def with_chunks(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
+        """`gm` with the bodies of its loops over chunks of rows taken through the stages as well; itself
+        where it has none. The bodies' plans are named for the graph and the logits, the last chunk's too if
+        it is smaller."""
+        loops = [node for node in gm.graph.nodes if isinstance(node.target, Chunked)]
+        if not loops:
+            return gm
+        made, nodes = copied(gm)
+        for node in loops:
+            loop: Chunked = node.target
+            runs = {
+                rows: self.graph(body, examples(body), self.chunk_info(f"{loop.name}.{rows}_rows", info))
+                for rows, body in loop.bodies.items()
+            }
+            nodes[node].target = replace(loop, runs=runs)
+        made.recompile()
+        return made
+
+    def chunk_info(self, name: str, info: GraphInfo) -> GraphInfo:
+        return GraphInfo(f"{info.name}.{name}", Phase.CHUNK, (), 0)
 
     def give_up(self, name: str, error: Exception) -> None:
         """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""

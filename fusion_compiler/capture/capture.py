@@ -54,6 +54,7 @@ def make_backend(
     *,
     rewrites: Sequence[Rewrite],
     decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
+    joint_rewrite: Callable[[fx.Graph], Notes] = lambda graph: (),
     give_up: Callable[[str, Exception], None] = raising,
     split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partition,
 ) -> Backend:
@@ -64,6 +65,8 @@ def make_backend(
         and returns the list of outputs; with the attribute `_boxed_call` set it takes one list
         of arguments, which it empties, so that saved activations are freed at their last use.
     rewrites: run in order on the pre-autograd graph.
+    joint_rewrite: changes in place, under autograd, the joint graph of forward and backward, or the one graph
+        of what has no backward.
     decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
     split: makes forward and backward of a joint graph.
     give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
@@ -86,7 +89,7 @@ def make_backend(
 
     def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
         rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
-        stages = _Stages(compile_graph, name, give_up, split)
+        stages = _Stages(compile_graph, name, give_up, split, joint_rewrite)
         try:
             return stages.compile(rewritten, inputs, notes, decompositions())
         except TorchDynamoException:
@@ -120,10 +123,13 @@ class _Stages:
         name: str,
         give_up: Callable[[str, Exception], None],
         split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+        joint_rewrite: Callable[[fx.Graph], Notes],
     ) -> None:
         self._compile_graph, self._split = compile_graph, split
         self._give_up = give_up
         self._name = name
+        self._joint_rewrite = joint_rewrite
+        self._joint_notes: Notes = ()
         self.reached = False
         self._separable = False
         self._origins: tuple[Origin, ...] = ()
@@ -136,7 +142,7 @@ class _Stages:
         notes: Notes,
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Callable[..., Any]:
-        self._separable, self._bare = False, None
+        self._separable, self._bare, self._joint_notes = False, None, ()
         self._origins = tuple(origins_of(gm.graph).values())
         # Asked here: while a graph is compiled other modes may be set. Dynamo guards both.
         recorded = torch.is_grad_enabled() and any(_wants_gradient(x) for x in inputs)
@@ -145,13 +151,18 @@ class _Stages:
             fw_compiler=self._stage(Phase.FORWARD, notes),
             bw_compiler=self._stage(Phase.BACKWARD, notes),
             inference_compiler=self._stage(Phase.INFERENCE, notes),
-            partition_fn=self._split,
+            partition_fn=functools.partial(self._split, rewrite=self._rewrite_joint),
             keep_inference_input_mutations=True,  # the graph writes into its arguments itself
             decompositions=dict(decompositions),
         )(gm, inputs)
         if self._bare is not None:
             return self._bare
         return leave_undefined(run) if self._separable else run
+
+    def _rewrite_joint(self, graph: fx.Graph) -> None:
+        self._joint_notes = self._joint_rewrite(graph)
+        if self._joint_notes and graph.owning_module is not None:
+            graph.owning_module.recompile()
 
     def _stage(self, phase: Phase, notes: Notes) -> Callable[..., Any]:
         made: list[Callable[..., Any]] = []
@@ -165,7 +176,9 @@ class _Stages:
 
         def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             self.reached = True
-            info = _info(graph, self._name, phase, notes)
+            if phase is Phase.INFERENCE:
+                self._rewrite_joint(graph.graph)
+            info = _info(graph, self._name, phase, (*notes, *self._joint_notes))
             info = replace(info, origins=_named(graph, phase, self._origins))
             if phase is Phase.FORWARD:
                 self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]

@@ -36,11 +36,18 @@ _aten = torch.ops.aten
 
 
 def partition(
-    joint: fx.GraphModule, inputs: Any, *, memory: Budget = "fast", device: str | None = None, **options: Any
+    joint: fx.GraphModule,
+    inputs: Any,
+    *,
+    rewrite: Callable[[fx.Graph], None] | None = None,
+    memory: Budget = "fast",
+    device: str | None = None,
+    **options: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward; see torch._functorch.partitioners.
 
-    memory: what may be saved (`saved_values.within`). device: the name of the DeviceSpec to price for.
+    rewrite: changes the joint graph in place before it is split. memory: what may be saved
+    (`saved_values.within`). device: the name of the DeviceSpec to price for.
     """
     merge_seeds(joint)
     read_wide_statistics(joint.graph)
@@ -48,6 +55,8 @@ def partition(
     merge_equal(joint.graph)
     pin(joint.graph)
     mark_gradients(joint.graph)
+    if rewrite is not None:
+        rewrite(joint.graph)
     default = partitioners.get_default_op_list
     extended = functools.cache(lambda: _extended(default()))
     choose = within(memory, partitioners.choose_saved_values_set)
