@@ -10,9 +10,23 @@ from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.vocabulary import align_features
+from fusion_compiler.passes.rewrites.written_attention import call_attention
 
-# Masks first: without a mask tensor, grouped queries reach the flash kernel.
-DEFAULT_REWRITES: tuple[Rewrite, ...] = (simplify_masks, group_queries, align_features, order_rows)
+# Attention first, whose masks are then proved; masks next: without a mask tensor, grouped queries reach the
+# flash kernel.
+DEFAULT_REWRITES: tuple[Rewrite, ...] = (
+    call_attention,
+    simplify_masks,
+    group_queries,
+    align_features,
+    order_rows,
+)
+
+
+def rewrites_for(numerics: str) -> tuple[Rewrite, ...]:
+    """Those that `numerics` allows: a fused attention does not round its scores, which eager does."""
+    return tuple(r for r in DEFAULT_REWRITES if numerics != "eager" or r is not call_attention)
+
 
 __all__ = [
     "DEFAULT_REWRITES",
@@ -20,7 +34,9 @@ __all__ = [
     "Rewrite",
     "RewriteNote",
     "align_features",
+    "call_attention",
     "group_queries",
     "order_rows",
+    "rewrites_for",
     "simplify_masks",
 ]
