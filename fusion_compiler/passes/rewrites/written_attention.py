@@ -37,7 +37,7 @@ _SDPA = _aten.scaled_dot_product_attention.default
 RULE = "written-out attention"
 MAX_HEAD = 256  # of the flash kernels; above, products of their own are not known to be slower
 # A score that a mask fills with this or less has the weight 0 beside any other that a model computes.
-HIDDEN = -1e9
+HIDDEN = -1e8
 
 
 def call_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
@@ -124,9 +124,10 @@ class _Call:
         return self._laid_out(result), self._told(mask)
 
     def _told(self, mask: fx.Node | None) -> str:
-        if mask is None:
-            return "one call, no mask"
-        return f"one call, {'a bool' if mask.meta['val'].dtype is torch.bool else 'an additive'} mask"
+        kind = "no mask"
+        if mask is not None:
+            kind = "a bool mask" if mask.meta["val"].dtype is torch.bool else "an additive mask"
+        return f"one call, {kind}" + (f", dropout {self.found.dropout:g}" if self.found.dropout else "")
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return emit(self.found.products[1], target, *args, **kwargs)
@@ -169,24 +170,35 @@ class _Call:
             node = self._emit(_aten.expand.default, node, self._numbers([self.axes.size(a) for a in axes]))
         node = self._reshape(node, [self._size(group) for group in spread])
         # No fused kernel takes rows that are not contiguous.
-        return node if node.meta["val"].stride(-1) == 1 else self._emit(_aten.contiguous.default, node)
+        return (
+            node
+            if expression(node.meta["val"].stride(-1)) == 1
+            else self._emit(_aten.contiguous.default, node)
+        )
 
     def _laid_out(self, result: fx.Node) -> fx.Node:
         """[batch, heads, rows, features] as the result is wanted."""
         found, now = self.found, self.axes.now
         have = [a for d in (self.batch, self.heads, found.rows, found.features) for a in now(d)]
         wanted = [a for d in found.layout for a in now(d)]
-        if not found.root.meta["val"].is_contiguous() and shows(
-            found.root
-        ):  # to who sees the strides, a product's are contiguous
-            result = self._emit(_aten.contiguous.default, result)
         result = self._reshape(result, [self.axes.size(a) for a in have])
         order = [have.index(a) for a in wanted]
         if order != sorted(order):
             result = self._emit(_aten.permute.default, result, order)
         result = self._reshape(result, list(shape_of(found.root)))
-        contiguous = found.root.meta["val"].is_contiguous()
-        return self._emit(_aten.contiguous.default, result) if contiguous else result
+        return self._in_memory_order(result)
+
+    def _in_memory_order(self, result: fx.Node) -> fx.Node:
+        """The result with the strides that eager's has, where anybody sees them."""
+        value = self.found.root.meta["val"]
+        if value.is_contiguous():
+            return self._emit(_aten.contiguous.default, result)
+        if not shows(self.found.root):
+            return result
+        order = sorted(range(value.dim()), key=lambda d: -value.stride(d))
+        stored = self._emit(_aten.permute.default, result, order)
+        stored = self._emit(_aten.contiguous.default, stored)
+        return self._emit(_aten.permute.default, stored, [order.index(d) for d in range(value.dim())])
 
     def _reshape(self, node: fx.Node, shape: list[sympy.Expr]) -> fx.Node:
         """`node` in another shape; what a reshape before it came from, where that has it."""
@@ -326,16 +338,17 @@ def _no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: fl
     """Why PyTorch would compute the call by products of its own, "" where it has a kernel."""
     q, v = query.meta["val"], value.meta["val"]
     device, dtype, heads = q.device.type, q.dtype, (q.shape[-1], v.shape[-1])
+    same = expression(heads[0]) == expression(heads[1])
     if device == "cpu":
-        return (
-            "no fused kernel has dropout on a CPU" if dropout else "no fused kernel" * (heads[0] != heads[1])
-        )
+        if dropout:
+            return "no fused kernel has dropout on a CPU"
+        return "" if same else f"no fused kernel for heads of {heads[0]} and {heads[1]} on cpu"
     half = dtype in (torch.float16, torch.bfloat16)
     if device != "cuda" or not (half or dtype is torch.float32):
         return f"no fused kernel for {dtype} on {device}"
     if not all(isinstance(h, int) and h <= MAX_HEAD for h in heads):
         return f"no fused kernel for heads of {heads[0]} and {heads[1]}"
-    flash = half and mask is None and heads[0] == heads[1]
+    flash = half and mask is None and same
     if not flash and any(h % (8 if half else 4) for h in heads):
         return f"no fused kernel for heads of {heads[0]} and {heads[1]} with a mask or in {dtype}"
     return ""
