@@ -261,6 +261,23 @@ def test_rows_that_see_nothing_are_what_eager_makes_of_them(form: str, value: fl
     return None
 
 
+@pytest.mark.parametrize("value", [-math.inf, -1e9])
+def test_a_bias_may_hide_what_a_mask_shows(value: float) -> None:
+    """Then a number that fills the rest counts, and a row in which the mask hides nothing is NaN."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor) -> Tensor:
+        return (q @ k.mT * 0.3 + bias).masked_fill(~seen, value).softmax(-1) @ v
+
+    seen = torch.rand(BATCH, 1, ROWS, KEYS) > 0.5
+    seen[0, 0, 1], seen[:, :, 2], bias = False, True, torch.randn(BIAS, dtype=torch.float64)
+    bias[0, 0, 2], bias[0, 1, 3] = -math.inf, -math.inf
+    args = (*made(QKV, torch.float64), bias, seen)
+    new, _ = rewritten(attention, *args)
+    got, want = new(*args), attention(*args)
+    assert want[:, 0, 2].isnan().all() and want[:, 1, 3].isnan().any() == math.isinf(value)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
 @pytest.mark.parametrize("low", [-math.inf, torch.finfo(torch.float32).min, -10000.0])
 def test_additive_masks_stay_as_they_are(low: float) -> None:
     """A row of finite numbers alone is a softmax of what is added to."""

@@ -265,7 +265,7 @@ def _added(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]:
         turned = sign * alpha == 1.0
         yield other, _Step(node, bias=(one, 1.0)) if turned else _Step(node, refusal="scores are subtracted")
     else:
-        yield one, _Step(node, refusal="a number is added to the scores")
+        yield one, _Step(node, refusal="" if constant(other) == 0 else "a number is added to the scores")
 
 
 def _filled(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]:

@@ -17,6 +17,7 @@ for which PyTorch has no fused kernel. Inside, scores and probabilities are floa
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -64,6 +65,17 @@ def call_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     return new, tuple(notes)
 
 
+@dataclass(frozen=True)
+class _Mask:
+    """tensor: bool or additive; None for none. even: rows that a number fills where anything counts, which
+    take a query of zeros. undefined: rows that are NaN. Both are [batch, heads, rows, 1], or None.
+    """
+
+    tensor: fx.Node | None
+    even: fx.Node | None
+    undefined: fx.Node | None
+
+
 class _Call:
     """The call that an attention becomes, emitted where its result is."""
 
@@ -105,23 +117,21 @@ class _Call:
         query = self._canonical(self._in_dtype(found.query), (found.rows, found.inner))
         key = self._canonical(self._in_dtype(found.key), (found.keys, found.inner))
         value = self._canonical(self._in_dtype(found.value, 1), (found.keys, found.features))
-        mask, empty = self._mask()
-        if refusal := _no_kernel(query, value, mask, found.dropout):
+        mask = self._mask()
+        if refusal := _no_kernel(query, value, mask.tensor, found.dropout):
             raise Refused(refusal)
-        if empty is not None and found.fills and math.isfinite(found.fills[0].value):
-            query = self._emit(_aten.masked_fill.Scalar, query, empty, 0.0)
-            assert mask is not None
-            if mask.meta["val"].dtype is torch.bool:
-                mask = self._emit(_aten.logical_or.default, mask, empty)
-            else:
-                mask = self._emit(_aten.masked_fill.Scalar, mask, empty, 0.0)
-            empty = None
-        result = self._emit(_SDPA, query, key, value, mask, found.dropout, False, scale=found.scale)
-        if empty is not None:
-            factor = self._emit(_aten.where.Scalar, empty, math.nan, 1.0)
+        if mask.even is not None:
+            query = self._emit(_aten.masked_fill.Scalar, query, mask.even, 0.0)
+        result = self._emit(_SDPA, query, key, value, mask.tensor, found.dropout, False, scale=found.scale)
+        if mask.undefined is not None:
+            factor = self._emit(_aten.where.Scalar, mask.undefined, math.nan, 1.0)
             factor = self._emit(_aten.to.dtype, factor, self.dtype)
             result = self._emit(_aten.mul.Tensor, result, factor)
-        return self._laid_out(result), self._told(mask)
+        result = self._laid_out(result)
+        ours, theirs = result.meta["val"], found.root.meta["val"]
+        if shape_of(result) != shape_of(found.root) or ours.dtype != theirs.dtype:
+            raise Refused(f"the call gives {ours.dtype} of {tuple(ours.shape)}")
+        return result, self._told(mask.tensor)
 
     def _told(self, mask: fx.Node | None) -> str:
         kind = "no mask"
@@ -227,28 +237,35 @@ class _Call:
 
     # -- masks ----------------------------------------------------------------------------------------
 
-    def _mask(self) -> tuple[fx.Node | None, fx.Node | None]:
-        """The mask, bool or additive, and where rows are hidden whole; None where no row is."""
+    def _mask(self) -> _Mask:
         shown, bias = self._shown(), self._bias()
-        if shown is None and bias is None:
-            return None, None
         fills = [f.value for f in self.found.fills]
-        if any(math.isfinite(v) for v in fills):
-            if len(set(fills)) > 1 or (bias is not None and _may_be_infinite(bias)):
+        number = next((v for v in fills if math.isfinite(v)), None)
+        if number is not None:
+            if len(set(fills)) > 1:
                 raise Refused("its masks fill the scores with different numbers")
-            if not (fills[0] <= HIDDEN or fills[0] == _lowest(self.found.products[0])):
-                raise Refused(f"hidden scores are {fills[0]:g}, which may count")
-        if bias is None:
-            assert shown is not None
-            return shown, None if self._shows_every_row(shown) else self._empty(shown)
+            if not (number <= HIDDEN or number == _lowest(self.found.products[0])):
+                raise Refused(f"hidden scores are {number:g}, which may count")
+        finite = bias is None or not _may_be_infinite(bias)
+        certain = shown is None or (finite and self._shows_every_row(shown))
         if shown is None:
-            return bias, self._empty(bias) if _may_be_infinite(bias) else None
+            return _Mask(bias, None, None if bias is None or finite else self._empty(bias))
+        if bias is None:
+            empty = None if certain else self._empty(shown)
+            if number is None or empty is None:
+                return _Mask(shown, None, empty)
+            return _Mask(self._emit(_aten.logical_or.default, shown, empty), empty, None)
         hidden = self._emit(_aten.logical_not.default, shown)
         mask = self._emit(_aten.masked_fill.Scalar, bias, hidden, -math.inf)
-        if math.isfinite(fills[0]):
-            return mask, None if self._shows_every_row(shown) else self._empty(shown)
-        certain = not _may_be_infinite(bias) and self._shows_every_row(shown)
-        return mask, None if certain else self._empty(mask)
+        if certain:
+            return _Mask(mask, None, None)
+        empty = self._empty(mask)
+        if number is None:
+            return _Mask(mask, None, empty)
+        mask = self._emit(
+            _aten.masked_fill.Scalar, mask, self._emit(_aten.logical_and.default, empty, hidden), 0.0
+        )
+        return _Mask(mask, empty, None if finite else self._empty(mask))
 
     def _shows_every_row(self, shown: fx.Node) -> bool:
         return shows_every_row(shown, mutated_nodes(self.graph.nodes))
