@@ -67,7 +67,7 @@ from fusion_compiler.passes.patterns.trace import (
     traced_gradient,
     traced_hint,
 )
-from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, RewriteNote
+from fusion_compiler.passes.rewrites import RewriteNote, rewrites_for
 from fusion_compiler.passes.rewrites.equality import check_equal
 from fusion_compiler.passes.rewrites.user import check_reachable, replace_patterns
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, UserKernel, checked
@@ -165,7 +165,8 @@ class Compiler:
     def backend(self) -> Callable[..., Any]:
         check = KernelCheck(self.plans.verification, self.warned) if self.options.verify else None
         own = replace_patterns(self.patterns, check)
-        rewrites = DEFAULT_REWRITES if own is None else (own, *DEFAULT_REWRITES)
+        rewrites = rewrites_for(self.options.numerics)
+        rewrites = rewrites if own is None else (own, *rewrites)
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
         split = functools.partial(partition, memory=self.options.memory, device=self.options.device)
