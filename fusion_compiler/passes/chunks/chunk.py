@@ -39,7 +39,7 @@ from fusion_compiler.passes.chunks.region import (
     dependents,
     tangents,
 )
-from fusion_compiler.passes.chunks.rows import PRODUCTS, factors, shape
+from fusion_compiler.passes.chunks.rows import FILLED, PRODUCTS, factors, of_sizes, shape
 
 aten = torch.ops.aten
 RULE = "chunked loss"
@@ -76,8 +76,6 @@ def chunk_losses(graph: fx.Graph) -> Notes:
     notes: list[RewriteNote] = []
     gradients = dependents(graph, tangents(graph))
     large = [n for n in graph.nodes if n.target in PRODUCTS and n not in gradients and _is_large(n, LIMITS)]
-    if large:
-        _fill_by_sizes(graph)
     for node in large:
         if not node._erased:
             with contextlib.suppress(_NoLossError):
@@ -95,27 +93,6 @@ def _is_large(node: fx.Node, limits: Limits) -> bool:
     return size >= limits.bytes and width >= limits.width * hidden and rows >= 2 * limits.rows
 
 
-_FILLED = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
-
-
-def _fill_by_sizes(graph: fx.Graph) -> None:
-    """ones_like(x) -> full(x's sizes, 1): the values of x do not matter for it, so that a number of labels
-    that is a sum of such ones does not depend on the logits."""
-    for node in list(graph.nodes):
-        value: Any = node.meta.get("val")
-        if node.target not in (*_FILLED, aten.full_like.default) or not all(
-            isinstance(n, int) for n in value.shape
-        ):
-            continue
-        number = _FILLED[node.target] if node.target in _FILLED else node.args[1]
-        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        with graph.inserting_before(node):
-            made = graph.call_function(aten.full.default, (list(value.shape), number), options)
-        made.meta = dict(node.meta)
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
-
-
 class _NoLossError(Exception):
     """The rows are those of a hidden layer."""
 
@@ -127,8 +104,18 @@ def _chunk(graph: fx.Graph, node: fx.Node) -> RewriteNote:
             raise RefusedError("its sizes vary from call to call")
         told = _Rewriter(graph, node).run()
     except RefusedError as reason:
+        if not _has_loss(graph, node):
+            raise _NoLossError from reason
         return RewriteNote(RULE, node.name, False, f"{node.name} {sizes} is stored whole: {reason}")
     return RewriteNote(RULE, node.name, True, told)
+
+
+def _has_loss(graph: fx.Graph, logits: fx.Node) -> bool:
+    """Whether something smaller is computed from logits, in the forward pass."""
+    backward = dependents(graph, tangents(graph))
+    values = (n.meta.get("val") for n in dependents(graph, [logits]) - backward)
+    size = logits.meta["val"].numel()
+    return any(isinstance(v, torch.Tensor) and 2 * v.numel() <= size for v in values)
 
 
 class _Rewriter:
@@ -157,9 +144,10 @@ class _Rewriter:
         if any(n.target in PRODUCTS for n in forward):
             raise _NoLossError
         if not forward:
-            raise RefusedError("nothing smaller is computed from it")
+            raise _NoLossError
         if not backward:
             loop = self._looped(survey.region(forward))
+            self._fill()
             self._replace(*loop)
             return self._told(loop[1], "")
         try:
@@ -168,9 +156,11 @@ class _Rewriter:
         except RefusedError as reason:
             again = self._looped(survey.region(backward, saved=True))
             first = self._looped(survey.region(forward, wanted=again[0].inputs))
+            self._fill()
             self._replace(*first)
             self._replace(*again)
             return self._told(first[1], f"; computed again in backward: {reason}")
+        self._fill()
         self._make_unit(loop[0], factor)
         self._replace(*loop, factor)
         return self._told(loop[1], "; gradients made in the forward pass")
@@ -193,6 +183,19 @@ class _Rewriter:
         if not linear(self.graph, factor).issuperset(backward):
             raise RefusedError("the gradients are not proportional to the loss's")
         return factor
+
+    def _fill(self) -> None:
+        """ones_like(x) -> full(x's sizes, 1): the number of labels, a sum of such ones, is known before the
+        loop."""
+        for node in filter(of_sizes, list(self.graph.nodes)):
+            value: Any = node.meta["val"]
+            number = node.args[1] if FILLED[node.target] is None else FILLED[node.target]
+            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            with self.graph.inserting_before(node):
+                made = self.graph.call_function(aten.full.default, (list(value.shape), number), options)
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            self.made[node] = made
 
     def _make_unit(self, region: Region, factor: fx.Node) -> None:
         """Make what the region reads and depends on the loss's gradient for a gradient of one."""

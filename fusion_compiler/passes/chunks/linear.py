@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.passes.chunks.rows import of_sizes
 
 aten = torch.ops.aten
 
@@ -20,7 +21,6 @@ _SAME = frozenset({
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 _TIMES = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.mm.default})
 _QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
-_LAYOUTS_WITH_ZEROS = frozenset({aten.constant_pad_nd.default})
 
 
 def linear(graph: fx.Graph, factor: fx.Node) -> set[fx.Node]:
@@ -28,7 +28,7 @@ def linear(graph: fx.Graph, factor: fx.Node) -> set[fx.Node]:
     found = {factor}
     after = {factor}
     for node in graph.nodes:
-        if not after.isdisjoint(node.all_input_nodes):
+        if not of_sizes(node) and not after.isdisjoint(node.all_input_nodes):
             after.add(node)
             if _is_linear(node, {n: n in found for n in node.all_input_nodes if n in after}):
                 found.add(node)

@@ -25,6 +25,7 @@ from fusion_compiler.passes.chunks.rows import (
     PRODUCTS,
     NotByRowsError,
     Over,
+    of_sizes,
     operands,
     result,
     shape,
@@ -56,10 +57,10 @@ class Region:
 
 
 def dependents(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """Everything that is computed from `sources`, and these."""
+    """Everything whose value depends on `sources`, and these."""
     found = set(sources)
     for node in graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
+        if not of_sizes(node) and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

@@ -42,6 +42,15 @@ _ALONG = frozenset({aten.gather.default, aten.scatter.src, aten.scatter.value, a
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 
 
+FILLED = {aten.ones_like.default: 1, aten.zeros_like.default: 0, aten.full_like.default: None}
+
+
+def of_sizes(node: fx.Node) -> bool:
+    """A call that reads no element of its operand: only of which shape it is, which is known."""
+    sizes: tuple[Any, ...] = shape(node) if node.target in FILLED else ()
+    return node.target in FILLED and all(isinstance(n, int) for n in sizes)
+
+
 def shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 

@@ -25,7 +25,7 @@ RULE = "dropped rows"
 
 def drop_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Cut the input of `gm`'s linears where all that is read of their results is a part of the rows."""
-    written = mutated_nodes(gm.graph)
+    written = mutated_nodes(gm.graph.nodes)
     cuts = gm.graph.find_nodes(op="call_function", target=_aten.slice.Tensor)
     chains = {cut: chain for cut in cuts if (chain := _chain(cut)) and written.isdisjoint((cut, *chain))}
     if not chains:
