@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.accuracy import chance, ratios_to_eager
 from benchmarks.contenders import Compile, contenders, eager_ops
+from benchmarks.energy import energy_of
 from benchmarks.record import Record, environment, figure, geometric_mean, reason, table
 from benchmarks.timing import budget, device_time, wall_time
 from benchmarks.workloads import WORKLOADS, Batch, Workload, gradient_for, result_of, step
@@ -95,7 +96,7 @@ def truth_of(workload: Workload, options: argparse.Namespace) -> Truth:
 def measure(
     workload: Workload, compile_: Compile, truth: Truth | None, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One cell: compile seconds, errors, device time by kind, step time, peak memory, eager ops."""
+    """One cell: compile seconds, errors, device time by kind, step time, memory, energy, eager ops."""
     device = torch.device(options.device)
     torch._dynamo.reset()
     # The truth that errors are measured against also lies on the device: it is not the contender's.
@@ -123,6 +124,9 @@ def measure(
     cell["step_ms"] = wall_time(one_step, device, options.repetitions) * 1e3
     if device.type == "cuda":
         cell["peak_gb"] = (torch.cuda.max_memory_allocated(device) - others) / 1e9
+        cell["between_gb"] = (torch.cuda.memory_allocated(device) - others) / 1e9
+    if (joules := energy_of(one_step, device)) is not None:
+        cell["joules"] = joules
     cell["eager_ops"] = eager_ops(called)
     if truth is not None:
         del model, called
@@ -169,7 +173,9 @@ def describe(cell: dict[str, Any]) -> str:
     text = f"{cell['gpu_ms']:.2f} ms GPU ({kinds}), {cell['kernels']} kernels, step {cell['step_ms']:.2f} ms"
     text += f", first {cell['first_step_s']:.1f} s"
     if "peak_gb" in cell:
-        text += f", peak {cell['peak_gb']:.2f} GB"
+        text += f", peak {cell['peak_gb']:.2f} GB, between steps {cell['between_gb']:.2f}"
+    if "joules" in cell:
+        text += f", {cell['joules']:.2f} J"
     if "error_to_eager" in cell:
         text += f", error/eager {cell['error_to_eager']:.2f} (worst {cell['worst_error_to_eager']:.2f})"
     if cell.get("missing"):
@@ -196,6 +202,7 @@ def show(rows: list[dict[str, Any]]) -> str:
                 figure(ratio(row, "compile")),
                 figure(ratio(row, "eager", "step_ms")),
                 figure(ours.get("peak_gb")),
+                figure(ratio(row, "compile", "joules")),
                 figure(ours.get("first_step_s"), ".1f"),
                 figure(ours.get("error_to_eager")),
             ]
@@ -206,6 +213,7 @@ def show(rows: list[dict[str, Any]]) -> str:
         "x compile",
         "step x eager",
         "peak GB",
+        "joules x compile",
         "first s",
         "error/eager",
     ]

@@ -8,9 +8,7 @@ matched above autograd, before this pipeline begins (`passes.rewrites.user`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import inspect
 import os
 import time
@@ -20,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
@@ -27,7 +26,9 @@ from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from fusion_compiler.capture.autograd_cache import source_digest
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.capture.graphs import copied
 from fusion_compiler.capture.module import Plans, compiled_class, plain, wrap
+from fusion_compiler.capture.partition import partition
 from fusion_compiler.codegen.emit import emit
 from fusion_compiler.errors import (
     EagerDeviceError,
@@ -42,17 +43,21 @@ from fusion_compiler.errors import (
 )
 from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.canonical import Canonical, canonical, describe
+from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import OpDag, build, size_hints
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
+from fusion_compiler.ir.dims import hint, numel
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.ir.plan_text import count
-from fusion_compiler.ir.record import NotWritable, read_decisions, write_decisions
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
+from fusion_compiler.passes.chunks.body import examples
+from fusion_compiler.passes.chunks.chunk import chunk_losses
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
+from fusion_compiler.passes.fuse.step_time import step_time
 from fusion_compiler.passes.patterns.indexed import key_of
 from fusion_compiler.passes.patterns.match import match_all
 from fusion_compiler.passes.patterns.notes import notes_of_hints
@@ -63,17 +68,20 @@ from fusion_compiler.passes.patterns.trace import (
     traced_gradient,
     traced_hint,
 )
-from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, RewriteNote
+from fusion_compiler.passes.rewrites import RewriteNote, rewrites_for
 from fusion_compiler.passes.rewrites.equality import check_equal
 from fusion_compiler.passes.rewrites.user import check_reachable, replace_patterns
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, UserKernel, checked
 from fusion_compiler.runtime.builds import prepare
-from fusion_compiler.runtime.cache import PLANS, Cache
-from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings
+from fusion_compiler.runtime.cache import Cache
+from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings, Terms
 from fusion_compiler.runtime.debug import Debug, DebugSettings
+from fusion_compiler.runtime.kept_plans import KeptPlans
+from fusion_compiler.runtime.kept_plans import key_of as plan_key
 from fusion_compiler.runtime.launch import Runner, compile_all
 from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.verify import KernelCheck, Verifier, coarsest
+from fusion_compiler.stitch.order import ordered
 from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
 from fusion_compiler.stitch.units import ranges_of
 
@@ -152,7 +160,7 @@ class Compiler:
         self.warned = WarnOnce(options.strict)
         self.debug = Debug(DebugSettings.of(os.environ), self.warned)
         self.cache = Cache()
-        self.kept = Cache(folder=PLANS)
+        self.kept = KeptPlans()
         self.runners: dict[tuple[Canonical, str], Runner] = {}
         self.computed: set[str] = set()  # operators of the forward graphs
         self.recordings = Recordings()
@@ -161,15 +169,19 @@ class Compiler:
     def backend(self) -> Callable[..., Any]:
         check = KernelCheck(self.plans.verification, self.warned) if self.options.verify else None
         own = replace_patterns(self.patterns, check)
-        rewrites = DEFAULT_REWRITES if own is None else (own, *DEFAULT_REWRITES)
+        rewrites = rewrites_for(self.options.numerics)
+        rewrites = rewrites if own is None else (own, *rewrites)
         # Around both: a backward may be compiled when it is first called.
         graph = self.progress.during(self.graph)
+        split = functools.partial(partition, memory=self.options.memory, device=self.options.device)
         return self.progress.during(
             make_backend(
                 graph,
                 rewrites=rewrites,
                 decompositions=decomposition_table,
+                joint_rewrite=chunk_losses,
                 give_up=self.give_up,
+                split=split,
                 options=repr(self.options),
             )
         )
@@ -178,6 +190,7 @@ class Compiler:
         """One graph through the stages: dag, match, cluster, emit, stitch."""
         clock = Clock()
         self.debug.stage(info.name, "capture", gm)
+        gm = self.with_chunks(gm, info)
         dag = build(gm, source_of)
         self.progress.say(f"captured {info.name} ({len(dag.order) - len(dag.inputs)} ops)")
         kind = device_type(dag)
@@ -189,15 +202,18 @@ class Compiler:
         clock.lap("match")
         backend = self.backend_for(kind)
         setting = Setting(device, size_hints(inputs), self.options.numerics, matches)
-        key = self.decisions_key(info, setting, backend)
-        plan, ready = self.decided(key, info, dag, setting)
+        key = self.key(info, setting, backend)
+        kept = self.kept.get(key, info.name, dag, setting) if key is not None else None
+        plan, ready = kept or (planned(info, dag, setting), None)
         clock.lap("plan")
         self.report_left(plan)
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
         known = len(self.runners)
         runners = {c.name: self.runner(c, plan, device, backend, ready) for c in plan.clusters}
-        if ready is None:
-            self.keep(key, plan, list(self.runners.values())[known:])
+        if key is not None and ready is None:
+            made = [*self.runners.values()][known:]
+            reason = self.kept.put(key, plan, {r.name: r.candidates for r in made if r.candidates})
+            told |= {"plan on disk": f"not kept: {reason}"} if reason else {}
         clock.lap("emit")
         called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
@@ -214,51 +230,49 @@ class Compiler:
         if "pre-autograd" in notes:  # rules that were not looked for have no notes of their own
             rules = (p.name for p in self.given if not isinstance(p, ClusterHint))
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
-        if self.options.cudagraphs:
+        order = ordered(plan, info.owned)
+        graphs = False if info.phase is Phase.CHUNK else self.options.cudagraphs  # recorded with its caller
+        if graphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
+        elif graphs == "auto" and backend == "triton":
+            terms = self.terms(plan, device, size_hints(inputs), info, order.peak)
+            run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms)
         where = ["captured " + ("from disk" if info.from_disk else "anew")]
         where += ["planned from disk"] if ready is not None else []
-        notes = {**plan.notes, **notes, "seconds": ", ".join([*where, str(clock)])}
+        seconds = ", ".join([*where, str(clock)])
+        notes = {**plan.notes, **notes, "memory": str(order), "seconds": seconds}
         plan = replace(plan, notes=notes, solved=plan.solved if self.asked else None)
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
 
-    def decisions_key(self, info: GraphInfo, setting: Setting, backend: str) -> str | None:
+    def key(self, info: GraphInfo, setting: Setting, backend: str) -> str | None:
         """Under which the decisions about a graph are kept; None where they are not: what a pattern of the
         user's does is not told by its name, and what is asked for answers needs the whole search."""
         if not info.digest or self.given or self.asked or setting.hints:
             return None
-        found = [(m.name, m.ops, m.inputs, m.outputs, m.casts) for m in setting.matches]
-        about = [source_digest(), self.options, info.digest, info.phase, setting.device, backend, found]
-        digest = hashlib.sha256(repr(about).encode()).hexdigest()
-        return f"plan {digest} on {setting.device.name}, torch {torch.__version__}"
+        return plan_key([source_digest(), self.options, info.digest, info.phase, backend], setting)
 
-    def decided(
-        self, key: str | None, info: GraphInfo, dag: OpDag, setting: Setting
-    ) -> tuple[FusionPlan, Mapping[str, tuple[Program, ...]] | None]:
-        """The plan of a graph: the one that was kept, with its clusters' programs, or a new one."""
-        kept = self.kept.get(key) if key is not None else None
-        if kept is not None:
-            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-                return read_decisions(kept, info.name, dag, setting)
-        return plan_clusters(
-            info.name,
-            dag,
-            setting.device,
-            setting.hints,
-            numerics=setting.numerics,
-            backward=info.phase is Phase.BACKWARD,
-            matches=setting.matches,
-        ), None
+    def with_chunks(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
+        """`gm` with the bodies of its loops over chunks of rows taken through the stages as well; itself
+        where it has none. The bodies' plans are named for the graph and the logits, the last chunk's too if
+        it is smaller."""
+        loops = [node for node in gm.graph.nodes if isinstance(node.target, Chunked)]
+        if not loops:
+            return gm
+        made, nodes = copied(gm)
+        for node in loops:
+            loop: Chunked = node.target
+            runs = {
+                rows: self.graph(body, examples(body), self.chunk_info(f"{loop.name}.{rows}_rows", info))
+                for rows, body in loop.bodies.items()
+            }
+            nodes[node].target = replace(loop, runs=runs)
+        made.recompile()
+        return made
 
-    def keep(self, key: str | None, plan: FusionPlan, made: Sequence[Runner]) -> None:
-        """Keeps the decisions about a graph, with the programs of the runners that were made for it."""
-        if key is None or "search" in plan.notes:  # it ended before all was tried: another may get further
-            return
-        programs = {r.name: r.candidates for r in made if r.candidates}
-        with contextlib.suppress(NotWritable):
-            self.kept.put(key, {"cluster": plan.name, **write_decisions(plan, programs)})
+    def chunk_info(self, name: str, info: GraphInfo) -> GraphInfo:
+        return GraphInfo(f"{info.name}.{name}", Phase.CHUNK, (), 0)
 
     def give_up(self, name: str, error: Exception) -> None:
         """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""
@@ -294,6 +308,21 @@ class Compiler:
                 "  what to do: change that, or leave it where host time does not count",
             )
         return run, decision
+
+    def terms(
+        self,
+        plan: FusionPlan,
+        device: DeviceSpec,
+        hints: Mapping[sympy.Symbol, int],
+        info: GraphInfo,
+        peak: int,
+    ) -> Terms:
+        """What decides whether a graph is recorded unasked."""
+        time = step_time(plan, device, hints)
+        results = plan.dag.outputs[: info.outputs if info.phase is Phase.FORWARD else None]
+        metas = (meta for name in dict.fromkeys(results) for meta in plan.dag.op(name).outputs)
+        copied = sum(hint(numel(meta.shape), hints) * meta.dtype.itemsize for meta in metas)
+        return Terms(time.host_us, time.gpu_us, peak, 2e6 * copied / device.copy_bandwidth)
 
     def report_left(self, plan: FusionPlan) -> None:
         """Warns of dtypes that no kernel can hold; `strict` raises if an op has no kernel and no library."""
@@ -415,6 +444,19 @@ class Compiler:
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}
         return emit(key.nests, cluster.name, describe(cluster, dag), buffers, device, self.options.schedules)
+
+
+def planned(info: GraphInfo, dag: OpDag, setting: Setting) -> FusionPlan:
+    """A new plan of a graph."""
+    return plan_clusters(
+        info.name,
+        dag,
+        setting.device,
+        setting.hints,
+        numerics=setting.numerics,
+        backward=info.phase is Phase.BACKWARD,
+        matches=setting.matches,
+    )
 
 
 def deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

@@ -42,8 +42,11 @@ class Options:
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
     tune: time the four schedules per distinct cluster that look best, on the device; "all": every one that
         the schedule space knows; False takes the cost model's first.
-    cudagraphs: record each graph of static sizes as a CUDA graph at its second call and replay it later;
-        its results are overwritten by the next step's (see runtime/cuda_graphs.py).
+    cudagraphs: record graphs of static sizes as CUDA graphs at their second call and replay them later.
+        "auto": those whose launches take longer than what they launch, with results of the caller's own;
+        True: all, and results are overwritten by the next step's (see runtime/cuda_graphs.py).
+    memory: what a forward may save for its backward: "fast" for what costs no time to speak of, a fraction of
+        that (0.0 to 1.0), or bytes; what is not saved is computed again.
     progress: show on a terminal what a compilation that takes longer than a second is doing.
 
     Raises InvalidOptionError or UnsupportedDeviceError for a value out of range.
@@ -57,7 +60,8 @@ class Options:
     fullgraph: bool = False
     device: str | None = None
     tune: bool | Literal["all"] = True
-    cudagraphs: bool = False
+    cudagraphs: bool | Literal["auto"] = "auto"
+    memory: float | int | Literal["fast"] = "fast"
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -65,7 +69,10 @@ class Options:
             value = getattr(self, option)
             if value not in allowed:
                 raise InvalidOptionError(option=option, value=value, expected="one of " + ", ".join(allowed))
-        for option in ("verify", "strict", "fullgraph", "cudagraphs", "progress"):
+        if self.cudagraphs not in (True, False, "auto"):
+            expected = 'True, False or "auto"'
+            raise InvalidOptionError(option="cudagraphs", value=self.cudagraphs, expected=expected)
+        for option in ("verify", "strict", "fullgraph", "progress"):
             value = getattr(self, option)
             if not isinstance(value, bool):
                 raise InvalidOptionError(option=option, value=value, expected="True or False")
@@ -73,6 +80,9 @@ class Options:
             raise InvalidOptionError(option="tune", value=self.tune, expected='True, False or "all"')
         if self.dynamic not in (None, True, False):
             raise InvalidOptionError(option="dynamic", value=self.dynamic, expected="None, True or False")
+        if not _is_budget(self.memory):
+            expected = '"fast", a fraction from 0.0 to 1.0, or a number of bytes above 1'
+            raise InvalidOptionError(option="memory", value=self.memory, expected=expected)
         if self.device is not None:
             device_spec(self.device)
 
@@ -102,3 +112,9 @@ class Options:
                     option=option, suggestion=closest(option, known), known=", ".join(known)
                 )
         return cls(**options)  # pyright: ignore[reportArgumentType]  __post_init__ checks the values
+
+
+def _is_budget(value: object) -> bool:
+    if isinstance(value, float):
+        return 0.0 <= value <= 1.0
+    return value == "fast" or (isinstance(value, int) and value > 1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks import kernels
+from benchmarks import energy, kernels
 from benchmarks.__main__ import parse
 from benchmarks.accuracy import (
     chance,
@@ -375,3 +375,14 @@ def test_table_and_geometric_mean() -> None:
     assert table(["a", "b"], [["long", "1"]]) == "a     b\n-------\nlong  1"
     assert geometric_mean([2, 8]) == pytest.approx(4)
     assert geometric_mean([]) is None
+
+
+def test_energy_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, used = torch.device("cpu"), [0.0]
+
+    def call() -> None:
+        used[0] += 2.5
+
+    assert energy.energy_of(call, cpu) is None
+    monkeypatch.setattr(energy, "counter_of", lambda device: lambda: used[0])
+    assert energy.energy_of(call, cpu, seconds=0.01) == 2.5

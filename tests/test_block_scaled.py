@@ -124,3 +124,15 @@ def test_sums_and_minima_of_segments_with_what_is_made_of_them() -> None:
     torch.testing.assert_close(fast(x), centred(x), rtol=1e-5, atol=1e-6)
     (plan,) = fast.plan
     assert len(plan.clusters) == 1, plan
+
+
+def test_segments_of_rows_stay_columns_beside_sums_over_the_rows() -> None:
+    """Normalised over one axis, then over the next: neither may take the other's place."""
+
+    def twice(x: Tensor, w: Tensor) -> Tensor:
+        y = (x - x.mean(-2, True)) / (x.var(-2, correction=0, keepdim=True) + 0.1).sqrt()
+        return F.rms_norm(y, y.shape[-1:], w, 1e-3)
+
+    inputs = torch.randn(2, 2, 8), torch.randn(8)
+    exact = twice(*(x.double() for x in inputs))
+    torch.testing.assert_close(Compiled(twice)(*inputs).double(), exact, rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.runtime import cuda_graphs
 from fusion_compiler.runtime.binding import ZeroedScratch, unkept_scratch
-from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings, refusal
+from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, UNASKED, Recordings, Terms, refusal
 from tests.fake_gpu import FakeGpu, use
 from tests.hand_made import contiguous
 
@@ -101,6 +102,104 @@ def test_a_backward_follows_its_forward(monkeypatch: pytest.MonkeyPatch) -> None
     run, note = decide(Phase.BACKWARD, 1, "sizes differ")
     assert note == "sizes differ" and [run([]) for _ in range(2)] == [["plain"]] * 2
     assert len(backward_runs) == 3
+
+
+PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0)
+
+
+@pytest.mark.parametrize(
+    ("terms", "reason"),
+    [
+        (PAYS, None),
+        (replace(PAYS, gpu_us=1000.0), "its launches take 900 us, what they launch 1000 us"),
+        (replace(PAYS, peak=5 << 30), r"a recording keeps its 5.4 GB, more than 1.1 GB"),
+        (replace(PAYS, copy_us=100.0), "to copy its results takes 100 us"),
+    ],
+)
+def test_what_is_recorded_unasked(terms: Terms, reason: str | None) -> None:
+    found = terms.refusal
+    assert found is None if reason is None else found is not None and reason in found
+
+
+@dataclass
+class Unasked:
+    """A recorded forward that saves one tensor and its backward; `ran` says how each call went."""
+
+    ran: list[str]
+    forward: Any
+    backward: Any
+
+
+@pytest.fixture
+def unasked(monkeypatch: pytest.MonkeyPatch) -> Unasked:
+    ran: list[str] = []
+    own = {phase: (torch.ones(4), torch.full((2, 3), 2.0)) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+
+    def replayed(run: Any, gm: Any, inputs: Any, info: GraphInfo, index: int) -> Any:
+        return lambda arguments: ran.append(f"{info.phase} replayed") or list(own[info.phase])
+
+    def run_of(phase: Phase) -> Any:
+        return lambda arguments: ran.append(f"{phase} plain") or [torch.ones(4), torch.zeros(2, 3)]
+
+    monkeypatch.setattr(cuda_graphs, "refusal", lambda gm, static: None)
+    monkeypatch.setattr(cuda_graphs, "recorded", replayed)
+    monkeypatch.setattr(cudagraph_trees, "get_manager", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    graph, recordings = traced(lambda x: x + 1, "cuda:0"), Recordings()
+    made = [
+        recordings.wrap(run_of(phase), graph, [], info_of(phase), PAYS)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    ]
+    assert [note for _, note in made] == [UNASKED] * 2
+    return Unasked(ran, made[0][0], made[1][0])
+
+
+def test_a_recorded_forward_is_followed_by_its_backward(unasked: Unasked) -> None:
+    """Two forwards before a backward: the second saves memory of its own, and so does its backward."""
+    first = unasked.forward([])
+    unasked.backward([first[1]])
+    second = unasked.forward([])
+    third = unasked.forward([])
+    unasked.backward([third[1]])
+    unasked.backward([second[1]])
+    unasked.backward([unasked.forward([])[1]])
+    assert unasked.ran == [
+        "forward plain", "backward plain", "forward replayed", "forward plain", "backward plain",
+        "backward replayed", "forward replayed", "backward replayed",
+    ]  # fmt: skip
+
+
+def test_results_are_the_callers_own(unasked: Unasked) -> None:
+    unasked.forward([])
+    kept = unasked.forward([])
+    gradients = unasked.backward([kept[1]])
+    again = unasked.forward([])
+    assert kept[0].data_ptr() != again[0].data_ptr() and kept[1].data_ptr() == again[1].data_ptr()
+    assert gradients[1].data_ptr() != unasked.backward([again[1]])[1].data_ptr()
+    assert torch.equal(gradients[1], torch.full((2, 3), 2.0)) and gradients[1].stride() == (3, 1)
+
+
+def test_nothing_is_replayed_in_a_profile_or_into_the_users_own_graph(
+    unasked: Unasked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unasked.forward([])
+    with cuda_graphs.unrecorded():
+        unasked.forward([])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        unasked.forward([])
+    unasked.forward([])
+    assert unasked.ran == ["forward plain"] * 3 + ["forward replayed"]
+
+
+def test_copies_have_the_layout_of_what_they_are_of() -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    results = [base.t(), base[1:3, ::2], base[0].expand(3, 6), torch.empty(0, 3), 7]
+    copies = cuda_graphs._copied(lambda arguments: results, None)([])
+    for copy, result in zip(copies[:4], results[:4], strict=True):
+        assert isinstance(result, Tensor) and torch.equal(copy, result) and copy.stride() == result.stride()
+        assert not result.numel() or copy.data_ptr() != result.data_ptr()
+    assert copies[4] == 7
 
 
 class Net(nn.Module):

@@ -35,10 +35,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "passes.lower": {"ir"},
     "passes.patterns": {"errors", "ir", "patterns", "capture"},
     "passes.rewrites": {"errors", "ir", "patterns", "capture", "runtime", "passes.patterns"},
+    "passes.chunks": {"ir"},
     "passes.fuse": {"errors", "ir", "patterns", "schedule", "passes.lower", "passes.patterns"},
     "api": {
         "errors", "ir", "options", "patterns", "codegen", "stitch", "runtime", "capture",
-        "passes.fuse", "passes.patterns", "passes.rewrites",
+        "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites",
     },
     "report": {"errors", "ir", "options", "patterns", "stitch", "runtime", "capture", "passes.fuse", "api"},
     "cli": {"errors", "ir", "options", "runtime", "api", "report"},

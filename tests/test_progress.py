@@ -265,7 +265,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Patient]:
 
 
 def test_a_compilation_says_what_it_captured_and_planned(made: list[Patient]) -> None:
-    fast = fc.compile(lambda x: torch.softmax(x * 2, -1) @ x, backend="interpret")
+    fast = fc.compile(lambda x: torch.softmax(x * 2, -1), backend="interpret")
     x = torch.randn(4, 4, requires_grad=True)
     fast(x).sum().backward()
     (shown,) = made

@@ -23,7 +23,7 @@ from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
-from fusion_compiler.stitch.order import Step, ordered, peak
+from fusion_compiler.stitch.order import Step, curve, ordered, sparkline
 from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
 
 
@@ -268,8 +268,8 @@ def test_the_order_with_the_lower_peak_is_taken() -> None:
     by_name = {step.name: step for step in chosen.steps}
     program = sorted(by_name.values(), key=lambda c: "sum" in c.name)
     returned = frozenset(plan.dag.outputs)
-    assert chosen.peak == peak(chosen.steps, {}, returned)
-    assert chosen.peak <= peak(program, {}, returned)
+    assert chosen.curve == curve(chosen.steps, {}, returned)
+    assert chosen.peak <= max(curve(program, {}, returned))
 
 
 @pytest.mark.parametrize("owned", [False, True])
@@ -281,5 +281,15 @@ def test_the_predicted_peak(owned: bool) -> None:
     ]
     held = {"x": 1000} if owned else {}
     # x, a | a, b, c (c is not read: freed) | b, d
-    assert peak(calls, held, frozenset({"d"})) == (1100 if owned else 130)
-    assert peak(calls, held, frozenset({"a", "d"})) == (1100 if owned else 130)
+    assert max(curve(calls, held, frozenset({"d"}))) == (1100 if owned else 130)
+    assert max(curve(calls, held, frozenset({"a", "d"}))) == (1100 if owned else 130)
+
+
+def test_memory_is_shown_as_a_curve_with_what_is_alive_at_its_peak() -> None:
+    assert sparkline([1, 2, 4, 8]) == "▂▃▅█" and len(sparkline(range(1, 1000))) <= 40
+    fast: Any = fc.compile(lambda x: torch.softmax(x @ x, -1).sum(), backend="eager", device="h200")
+    with torch.no_grad():
+        fast(torch.randn(512, 512))
+    (plan,) = fast.plan
+    assert plan.notes["memory"].startswith("█") and "mm 1.0 MB" in plan.notes["memory"]
+    assert plan.notes["memory"] in str(plan)

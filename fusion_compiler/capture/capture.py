@@ -33,6 +33,7 @@ from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.capture.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
 from fusion_compiler.capture.tangents import Backward, Boxed, Missing, leave_undefined, separable
+from fusion_compiler.ir import record
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, origins_of
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
@@ -59,7 +60,9 @@ def make_backend(
     *,
     rewrites: Sequence[Rewrite],
     decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
+    joint_rewrite: Callable[[fx.Graph], Notes] = lambda graph: (),
     give_up: Callable[[str, Exception], None] = raising,
+    split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partition,
     options: str | None = None,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=...)`.
@@ -69,7 +72,10 @@ def make_backend(
         and returns the list of outputs; with the attribute `_boxed_call` set it takes one list
         of arguments, which it empties, so that saved activations are freed at their last use.
     rewrites: run in order on the pre-autograd graph.
+    joint_rewrite: changes in place, under autograd, the joint graph of forward and backward, or the one graph
+        of what has no backward.
     decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
+    split: makes forward and backward of a joint graph.
     give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
     options: what beside the graph decides what comes out; autograd's graphs are kept on disk under it, and
         not without.
@@ -92,7 +98,7 @@ def make_backend(
 
     def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
         rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
-        stages = _Stages(compile_graph, name, give_up, options)
+        stages = _Stages(compile_graph, name, give_up, split, joint_rewrite, options)
         try:
             return stages.compile(rewritten, inputs, notes, decompositions())
         except TorchDynamoException:
@@ -125,12 +131,15 @@ class _Stages:
         compile_graph: CompileGraph,
         name: str,
         give_up: Callable[[str, Exception], None],
+        split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+        joint_rewrite: Callable[[fx.Graph], Notes],
         options: str | None,
     ) -> None:
-        self._options = options
-        self._compile_graph = compile_graph
+        self._compile_graph, self._split, self._options = compile_graph, split, options
         self._give_up = give_up
         self._name = name
+        self._joint_rewrite = joint_rewrite
+        self._joint_notes: Notes = ()
         self.reached = False
         self._separable = False
         self._origins: tuple[Origin, ...] = ()
@@ -143,7 +152,7 @@ class _Stages:
         notes: Notes,
         decompositions: Mapping[Any, Callable[..., Any]],
     ) -> Callable[..., Any]:
-        self._separable, self._bare = False, None
+        self._separable, self._bare, self._joint_notes = False, None, ()
         self._origins = tuple(origins_of(gm.graph).values())
         # Asked here: while a graph is compiled other modes may be set. Dynamo guards both.
         recorded = torch.is_grad_enabled() and any(_wants_gradient(x) for x in inputs)
@@ -158,7 +167,7 @@ class _Stages:
                 fw_compiler=forward,
                 bw_compiler=self._stage(Phase.BACKWARD),
                 inference_compiler=self._stage(Phase.INFERENCE),
-                partition_fn=partition,
+                partition_fn=functools.partial(self._split, rewrite=self._rewrite_joint),
                 keep_inference_input_mutations=True,  # the graph writes into its arguments itself
                 decompositions=dict(decompositions),
             )(gm, inputs)
@@ -174,10 +183,19 @@ class _Stages:
         try:
             key = autograd_cache.key_of(gm, inputs, self._options)
         except NotWritable as reason:
-            self._notes = (*self._notes, RewriteNote("autograd", "", None, f"not kept on disk: {reason}"))
+            self._not_kept(str(reason))
             return None
         self._kept = True
         return key
+
+    def _not_kept(self, reason: str) -> None:
+        note = RewriteNote("autograd", "", None, f"not kept on disk: {reason}")
+        self._notes = tuple(dict.fromkeys((*self._notes, note)))
+
+    def _rewrite_joint(self, graph: fx.Graph) -> None:
+        self._joint_notes = self._joint_rewrite(graph)
+        if self._joint_notes and graph.owning_module is not None:
+            graph.owning_module.recompile()
 
     def _stage(self, phase: Phase) -> Callable[..., Any]:
         made: list[Callable[..., Any]] = []
@@ -193,6 +211,8 @@ class _Stages:
 
     def _made(self, graph: fx.GraphModule, fakes: Sequence[Any], phase: Phase) -> Callable[..., Any]:
         """What AOTAutograd gets of a graph that it has just made."""
+        if phase is Phase.INFERENCE:
+            self._rewrite_joint(graph.graph)
         info = _info(graph, self._name, phase, ())
         if phase is Phase.FORWARD:
             self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
@@ -200,7 +220,10 @@ class _Stages:
         if not self._kept:
             return self._staged(graph, fakes, info, bare)
         known = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
-        text = stored(graph, {**known, "bare": bare, "separable": self._separable})
+        known |= {"notes": record.write(self._joint_notes), "bare": bare, "separable": self._separable}
+        text = stored(graph, known)
+        if text.reason:
+            self._not_kept(text.reason)
         text.run = self._staged(graph, fakes, replace(info, digest=text.digest), bare)
         return text
 
@@ -214,7 +237,7 @@ class _Stages:
         static, owned = tuple(text["static"]), tuple(text["owned"])
         name = f"{self._name}.{phase}"
         info = GraphInfo(name, phase, static, text["outputs"], owned, from_disk=True, digest=digest)
-        self._separable = text["separable"]
+        self._separable, self._joint_notes = text["separable"], record.read(text["notes"])
         return self._staged(graph, fakes, info, text["bare"])
 
     def _staged(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo, bare: bool) -> Boxed:
@@ -222,7 +245,7 @@ class _Stages:
         when it is first called."""
         self.reached = True
         origins = _named(graph, info.phase, self._origins)
-        info = replace(info, origins=origins, rewrites=self._notes)
+        info = replace(info, origins=origins, rewrites=(*self._notes, *self._joint_notes))
         if info.phase is Phase.BACKWARD and (self._separable or self._kept):
             several = self._separable
             return _boxed(Backward(graph, functools.partial(self._variant, fakes, info), several=several))

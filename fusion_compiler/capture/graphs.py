@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,10 +79,10 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def mutated_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose memory some in-place call of `graph` writes to, directly or through a view."""
+def mutated_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes whose memory some in-place call of `nodes` writes to, directly or through a view."""
     written: set[fx.Node] = set()
-    for node in graph.nodes:
+    for node in nodes:
         if not isinstance(node.target, OpOverload) or not _writes(node.target):
             continue
         named = arguments(node)

@@ -1,7 +1,9 @@
 """Which activations are saved for backward: AOTAutograd's min-cut, told what our clusters recompute.
 
-A value is recomputed in backward where that needs fewer saved bytes and only work that a
-cluster does on the way: element-wise ops, casts, constants, and random numbers from a saved seed.
+A value is recomputed in backward where that needs fewer saved bytes and only work that a cluster does on the
+way: element-wise ops, casts, constants, random numbers from a saved seed. Also where a product reads it, so
+that the cluster has to write it again: an activation's result, which its gradient's kernel makes from the
+operand that it reads anyway. How much may be saved is `saved_values`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 
+from fusion_compiler.capture.saved_values import Budget, seconds, within
 from fusion_compiler.ir.calls import mark_gradients
+from fusion_compiler.ir.device import DEFAULT, device_spec
 from fusion_compiler.ir.loops import exact
 from fusion_compiler.ir.pinned import pin
 from fusion_compiler.ir.random import merge_seeds
@@ -31,20 +35,48 @@ from fusion_compiler.ir.random import merge_seeds
 _aten = torch.ops.aten
 
 
-def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward; see torch._functorch.partitioners."""
+def partition(
+    joint: fx.GraphModule,
+    inputs: Any,
+    *,
+    rewrite: Callable[[fx.Graph], None] | None = None,
+    memory: Budget = "fast",
+    device: str | None = None,
+    **options: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph into forward and backward; see torch._functorch.partitioners.
+
+    rewrite: changes the joint graph in place before it is split. memory: what may be saved
+    (`saved_values.within`). device: the name of the DeviceSpec to price for.
+    """
     merge_seeds(joint)
     read_wide_statistics(joint.graph)
     joint.graph.eliminate_dead_code()
     merge_equal(joint.graph)
     pin(joint.graph)
     mark_gradients(joint.graph)
+    if rewrite is not None:
+        rewrite(joint.graph)
     default = partitioners.get_default_op_list
     extended = functools.cache(lambda: _extended(default()))
-    with config.patch(cse=False), patch.object(partitioners, "get_default_op_list", extended):
+    choose = within(memory, partitioners.choose_saved_values_set)
+    price = seconds(device_spec(device or _device(joint.graph)))
+    with (
+        config.patch(cse=False, ban_recompute_materialized_backward=False),
+        patch.object(partitioners, "get_default_op_list", extended),
+        patch.object(partitioners, "choose_saved_values_set", choose),
+        patch.object(partitioners, "estimate_runtime", price),
+    ):
         forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
     keep_old_values(forward, backward, options["num_fwd_outputs"])
     return forward, backward
+
+
+def _device(graph: fx.Graph) -> torch.device | str:
+    """The device of a graph's arguments; the default to plan for where that is a CPU."""
+    values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type == "cuda"), DEFAULT)
 
 
 def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:

@@ -63,8 +63,8 @@ def without(graph: fx.GraphModule, missing: Missing) -> fx.GraphModule:
 class Backward:
     """A backward graph that is compiled for each set of gradients that is missing when it is called.
 
-    compile: takes a graph, what is missing in it, and a number that tells it from those compiled before. several: whether a gradient
-    may be missing; otherwise it is compiled once.
+    compile: takes a graph, what is missing in it, and a number that tells it from those compiled before.
+    several: whether a gradient may be missing; otherwise it is compiled once.
     """
 
     def __init__(

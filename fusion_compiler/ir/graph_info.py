@@ -38,6 +38,7 @@ class Phase(StrEnum):
     FORWARD = "forward"  # of a graph that is trained: also returns what backward needs
     BACKWARD = "backward"
     INFERENCE = "inference"
+    CHUNK = "chunk"  # of a loop over chunks of rows, which is a node of one of the others
 
 
 @dataclass(frozen=True)

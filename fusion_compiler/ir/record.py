@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from fusion_compiler.ir import kernel, loops, plan_data
 from fusion_compiler.ir.dag import OpDag, Source
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.rewrite_note import RewriteNote
 
 _CLASSES: Mapping[str, type[Any]] = {
     cls.__name__: cls
@@ -25,7 +26,7 @@ _CLASSES: Mapping[str, type[Any]] = {
         *(loops.Axis, loops.Index, loops.Load, loops.Coordinate, loops.Constant, loops.InRange, loops.Random),
         *(loops.Checked, loops.Compute, loops.Value, loops.Reduce, loops.Store, loops.LoopNest),
         *(plan_data.Rejected, plan_data.Leftover, plan_data.Cost, plan_data.Call, plan_data.Cluster),
-        *(kernel.Argument, kernel.Kernel, kernel.Buffer, kernel.Program, Source),
+        *(kernel.Argument, kernel.Kernel, kernel.Buffer, kernel.Program, Source, RewriteNote),
     )
 }
 _FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in _CLASSES.items()}

@@ -31,3 +31,7 @@ Notes = tuple[RewriteNote, ...]
 
 # A rewrite never changes the graph module that it is given: it returns that one, or a changed copy.
 Rewrite = Callable[[fx.GraphModule], tuple[fx.GraphModule, Notes]]
+
+
+class Refused(Exception):
+    """Why a match is left alone."""

@@ -31,7 +31,7 @@ from fusion_compiler.report.profile_data import Measured, ProfileData, Unmatched
 from fusion_compiler.report.profile_report import format_profile, profile_json
 from fusion_compiler.report.report import Report
 from fusion_compiler.report.timeline import STEP, Event, Timeline, device_timeline, host_timeline, named
-from fusion_compiler.runtime.cuda_graphs import RECORDED
+from fusion_compiler.runtime.cuda_graphs import RECORDED, unrecorded
 from fusion_compiler.stitch.units import Unit, units_of
 
 WARM = 3  # steps before anything is measured: one compiles and tunes, one settles the allocator
@@ -81,7 +81,7 @@ def profile(compiled: Callable[..., Any], *args: Any, repetitions: int = 10, **k
         raise InvalidOptionError(option="repetitions", value=repetitions, expected="a number of at least 1")
     plans = plan_of(compiled)
     check_not_recorded(plans)
-    with _Step(compiled, args, kwargs) as step:
+    with unrecorded(), _Step(compiled, args, kwargs) as step:
         step()
         check_not_recorded(plans)
         for _ in range(WARM - 1):

@@ -75,6 +75,11 @@ class Cache:
             os.utime(file)
         return record["value"]
 
+    def is_damaged(self, key: str) -> bool:
+        """Whether there is a file for `key` that is no whole record of it."""
+        record = read_record(file := self._file(key))
+        return os.path.lexists(file) and (record is None or record["key"] != key)
+
     def put(self, key: str, value: Any) -> None:
         """Keeps `value` under `key`. Raises TypeError when JSON cannot hold it."""
         text = _seal(key, value)

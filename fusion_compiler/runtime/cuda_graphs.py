@@ -6,12 +6,16 @@ what torch.compile(mode="reduce-overhead") uses). What stands here is which grap
 others may not. The first call of a graph runs as without recordings: kernels are tuned in it.
 
 Results lie in the recordings' memory: the next step's may take their place. PyTorch raises where an
-overwritten one is read; what is to be kept longer is cloned.
+overwritten one is read; what is to be kept longer is cloned. Where a graph is recorded unasked (`Terms`) its
+results are copied out, and whatever a recording does not foresee runs as without: a forward before the last
+one's backward, a graph that the user records, a profile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +25,10 @@ from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.runtime.binding import unkept_scratch
 
 RECORDED = "recorded"
+UNASKED = "recorded, as its launches take longer than what they launch"
 FORWARD_IS_NOT = "its forward is not recorded"
+MOST_KEPT = 1 << 30  # bytes that a recording keeps from step to step, where nobody asked for it
+MOST_COPIED = 0.1  # of the time that a recording saves, for copies of its results
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -71,21 +78,75 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
+_pauses = 0
+
+
+@contextmanager
+def unrecorded() -> Generator[None]:
+    """Graphs that are recorded unasked run as without recordings, in all threads."""
+    global _pauses
+    _pauses += 1
+    try:
+        yield
+    finally:
+        _pauses -= 1
+
+
+def paused() -> bool:
+    return _pauses > 0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Predictions for one graph, by which it is recorded unasked, or not.
+
+    host_us: to launch its kernels and library calls one by one. gpu_us: for which these run. peak: bytes that
+    it uses at once, which its recording keeps. copy_us: to copy its results out.
+    """
+
+    host_us: float
+    gpu_us: float
+    peak: int
+    copy_us: float
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it is not recorded; None where that pays."""
+        if self.host_us <= self.gpu_us:
+            return f"its launches take {self.host_us:.0f} us, what they launch {self.gpu_us:.0f} us"
+        if self.peak > MOST_KEPT:
+            return f"a recording keeps its {self.peak / 1e9:.1f} GB, more than {MOST_KEPT / 1e9:.1f} GB"
+        if self.copy_us > MOST_COPIED * self.host_us:
+            return f"to copy its results takes {self.copy_us:.0f} us, its launches {self.host_us:.0f} us"
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return "a process group is there, which may move parameters"
+        return None
+
+
 class Recordings:
     """Which graphs of one compile() are recorded: a backward only where its forward is."""
 
     def __init__(self) -> None:
         self._forwards: dict[str, int] = {}  # graph -> index of its device
+        self._turns: dict[str, _Turns] = {}
 
     def wrap(
-        self, run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo
+        self,
+        run: Boxed,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        info: GraphInfo,
+        terms: Terms | None = None,
     ) -> tuple[Boxed, str]:
         """`run` to be called in recordings, or as it is, and a note of what was decided.
 
-        run: takes its arguments as one list. The note is RECORDED, FORWARD_IS_NOT or another reason.
+        run: takes its arguments as one list. terms: those of a graph that is recorded unasked; its results
+        are copied out. The note is RECORDED, UNASKED, FORWARD_IS_NOT or another reason.
         """
         graph = info.name.partition(".")[0]
-        reason = refusal(gm, info.static_inputs)
+        reason = refusal(gm, info.static_inputs) or (terms.refusal if terms is not None else None)
+        if terms is not None:
+            return self._unasked(run, gm, inputs, info, reason)
         if info.phase is not Phase.BACKWARD:
             if reason is not None:
                 return run, reason
@@ -98,6 +159,97 @@ class Recordings:
         if reason is not None:
             return plain, reason
         return _after_one(plain, recorded(run, gm, inputs, info, index)), RECORDED
+
+    def _unasked(
+        self, run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo, reason: str | None
+    ) -> tuple[Boxed, str]:
+        graph = info.name.partition(".")[0]
+        if info.phase is Phase.BACKWARD:
+            if (turns := self._turns.get(graph)) is None:
+                return run, FORWARD_IS_NOT
+            plain = _beside_recordings(run, turns.index)
+            later = plain if reason is not None else recorded(run, gm, inputs, info, turns.index)
+            return turns.backward(run, _copied(later, None), plain), reason or UNASKED
+        if reason is not None:
+            return run, reason
+        turns = _Turns(_device_index(gm), info.outputs)
+        later = recorded(run, gm, inputs, info, turns.index)
+        if info.phase is Phase.INFERENCE:
+            return _after_one(run, _unless(paused, run, _copied(later, None))), UNASKED
+        self._turns[graph] = turns
+        return turns.forward(run, _copied(later, info.outputs)), UNASKED
+
+
+class _Turns:
+    """A forward and its backward that are recorded unasked: a recorded forward is followed by its backward.
+
+    Else the forward runs as without recordings, and so does the backward of one that did.
+    """
+
+    def __init__(self, index: int, outputs: int) -> None:
+        self.index, self._outputs = index, outputs
+        self._saved = frozenset[int]()  # addresses of what the last recorded forward saved
+        self._pending = False
+
+    def forward(self, plain: Boxed, later: Boxed) -> Boxed:
+        def replay(arguments: list[Any]) -> list[Any]:
+            given = _addresses(arguments)
+            results = later(arguments)
+            self._saved, self._pending = _addresses(results[self._outputs :]) - given, True
+            return results
+
+        return _after_one(plain, _unless(lambda: self._pending or paused(), plain, replay))
+
+    def backward(self, first: Boxed, later: Boxed, plain: Boxed) -> Boxed:
+        """first: where the forward was not recorded; plain: where it was, and the backward is not to be."""
+
+        def call(arguments: list[Any]) -> Any:
+            if not self._pending or not self._saved & _addresses(arguments):
+                return first(arguments)
+            self._pending = False
+            return (plain if paused() else later)(arguments)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+
+def _addresses(values: Sequence[Any]) -> frozenset[int]:
+    return frozenset(v.data_ptr() for v in values if isinstance(v, torch.Tensor))
+
+
+def _unless(condition: Callable[[], bool], plain: Boxed, later: Boxed) -> Boxed:
+    """`later`, but `plain` where the condition holds, or the user records a graph of his own."""
+
+    def call(arguments: list[Any]) -> Any:
+        hindered = condition() or torch.cuda.is_current_stream_capturing()
+        return (plain if hindered else later)(arguments)
+
+    return call
+
+
+def _copied(run: Boxed, count: int | None) -> Boxed:
+    """`run` with copies of its first `count` results, of all without a number."""
+
+    def call(arguments: list[Any]) -> list[Any]:
+        results = list(run(arguments))
+        places = [i for i, r in enumerate(results[:count]) if isinstance(r, torch.Tensor)]
+        own = [_memory(results[i]) for i in places]
+        copies = [torch.empty_like(memory) for memory in own]
+        if own:
+            torch._foreach_copy_(copies, own)
+        for i, copy in zip(places, copies, strict=True):
+            results[i] = copy.as_strided(results[i].shape, results[i].stride(), 0)
+        return results
+
+    return call
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All that a tensor spans of its memory, in one dimension."""
+    if not tensor.numel():
+        return tensor.new_empty(0)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,))
 
 
 def _device_index(gm: fx.GraphModule) -> int:

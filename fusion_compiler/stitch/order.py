@@ -1,8 +1,9 @@
 """In which order kernels and library calls run: it decides how much memory is in use at once.
 
-The order of the captured program is eager's own. Beside it stands one that runs whatever frees at
-least as much as it allocates as soon as it can run (a weight's gradient right after the gradient
-of the layer's result, say), and the one with the lower peak is taken.
+The order of the captured program is eager's own. Beside it stand those that run whatever frees at least as
+much as it allocates as soon as it can run (a weight's gradient right after the gradient of the layer's
+result, say), and those that run nothing before its first reader is due (what a backward computes again); the
+one with the lowest peak is taken.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from fusion_compiler.ir.dims import numel
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
 
+COLUMNS, SHOWN = 40, 4  # of a memory curve, and tensors named at its peak
+BARS = "▁▂▃▄▅▆▇█"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -33,14 +37,26 @@ class Step:
 
 @dataclass(frozen=True)
 class Order:
-    """Steps in the order to run them, and the most bytes that are in use at once by prediction.
+    """Steps in the order to run them, and the bytes that are in use by prediction.
 
-    peak counts what the steps make and the owned inputs, each until its last reader is done or,
-    where the graph returns it, to the end.
+    curve: during each step, what the steps make and the owned inputs, each until its last reader is done or,
+    where the graph returns it, to the end. alive: what is in use at the peak, the largest first.
     """
 
     steps: tuple[Step, ...]
-    peak: int
+    curve: tuple[int, ...]
+    alive: tuple[tuple[str, int], ...]
+
+    @property
+    def peak(self) -> int:
+        return max(self.curve)
+
+    def __str__(self) -> str:
+        """ "▂▄█▃ 5.68 GB in step 3 of 4, mm: logits 2.10 GB, ..." """
+        at = self.curve.index(self.peak)
+        most = ", ".join(f"{name} {_size(size)}" for name, size in self.alive[:SHOWN])
+        step = f"{self.steps[at].name}, step {at + 1} of {len(self.steps)}" if self.steps else "no step"
+        return f"{sparkline(self.curve)} {_size(self.peak)} in {step}: {most}"
 
 
 def ordered(plan: FusionPlan, owned: Iterable[str] = ()) -> Order:
@@ -53,10 +69,13 @@ def ordered(plan: FusionPlan, owned: Iterable[str] = ()) -> Order:
     read = {name for step in steps for name in step.reads}
     held = {name: _bytes(plan.dag.op(name).outputs) for name in owned if name in read}
     returned = frozenset(root(plan.dag, name) for name in plan.dag.outputs)
-    orders = [_order(plan, steps, held, returned, eager) for eager in (False, True)]
-    peaks = [peak(order, held, returned) for order in orders]
+    kinds = itertools.product((False, True), repeat=2)
+    orders = [_order(plan, steps, held, returned, late, eager) for late, eager in kinds]
+    curves = [curve(order, held, returned) for order in orders]
+    peaks = [max(c) for c in curves]
     best = peaks.index(min(peaks))
-    return Order(orders[best], peaks[best])
+    alive = _alive(orders[best], held, returned, curves[best].index(peaks[best]))
+    return Order(orders[best], curves[best], alive)
 
 
 def root(dag: OpDag, name: str) -> str:
@@ -66,10 +85,33 @@ def root(dag: OpDag, name: str) -> str:
     return name
 
 
-def peak(steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str]) -> int:
-    """The most bytes in use while `steps` run in this order."""
+def curve(steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str]) -> tuple[int, ...]:
+    """Bytes in use during each of `steps`, in this order; what is held where there are none."""
     memory = _Memory(steps, held, returned)
-    return max((memory.run(step) for step in steps), default=sum(held.values()))
+    return tuple(memory.run(step) for step in steps) or (sum(held.values()),)
+
+
+def sparkline(values: Sequence[int]) -> str:
+    """The shape of a curve in at most COLUMNS characters, each the largest of what it stands for."""
+    each = -(-len(values) // COLUMNS)
+    shown = [max(values[i : i + each]) for i in range(0, len(values), each)]
+    return "".join(BARS[min(len(BARS) - 1, len(BARS) * v // max(1, max(shown)))] for v in shown)
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _alive(
+    steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str], at: int
+) -> tuple[tuple[str, int], ...]:
+    """What is in use during step `at`: made by then, and read then or later, or returned."""
+    later = {name for step in steps[at:] for name in (*step.reads, *step.makes)} | returned
+    made = dict(held)
+    for step in steps[: at + 1]:
+        made.update(zip(step.makes, step.bytes, strict=True))
+    kept = ((name, size) for name, size in made.items() if size and name in later)
+    return tuple(sorted(kept, key=lambda item: -item[1]))
 
 
 def written(overload: Any) -> tuple[int, ...]:
@@ -179,9 +221,15 @@ class _Memory:
 
 
 def _order(
-    plan: FusionPlan, steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str], eager: bool
+    plan: FusionPlan,
+    steps: Sequence[Step],
+    held: Mapping[str, int],
+    returned: frozenset[str],
+    late: bool,
+    eager: bool,
 ) -> tuple[Step, ...]:
-    """Program order as far as operands allow; `eager`: first what leaves no more memory in use."""
+    """Program order as far as operands allow; `late`: each in the place of what it is needed for first;
+    `eager`: before all what leaves no more memory in use."""
     memory = _Memory(steps, held, returned)
     impure = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
     makers = {name: i for i, step in enumerate(steps) for name in step.makes}
@@ -198,11 +246,14 @@ def _order(
     for i, before in enumerate(waits):
         for j in before:
             followers[j].append(i)
+    due = list(range(len(steps)))
+    for i in reversed(due if late else ()):
+        due[i] = min((due[j] for j in followers[i]), default=i)
     missing = [len(before) for before in waits]
     ready = [i for i, count in enumerate(missing) if not count]
     order: list[Step] = []
     while ready:
-        ready.sort()
+        ready.sort(key=lambda i: (due[i], i))
         frees = (i for i in ready if memory.change(steps[i]) <= 0) if eager else ()
         chosen = next(iter(frees), ready[0])
         ready.remove(chosen)

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
 from fusion_compiler.errors import FusionWarning
-from fusion_compiler.runtime.cuda_graphs import RECORDED
+from fusion_compiler.runtime.cuda_graphs import RECORDED, UNASKED
 
 CUDA = torch.device("cuda")
-# PyTorch's recordings begin with an empty one of their own, and expect its warning to be recorded.
-pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 
 
 class Block(nn.Module):
@@ -52,6 +50,57 @@ def test_inference_replays_with_new_values_and_new_sizes() -> None:
             assert not (problem := not_worse(fast(x), model.forward(x), exact(x.double()))), problem
     assert decisions(fast) == [RECORDED] * 2
     assert int(model.steps) == 18  # once by each of the two in each round
+
+
+def steps_beside_eager(fast: Any, model: nn.Module, count: int, pattern: str) -> None:
+    """Steps of forwards (f), backwards (b) of the last one that has had none, and calls that are dropped (d);
+    gradients add up, and every result is kept to the end."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    exact = copy.deepcopy(model).double()
+    for _ in range(count):
+        pending: list[tuple[Tensor, Tensor]] = []
+        for letter in pattern:
+            if letter == "b":
+                ours, truth = pending.pop()
+                ours.square().mean().backward()
+                truth.square().mean().backward()
+                continue
+            x = torch.randn(32, 256, device=CUDA)
+            pair = fast(x), exact(x.double())
+            kept.append((pair[0].detach(), pair[1].detach()))
+            if letter == "f":
+                pending.append(pair)
+    for ours, truth in kept:
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-4)
+    for (name, ours), truth in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert ours.grad is not None and truth.grad is not None, name
+        torch.testing.assert_close(ours.grad.double(), truth.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("pattern", ["fb", "ffbb", "fdb", "dfb", "fbfb", "fffbbb"])
+def test_unasked_recordings_keep_every_result(pattern: str) -> None:
+    model = Block().to(CUDA)
+    fast = fc.compile(model, strict=True)
+    steps_beside_eager(fast, model, 6, pattern)
+    assert decisions(fast) == [UNASKED] * 2
+
+
+def test_unasked_inference_keeps_every_result() -> None:
+    model = Block().to(CUDA).eval()
+    fast = fc.compile(model, dynamic=False, strict=True)
+    with torch.no_grad():
+        inputs = [torch.randn(16, 256, device=CUDA) for _ in range(8)]
+        results = [fast(x) for x in inputs]
+        for x, got in zip(inputs, results, strict=True):
+            torch.testing.assert_close(got, Block.forward(model, x), rtol=1e-4, atol=1e-4)
+    assert decisions(fast) == [UNASKED]
+
+
+def test_long_work_is_not_recorded_unasked() -> None:
+    fast = fc.compile(lambda x: torch.softmax(x, -1), strict=True)
+    with torch.no_grad():
+        fast(torch.randn(1 << 16, 4096, device=CUDA))
+    assert "its launches take" in decisions(fast)[0]
 
 
 def test_a_replay_launches_once() -> None:

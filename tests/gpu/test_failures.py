@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,6 +75,7 @@ def test_a_compilation_that_was_killed_harms_no_later_one(tmp_path: Path) -> Non
 @contextmanager
 def room(size: int) -> Generator[None]:
     """The allocator has so many bytes more than are in use."""
+    gc.collect()  # recordings that nobody has any more keep memory
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(CUDA).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)

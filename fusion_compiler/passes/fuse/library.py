@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
+from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.random import seed
@@ -24,6 +25,8 @@ def library_call(op: Op) -> str | None:
         return "library call"
     if target is seed:
         return "draws the seed from PyTorch's generator, once a graph"
+    if isinstance(target, Chunked):
+        return f"runs a graph of its own, {target.count} times for {target.chunk} of {target.rows} rows"
     if isinstance(target, HigherOrderOperator):
         own = target.name().startswith(("triton_kernel_wrapper", "flex_attention"))
         return "a kernel of the model's own" if own else None

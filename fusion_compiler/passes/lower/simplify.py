@@ -69,7 +69,12 @@ def accesses(loops: LoopNest) -> list[Index]:
 
 
 def contiguous_cols(loops: LoopNest) -> LoopNest:
-    """Columns are what is reduced and broadcast back, else the group of most contiguous accesses."""
+    """Columns are what is reduced and broadcast back, else the group of most contiguous accesses.
+
+    Segments of rows are segments of columns, whatever else there is.
+    """
+    if any(isinstance(n, Reduce) and not n.over for n in loops.nodes):
+        return loops
     normalized = _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
     for index in accesses(loops):

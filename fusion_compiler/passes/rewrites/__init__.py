@@ -8,11 +8,27 @@ step (29 us at 4.28 TB/s); what it saves is 67 MB of partial sums of the input's
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.contiguous import order_rows
+from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.vocabulary import align_features
+from fusion_compiler.passes.rewrites.written_attention import call_attention
 
-# Masks first: without a mask tensor, grouped queries reach the flash kernel.
-DEFAULT_REWRITES: tuple[Rewrite, ...] = (simplify_masks, group_queries, align_features, order_rows)
+# Attention first, whose masks are then proved; masks next: without a mask tensor, grouped queries reach the
+# flash kernel. Rows are dropped before products are padded, which puts a slice of its own behind them.
+DEFAULT_REWRITES: tuple[Rewrite, ...] = (
+    call_attention,
+    simplify_masks,
+    group_queries,
+    drop_rows,
+    align_features,
+    order_rows,
+)
+
+
+def rewrites_for(numerics: str) -> tuple[Rewrite, ...]:
+    """Those that `numerics` allows: a fused attention does not round its scores, which eager does."""
+    return tuple(r for r in DEFAULT_REWRITES if numerics != "eager" or r is not call_attention)
+
 
 __all__ = [
     "DEFAULT_REWRITES",
@@ -20,7 +36,10 @@ __all__ = [
     "Rewrite",
     "RewriteNote",
     "align_features",
+    "call_attention",
+    "drop_rows",
     "group_queries",
     "order_rows",
+    "rewrites_for",
     "simplify_masks",
 ]

@@ -23,7 +23,7 @@ from torch.fx.node import map_aggregate
 from fusion_compiler.capture.graphs import ancestors, arguments, copied, erase_unused, is_pure, mutated_nodes
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, predicate_of
-from fusion_compiler.passes.rewrites.predicate import Formula, Le0
+from fusion_compiler.passes.rewrites.predicate import Bounds, Formula, Le0, at
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 RULE = "attention mask"
@@ -42,7 +42,7 @@ def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     if not calls:
         return gm, ()
     new, nodes = copied(gm)
-    written = mutated_nodes(new.graph)
+    written = mutated_nodes(new.graph.nodes)
     verdicts: dict[fx.Node, tuple[Mask | None, str]] = {}
     notes: list[RewriteNote] = []
     for call in (nodes[c] for c in calls):
@@ -63,6 +63,27 @@ def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     return new, tuple(notes)
 
 
+def shows_every_row(mask: fx.Node, written: set[fx.Node]) -> bool:
+    """Whether every row of a bool mask is proved to let something through.
+
+    written: nodes that are changed in place.
+    """
+    built_from = ancestors(mask)
+    if _data(built_from) or built_from & written:
+        return False
+    try:
+        coordinates, formula = predicate_of(mask)
+    except UnprovedError:
+        value = _constant(built_from)
+        return isinstance(value, dict) and bool(value[mask].any(-1).all())
+    sizes = {c: expression(s) for c, s in zip(coordinates, mask.meta["val"].shape, strict=True)}
+    *others, last = coordinates
+    square = bool(others) and sizes[others[-1]] == sizes[last]
+    chosen = (*((others[-1],) if square else ()), sympy.Integer(0), sizes[last] - 1)
+    bounds = Bounds({c: sizes[c] for c in others})
+    return any(at(formula, {last: column}, bounds) is True for column in chosen)
+
+
 def _replace(call: fx.Node, kind: Mask) -> None:
     named = arguments(call)
     names = [a.name for a in _SDPA._schema.arguments if not a.kwarg_only]
@@ -79,7 +100,7 @@ def _square(call: fx.Node) -> bool:
 
 def _verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
     built_from = ancestors(mask)
-    if data := sorted(n for n in built_from if n.op != "call_function" and _is_tensor(n) and not _literal(n)):
+    if data := _data(built_from):
         return None, f"the mask depends on data ({data[0].name})"
     if built_from & written:
         return None, "the mask is built in place"
@@ -89,6 +110,11 @@ def _verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
         if any(isinstance(s, torch.SymInt) for n in built_from if _is_tensor(n) for s in n.meta["val"].shape):
             return None, f"not proved for all sizes: {unproved}"
     return _by_value(mask, built_from)
+
+
+def _data(built_from: set[fx.Node]) -> list[fx.Node]:
+    """The tensors of `built_from` that are no literals."""
+    return sorted(n for n in built_from if n.op != "call_function" and _is_tensor(n) and not _literal(n))
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -123,11 +149,10 @@ def _causal(coordinates: tuple[sympy.Symbol, ...]) -> Formula:
 
 def _by_value(mask: fx.Node, built_from: set[fx.Node]) -> tuple[Mask | None, str]:
     """The same by evaluating the mask on the CPU; all its sizes are known."""
-    if impure := [n for n in sorted(built_from) if n.op == "call_function" and not is_pure(n)]:
-        return None, f"the mask depends on {impure[0].target}"
-    if (size := max(n.meta["val"].numel() for n in built_from)) > MAX_EVALUATED:
-        return None, f"the mask has {size} elements, more than are evaluated, and the algebra cannot tell"
-    value = _evaluate(sorted(built_from))[mask]
+    constants = _constant(built_from)
+    if isinstance(constants, str):
+        return None, constants
+    value = constants[mask]
     shown = value if value.dtype is torch.bool else _shown(value)
     if shown is None:
         return None, "the mask adds finite numbers"
@@ -138,6 +163,19 @@ def _by_value(mask: fx.Node, built_from: set[fx.Node]) -> tuple[Mask | None, str
         if bool((shown == torch.ones(rows, columns, dtype=torch.bool).tril()).all()):
             return Mask.CAUSAL, "causal, evaluated"
     return None, "the mask is neither all true nor causal"
+
+
+def _constant(built_from: set[fx.Node]) -> dict[fx.Node, Any] | str:
+    """The values of nodes that depend on no data, or why they are not known."""
+    if impure := [n for n in sorted(built_from) if n.op == "call_function" and not is_pure(n)]:
+        return f"the mask depends on {impure[0].target}"
+    if any(not isinstance(n.meta["val"], torch.Tensor) for n in built_from) or any(
+        isinstance(s, torch.SymInt) for n in built_from for s in n.meta["val"].shape
+    ):
+        return "the mask's size is not known"
+    if (size := max(n.meta["val"].numel() for n in built_from)) > MAX_EVALUATED:
+        return f"the mask has {size} elements, more than are evaluated, and the algebra cannot tell"
+    return _evaluate(sorted(built_from))
 
 
 def _evaluate(nodes: list[fx.Node]) -> dict[fx.Node, Any]:

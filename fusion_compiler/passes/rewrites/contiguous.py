@@ -25,7 +25,7 @@ RANK = 3  # (batch, length, features): images keep channels-last, which convolut
 
 def order_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Store by rows what element-wise ops of `gm` would hand on in another order."""
-    found = [node for node in gm.graph.nodes if _starts_stream(node) and not _shows(node)]
+    found = [node for node in gm.graph.nodes if _starts_stream(node) and not shows(node)]
     notes = tuple(RewriteNote(RULE, n.name, True, f"strides {tuple(n.meta['val'].stride())}") for n in found)
     if not found:
         return gm, ()
@@ -47,7 +47,7 @@ def _starts_stream(node: fx.Node) -> bool:
     return not any(_is_elementwise(source) and _is_transposed(source) for source in node.all_input_nodes)
 
 
-def _shows(node: fx.Node) -> bool:
+def shows(node: fx.Node) -> bool:
     """Whether a result of the graph would have other strides if `node` had."""
     seen: set[fx.Node] = set()
     reached = [node]

@@ -110,5 +110,15 @@ def negation(formula: Formula) -> Formula:
     return True in parts or Some(frozenset(parts)) if parts else False
 
 
+def at(formula: Formula, coordinates: dict[sympy.Symbol, sympy.Expr], bounds: Bounds) -> Formula:
+    """A formula where some coordinates are expressions of others."""
+    if isinstance(formula, bool):
+        return formula
+    if isinstance(formula, Le0):
+        return bounds.le0(formula.expr.subs(list(coordinates.items())))
+    parts = [at(part, coordinates, bounds) for part in formula.parts]
+    return every(*parts) if isinstance(formula, Every) else some(*parts)
+
+
 def _alternatives(formula: Formula) -> frozenset[Formula]:
     return formula.parts if isinstance(formula, Some) else frozenset((formula,))

@@ -22,7 +22,7 @@ from fusion_compiler.errors import PatternConflictError
 from fusion_compiler.ir import rewrite_note
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.graph_info import origins_of
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 from fusion_compiler.passes.patterns.indexed import is_cast_or_alias, quantizes
 from fusion_compiler.passes.patterns.match import Match, find, match_all
 from fusion_compiler.passes.patterns.notes import notes_of_rules, places
@@ -31,10 +31,6 @@ from fusion_compiler.passes.rewrites.user_operator import Check, operator_of
 from fusion_compiler.patterns import Pattern, Rewrite, UserKernel
 
 aten = torch.ops.aten
-
-
-class Refused(Exception):
-    """Why a match is left alone."""
 
 
 def replace_patterns(patterns: Sequence[Pattern], check: Check | None = None) -> rewrite_note.Rewrite | None:
@@ -131,7 +127,7 @@ def _place(
 
     kept: those outputs that are not replaced.
     """
-    written = mutated_nodes(graph)
+    written = mutated_nodes(graph.nodes)
     if written & (ops | set(inputs)):
         raise Refused("its tensors are changed in place")
     for op in ops.difference(outputs):

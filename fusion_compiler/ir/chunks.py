@@ -1,0 +1,154 @@
+"""A part of a graph that runs one chunk of rows after the other, so that what it makes is never whole in
+memory.
+
+    loss, dh, dw = chunked(h, w, labels)
+
+calls its body with rows 0 to 2047 of `h` and `labels` and all of `w`, then with rows 2048 to 4095, and so on,
+and puts the bodies' results together: side by side where they have the rows, added up where they are sums
+over them. Products over the rows are not the body's: each chunk's is added to those before it in float32, in
+the same call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The dimensions of a tensor that hold the rows, in row-major order: start, ..., stop - 1."""
+
+    start: int
+    stop: int
+
+    def moved(self, by: int) -> Rows:
+        return Rows(self.start + by, self.stop + by)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A result that has the rows: the chunks' side by side. rows: its dimensions of them; shape: its
+    shape."""
+
+    source: int
+    rows: Rows
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A sum over the rows: the chunks' added up, and then converted to `dtype`."""
+
+    source: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Multiplied:
+    """The product over the rows of the body's results `left`, of shape (m, rows), and `right`, (rows, n)."""
+
+    left: int
+    right: int
+    dtype: torch.dtype
+
+
+Result = Joined | Added | Multiplied  # numbers are positions among the body's results
+
+
+@dataclass(frozen=True, eq=False)
+class Chunked:
+    """The loop, called with the inputs; it returns a tuple of tensors, one for each of `results`.
+
+    name: of the product whose rows these are. rows: how many there are. chunk: how many at a time; the last
+    has what is left. inputs: for each input where its rows are, None for one that every chunk reads whole.
+    bodies: the graph of one chunk, by its number of rows. runs: what runs in place of a body: takes a list.
+    saved: bytes of the largest tensor that is never stored.
+    """
+
+    name: str
+    rows: int
+    chunk: int
+    inputs: tuple[Rows | None, ...]
+    results: tuple[Result, ...]
+    bodies: Mapping[int, fx.GraphModule]
+    saved: int
+    runs: Mapping[int, Callable[[list[Any]], Sequence[Tensor]]] = field(
+        default_factory=dict[int, Callable[[list[Any]], Sequence[Tensor]]]
+    )
+
+    @property
+    def __name__(self) -> str:
+        return f"chunks_of_{self.name}"
+
+    @property
+    def count(self) -> int:
+        return math.ceil(self.rows / self.chunk)
+
+    def __str__(self) -> str:
+        return f"{self.__name__} ({self.count} x {self.chunk} rows)"
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        flat = [
+            x if rows is None else flattened(x, rows) for x, rows in zip(inputs, self.inputs, strict=True)
+        ]
+        totals: list[Any] = [None] * len(self.results)
+        for first in range(0, self.rows, self.chunk):
+            self._add(totals, flat, first)
+        return tuple(_finished(total, result) for total, result in zip(totals, self.results, strict=True))
+
+    def _add(self, totals: list[Any], flat: Sequence[Tensor], first: int) -> None:
+        """Run the chunk that begins with row `first`; its tensors are given up before the next one runs."""
+        size = min(self.chunk, self.rows - first)
+        arguments = [
+            x if rows is None else x.narrow(rows.stop - 1, first, size)
+            for x, rows in zip(flat, self.inputs, strict=True)
+        ]
+        run = self.runs.get(size)
+        values = run(arguments) if run is not None else self.bodies[size](*arguments)
+        for i, result in enumerate(self.results):
+            totals[i] = _with_chunk(totals[i], result, values)
+
+
+def flattened(x: Tensor, rows: Rows) -> Tensor:
+    """`x` with all its rows in the last of their dimensions; the others have one element."""
+    total = math.prod(x.shape[rows.start : rows.stop])
+    return x.reshape(
+        *x.shape[: rows.start], *[1] * (rows.stop - rows.start - 1), total, *x.shape[rows.stop :]
+    )
+
+
+def _with_chunk(total: Any, result: Result, values: Sequence[Tensor]) -> Any:
+    if isinstance(result, Joined):
+        return [*(total or ()), values[result.source]]
+    if isinstance(result, Added):
+        value = values[result.source]
+        return value.to(wide(value.dtype)) if total is None else total.add_(value)
+    return _product(total, values[result.left], values[result.right])
+
+
+def _product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """left @ right + total in the accumulators' dtype, `total` overwritten."""
+    dtype = wide(left.dtype)
+    if dtype != left.dtype and left.is_cuda:  # the tensor cores' own accumulators, not rounded to 16 bits
+        if total is None:
+            return torch.mm(left, right, out_dtype=dtype)
+        return torch.ops.aten.addmm.dtype_out(total, left, right, dtype, out=total)
+    left, right = left.to(dtype), right.to(dtype)
+    return torch.mm(left, right) if total is None else torch.addmm(total, left, right, out=total)
+
+
+def _finished(total: Any, result: Result) -> Tensor:
+    if isinstance(result, Joined):
+        return torch.cat(total, dim=result.rows.stop - 1).view(result.shape)
+    return total.to(result.dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over chunks are kept."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

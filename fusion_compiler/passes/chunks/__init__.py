@@ -1,0 +1,1 @@
+"""Logits that are never stored: see `chunk.py`."""

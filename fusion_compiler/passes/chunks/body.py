@@ -1,0 +1,118 @@
+"""The graph of one chunk: the nodes of a region with fewer rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.node import map_arg
+
+from fusion_compiler.ir.chunks import Added, Chunked, Joined, Multiplied, Result, Rows, flattened, wide
+from fusion_compiler.passes.chunks.region import Region
+from fusion_compiler.passes.chunks.rows import Over, factors, shape
+
+aten = torch.ops.aten
+
+# Operators that are told the sizes of their results, and the position of those among the arguments.
+_SIZES: dict[Any, int] = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+    aten.full.default: 0,
+}
+
+
+def chunked(
+    region: Region, name: str, rows: int, chunk: int, saved: int, exact: frozenset[fx.Node] = frozenset()
+) -> Chunked:
+    """The loop over a region's rows, `chunk` at a time; its inputs are those of the region, in order.
+
+    exact: sums and products over the rows that are returned as they were added up, in float32.
+    """
+    sizes = {min(chunk, rows), rows % chunk} - {0}
+    bodies = {size: _Body(region, size, exact) for size in sorted(sizes, reverse=True)}
+    results = next(iter(bodies.values())).results
+    modules = {size: body.module for size, body in bodies.items()}
+    return Chunked(name, rows, chunk, tuple(region.inputs.values()), results, modules, saved)
+
+
+class _Body:
+    def __init__(self, region: Region, size: int, exact: frozenset[fx.Node]) -> None:
+        self.region, self.size, self.exact = region, size, exact
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.returned: dict[fx.Node, int] = {}
+        self.mode = detect_fake_mode([n.meta["val"] for n in region.inputs])
+        for node, rows in region.inputs.items():
+            self.env[node] = self._input(node, rows)
+        for node, place in region.nodes.items():
+            if place is not Over.PRODUCT:
+                self.env[node] = self._copy(node, place)
+        self.results = tuple(self._result(node) for node in region.exits)
+        self.graph.output(tuple(self.env[n] for n in self.returned))
+        self.module = fx.GraphModule({}, self.graph)
+
+    def _input(self, node: fx.Node, rows: Rows | None) -> fx.Node:
+        made = self.graph.placeholder(node.name)
+        value = node.meta["val"]
+        if rows is not None:
+            with self.mode or contextlib.nullcontext():
+                value = flattened(value, rows).narrow(rows.stop - 1, 0, self.size)
+        made.meta = {**node.meta, "val": value}
+        return made
+
+    def _copy(self, node: fx.Node, place: Rows | Over) -> fx.Node:
+        arguments: list[Any] = list(map_arg(node.args, lambda n: self.env[n]))
+        options = dict(map_arg(node.kwargs, lambda n: self.env[n]))
+        if isinstance(place, Rows) and node.target in _SIZES:
+            arguments[_SIZES[node.target]] = self._sizes(node, place)
+        elif place is Over.SUM and node.meta["val"].is_floating_point():
+            options["dtype"] = wide(node.meta["val"].dtype)
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            return self._view(node, *arguments)
+        return self._call(node, node.target, *arguments, **options)
+
+    def _view(self, node: fx.Node, source: fx.Node, sizes: list[int]) -> fx.Node:
+        """A view of a chunk, which may be a part of a larger tensor; a copy where there is none."""
+        try:
+            return self._call(node, aten.view.default, source, sizes)
+        except (RuntimeError, ValueError):
+            options = {"memory_format": torch.contiguous_format}
+            return self._call(
+                node, aten.view.default, self._call(node, aten.clone.default, source, **options), sizes
+            )
+
+    def _sizes(self, node: fx.Node, rows: Rows) -> list[int]:
+        sizes = list(shape(node))
+        sizes[rows.start : rows.stop] = [*[1] * (rows.stop - rows.start - 1), self.size]
+        return sizes
+
+    def _call(self, like: fx.Node, target: Any, *arguments: Any, **options: Any) -> fx.Node:
+        values = map_arg((arguments, options), lambda n: n.meta["val"])
+        with self.mode or contextlib.nullcontext(), torch.no_grad():
+            value = target(*values[0], **values[1])
+        made = self.graph.create_node("call_function", target, arguments, options, like.name)
+        made.meta = {**like.meta, "val": value}
+        return made
+
+    def _result(self, node: fx.Node) -> Result:
+        place, value = self.region.nodes[node], node.meta["val"]
+        dtype = wide(value.dtype) if node in self.exact else value.dtype
+        if place is Over.PRODUCT:
+            left, right = (self._returns(n) for n in factors(node))
+            return Multiplied(left, right, dtype)
+        source = self._returns(node)
+        return Joined(source, place, shape(node)) if isinstance(place, Rows) else Added(source, dtype)
+
+    def _returns(self, node: fx.Node) -> int:
+        return self.returned.setdefault(node, len(self.returned))
+
+
+def examples(body: fx.GraphModule) -> Sequence[Any]:
+    """What a body is called with, as FakeTensors."""
+    return [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")]

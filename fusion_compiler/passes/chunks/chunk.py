@@ -1,0 +1,298 @@
+"""Losses of large logits run one chunk of rows after the other, so that the logits are never stored whole.
+
+    logits = mm(h, w)                                     loss, dh, dw = chunked(h, w, labels)
+    loss = sum(f(logits, labels)) / count            ->
+    dlogits = g(logits, labels, gradient)                 dh * gradient
+    dh, dw = mm(dlogits, w.T), mm(h.T, dlogits)           dw * gradient
+
+A pass over the joint graph of forward and backward. The gradients are made in the forward pass, for a
+gradient of one, where they are proven to be proportional to that of the loss; the products are then the same.
+Elsewhere backward computes the logits again, one product more: the gradient differs from row to row, depends
+on what all rows give, or is in float16, where it is scaled before it is rounded so that small numbers
+survive.
+
+Liu et al., "Liger Kernel", 2024, section 3.2; Inductor's auto-chunker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from fusion_compiler.ir.chunks import Chunked, Joined, Result
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.passes.chunks.body import chunked
+from fusion_compiler.passes.chunks.linear import linear
+from fusion_compiler.passes.chunks.region import (
+    AnotherError,
+    RefusedError,
+    Region,
+    Survey,
+    dependents,
+    tangents,
+)
+from fusion_compiler.passes.chunks.rows import FILLED, PRODUCTS, factors, of_sizes, shape
+
+aten = torch.ops.aten
+RULE = "chunked loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Which logits are worth it.
+
+    bytes: below, they are no matter. width: they are at least as many times as wide as the hidden states;
+    else the sums of the weight's gradient, 8 bytes read and written a chunk for each 2 of a weight, move too
+    much. rows: of a chunk, about. A product over `rows` rows takes 2 * rows operations for each number that
+    it adds to, 8 bytes read and written: 2048 rows are 512 operations a byte, twice what an H200 does while
+    it moves one.
+    """
+
+    bytes: int = 256 << 20
+    width: int = 6
+    rows: int = 2048
+
+    def chunk(self, rows: int) -> int:
+        """Rows of a chunk: equal chunks where the rows can be cut into such, else the last is smaller."""
+        least = math.ceil(rows / self.rows)
+        equal = (n for n in range(least, 2 * least) if rows % n == 0)
+        return math.ceil(rows / next(equal, least))
+
+
+LIMITS = Limits()
+
+
+def chunk_losses(graph: fx.Graph) -> Notes:
+    """Cut into chunks, in place, all large logits of a joint or an inference graph of which only a loss is
+    wanted."""
+    notes: list[RewriteNote] = []
+    gradients = dependents(graph, tangents(graph))
+    large = [n for n in graph.nodes if n.target in PRODUCTS and n not in gradients and _is_large(n, LIMITS)]
+    for node in large:
+        if not node._erased:
+            with contextlib.suppress(_NoLossError):
+                notes.append(_chunk(graph, node))
+    return tuple(notes)
+
+
+def _is_large(node: fx.Node, limits: Limits) -> bool:
+    value = node.meta["val"]
+    hidden = factors(node)[0].meta["val"].shape[1]
+    if not value.is_floating_point():
+        return False
+    rows, width, hidden = (n if isinstance(n, int) else int(n.node.hint) for n in (*value.shape, hidden))
+    size = rows * width * value.dtype.itemsize
+    return size >= limits.bytes and width >= limits.width * hidden and rows >= 2 * limits.rows
+
+
+class _NoLossError(Exception):
+    """The rows are those of a hidden layer."""
+
+
+def _chunk(graph: fx.Graph, node: fx.Node) -> RewriteNote:
+    sizes = tuple(node.meta["val"].shape)
+    try:
+        if not all(isinstance(n, int) for n in (*sizes, *factors(node)[0].meta["val"].shape)):
+            raise RefusedError("its sizes vary from call to call")
+        told = _Rewriter(graph, node).run()
+    except RefusedError as reason:
+        if not _has_loss(graph, node):
+            raise _NoLossError from reason
+        return RewriteNote(RULE, node.name, False, f"{node.name} {sizes} is stored whole: {reason}")
+    return RewriteNote(RULE, node.name, True, told)
+
+
+def _has_loss(graph: fx.Graph, logits: fx.Node) -> bool:
+    """Whether something smaller is computed from logits, in the forward pass."""
+    backward = dependents(graph, tangents(graph))
+    values = (n.meta.get("val") for n in dependents(graph, [logits]) - backward)
+    size = logits.meta["val"].numel()
+    return any(isinstance(v, torch.Tensor) and 2 * v.numel() <= size for v in values)
+
+
+class _Rewriter:
+    """One region of a graph and what takes its place.
+
+    made: what is read in place of a node: results of a loop, and copies for a gradient of one.
+    """
+
+    def __init__(self, graph: fx.Graph, logits: fx.Node) -> None:
+        self.graph, self.logits = graph, logits
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.survey = Survey(graph, (logits,))
+
+    def run(self) -> str:
+        """Rewrite the graph and say what was done. Raises RefusedError, and has changed nothing then."""
+        while True:
+            try:
+                return self._cut()
+            except AnotherError as error:
+                self.survey = Survey(self.graph, (*self.survey.logits, error.product))
+
+    def _cut(self) -> str:
+        survey = self.survey
+        backward = [n for n in survey.frontier if n in survey.backward]
+        forward = [n for n in survey.frontier if n not in survey.backward]
+        if any(n.target in PRODUCTS for n in forward):
+            raise _NoLossError
+        if not forward:
+            raise _NoLossError
+        if not backward:
+            loop = self._looped(survey.region(forward))
+            self._fill()
+            self._replace(*loop)
+            return self._told(loop[1], "")
+        try:
+            factor = self._factor(backward)
+            loop = self._looped(survey.region(survey.frontier), frozenset(backward))
+        except RefusedError as reason:
+            again = self._looped(survey.region(backward, saved=True))
+            first = self._looped(survey.region(forward, wanted=again[0].inputs))
+            self._fill()
+            self._replace(*first)
+            self._replace(*again)
+            return self._told(first[1], f"; computed again in backward: {reason}")
+        self._fill()
+        self._make_unit(loop[0], factor)
+        self._replace(*loop, factor)
+        return self._told(loop[1], "; gradients made in the forward pass")
+
+    def _told(self, loop: Chunked, how: str) -> str:
+        names = ", ".join(n.name for n in self.survey.logits)
+        size = f"{loop.count} chunks of {loop.chunk} rows, {loop.saved / 1e9:.2f} GB never stored"
+        return f"{names} {shape(self.logits)} in {size}{how}"
+
+    def _factor(self, backward: Sequence[fx.Node]) -> fx.Node:
+        """The scalar to which all gradients that leave the region are proportional."""
+        if self.logits.meta["val"].dtype is torch.float16:
+            raise RefusedError("gradients in float16 are scaled before they are rounded")
+        sources = [t for t in self.survey.tangents if not dependents(self.graph, [t]).isdisjoint(backward)]
+        if len(sources) != 1:
+            raise RefusedError(f"the gradients of {len(sources)} results enter")
+        (factor,) = sources
+        if shape(factor) != ():
+            raise RefusedError("the loss has a gradient for each row")
+        if not linear(self.graph, factor).issuperset(backward):
+            raise RefusedError("the gradients are not proportional to the loss's")
+        return factor
+
+    def _fill(self) -> None:
+        """ones_like(x) -> full(x's sizes, 1): the number of labels, a sum of such ones, is known before the
+        loop."""
+        for node in filter(of_sizes, list(self.graph.nodes)):
+            value: Any = node.meta["val"]
+            number = node.args[1] if FILLED[node.target] is None else FILLED[node.target]
+            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            with self.graph.inserting_before(node):
+                made = self.graph.call_function(aten.full.default, (list(value.shape), number), options)
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            self.made[node] = made
+
+    def _make_unit(self, region: Region, factor: fx.Node) -> None:
+        """Make what the region reads and depends on the loss's gradient for a gradient of one."""
+        for node in sorted(_before(region.inputs, self.survey.backward), key=self.survey.order.__getitem__):
+            with self.graph.inserting_before(region.exits[0]):
+                if node is factor:
+                    value = factor.meta["val"]
+                    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+                    made = self.graph.call_function(aten.full.default, ([], 1), options)
+                else:
+                    made = self.graph.node_copy(node, lambda n: self.made.get(n, n))
+            made.meta = {**node.meta, **_FORWARD}
+            self.made[node] = made
+
+    def _looped(self, region: Region, exact: frozenset[fx.Node] = frozenset()) -> tuple[Region, Chunked]:
+        """The loop that takes a region's place; exact: what is not rounded to 16 bits yet."""
+        for node in region.exits:
+            if not node.meta["val"].is_contiguous():
+                raise RefusedError(f"{node.name} is not contiguous")
+        survey = self.survey
+        wide = (n.meta["val"] for n in survey.known if survey.is_wide(n) and n not in survey.backward)
+        saved = max(value.numel() * value.dtype.itemsize for value in wide)
+        size = LIMITS.chunk(survey.rows)
+        return region, chunked(region, self.logits.name, survey.rows, size, saved, exact)
+
+    def _replace(self, region: Region, loop: Chunked, factor: fx.Node | None = None) -> None:
+        """Let a loop's results take the place of the region's; the gradients among them times `factor`."""
+        survey, graph = self.survey, self.graph
+        backward = factor is None and all(n in survey.backward for n in region.exits)
+        origin = (region.exits if backward else survey.logits)[0].meta
+        tag = {} if backward else _FORWARD
+        with graph.inserting_before(region.exits[0]):
+            inputs = tuple(self.made.get(n, n) for n in region.inputs)
+            call = graph.create_node("call_function", loop, inputs, {}, loop.__name__)
+            values = tuple(_value(n, result) for n, result in zip(region.exits, loop.results, strict=True))
+            call.meta = {**origin, **tag, "val": values}
+        for position, node in enumerate(region.exits):
+            with graph.inserting_before(node):
+                made = graph.call_function(operator.getitem, (call, position))
+                made.meta = {**node.meta, **tag, "val": values[position]}
+                if factor is not None and node in survey.backward:
+                    made = _times(made, factor, node)
+            node.replace_all_uses_with(made)
+            self.made[node] = made
+        _sort(graph)
+        graph.eliminate_dead_code()
+
+
+_FORWARD = {"partitioner_tag": "is_forward"}
+
+
+def _value(node: fx.Node, result: Result) -> Any:
+    """What a loop returns for a node, as a FakeTensor of its own."""
+    value: Any = node.meta["val"]
+    dtype = value.dtype if isinstance(result, Joined) else result.dtype
+    with detect_fake_mode(value) or contextlib.nullcontext():
+        return torch.empty(value.shape, dtype=dtype, device=value.device)
+
+
+def _times(value: fx.Node, factor: fx.Node, like: fx.Node) -> fx.Node:
+    """value * factor, in the dtype of the value."""
+    made = like.graph.call_function(aten.mul.Tensor, (value, factor))
+    wanted = like.meta["val"].dtype
+    with detect_fake_mode(like.meta["val"]) or contextlib.nullcontext():
+        product = value.meta["val"] * factor.meta["val"]
+    made.meta = {**like.meta, "val": product}
+    if product.dtype != wanted:
+        made = like.graph.call_function(aten._to_copy.default, (made,), {"dtype": wanted})
+        made.meta = dict(like.meta)
+    return made
+
+
+def _before(nodes: Iterable[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
+    """What `nodes` are computed from among `within`, and those of them that are."""
+    found: set[fx.Node] = set()
+    stack = [n for n in nodes if n in within]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += [n for n in node.all_input_nodes if n in within]
+    return found
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Put every node behind those that it reads; others keep their order."""
+    done: set[fx.Node] = set()
+    output = graph.output_node()
+    for node in list(graph.nodes):
+        stack = [node]
+        while stack:
+            missing = [n for n in stack[-1].all_input_nodes if n not in done]
+            if missing and stack[-1] not in done:
+                stack += reversed(missing)
+                continue
+            first = stack.pop()
+            if first not in done and first is not output:
+                done.add(first)
+                if first.op != "placeholder":
+                    output.prepend(first)

@@ -1,0 +1,257 @@
+"""Which part of a graph may run one chunk of rows after the other: the logits, and all that reads them.
+
+    mm                  wide: more than half as large as the logits
+    |- float, max, exp, sum, log, gather ...        row by row
+    |- the same backward, from the loss's gradient  row by row
+    |- sums over all rows                           each chunk adds its share
+    `- products with the weight (row by row), with the hidden states (over the rows)
+
+That every reader of a wide tensor works row by row, is a sum or a product over the rows, or none at all, is
+the whole proof, and it is read from the graph alone: nothing is said of which loss this is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from fusion_compiler.ir.chunks import Rows
+from fusion_compiler.passes.chunks.rows import (
+    PRODUCTS,
+    NotByRowsError,
+    Over,
+    of_sizes,
+    operands,
+    result,
+    shape,
+)
+
+Place = Rows | Over
+
+
+class RefusedError(Exception):
+    """Why the logits are stored whole."""
+
+
+class AnotherError(Exception):
+    """Further logits of the same rows belong to the region."""
+
+    def __init__(self, product: fx.Node) -> None:
+        super().__init__(product.name)
+        self.product = product
+
+
+@dataclass(frozen=True)
+class Region:
+    """nodes: where each has the rows, in the graph's order; inputs: what they read besides, None where a
+    tensor is read whole; exits: those of the nodes that others read."""
+
+    nodes: dict[fx.Node, Place]
+    inputs: dict[fx.Node, Rows | None]
+    exits: tuple[fx.Node, ...]
+
+
+def dependents(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """Everything whose value depends on `sources`, and these."""
+    found = set(sources)
+    for node in graph.nodes:
+        if not of_sizes(node) and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def tangents(graph: fx.Graph) -> list[fx.Node]:
+    """The gradients that the backward half of a joint graph starts from."""
+    return [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
+
+
+class Survey:
+    """A graph as seen from some logits: where their rows are in all that is computed from them.
+
+    logits: products (rows, vocabulary) of matrices; all have the same rows.
+    known: where the nodes have the rows that do; ends: products and sums of those, where a region may end.
+    """
+
+    def __init__(self, graph: fx.Graph, logits: tuple[fx.Node, ...]) -> None:
+        self.graph, self.logits = graph, logits
+        self.rows = shape(logits[0])[0]
+        self.least = min(math.prod(shape(node)) for node in logits) // 2
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.tangents = tangents(graph)
+        self.backward = dependents(graph, self.tangents)
+        self.after = dependents(graph, logits)
+        self.known: dict[fx.Node, Rows] = {}
+        self.ends: dict[fx.Node, Place] = {}
+        for node in graph.nodes:
+            if node in logits:
+                self.known[node] = Rows(0, 1)
+            elif node in self.after:
+                self._place(node)
+
+    def _place(self, node: fx.Node) -> None:
+        reads = {n: self.known[n] for n in node.all_input_nodes if n in self.known}
+        if not reads:
+            return
+        try:
+            if node.op == "output":
+                raise NotByRowsError("it is returned")
+            place = result(node, reads)
+            needed = self.needs(node, place)
+            if any(needed[n] != rows for n, rows in reads.items()):
+                raise NotByRowsError("its operands have the rows in different places")
+        except NotByRowsError as error:
+            self._check(node, reads, error)
+            return
+        if isinstance(place, Over) or node.target in PRODUCTS:
+            self.ends[node] = place
+        else:
+            self.known[node] = place
+
+    def _check(self, node: fx.Node, reads: Iterable[fx.Node], error: NotByRowsError) -> None:
+        """A node that does not work by rows may read what is small, which is stored whole."""
+        wide = [n for n in reads if self.is_wide(n)]
+        if not wide:
+            return
+        if node.op == "output":
+            raise RefusedError(f"the model returns it ({wide[0].name}), where a loss alone would do without")
+        if any(n in self.tangents for n in node.all_input_nodes):
+            raise RefusedError("the logits are returned, and may have a gradient of their own")
+        raise RefusedError(f"{_named(node)} reads {wide[0].name}: {error}") from error
+
+    def needs(self, node: fx.Node, place: Place) -> dict[fx.Node, Rows | None]:
+        """Where the operands of a node have the rows."""
+        if place is Over.SUM:
+            return {n: self.known[n] for n in node.all_input_nodes}
+        if place is Over.PRODUCT:
+            left, right = node.all_input_nodes
+            if shape(left)[1] != self.rows or shape(right)[0] != self.rows:
+                raise NotByRowsError("it is no product over the rows")
+            return {left: Rows(1, 2), right: Rows(0, 1)}
+        assert isinstance(place, Rows)
+        return operands(node, place)
+
+    def is_wide(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and math.prod(shape(node)) > self.least
+
+    def is_made_of_wide(self, node: fx.Node, rows: Rows) -> bool:
+        """Whether something as large as the logits is on the way, by rows, to a node that does not depend on
+        them: what labels are compared with, the logits of a teacher."""
+        stack, seen = [(node, rows)], {node}
+        while stack:
+            node, rows = stack.pop()
+            if node.op != "call_function":
+                continue
+            if self.is_wide(node):
+                return True
+            if node.target in PRODUCTS:
+                continue
+            try:
+                needed = operands(node, rows)
+            except NotByRowsError:
+                continue
+            stack += [(n, r) for n, r in needed.items() if r is not None and n not in seen]
+            seen |= set(needed)
+        return False
+
+    @cached_property
+    def frontier(self) -> tuple[fx.Node, ...]:
+        """What is small, a product or a sum, and reads something wide: of what is wide only this is
+        needed."""
+        places = {**self.known, **self.ends}
+        return tuple(
+            node
+            for node in sorted(places, key=self.order.__getitem__)
+            if (node in self.ends or not self.is_wide(node))
+            and any(n in self.known and self.is_wide(n) for n in node.all_input_nodes)
+        )
+
+    def region(
+        self, frontier: Iterable[fx.Node], *, saved: bool = False, wanted: Iterable[fx.Node] = ()
+    ) -> Region:
+        """A part of the frontier and what it is computed from, back to the logits' operands.
+
+        saved: small tensors of the forward pass are there already, and not computed again. wanted: nodes that
+        another region reads. Raises RefusedError, AnotherError.
+        """
+        return _Grown(self, frontier, saved).region(frozenset(wanted))
+
+
+class _Grown:
+    """A region grown from its nodes back to its inputs."""
+
+    def __init__(self, survey: Survey, start: Iterable[fx.Node], saved: bool) -> None:
+        self.survey, self.saved = survey, saved
+        self.nodes: dict[fx.Node, Place] = {}
+        self.inputs: dict[fx.Node, Rows | None] = {}
+        for node in start:
+            self.add(node, survey.known[node] if node in survey.known else survey.ends[node])
+
+    def add(self, node: fx.Node, place: Place) -> None:
+        pending = [(node, place)]
+        while pending:
+            node, place = pending.pop()
+            if node in self.nodes:
+                if self.nodes[node] != place:
+                    raise RefusedError(f"the rows of {_named(node)} are read in two ways")
+                continue
+            self.nodes[node] = place
+            try:
+                needed = self.survey.needs(node, place)
+            except NotByRowsError as error:
+                raise RefusedError(f"{_named(node)}: {error}") from error
+            pending += [(n, rows) for n, rows in needed.items() if rows is not None and self.inside(n, rows)]
+            for operand, rows in needed.items():
+                if rows is None or not self.inside(operand, rows):
+                    self.read(operand, rows)
+
+    def inside(self, node: fx.Node, rows: Rows) -> bool:
+        """Whether an operand is computed in the region, and not stored."""
+        survey = self.survey
+        if node in survey.known:
+            if survey.known[node] != rows:
+                raise RefusedError(f"the rows of {_named(node)} are read in two ways")
+            return survey.is_wide(node) or not self.saved or node in survey.backward
+        if node in survey.after and not self.saved:
+            raise RefusedError(f"{_named(node)} depends on all rows, and each row's gradient on it")
+        if survey.is_wide(node) and node.target in PRODUCTS and rows == Rows(0, 1):
+            if node not in survey.backward:
+                raise AnotherError(node)
+            return False
+        return survey.is_made_of_wide(node, rows) and _has_rows(node, rows)
+
+    def read(self, node: fx.Node, rows: Rows | None) -> None:
+        if rows is None and node in self.survey.known:
+            raise RefusedError(f"all rows read {_named(node)}, which depends on them")
+        if rows is None and node in self.survey.after and not self.saved:
+            raise RefusedError(f"{_named(node)} depends on all rows, and each row's gradient on it")
+        if self.inputs.setdefault(node, rows) != rows:
+            raise RefusedError(f"{_named(node)} is read by its rows and whole")
+
+    def region(self, wanted: frozenset[fx.Node]) -> Region:
+        order = self.survey.order
+        nodes = {n: self.nodes[n] for n in sorted(self.nodes, key=order.__getitem__)}
+        return Region(nodes, self.inputs, tuple(n for n in nodes if self.leaves(n, wanted)))
+
+    def leaves(self, node: fx.Node, wanted: frozenset[fx.Node]) -> bool:
+        """Whether others read a node. Who reads wide ones is in a region; others made without logits stay."""
+        if node not in self.survey.after or (node in self.survey.known and self.survey.is_wide(node)):
+            return False
+        return node in wanted or any(user not in self.nodes for user in node.users)
+
+
+def _has_rows(node: fx.Node, rows: Rows) -> bool:
+    try:
+        operands(node, rows)
+    except NotByRowsError:
+        return False
+    return True
+
+
+def _named(node: fx.Node) -> str:
+    return f"{node.name} ({getattr(node.target, '__name__', node.target)})"

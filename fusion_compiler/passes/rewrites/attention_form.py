@@ -1,0 +1,533 @@
+"""Attention found by what it computes: a product, row-wise arithmetic, a softmax, a product.
+
+    scores = q @ k^T;  scale, biases, masks, views, casts;  p = softmax(...);  dropout, views, casts;  p @ v
+
+From the softmax forward to the product that sums over its axis, and back through what may be done to scores
+to the product that has this axis from one operand alone: that one is the keys. Which axes are heads, queries
+and features follows from the two products (axes.py), however they are ordered, folded or spread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from fusion_compiler.capture.graphs import arguments, mutated_nodes
+from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ir.rewrite_note import Refused
+from fusion_compiler.passes.rewrites.axes import (
+    COPIES,
+    PERMUTATIONS,
+    RESHAPES,
+    Axes,
+    Dim,
+    Layout,
+    shape_of,
+)
+from fusion_compiler.passes.rewrites.constants import base_name, constant
+from fusion_compiler.passes.rewrites.products import PRODUCTS, Product, product_of
+
+_aten = torch.ops.aten
+_LAYOUTS = RESHAPES | PERMUTATIONS | COPIES
+_SOFTMAXES = {_aten.softmax.int, _aten._softmax.default, _aten.special_softmax.default}
+_CASTS = {"to", "_to_copy", "type_as"}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor and the axes of its dimensions."""
+
+    node: fx.Node
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Bias:
+    """factor * the tensor is added to the scores."""
+
+    of: Operand
+    factor: float
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Scores become `value` where the bool tensor is `hides`."""
+
+    of: Operand
+    hides: bool
+    value: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(scale * query key^T + biases, filled) value, and what it is written in.
+
+    batch: the axes that scores share with query or key beside rows and keys, as dimensions. inner: what the
+    first product sums over. features: what values have alone. root: the node whose value the attention is,
+    laid out as `layout`. inside: all nodes that only it needs.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    scale: float
+    biases: tuple[Bias, ...]
+    fills: tuple[Fill, ...]
+    dropout: float
+    batch: tuple[Dim, ...]
+    rows: Dim
+    keys: Dim
+    inner: Dim
+    features: Dim
+    root: fx.Node
+    layout: Layout
+    inside: frozenset[fx.Node]
+    axes: Axes
+    products: tuple[fx.Node, fx.Node]
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """over: the dimension of `scores`. inside: its nodes, `result` the last."""
+
+    scores: fx.Node
+    over: int
+    result: fx.Node
+    inside: frozenset[fx.Node]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What `node` does to scores or probabilities; `refusal`: that it is nothing that attention does."""
+
+    node: fx.Node
+    scale: float = 1.0
+    bias: tuple[fx.Node, float] | None = None
+    fill: tuple[fx.Node, bool, float] | None = None
+    dropout: float = 0.0
+    refusal: str = ""
+
+
+def softmax_of(node: fx.Node) -> Softmax | None:
+    """`node` as a softmax, also where it is written as exp(x - max(x)) / sum(exp(x - max(x)))."""
+    if node.target in _SOFTMAXES:
+        named = arguments(node)
+        return Softmax(
+            named["self"], named["dim"] % named["self"].meta["val"].dim(), node, frozenset((node,))
+        )
+    if node.target is not _aten.div.Tensor or not all(isinstance(a, fx.Node) for a in node.args[:2]):
+        return None
+    exponentials, total = node.all_input_nodes[0], node.all_input_nodes[-1]
+    if exponentials.target is not _aten.exp.default or not _reduces(
+        total, _aten.sum.dim_IntList, exponentials
+    ):
+        return None
+    inside, scores = {node, exponentials, total}, exponentials.all_input_nodes[0]
+    if scores.target is _aten.sub.Tensor and len(scores.all_input_nodes) == 2:
+        source, largest = scores.all_input_nodes
+        chain = {scores}
+        while largest.target in (_aten.detach.default, _aten.alias.default):
+            chain.add(largest)
+            largest = largest.all_input_nodes[0]
+        if _reduces(largest, _aten.amax.default, source) and _over(largest) == _over(total):
+            inside |= {*chain, largest}
+            scores = source
+    return Softmax(scores, _over(total), node, frozenset(inside))
+
+
+def _reduces(node: fx.Node, target: OpOverload, source: fx.Node) -> bool:
+    """Whether a node reduces `source` along one dimension that it keeps."""
+    if node.target is not target or node.args[0] is not source:
+        return False
+    named = arguments(node)
+    return len(named["dim"] or ()) == 1 and named["keepdim"] and named.get("dtype") is None
+
+
+def _over(reduction: fx.Node) -> int:
+    named = arguments(reduction)
+    return named["dim"][0] % named["self"].meta["val"].dim()
+
+
+def attention_of(softmax: Softmax) -> Attention | None:
+    """The attention around a softmax; None where there is no product on both sides.
+
+    Raises Refused where there is, and what lies between is not attention, or not known to be.
+    """
+    ways = list(_forward(softmax.result))
+    if not ways:
+        return None
+    refusals: list[str] = []
+    for first, before in _back(softmax.scores, set()):
+        for second, after in ways:
+            try:
+                return _read(softmax, first, before, second, after)
+            except Refused as refused:
+                refusals.append(str(refused))
+    if refusals:
+        raise Refused(refusals[0])
+    return None
+
+
+# -- walking ------------------------------------------------------------------------------------------
+
+
+def _back(node: Any, seen: set[fx.Node]) -> Iterator[tuple[fx.Node, tuple[_Step, ...]]]:
+    """The products that `node` may be made of, with the steps from there to it."""
+    if not isinstance(node, fx.Node) or node in seen:
+        return
+    seen.add(node)
+    if node.target in PRODUCTS:
+        yield node, ()
+        return
+    for source, step in _steps(node):
+        for product, steps in _back(source, seen):
+            yield product, (*steps, step)
+
+
+def _forward(node: fx.Node) -> Iterator[tuple[fx.Node, tuple[_Step, ...]]]:
+    """The products that read `node`, with the steps from it to there."""
+    for user in node.users:
+        if user.target in PRODUCTS:
+            yield user, ()
+            continue
+        for source, step in _after(user):
+            if source is node:
+                for product, steps in _forward(user):
+                    yield product, (step, *steps)
+
+
+def _after(node: fx.Node) -> Iterator[tuple[Any, _Step]]:
+    """What a node does to probabilities."""
+    name = base_name(node)
+    if name == "dropout":
+        named = arguments(node)
+        yield named["input"], _Step(node, dropout=named["p"] if named["train"] else 0.0)
+    elif node.target in _LAYOUTS or name in _CASTS:
+        yield from _steps(node)
+    elif _is_elementwise(node):
+        for source in node.all_input_nodes:
+            yield source, _Step(node, refusal=f"{name} of the probabilities")
+
+
+def _steps(node: fx.Node) -> Iterator[tuple[Any, _Step]]:
+    """What a node may do to scores, each with the operand that they would be."""
+    name = base_name(node)
+    if node.target in _LAYOUTS:
+        yield node.all_input_nodes[0], _Step(node)
+    elif name in _CASTS:
+        source = arguments(node)["self"]
+        kept = all(t.meta["val"].is_floating_point() for t in (source, node))
+        same = source.meta["val"].device == node.meta["val"].device
+        yield source, _Step(node, refusal="" if kept and same else "a cast of the scores")
+    elif name in _ARITHMETIC:
+        yield from _ARITHMETIC[name](node, arguments(node))
+    elif _is_elementwise(node):
+        for source in node.all_input_nodes:
+            yield source, _Step(node, refusal=f"{name} of the scores")
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    spec = spec_of(node.target) if node.op == "call_function" else None
+    return spec is not None and spec.kind is Kind.ELEMENTWISE
+
+
+def _multiplied(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]:
+    pair = named["self"], named["other"]
+    for source, other in (pair, pair[::-1]):
+        factor = constant(other)
+        if factor is not None:
+            yield source, _Step(node, scale=factor)
+            return
+    for source in pair:
+        yield source, _Step(node, refusal="the scores are multiplied by a tensor")
+
+
+def _divided(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]:
+    divisor = constant(named["other"])
+    if divisor and named.get("rounding_mode") is None:
+        yield named["self"], _Step(node, scale=1 / divisor)
+    else:
+        yield named["self"], _Step(node, refusal="the scores are divided by a tensor")
+
+
+def _added(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]:
+    sign = -1.0 if base_name(node) == "sub" else 1.0
+    one, other, alpha = named["self"], named["other"], float(named.get("alpha", 1))
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        yield one, _Step(node, bias=(other, sign * alpha))
+        turned = sign * alpha == 1.0
+        yield other, _Step(node, bias=(one, 1.0)) if turned else _Step(node, refusal="scores are subtracted")
+    else:
+        yield one, _Step(node, refusal="" if constant(other) == 0 else "a number is added to the scores")
+
+
+def _filled(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]:
+    value = constant(named["value"])
+    if value is None:
+        yield named["self"], _Step(node, refusal="the scores are filled with data")
+    else:
+        yield named["self"], _Step(node, fill=(named["mask"], True, value))
+
+
+def _chosen(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]:
+    for source, other, hides in (("self", "other", False), ("other", "self", True)):
+        value = constant(named[other])
+        if value is not None:
+            yield named[source], _Step(node, fill=(named["condition"], hides, value))
+        else:
+            yield named[source], _Step(node, refusal="the scores are one of two tensors")
+
+
+_ARITHMETIC: dict[str, Callable[[fx.Node, dict[str, Any]], Iterator[tuple[Any, _Step]]]] = {
+    "mul": _multiplied,
+    "div": _divided,
+    "add": _added,
+    "sub": _added,
+    "masked_fill": _filled,
+    "where": _chosen,
+}
+
+
+# -- reading ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What the steps between the first product and the softmax come to."""
+
+    layout: Layout
+    scale: float = 1.0
+    biases: tuple[Bias, ...] = ()
+    fills: tuple[Fill, ...] = ()
+
+
+def _read(
+    softmax: Softmax, one: fx.Node, before: tuple[_Step, ...], two: fx.Node, after: tuple[_Step, ...]
+) -> Attention:
+    """Raises Refused."""
+    for step in (*before, *after):
+        if step.refusal:
+            raise Refused(step.refusal)
+    first, second = product_of(one), product_of(two)
+    if first is None or second is None:
+        raise Refused("a product of another form than two tensors'")
+    axes = Axes()
+    left, right, layout = first.layouts(axes, {})
+    scores = _scores(axes, first, layout, before)
+    keys = scores.layout[softmax.over]
+    dropout, weights = _weights(axes, scores.layout, after)
+    reads = after[-1].node if after else softmax.result
+    if second.operands.count(reads) != 1 or second.node.target is _aten.baddbmm.default:
+        raise Refused("the second product is of another form")
+    own = second.operands.index(reads)
+    sides = second.layouts(axes, {own: weights})
+    root, result = _to_the_end(axes, second, sides[2])
+    _check_numbers(first.node, second.node, softmax, before)
+    now = axes.now
+    keys, summed = now(keys), {a for x in second.inner for a in now(_dim(second, own, x, sides[own]))}
+    if not keys or set(keys) != summed:
+        raise Refused("the second product does not sum over what the softmax does")
+    given = Operand(first.operands[0], left), Operand(first.operands[1], right)
+    query, key = given if _has(axes, given[1], keys) else given[::-1]
+    if not _has(axes, key, keys) or set(keys) & _axes(axes, query):
+        raise Refused("the softmax is not over the keys of a product")
+    value = Operand(second.operands[1 - own], sides[1 - own])
+    inner = {a for x in first.inner for a in now(_dim(first, 0, x, left))}
+    values = _axes(axes, value)
+    features = tuple(a for d in value.layout for a in now(d) if a not in {a for w in weights for a in now(w)})
+    rows = _rows(axes, layout, _axes(axes, query) - _axes(axes, key) - values)
+    batch = tuple(now(d) for d in layout)
+    batch = tuple(d for d in (tuple(a for a in d if a not in (*rows, *keys)) for d in batch) if d)
+    inside = _inside(softmax, first.node, before, after, second.node, root)
+    attention = Attention(
+        query, key, value, scores.scale, scores.biases, scores.fills, dropout, batch, rows, keys,
+        tuple(a for d in query.layout for a in now(d) if a in inner), features, root, result, inside, axes,
+        (first.node, second.node),
+    )  # fmt: skip
+    _check_effects(attention)
+    return attention
+
+
+def _dim(product: Product, operand: int, letter: str, layout: Layout) -> Dim:
+    return layout[product.letters[operand].index(letter)]
+
+
+def _axes(axes: Axes, operand: Operand) -> set[int]:
+    return {a for d in operand.layout for a in axes.now(d)}
+
+
+def _has(axes: Axes, operand: Operand, keys: Dim) -> bool:
+    return set(keys) <= _axes(axes, operand)
+
+
+def _rows(axes: Axes, layout: Layout, free: set[int]) -> Dim:
+    """The last dimension of the scores that queries have alone."""
+    for dim in reversed(layout):
+        own = axes.now(dim)
+        if own and set(own) <= free:
+            return own
+    return ()
+
+
+def _scores(axes: Axes, product: Product, layout: Layout, steps: tuple[_Step, ...]) -> _Scores:
+    scores = _Scores(layout)
+    if product.node.target is _aten.baddbmm.default:
+        named = arguments(product.node)
+        scores = _scaled(scores, float(named["alpha"]))
+        if named["beta"] != 0:
+            scores = _biased(scores, product.node, named["self"], float(named["beta"]))
+    for step in steps:
+        moved = axes.through(step.node, scores.layout)
+        if moved is not None:
+            scores = _Scores(moved, scores.scale, scores.biases, scores.fills)
+        elif len(shape_of(step.node)) != len(scores.layout):
+            raise Refused("the scores are spread over more dimensions")
+        scores = _scaled(scores, step.scale)
+        if step.bias is not None:
+            scores = _biased(scores, step.node, *step.bias)
+        if step.fill is not None:
+            scores = _masked(scores, step.node, *step.fill)
+        scores = _rounded(scores, step.node.meta["val"].dtype)
+    return scores
+
+
+def _rounded(scores: _Scores, dtype: torch.dtype) -> _Scores:
+    """With the numbers that masks fill in as `dtype` has them: some are infinite there."""
+    with unset_fake_temporarily():
+        fills = tuple(Fill(f.of, f.hides, float(torch.tensor(f.value, dtype=dtype))) for f in scores.fills)
+    return _Scores(scores.layout, scores.scale, scores.biases, fills)
+
+
+def _scaled(scores: _Scores, factor: float) -> _Scores:
+    if factor == 1.0:
+        return scores
+    touched = scores.biases or scores.fills
+    if not math.isfinite(factor) or factor == 0 or (touched and factor < 0):
+        raise Refused(f"the scores are multiplied by {factor:g}")
+    biases = tuple(Bias(b.of, b.factor * factor) for b in scores.biases)
+    fills = tuple(Fill(f.of, f.hides, f.value * factor) for f in scores.fills)
+    return _Scores(scores.layout, scores.scale * factor, biases, fills)
+
+
+def _biased(scores: _Scores, at: fx.Node, tensor: fx.Node, factor: float) -> _Scores:
+    if not tensor.meta["val"].is_floating_point():
+        raise Refused("the scores are added to integers")
+    if any(math.isfinite(f.value) for f in scores.fills):
+        raise Refused("a bias is added to scores that a mask has filled")
+    bias = Bias(_spread(scores, at, tensor), factor)
+    return _Scores(scores.layout, scores.scale, (*scores.biases, bias), scores.fills)
+
+
+def _masked(scores: _Scores, at: fx.Node, mask: fx.Node, hides: bool, value: float) -> _Scores:
+    if mask.meta["val"].dtype is not torch.bool:
+        raise Refused("a mask that is not bool")
+    fill = Fill(_spread(scores, at, mask), hides, value)
+    return _Scores(scores.layout, scores.scale, scores.biases, (*scores.fills, fill))
+
+
+def _spread(scores: _Scores, at: fx.Node, tensor: fx.Node) -> Operand:
+    """A tensor that is broadcast to the scores at node `at`."""
+    own, whole = shape_of(tensor), shape_of(at)
+    if len(own) > len(whole) or len(whole) != len(scores.layout):
+        raise Refused("a mask with more dimensions than the scores")
+    layout = scores.layout[len(whole) - len(own) :]
+    if any(s == 1 and d for s, d in zip(whole, scores.layout, strict=True)) or any(
+        s != 1 and not d for s, d in zip(whole, scores.layout, strict=True)
+    ):
+        raise Refused("a mask with more rows or heads than the scores")
+    return Operand(tensor, tuple(() if s == 1 else d for s, d in zip(own, layout, strict=True)))
+
+
+def _weights(axes: Axes, layout: Layout, steps: tuple[_Step, ...]) -> tuple[float, Layout]:
+    """The dropout of the probabilities, and how they are laid out in the second product."""
+    dropped = [s.dropout for s in steps if s.dropout]
+    if len(dropped) > 1:
+        raise Refused("two dropouts")
+    for step in steps:
+        layout = axes.through(step.node, layout) or layout
+    return (dropped[0] if dropped else 0.0), layout
+
+
+def _to_the_end(axes: Axes, product: Product, layout: Layout) -> tuple[fx.Node, Layout]:
+    """The last contiguous one of the views and copies that alone read the second product."""
+    found = root, _ = product.node, layout
+    while len(root.users) == 1 and next(iter(root.users)).target in _LAYOUTS:
+        (root,) = root.users
+        try:
+            layout = axes.through(root, layout) or layout
+        except Refused:
+            break
+        if root.meta["val"].is_contiguous():
+            found = root, layout
+    return found
+
+
+def _check_numbers(first: fx.Node, second: fx.Node, softmax: Softmax, steps: tuple[_Step, ...]) -> None:
+    """Raises Refused where there are none, or with more digits than a fused kernel has."""
+    if 0 in shape_of(first) or 0 in shape_of(second):
+        raise Refused("there is nothing to compute")
+    dtypes = {n.meta["val"].dtype for n in (first, softmax.result, *(s.node for s in steps))}
+    if torch.float64 in dtypes and second.meta["val"].dtype is not torch.float64:
+        raise Refused("the scores are float64")
+
+
+def _inside(
+    softmax: Softmax, first: fx.Node, before: tuple[_Step, ...], after: tuple[_Step, ...],
+    second: fx.Node, root: fx.Node,
+) -> frozenset[fx.Node]:  # fmt: skip
+    """Every node that goes. Raises Refused where others read one of them."""
+    scores = {first, *(s.node for s in before)}
+    weights = {*softmax.inside, *(s.node for s in after)}
+    inside = scores | weights | {second, root}
+    node = root
+    while node is not second:
+        inside.add(node)
+        node = node.all_input_nodes[0]
+    inside |= {  # full_like(scores), of which only the shape counts
+        user for n in scores for user in n.users if constant(user) is not None and set(user.users) <= inside
+    }
+    for node in sorted(inside - {root}):
+        if others := set(node.users) - inside:
+            what = "scores" if node in scores else "probabilities" if node in weights else "result"
+            raise Refused(f"{min(others).name} also reads the {what}")
+    return frozenset(inside)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.is_view
+
+
+def _check_effects(attention: Attention) -> None:
+    """Raises Refused where what it reads changes, or anything else has an effect, between its first node and
+    its last."""
+    inside = attention.inside
+    order = {n: i for i, n in enumerate(attention.root.graph.nodes)}
+    start, end = order[attention.products[0]], order[attention.root]
+    masks = (*attention.biases, *attention.fills)
+    read: list[fx.Node] = []
+    for operand in (attention.query, attention.key, attention.value, *(m.of for m in masks)):
+        node = operand.node
+        read.append(node)
+        while (
+            node.target in _LAYOUTS or base_name(node) in _CASTS or _is_view(node)
+        ):  # what may be read instead
+            start = min(start, order[node])
+            node = node.all_input_nodes[0]
+            read.append(node)
+    between = [n for n in list(order)[start:end] if n not in inside]
+    for node in between:
+        if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.is_impure():
+            raise Refused(f"{node.name} comes between its products")
+    if changed := mutated_nodes(between) & set(read):
+        raise Refused(f"{min(changed).name} is changed in place")
+    for node in inside:  # its own changes are of its own values
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            if mutated_nodes([node]) - inside or len(node.all_input_nodes[0].users) > 1:
+                raise Refused(f"{node.name} changes what others read")

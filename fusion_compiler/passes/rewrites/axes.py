@@ -1,0 +1,111 @@
+"""Which axes the dimensions of a tensor are made of, so that layouts are told apart from meaning.
+
+    [batch * heads, rows, keys]   is   ((batch, heads), (rows,), (keys,))
+
+An axis is a number. A dimension is a tuple of axes, outermost first: none for a size of 1, several where it
+folds them. A view that cuts an axis cuts it for every tensor that has it, operands met before included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fusion_compiler.ir.rewrite_note import Refused
+from fusion_compiler.passes.rewrites.mask_algebra import expression
+
+_aten = torch.ops.aten
+Dim = tuple[int, ...]
+Layout = tuple[Dim, ...]
+# Row-major order stays: the result's shape says it all.
+RESHAPES = {
+    _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.flatten.using_ints,
+    _aten.unflatten.int, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
+    _aten.unsqueeze.default,
+}  # fmt: skip
+COPIES = {_aten.contiguous.default, _aten.clone.default, _aten.alias.default}
+PERMUTATIONS = {
+    _aten.transpose.int, _aten.permute.default, _aten.t.default, _aten.mT.default, _aten.swapaxes.default,
+    _aten.swapdims.default, _aten.movedim.int, _aten.movedim.intlist, _aten.numpy_T.default,
+}  # fmt: skip
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes by which a dimension is known again
+
+
+class Axes:
+    """The axes of one computation, and what became of those that a view cut."""
+
+    def __init__(self) -> None:
+        self._sizes: list[sympy.Expr] = []
+        self._parts: dict[int, Dim] = {}
+
+    def new(self, size: sympy.Expr) -> Dim:
+        """A dimension of its own."""
+        if size == 1:
+            return ()
+        self._sizes.append(size)
+        return (len(self._sizes) - 1,)
+
+    def size(self, axis: int) -> sympy.Expr:
+        return self._sizes[axis]
+
+    def now(self, dim: Iterable[int]) -> Dim:
+        """A dimension's axes after all cuts."""
+        return tuple(
+            a for axis in dim for a in (self.now(self._parts[axis]) if axis in self._parts else (axis,))
+        )
+
+    def through(self, node: fx.Node, layout: Layout) -> Layout | None:
+        """The layout after a view, a permutation or a copy; None for another operator.
+
+        Raises Refused for a view that cuts across axes.
+        """
+        if node.target in RESHAPES:
+            return self._reshaped(layout, shape_of(node))
+        if node.target in PERMUTATIONS:
+            return tuple(layout[d] for d in permutation(node, len(layout)))
+        return layout if node.target in COPIES else None
+
+    def _reshaped(self, layout: Layout, shape: Sequence[sympy.Expr]) -> Layout:
+        pending = [axis for dim in layout for axis in self.now(dim)][::-1]
+        result: list[Dim] = []
+        for size in shape:
+            dim: list[int] = []
+            while size != 1:
+                if not pending:
+                    raise Refused("a view of the scores has other elements")
+                axis = pending.pop()
+                if (rest := _quotient(size, self._sizes[axis])) is not None:
+                    dim.append(axis)
+                    size = rest
+                elif (rest := _quotient(self._sizes[axis], size)) is not None:
+                    outer, inner = self.new(size), self.new(rest)
+                    self._parts[axis] = (*outer, *inner)
+                    pending += [*inner, *outer]
+                else:
+                    raise Refused("a view of the scores cuts across their axes")
+            result.append(tuple(dim))
+        if pending:
+            raise Refused("a view of the scores has other elements")
+        return tuple(result)
+
+
+def shape_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
+    return tuple(expression(s) for s in node.meta["val"].shape)
+
+
+def permutation(node: fx.Node, rank: int) -> list[int]:
+    """Which dimension of its operand each dimension of a permutation is."""
+    probe = torch.empty(_PRIMES[:rank], device="meta")
+    target: Any = node.target
+    return [_PRIMES.index(s) for s in target(probe, *node.args[1:], **node.kwargs).shape]
+
+
+def _quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
+    """whole / part, where that is a whole number for all sizes."""
+    ratio: Any = sympy.cancel(whole / part)
+    is_whole = ratio.is_Integer or (not ratio.is_number and sympy.denom(ratio) == 1)
+    return ratio if is_whole else None

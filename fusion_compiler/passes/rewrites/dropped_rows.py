@@ -1,0 +1,88 @@
+"""Rows that a model computes and drops are not computed.
+
+    linear(x, w, b).float()[:, :-1]   ->   linear(x[:, :-1], w, b).float()
+
+A loss of shifted labels is written so: the last position has nothing to predict. What is saved is little; but
+what is left is a loss whose logits have one set of rows, in the loss and in the product, so that neither
+needs them whole (`passes/chunks`). The gradient of the rows that were dropped is zero either way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import arguments, copied, emit, mutated_nodes
+from fusion_compiler.ir.dag import CONVERSIONS
+from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+
+_aten = torch.ops.aten
+RULE = "dropped rows"
+
+
+def drop_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Cut the input of `gm`'s linears where all that is read of their results is a part of the rows."""
+    written = mutated_nodes(gm.graph.nodes)
+    cuts = gm.graph.find_nodes(op="call_function", target=_aten.slice.Tensor)
+    chains = {cut: chain for cut in cuts if (chain := _chain(cut)) and written.isdisjoint((cut, *chain))}
+    if not chains:
+        return gm, ()
+    new, nodes = copied(gm)
+    for cut, chain in chains.items():
+        _move(nodes[cut], [nodes[n] for n in chain])
+    new.recompile()
+    return new, tuple(
+        RewriteNote(RULE, chain[0].name, True, _reason(cut, chain[0])) for cut, chain in chains.items()
+    )
+
+
+def _chain(cut: fx.Node) -> list[fx.Node]:
+    """The linear whose rows are cut and what is computed of its result before, element by element, if nothing
+    else reads either; [] for any other slice."""
+    named = arguments(cut)
+    value, whole = cut.meta["val"], named["self"].meta["val"]
+    along_rows = named["dim"] % value.dim() != value.dim() - 1
+    if not along_rows or named["step"] != 1 or value.shape == whole.shape:
+        return []
+    chain = [named["self"]]
+    while _is_pointwise(chain[0]) and len(chain[0].users) == 1:
+        chain.insert(0, chain[0].all_input_nodes[0])
+    linear = chain[0]
+    if linear.target is not _aten.linear.default or len(linear.users) != 1:
+        return []
+    features, hidden = (n if isinstance(n, int) else 0 for n in arguments(linear)["weight"].meta["val"].shape)
+    return chain if features > hidden else []  # the part of the input that is left may be copied
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """A call that makes each element from one of its one operand, of the same shape."""
+    if node.op != "call_function" or len(node.all_input_nodes) != 1:
+        return False
+    spec = spec_of(node.target)
+    computes = spec is not None and spec.kind is Kind.ELEMENTWISE and spec.expr is not None
+    if not computes and getattr(node.target, "_opname", "") not in CONVERSIONS:
+        return False
+    return node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
+
+
+def _reason(cut: fx.Node, linear: fx.Node) -> str:
+    there, here = (tuple(n.meta["val"].shape[:-1]) for n in (linear, cut))
+    return f"of rows {there} the model reads {here}"
+
+
+def _move(cut: fx.Node, chain: list[fx.Node]) -> None:
+    linear, *others = chain
+    named = arguments(linear)
+    with cut.graph.inserting_before(cut):
+        part = emit(cut, _aten.slice.Tensor, named["input"], *cut.args[1:])
+        made = emit(linear, _aten.linear.default, part, named["weight"], named["bias"])
+        for node in others:
+            operands: Any = [made if a in chain else a for a in node.args]
+            target: Any = node.target
+            made = emit(node, target, *operands, **node.kwargs)
+    cut.replace_all_uses_with(made)
+    for node in (cut, *reversed(chain)):
+        cut.graph.erase_node(node)

@@ -1,0 +1,371 @@
+"""Attention that is written out becomes one call, which PyTorch has kernels for.
+
+    dropout(softmax(q @ k^T * c + bias)) @ v   ->   sdpa(q, k, v, attn_mask=bias, dropout_p=p, scale=c)
+
+However it is written (attention_form.py). The scores are then never stored, and rewrites after this one prove
+masks causal. What eager computes stays what is computed, rows that a mask hides whole included:
+
+    scores filled with -inf       NaN, as eager's softmax: the result is multiplied by NaN there
+    with a number like -1e9       the mean of v, no gradient to q: the row sees everything by a query of zeros
+    a finite additive mask        passed as it is
+
+Rows that are proved to show something (attention_mask.shows_every_row) need none of this. Refused, with the
+reason, is what reads scores or probabilities elsewhere, arithmetic that attention does not have, and calls
+for which PyTorch has no fused kernel. Inside, scores and probabilities are float32, whatever they were.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
+from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.passes.rewrites.attention_form import Attention, Operand, attention_of, softmax_of
+from fusion_compiler.passes.rewrites.attention_mask import shows_every_row
+from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES, Dim, permutation, shape_of
+from fusion_compiler.passes.rewrites.constants import base_name, values
+from fusion_compiler.passes.rewrites.contiguous import shows
+from fusion_compiler.passes.rewrites.mask_algebra import expression
+
+_aten = torch.ops.aten
+_SDPA = _aten.scaled_dot_product_attention.default
+RULE = "written-out attention"
+MAX_HEAD = 256  # of the flash kernels; above, products of their own are not known to be slower
+# A score that a mask fills with this or less has the weight 0 beside any other that a model computes.
+HIDDEN = -1e8
+
+
+def call_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Use scaled_dot_product_attention where `gm` (ATen above autograd) computes the same with products."""
+    if not any(softmax_of(node) for node in gm.graph.nodes):
+        return gm, ()
+    new, _ = copied(gm)
+    notes: list[RewriteNote] = []
+    for node in list(new.graph.nodes):
+        softmax = softmax_of(node)
+        if softmax is None:
+            continue
+        try:
+            attention = attention_of(softmax)
+            if attention is None:
+                continue
+            notes.append(RewriteNote(RULE, node.name, True, _Call(attention).replace()))
+        except Refused as refused:
+            notes.append(RewriteNote(RULE, node.name, False, str(refused)))
+    if not any(note.applied for note in notes):
+        return gm, tuple(notes)
+    new.graph.lint()
+    new.recompile()
+    return new, tuple(notes)
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """tensor: bool or additive; None for none. even: rows that a number fills where anything counts, which
+    take a query of zeros. undefined: rows that are NaN. Both are [batch, heads, rows, 1], or None.
+    """
+
+    tensor: fx.Node | None
+    even: fx.Node | None
+    undefined: fx.Node | None
+
+
+class _Call:
+    """The call that an attention becomes, emitted where its result is."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.found = attention
+        self.graph = attention.root.graph
+        self.axes = attention.axes
+        self.dtype: torch.dtype = attention.products[1].meta["val"].dtype
+        self.batch, self.heads = _two(attention, self.axes.now)
+        self.sizes: dict[sympy.Expr, fx.Node] = {}
+
+    def replace(self) -> str:
+        """Put the call in place, and say what it is. Raises Refused, with the graph as it was."""
+        root, before = self.found.root, set(self.graph.nodes)
+        for node in self.graph.nodes:
+            if node is root:
+                break
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                self.sizes.setdefault(expression(node.meta["val"]), node)
+        try:
+            with self.graph.inserting_before(root):
+                result, reason = self._emitted()
+        except Refused:
+            for node in reversed(self.graph.nodes):
+                if node not in before:
+                    self.graph.erase_node(node)
+            raise
+        old = ancestors(root) - self.found.inside
+        root.replace_all_uses_with(result)
+        for node in sorted(self.found.inside, reverse=True):
+            self.graph.erase_node(node)
+        erase_unused(old)
+        return reason
+
+    def _emitted(self) -> tuple[fx.Node, str]:
+        found = self.found
+        if found.scale <= 0:
+            raise Refused(f"the scores are multiplied by {found.scale:g}")
+        query = self._canonical(self._in_dtype(found.query), (found.rows, found.inner))
+        key = self._canonical(self._in_dtype(found.key), (found.keys, found.inner))
+        value = self._canonical(self._in_dtype(found.value, 1), (found.keys, found.features))
+        mask = self._mask()
+        if refusal := _no_kernel(query, value, mask.tensor, found.dropout):
+            raise Refused(refusal)
+        if mask.even is not None:
+            query = self._emit(_aten.masked_fill.Scalar, query, mask.even, 0.0)
+        result = self._emit(_SDPA, query, key, value, mask.tensor, found.dropout, False, scale=found.scale)
+        if mask.undefined is not None:
+            factor = self._emit(_aten.where.Scalar, mask.undefined, math.nan, 1.0)
+            factor = self._emit(_aten.to.dtype, factor, self.dtype)
+            result = self._emit(_aten.mul.Tensor, result, factor)
+        result = self._laid_out(result)
+        ours, theirs = result.meta["val"], found.root.meta["val"]
+        if shape_of(result) != shape_of(found.root) or ours.dtype != theirs.dtype:
+            raise Refused(f"the call gives {ours.dtype} of {tuple(ours.shape)}")
+        return result, self._told(mask.tensor)
+
+    def _told(self, mask: fx.Node | None) -> str:
+        kind = "no mask"
+        if mask is not None:
+            kind = "a bool mask" if mask.meta["val"].dtype is torch.bool else "an additive mask"
+        return f"one call, {kind}" + (f", dropout {self.found.dropout:g}" if self.found.dropout else "")
+
+    def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return emit(self.found.products[1], target, *args, **kwargs)
+
+    # -- operands -------------------------------------------------------------------------------------
+
+    def _in_dtype(self, operand: Operand, product: int = 0) -> Operand:
+        """An operand of a product in the dtype of the call. Raises Refused where that has fewer digits."""
+        node = operand.node
+        while base_name(node) in ("to", "_to_copy") and _fits(
+            node.all_input_nodes[0], node.meta["val"].dtype
+        ):
+            node = node.all_input_nodes[0]
+        multiplied = self.found.products[product].meta["val"].dtype  # under autocast not the operand's own
+        if node.meta["val"].dtype != self.dtype:
+            if multiplied != self.dtype and not _fits(node, self.dtype):
+                raise Refused(f"products of {multiplied} and of {self.dtype}")
+            node = self._emit(_aten.to.dtype, node, self.dtype)
+        return Operand(node, operand.layout)
+
+    def _canonical(self, operand: Operand, inner: tuple[Dim, Dim], *, whole: bool = True) -> fx.Node:
+        """[batch, heads, *inner] of an operand. whole: spread over batch and heads that it lacks."""
+        operand, now = _unpermuted(operand), self.axes.now
+        node = operand.node
+        groups = [now(d) for d in (self.batch, self.heads, *inner)]
+        have = [a for d in operand.layout for a in now(d)]
+        node = self._reshape(node, [self.axes.size(a) for a in have])
+        wanted = [a for group in groups for a in group]
+        spread = [
+            group if (whole and i < 2) or any(a in have for a in group) else ()
+            for i, group in enumerate(groups)
+        ]
+        order = [have.index(a) for a in wanted if a in have]
+        if order != sorted(order):
+            node = self._emit(_aten.permute.default, node, order)
+        axes = [a for group in spread for a in group]
+        if missing := [i for i, a in enumerate(axes) if a not in have]:
+            for i in missing:
+                node = self._emit(_aten.unsqueeze.default, node, i)
+            node = self._emit(_aten.expand.default, node, self._numbers([self.axes.size(a) for a in axes]))
+        node = self._reshape(node, [self._size(group) for group in spread])
+        # No fused kernel takes rows that are not contiguous.
+        return (
+            node
+            if expression(node.meta["val"].stride(-1)) == 1
+            else self._emit(_aten.contiguous.default, node)
+        )
+
+    def _laid_out(self, result: fx.Node) -> fx.Node:
+        """[batch, heads, rows, features] as the result is wanted."""
+        found, now = self.found, self.axes.now
+        have = [a for d in (self.batch, self.heads, found.rows, found.features) for a in now(d)]
+        wanted = [a for d in found.layout for a in now(d)]
+        result = self._reshape(result, [self.axes.size(a) for a in have])
+        order = [have.index(a) for a in wanted]
+        if order != sorted(order):
+            result = self._emit(_aten.permute.default, result, order)
+        result = self._reshape(result, list(shape_of(found.root)))
+        return self._in_memory_order(result)
+
+    def _in_memory_order(self, result: fx.Node) -> fx.Node:
+        """The result with the strides that eager's has, where anybody sees them."""
+        value = self.found.root.meta["val"]
+        if value.is_contiguous():
+            return self._emit(_aten.contiguous.default, result)
+        if not shows(self.found.root):
+            return result
+        order = sorted(range(value.dim()), key=lambda d: -value.stride(d))
+        stored = self._emit(_aten.permute.default, result, order)
+        stored = self._emit(_aten.contiguous.default, stored)
+        return self._emit(_aten.permute.default, stored, [order.index(d) for d in range(value.dim())])
+
+    def _reshape(self, node: fx.Node, shape: list[sympy.Expr]) -> fx.Node:
+        """`node` in another shape; what a reshape before it came from, where that has it."""
+        source = node
+        while True:
+            if list(shape_of(source)) == shape:
+                return source
+            if source.target not in RESHAPES | COPIES or source in self.found.inside:
+                break
+            source = source.all_input_nodes[0]
+        return self._emit(_aten.reshape.default, node, self._numbers(shape))
+
+    def _size(self, dim: Dim) -> sympy.Expr:
+        return sympy.Mul(*(self.axes.size(a) for a in dim))
+
+    def _numbers(self, shape: list[sympy.Expr]) -> list[Any]:
+        numbers: list[Any] = []
+        for size in shape:
+            if size.is_Integer:
+                numbers.append(int(size))
+            elif size in self.sizes:
+                numbers.append(self.sizes[size])
+            else:
+                raise Refused(f"no size of the graph is {size}")
+        return numbers
+
+    # -- masks ----------------------------------------------------------------------------------------
+
+    def _mask(self) -> _Mask:
+        shown, bias = self._shown(), self._bias()
+        fills = [f.value for f in self.found.fills]
+        number = next((v for v in fills if math.isfinite(v)), None)
+        if number is not None:
+            if len(set(fills)) > 1:
+                raise Refused("its masks fill the scores with different numbers")
+            if not (number <= HIDDEN or number == _lowest(self.found.products[0])):
+                raise Refused(f"hidden scores are {number:g}, which may count")
+        finite = bias is None or not _may_be_infinite(bias)
+        certain = shown is None or (finite and self._shows_every_row(shown))
+        if shown is None:
+            return _Mask(bias, None, None if bias is None or finite else self._empty(bias))
+        if bias is None:
+            empty = None if certain else self._empty(shown)
+            if number is None or empty is None:
+                return _Mask(shown, None, empty)
+            return _Mask(self._emit(_aten.logical_or.default, shown, empty), empty, None)
+        hidden = self._emit(_aten.logical_not.default, shown)
+        mask = self._emit(_aten.masked_fill.Scalar, bias, hidden, -math.inf)
+        if certain:
+            return _Mask(mask, None, None)
+        empty = self._empty(mask)
+        if number is None:
+            return _Mask(mask, None, empty)
+        mask = self._emit(
+            _aten.masked_fill.Scalar, mask, self._emit(_aten.logical_and.default, empty, hidden), 0.0
+        )
+        return _Mask(mask, empty, None if finite else self._empty(mask))
+
+    def _shows_every_row(self, shown: fx.Node) -> bool:
+        return shows_every_row(shown, mutated_nodes(self.graph.nodes))
+
+    def _empty(self, mask: fx.Node) -> fx.Node:
+        """[batch, heads, rows, 1]: where a mask hides a whole row."""
+        if mask.meta["val"].dtype is torch.bool:
+            return self._emit(_aten.logical_not.default, self._emit(_aten.any.dim, mask, -1, True))
+        return self._emit(_aten.all.dim, self._emit(_aten.eq.Scalar, mask, -math.inf), -1, True)
+
+    def _shown(self) -> fx.Node | None:
+        """Where scores are not filled, spread over the keys."""
+        shown: fx.Node | None = None
+        for fill in self.found.fills:
+            if fill.value > 0 or math.isnan(fill.value):
+                raise Refused(f"scores are filled with {fill.value:g}")
+            mask = self._over_keys(fill.of)
+            if fill.hides:
+                mask = self._emit(_aten.logical_not.default, mask)
+            shown = mask if shown is None else self._emit(_aten.logical_and.default, shown, mask)
+        return shown
+
+    def _bias(self) -> fx.Node | None:
+        """The sum of all that is added to the scores, in the dtype of the call."""
+        total: fx.Node | None = None
+        for bias in self.found.biases:
+            own = self._over_keys(bias.of)
+            if bias.factor != 1.0:
+                own = self._emit(_aten.mul.Tensor, own, bias.factor)
+            total = own if total is None else self._emit(_aten.add.Tensor, total, own)
+        if total is None or total.meta["val"].dtype == self.dtype:
+            return total
+        known = values(total)
+        if not _fits(total, self.dtype) and not (known and all(_same_in(v, self.dtype) for v in known)):
+            raise Refused(f"a mask of {total.meta['val'].dtype} beside {self.dtype}")
+        return self._emit(_aten.to.dtype, total, self.dtype)
+
+    def _over_keys(self, operand: Operand) -> fx.Node:
+        own = {a for d in operand.layout for a in self.axes.now(d)}
+        if not set(self.axes.now(self.found.keys)) <= own:
+            raise Refused("a mask that is the same for all keys")
+        return self._canonical(operand, (self.found.rows, self.found.keys), whole=False)
+
+
+def _unpermuted(operand: Operand) -> Operand:
+    """What an operand is a permutation or copy of: kernels read it by its strides."""
+    node, layout = operand.node, operand.layout
+    while node.target in PERMUTATIONS | COPIES:
+        if node.target in PERMUTATIONS:
+            order = permutation(node, len(layout))
+            layout = tuple(layout[order.index(d)] for d in range(len(layout)))
+        node = node.all_input_nodes[0]
+    return Operand(node, layout)
+
+
+def _two(attention: Attention, now: Any) -> tuple[Dim, Dim]:
+    """The dimensions of a batch as two: as the scores have them, the first apart from the others; folded ones
+    as they unfold."""
+    dims = [now(d) for d in attention.batch]
+    if len(dims) == 1:
+        dims = [(a,) for a in dims[0]]
+    if len(dims) < 2:
+        return (), tuple(a for d in dims for a in d)
+    return dims[0], tuple(a for d in dims[1:] for a in d)
+
+
+def _fits(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether every number of a tensor is one of `dtype`."""
+    own = node.meta["val"].dtype
+    return own.is_floating_point and torch.promote_types(own, dtype) == dtype
+
+
+def _same_in(value: float, dtype: torch.dtype) -> bool:
+    return math.isinf(value) or math.isfinite(float(torch.tensor(value).to(dtype)))
+
+
+def _lowest(product: fx.Node) -> float:
+    return torch.finfo(product.meta["val"].dtype).min
+
+
+def _may_be_infinite(mask: fx.Node) -> bool:
+    known = values(mask)
+    return known is None or any(math.isinf(v) for v in known)
+
+
+def _no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: float) -> str:
+    """Why PyTorch would compute the call by products of its own, "" where it has a kernel."""
+    q, v = query.meta["val"], value.meta["val"]
+    device, dtype, heads = q.device.type, q.dtype, (q.shape[-1], v.shape[-1])
+    same = expression(heads[0]) == expression(heads[1])
+    if device == "cpu":
+        if dropout:
+            return "no fused kernel has dropout on a CPU"
+        return "" if same else f"no fused kernel for heads of {heads[0]} and {heads[1]} on cpu"
+    half = dtype in (torch.float16, torch.bfloat16)
+    if device != "cuda" or not (half or dtype is torch.float32):
+        return f"no fused kernel for {dtype} on {device}"
+    if not all(isinstance(h, int) and h <= MAX_HEAD for h in heads):
+        return f"no fused kernel for heads of {heads[0]} and {heads[1]}"
+    flash = half and mask is None and same
+    if not flash and any(h % (8 if half else 4) for h in heads):
+        return f"no fused kernel for heads of {heads[0]} and {heads[1]} with a mask or in {dtype}"
+    return ""

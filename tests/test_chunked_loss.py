@@ -1,0 +1,339 @@
+"""Losses whose logits are made one chunk of rows after the other: results, gradients, what is stored,
+refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusion_compiler as fc
+from fusion_compiler.ir.chunks import Chunked
+from fusion_compiler.passes.chunks import chunk
+from fusion_compiler.passes.chunks.chunk import Limits
+from fusion_compiler.stitch.order import ordered
+from tests import models
+from tests.exactness import not_as_close, wide
+
+VOCABULARY, HIDDEN = 72, 12
+IN_FORWARD, AGAIN = "gradients made in the forward pass", "computed again in backward"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk, "LIMITS", Limits(bytes=0, width=6, rows=4))
+
+
+def logits_of(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w).flatten(0, -2).float()
+
+
+def mean(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(logits_of(x, w), t.flatten())
+
+
+def smoothed(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    t = t.flatten().clamp(3)
+    return F.cross_entropy(logits_of(x, w), t, label_smoothing=0.1, ignore_index=3, reduction="sum")
+
+
+def weighted(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(logits_of(x, w), t.flatten(), weight=torch.arange(VOCABULARY) / VOCABULARY)
+
+
+def each(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(logits_of(x, w), t.flatten(), reduction="none")
+
+
+def shifted(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    logits = F.linear(x, w).float()
+    cut = logits[..., :-1, :].contiguous().view(-1, VOCABULARY)
+    return F.cross_entropy(cut, t[..., 1:].contiguous().view(-1))
+
+
+def padded_labels(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    t = F.pad(t, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits_of(x, w), t.view(-1), reduction="sum") / 7
+
+
+def capped(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    logits = (2 * torch.tanh(F.linear(x, w) / 2)).float()
+    return (
+        F.cross_entropy(logits.view(-1, VOCABULARY), t.flatten()) + 1e-2 * logits.logsumexp(-1).pow(2).mean()
+    )
+
+
+def transposed(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy((x.flatten(0, 1) @ w.t().contiguous()).float(), t.flatten())
+
+
+def biased(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, w, w.sum(1)).flatten(0, 1).float(), t.flatten())
+
+
+def distilled(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        teacher = F.log_softmax(logits_of(x.roll(1, -1), w.flip(0)) / 2, -1)
+    student = logits_of(x, w)
+    soft = F.kl_div(F.log_softmax(student / 2, -1), teacher, reduction="batchmean", log_target=True)
+    return 4 * soft + F.cross_entropy(student, t.flatten())
+
+
+def log_probabilities(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    """Of each sequence."""
+    log_p = F.linear(x, w).float().log_softmax(-1)
+    each = log_p.gather(-1, t.clamp(0).unsqueeze(-1)).squeeze(-1)
+    return (each * (t >= 0)).sum(-1)
+
+
+def preferred(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        reference = log_probabilities(x, w.flip(0), t)
+    ratio = log_probabilities(x, w, t) - reference
+    return -F.logsigmoid(0.1 * (ratio[0] - ratio[1]))
+
+
+def focal(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    log_p = logits_of(x, w).log_softmax(-1).gather(1, t.clamp(0).flatten()[:, None])[:, 0]
+    return -((1 - log_p.exp()).square() * log_p).mean()
+
+
+def entropy(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    p = logits_of(x, w).softmax(-1)
+    return -(p * (p + 1e-6).log()).sum(-1).mean()
+
+
+def squared(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    """Gradients depend on what all rows give."""
+    return F.cross_entropy(logits_of(x, w), t.flatten()).square()
+
+
+LOSSES: dict[Callable[..., Tensor], str] = {
+    mean: IN_FORWARD,
+    smoothed: IN_FORWARD,
+    weighted: IN_FORWARD,
+    each: AGAIN,
+    shifted: IN_FORWARD,
+    padded_labels: IN_FORWARD,
+    capped: IN_FORWARD,
+    transposed: IN_FORWARD,
+    biased: IN_FORWARD,
+    distilled: IN_FORWARD,
+    log_probabilities: AGAIN,
+    preferred: AGAIN,
+    focal: IN_FORWARD,
+    entropy: IN_FORWARD,
+    squared: AGAIN,
+}
+
+
+def inputs(dtype: torch.dtype, length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    labels = torch.randint(0, VOCABULARY, (2, length))
+    labels[0, 2] = labels[1, 1] = -100
+    return torch.randn(2, length, HIDDEN).to(dtype), torch.randn(VOCABULARY, HIDDEN).to(dtype), labels
+
+
+def results(fn: Callable[..., Any], x: Tensor, w: Tensor, t: Tensor) -> list[Tensor]:
+    """The loss, and the gradients of the hidden states and the weight for a gradient that is not one."""
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    loss = fn(x, w, t)
+    (loss * torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype).view(loss.shape)).sum().backward()
+    assert x.grad is not None and w.grad is not None
+    return [loss.detach(), x.grad, w.grad]
+
+
+def notes(compiled: Any) -> str:
+    return " ".join(plan.notes.get("chunked loss", "") for plan in compiled.plan)
+
+
+def check(fn: Callable[..., Any], x: Tensor, w: Tensor, t: Tensor, backend: str = "eager") -> str:
+    """Compares with float64 and with eager; the notes."""
+    compiled = fc.compile(fn, backend=backend)
+    ours, eager = results(compiled, x, w, t), results(fn, x, w, t)
+    truth = results(fn, wide(x), wide(w), t)
+    for name, our, their, true in zip(("loss", "x", "w"), ours, eager, truth, strict=True):
+        largest = 10.0 if name == "loss" else true.abs().max().item()  # log-probabilities, which may cancel
+        wrong = not_as_close(our, their, true.double(), 8 * torch.finfo(torch.float32).eps * largest)
+        assert wrong is None, f"{name}: {wrong}"
+    return notes(compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_results_and_gradients(loss: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    told = check(loss, *inputs(dtype))
+    assert LOSSES[loss] in told and "refused" not in told
+
+
+@pytest.mark.parametrize("loss", [smoothed, each], ids=lambda f: f.__name__)
+def test_the_kernels_give_the_same(loss: Callable[..., Tensor]) -> None:
+    assert LOSSES[loss] in check(loss, *inputs(torch.float32), "interpret")
+
+
+def test_small_gradients_survive_in_float16() -> None:
+    """Scaled before they are rounded to float16, as autograd does it: ones made for a gradient of one
+    vanish."""
+
+    def scaled(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(logits_of(x, w), t.flatten()) / 4096 * 4096
+
+    x, w, t = inputs(torch.float16)
+    assert AGAIN in check(scaled, x, w, t)
+    compiled = fc.compile(lambda x, w, t: mean(x, w, t) / 1e7, backend="eager")
+    x.requires_grad_()
+    (compiled(x, w, t) * 1e7).backward()
+    assert x.grad is not None and (x.grad.abs() > 1e-5).any()
+
+
+def test_rows_that_no_equal_chunks_hold() -> None:
+    assert Limits().chunk(8192) == 2048 and Limits().chunk(4 * 2047) == 2047
+    x, w, t = inputs(torch.float32, 11)
+    x, t = x.flatten(0, 1)[:17], t.flatten()[:17]
+    told = check(lambda x, w, t: F.cross_entropy(F.linear(x, w), t), x, w, t)
+    assert "5 chunks of 4 rows" in told
+
+
+def test_only_what_is_asked_for() -> None:
+    """A frozen weight, frozen hidden states, and no gradient at all."""
+    x, w, t = inputs(torch.float32)
+    truth = results(mean, x.double(), w.double(), t)
+    for position, (a, b) in enumerate(((x.clone().requires_grad_(), w), (x, w.clone().requires_grad_()))):
+        compiled = fc.compile(mean, backend="eager")
+        (0.5 * compiled(a, b, t)).backward()
+        torch.testing.assert_close((a, b)[position].grad, truth[1 + position].float())
+        assert IN_FORWARD in notes(compiled)
+    compiled = fc.compile(mean, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, w, t), truth[0].float())
+    assert "6 chunks of 3 rows" in notes(compiled) and len(compiled.plan) == 2
+
+
+def test_rows_without_a_label_and_infinite_logits() -> None:
+    x, w, t = inputs(torch.float32)
+    check(mean, x, w, torch.full_like(t, -100).index_fill_(1, torch.tensor(3), 5))
+    x[0, 4] = math.inf
+    ours, eager = (results(fn, x, w, t) for fn in (fc.compile(mean, backend="eager"), mean))
+    assert all(torch.equal(a.isfinite(), b.isfinite()) for a, b in zip(ours, eager, strict=True))
+
+
+def test_backward_may_run_twice() -> None:
+    x, w, t = inputs(torch.float32)
+    x.requires_grad_()
+    loss = fc.compile(mean, backend="eager")(x, w, t)
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(2 * loss, x)
+    torch.testing.assert_close(second, 2 * first)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tied weights (gpt2) and with a bias (bert); the logits that a model returns beside its loss are
+    refused."""
+    for config in (models._DECODER, models._ENCODER):
+        monkeypatch.setitem(config, "vocab_size", 448)
+    monkeypatch.setattr(models, "VOCABULARY", 448)
+    model, batch = models.small(name, batch=2, length=8)
+    model.eval()
+    compiled = fc.compile(lambda: model(**batch).loss, backend="eager")
+    truth = copy.deepcopy(model).double()
+    truth(**batch).loss.backward()
+    gradients: list[dict[str, Tensor]] = []
+    for call in (lambda: model(**batch).loss, compiled):
+        model.zero_grad()
+        call().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for key, parameter in truth.named_parameters():
+        if parameter.grad is not None:
+            noise = 1e-6 * parameter.grad.abs().max().item()
+            assert not_as_close(gradients[1][key], gradients[0][key], parameter.grad, noise) is None
+    assert IN_FORWARD in notes(compiled)
+    whole = fc.compile(model, backend="eager")
+    whole(**batch)
+    assert "refused" in notes(whole) and "the model returns it" in notes(whole)
+
+
+def refused(fn: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    compiled = fc.compile(fn, backend="eager", **options)
+    torch.testing.assert_close(compiled(*arguments), fn(*arguments))
+    return notes(compiled)
+
+
+def with_logits(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits_of(x, w)
+    return F.cross_entropy(logits, t.flatten()), logits
+
+
+def test_refusals_have_their_reasons() -> None:
+    x, w, t = inputs(torch.float32)
+    w.requires_grad_()
+    assert "cumsum" in refused(lambda x, w, t: logits_of(x, w).cumsum(0).logsumexp(-1).mean(), x, w, t)
+    assert "no sum over all rows" in refused(lambda x, w, t: logits_of(x, w).amax(0).mean(), x, w, t)
+    assert "the model returns it" in refused(with_logits, x, w, t)
+    assert refused(lambda x, w, t: logits_of(x, w), x, w, t) == ""  # there is no loss
+    assert "sizes vary" in refused(mean, x, w, t, dynamic=True)
+    across = refused(lambda x, w, t: (logits_of(x, w).view(2, 9, -1) + w.sum(1)).sum(1).exp().mean(), x, w, t)
+    assert "no sum over all rows" in across
+
+
+def test_hidden_layers_are_left_alone() -> None:
+    """Whose rows another product reads: no loss, and no note."""
+
+    def feed_forward(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, w)), w.t())
+
+    x, w, t = inputs(torch.float32)
+    assert refused(feed_forward, x, w.requires_grad_(), t) == ""
+
+
+def test_rows_are_dropped_where_nobody_reads_them() -> None:
+    def cut(x: Tensor, w: Tensor, *, written: bool = False, read: bool = False) -> Tensor:
+        logits = F.linear(x, w).tanh()
+        if written:
+            logits[:, 0] = 7.0
+        return logits[:, :-1].sum(-1) + (logits.amax() if read else 0)
+
+    x, w, _ = inputs(torch.float32)
+    for options, done in (({}, True), ({"written": True}, False), ({"read": True}, False)):
+        compiled = fc.compile(lambda x, w, options=options: cut(x, w, **options), backend="eager")
+        torch.testing.assert_close(compiled(x, w), cut(x, w, **options))
+        assert ("dropped rows" in compiled.plan[-1].notes) == done
+
+
+class Head(nn.Module):
+    """A norm and a vocabulary, with the loss as transformers writes it; on a device that is not there."""
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.empty(hidden, dtype=torch.bfloat16, device="cuda"))
+        self.weight = nn.Parameter(torch.empty(vocabulary, hidden, dtype=torch.bfloat16, device="cuda"))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(F.rms_norm(x, self.norm.shape, self.norm), self.weight).float()
+        labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels)
+
+
+def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Llama-3 for 4 x 2048 tokens, 2.1 GB in bfloat16, and as much again for their gradient."""
+    monkeypatch.setattr(chunk, "LIMITS", Limits())
+    vocabulary, hidden, rows = 128256, 2048, 4 * 2048
+    with FakeTensorMode():
+        x = torch.empty(4, 2048, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        labels = torch.empty(4, 2048, dtype=torch.int64, device="cuda")
+        plans = {p.name: p for p in fc.explain(Head(vocabulary, hidden), x, labels, device="h200").plans}
+    body, forward = plans["graph0.forward.mm.2048_rows"], plans["graph0.forward"]
+    sizes = [math.prod(m.shape) for p in plans.values() for n in p.dag.order for m in p.dag.op(n).outputs]
+    assert max(sizes) == vocabulary * hidden  # the weight; logits would be four times as large
+    assert ordered(body).peak < 2.1 * 2048 * vocabulary * 2
+    assert ordered(forward).peak < vocabulary * hidden * 4 + 3 * rows * hidden * 2
+    (cluster,) = body.clusters  # loss and gradient from one reading of the logits
+    assert cluster.cost.bytes_read + cluster.cost.bytes_written < 2.1 * 2048 * vocabulary * 2
+    assert sum(isinstance(node.target, Chunked) for node in forward.dag.module.graph.nodes) == 1
+    assert "chunks_of_mm (4 x 2048 rows)" in str(forward) and "4 chunks of 2048 rows" in str(forward)
