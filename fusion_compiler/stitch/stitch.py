@@ -22,6 +22,7 @@ from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.stitch.graph_source import GraphSource, quick
+from fusion_compiler.stitch.higher_order import LOWERED, lowered
 from fusion_compiler.stitch.inplace import in_place
 from fusion_compiler.stitch.order import Step, ordered, root
 
@@ -238,13 +239,22 @@ class _Stitcher:
             self.as_planned.append(call.target)
 
     def copy(self, node: fx.Node) -> None:
-        new = self.graph.node_copy(node, lambda n: self.env[n.name])
+        new = self.lowered(node) or self.graph.node_copy(node, lambda n: self.env[n.name])
         if node.op == "call_function":
-            new.target = quick(node.target)
+            new.target = quick(new.target)
         self.env[node.name] = new
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
             self.symbols.setdefault(value.node.expr, new)
+
+    def lowered(self, node: fx.Node) -> fx.Node | None:
+        """The call of a higher-order operator by Inductor's kernel, where that has one."""
+        if node.target not in LOWERED or node.all_input_nodes[0].meta["val"].device.type == "cpu":
+            return None
+        compiled, operands = lowered(node, self.source)
+        new = self.graph.call_function(compiled, tuple(self.env[n.name] for n in operands))
+        new.meta = dict(node.meta)
+        return new
 
     def call(self, cluster: Cluster) -> None:
         arguments: list[Any] = [self.value(name) for name in cluster.inputs]
