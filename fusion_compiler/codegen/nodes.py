@@ -18,7 +18,7 @@ from fusion_compiler.codegen.expression import (
     literal,
     scalar_text,
 )
-from fusion_compiler.codegen.monoids import is_logical, neutral_text
+from fusion_compiler.codegen.monoids import is_logical, neutral_text, scan_text
 from fusion_compiler.codegen.tile import Check, Expression, is_variable
 from fusion_compiler.codegen.windows import interleaved
 from fusion_compiler.ir.dims import quotient
@@ -34,6 +34,7 @@ from fusion_compiler.ir.loops import (
     Load,
     Random,
     Reduce,
+    Scan,
     Value,
     operands_of,
 )
@@ -77,6 +78,10 @@ def build_node(b: Builder, number: int) -> None:
         return
     if isinstance(node, Reduce):
         _reduce(b, number)
+        return
+    if isinstance(node, Scan):
+        text = scan_text(node, elements(b, node, ALONG), "0" if b.tile.flat else "1")
+        b.env[number] = b.let(f"running_{node.combine}", text, number)
         return
     value, base = _value(b, number)
     if isinstance(value, str) and is_variable(value):  # an operand that passes through
@@ -133,7 +138,7 @@ def _value(b: Builder, number: int) -> tuple[Expression, str]:
             return text, "same"
         case Compute():
             return _compute(b, number, node), base_name(node)
-        case Reduce():
+        case Reduce() | Scan():
             raise TypeError(node)
 
 
@@ -254,8 +259,8 @@ def _random(b: Builder, node: Random) -> str:
 # -- reductions of a tile ----------------------------------------------------------------------------
 
 
-def elements(b: Builder, reduce: Reduce, over: frozenset[str]) -> str:
-    """A reduction's operand as a full tile in the reduced groups, neutral where no element is."""
+def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> str:
+    """A reduction's or a scan's operand as a full tile in the reduced groups, neutral where no element is."""
     build_nodes(b, b.need((reduce.operand,)))
     _spread(b, (reduce.operand,))
     source, value = b.loops.nodes[reduce.operand], b.variable(reduce.operand)

@@ -23,6 +23,7 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
+    Scan,
     Value,
     groups_of,
     longest_piece,
@@ -128,6 +129,11 @@ class Analysis:
         return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce) and n.over)
 
     @cached_property
+    def scans(self) -> tuple[int, ...]:
+        """Scans along the row: programs hold all of it."""
+        return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Scan))
+
+    @cached_property
     def narrow(self) -> Mapping[int, Reduce]:
         """Values that are the same for all elements of a segment, and a reduction that they come from."""
         found: dict[int, Reduce] = {}
@@ -160,8 +166,8 @@ class Analysis:
 
     @cached_property
     def reads_rows(self) -> bool:
-        """Whether anything is reduced along the rows: not nothing at all, nor only over the rows."""
-        return any(COLS in self.over(i) for i in self.reductions)
+        """Whether anything is reduced or scanned along the rows: not nothing at all, nor only over the rows."""
+        return bool(self.scans) or any(COLS in self.over(i) for i in self.reductions)
 
     @cached_property
     def walks_rows(self) -> bool:
@@ -177,6 +183,8 @@ class Analysis:
     @cached_property
     def shareable(self) -> bool:
         """Whether programs can exchange what they reduce along the row: numbers of 32 bits."""
+        if self.scans:
+            return False
         nodes = self.loops.nodes
         along = (n for i in self.reductions if isinstance(n := nodes[i], Reduce) and COLS in n.over)
         return isinstance(self.size(COLS), int) and all(accumulator_dtype(n).itemsize == 4 for n in along)
@@ -337,7 +345,7 @@ class Analysis:
                 depth = levels[self.online[i]]
             elif i in self.moments:
                 depth = levels[self.moments[i][0]]
-            elif isinstance(node, Reduce) and COLS in node.over:
+            elif isinstance(node, Scan) or (isinstance(node, Reduce) and COLS in node.over):
                 depth += 1
             levels.append(depth)
         return tuple(levels)
@@ -365,6 +373,7 @@ class Analysis:
 
         So is exp(x - max(x)) on its way into its sum: the errors of a term, 2^-22 of it and 2^-24 of the
         exponent that makes it small, are no more than those of adding up.
+        What is scanned adds up or multiplies for every element on the way to the last.
         What is pinned is to be the same number in every kernel. A value that is rounded so within the
         kernel is such a result.
         """
@@ -374,6 +383,7 @@ class Analysis:
         exact |= pinned
         exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *SHORT)}
         exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in SHORT}
+        exact |= {o for i in self.scans for o in operands_of(nodes[i])}
         for i in range(len(nodes) - 1, -1, -1):
             if i in exact and i in self.online:
                 (term,) = operands_of(nodes[i])

@@ -30,7 +30,7 @@ TYPICAL = ((0, 16384, 8), (0, 4096, 4), (8192, 8192, 8), (16384, 8192, 8))
 
 
 def suits(a: Analysis) -> bool:
-    return a.reads_rows and not a.ends_in_a_row
+    return a.reads_rows and not a.ends_in_a_row and not a.scans
 
 
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:
