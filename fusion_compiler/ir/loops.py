@@ -6,7 +6,8 @@
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
               | Checked(operand, position, low, high, within)
-              | Compute(target, operands) | Reduce(combine, operand, over, kept) | Scan(combine, operand, reverse)
+              | Compute(target, operands) | Reduce(combine, operand, over, kept)
+             | Scan(combine, operand, reverse)
     store    := buffer, index, value, within    several to one buffer have elements of their own each
 
 Nodes are in SSA order and name each other by position. Every node has a dtype: that in which
@@ -177,7 +178,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Combine `operand` along the columns up to each of them, itself included: of each row one value a column.
+    """Combine `operand` along the columns up to each of them, itself included: one value a column.
 
     combine: sum, prod, max, min or logsumexp. reverse: from the last column back to the first.
     """

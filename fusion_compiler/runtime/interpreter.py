@@ -400,7 +400,7 @@ def _reduce(operation: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
 
 
 def _scan(operation: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
-    """tl.associative_scan, each step of which combines what lies twice as far apart (Hillis and Steele, 1986)."""
+    """tl.associative_scan: each step combines what lies twice as far apart (Hillis and Steele, 1986)."""
     axis, kinds = operation.axis, [tensor.dtype for tensor in inputs]
     order = slice(None, None, -1) if operation.reverse else slice(None)
     arrays = [np.moveaxis(tensor.handle.data, axis, 0)[order] for tensor in inputs]

@@ -166,7 +166,7 @@ class Analysis:
 
     @cached_property
     def reads_rows(self) -> bool:
-        """Whether anything is reduced or scanned along the rows: not nothing at all, nor only over the rows."""
+        """Whether anything is reduced or scanned along the rows, not only over them."""
         return bool(self.scans) or any(COLS in self.over(i) for i in self.reductions)
 
     @cached_property

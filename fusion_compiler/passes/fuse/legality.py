@@ -101,7 +101,8 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     reduced, every element of the space is one element of every result.
     """
     loops, groups = a.loops, a.groups
-    along_row = bool(a.scans) or any(isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
+    whole = (isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
+    along_row = bool(a.scans) or any(whole)
     present = {axis.group for axis in loops.axes} - ({COLS} if along_row else set())
     reduced: list[frozenset[str]] = []
     for node in loops.nodes:

@@ -120,7 +120,7 @@ def _last_place(build: Builder, op: Op, value: int, place: Index, reverse: bool)
     here = build.emit(Coordinate(place, torch.int32), f"{op.name}_position")
     first = build.constant(0, torch.int32, f"{op.name}_first")
     candidates = build.choose(hit, here, first, torch.int32, f"{op.name}_candidate")
-    return build.converted(build.emit(Scan("max", candidates, reverse, torch.int32), op.name), torch.int64, op.name)
+    return build.converted(_scanned(build, op, "max", candidates, torch.int32, reverse), torch.int64, op.name)
 
 
 def _truth(build: Builder, op: Op, target: OpOverload, **operands: int) -> int:

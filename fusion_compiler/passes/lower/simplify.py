@@ -153,7 +153,8 @@ def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
 
     live = {k for i in _all_indices(loops) for k, _ in i.terms if k >= 0}
     keep = [i for i, a in enumerate(loops.axes) if i in live or a.size != 1]
-    order = sorted(keep, key=lambda i: (loops.axes[i].group != ROWS, 0 if loops.axes[i].group in scanned else -stride(i), i))
+    steps = {i: 0 if loops.axes[i].group in scanned else -stride(i) for i in keep}
+    order = sorted(keep, key=lambda i: (loops.axes[i].group != ROWS, steps[i], i))
     if order == list(range(len(loops.axes))):
         return loops
     index = {old: new for new, old in enumerate(order)}

@@ -121,9 +121,8 @@ def scanned_dim(op: Op) -> int | None:
 def anchor_space(
     dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], split: IndexSplit | None = None
 ) -> Space:
-    """The iteration space: a scan's input, along which the columns lie; else a reduction's input, best one
-    that is broadcast back; else the largest output, or a piece of it. Raises Illegal where a reduction's input
-    is no piece."""
+    """The iteration space: a scan's input; else a reduction's, best one that is broadcast back; else the
+    largest output, or a piece of it. Raises Illegal where the input of a scan or a reduction is no piece."""
     scans = [dag.op(n) for n in ops if dag.op(n).kind is Kind.SCAN]
     if scans:
         if split is not None:
