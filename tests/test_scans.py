@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
-from fusion_compiler.codegen import assemble
+from fusion_compiler.codegen.emit import emit
+from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import Scan
 from fusion_compiler.runtime.target import compile_for
@@ -92,3 +93,159 @@ def test_each_scan_beside_float64(name: str, reverse: bool, shape: str) -> None:
         fast = Compiled(fn)
         check(fn, drawn(sizes, dtype), fast, sizes[dim] if sizes else 1)
         assert not fast.eager_ops() - {"aten.scatter_add.default"}
+
+
+def segment_sums(x: Tensor) -> Tensor:
+    """Mamba-2's decay between any two steps (Dao and Gu, 2024): what lies between them, summed."""
+    size = x.shape[-1]
+    below = torch.ones(size, size, dtype=torch.bool, device=x.device)
+    steps = x[..., None].expand(*x.shape, size).masked_fill(~below.tril(-1), 0)
+    sums = steps.cumsum(-2)
+    return sums.masked_fill(~below.tril(0), -torch.inf).exp()
+
+
+def decays(x: Tensor) -> Tensor:
+    """Of each step to the last."""
+    sums = x.cumsum(-1)
+    return (sums[..., -1:] - sums).exp() * x
+
+
+def probabilities(x: Tensor) -> Tensor:
+    """Producers, a reduction before and one after."""
+    return (x.exp() / x.exp().sum(-1, keepdim=True)).cumsum(-1).square().sum(-1, keepdim=True) * x
+
+
+def distances(x: Tensor) -> Tensor:
+    """Two scans of one row, in both directions."""
+    forth = torch.cumsum(x, -1)
+    back = torch.cumsum(x.flip(-1), -1).flip(-1)
+    return torch.sigmoid(forth - back) * x
+
+
+def in_turn(x: Tensor) -> Tensor:
+    return torch.cumsum(torch.cummax(x.sin(), -1)[0], -1).tanh()
+
+
+def of_rows(x: Tensor) -> Tensor:
+    """Summed over the rows, and along them."""
+    sums = torch.cumsum(x * 2, -1).tanh()
+    return sums.flatten(0, -2).sum(0) + sums.sum()
+
+
+def stabilized(x: Tensor) -> Tensor:
+    return (x - torch.logcumsumexp(x * 2, -1)).exp()
+
+
+FUSED = (segment_sums, decays, probabilities, distances, in_turn, stabilized)
+
+
+@pytest.mark.parametrize(
+    "schedules", [None, cramped, misaligned_forms], ids=["tuned", "cramped", "misaligned"]
+)
+@pytest.mark.parametrize("fn", (*FUSED, of_rows), ids=lambda fn: fn.__name__)
+def test_scans_among_their_neighbours(fn: Callable[[Tensor], Tensor], schedules: Any) -> None:
+    shapes: tuple[tuple[int, ...], ...] = (
+        ((2, 3, 7), (2, 12)) if fn is segment_sums else ((3, 5, 61), (2, 531))
+    )
+    for shape in shapes:
+        # a running maximum's gradient is a scatter that adds up in 16 bits
+        for dtype in (torch.float32, torch.bfloat16)[: 1 if fn is in_turn else 2]:
+            fast = Compiled(fn) if schedules is None else Compiled(fn, schedules=schedules)
+            check(fn, torch.randn(shape).div(16).to(dtype), fast, shape[-1])
+            assert not fast.eager_ops() - {"aten.scatter_add.default"}
+            kernels = 1 if fn in FUSED[1:] else 2  # a mask is made once; sums over all wait for all rows
+            assert len(fast.plans[0].clusters) <= kernels
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
+def test_nan_infinities_zeros_and_ties(name: str, reverse: bool) -> None:
+    special = torch.tensor([0.0, -0.0, 1.0, 1.0, -1.0, math.inf, -math.inf, math.nan])
+    for seed in range(8):
+        torch.manual_seed(seed)
+        x = special[torch.randint(0, 5 + seed % 4, (16, 13))]
+
+        def fn(x: Tensor) -> Tensor:
+            return backwards(SCANS[name], x, 1) if reverse else SCANS[name](x, 1)
+
+        ours, eager = Compiled(fn)(x), fn(x)
+        assert torch.equal(ours.isnan(), eager.isnan())
+        torch.testing.assert_close(ours, eager, equal_nan=True)
+
+
+@pytest.mark.parametrize("scan", [torch.cumsum, torch.cumprod])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float64, torch.bfloat16])
+def test_dtype_of_the_result(dtype: torch.dtype, scan: Callable[..., Tensor]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return scan(x, -1, dtype=dtype)
+
+    x = torch.randint(-9, 9, (4, 33), dtype=torch.int16)
+    fast = Compiled(fn)
+    assert fast(x).dtype is dtype
+    torch.testing.assert_close(fast(x), fn(x), rtol=0.02, atol=0)
+    assert not fast.eager_ops()
+
+
+def test_any_place_of_a_scan_and_rows_that_are_repeated() -> None:
+    def fn(x: Tensor) -> Tensor:
+        sums = x.cumsum(-1)
+        return (sums[:, 3:4] + sums[:, -2:-1]) * sums
+
+    def repeated(x: Tensor, y: Tensor) -> Tensor:
+        return x.cumsum(-1)[:, None] * y
+
+    fast, twice = Compiled(fn), Compiled(repeated)
+    x, y = torch.randn(4, 33), torch.randn(4, 5, 33)
+    check(fn, x, fast, 33)
+    assert len(fast.plans[0].clusters) == 1
+    torch.testing.assert_close(twice(x, y), repeated(x, y))
+
+
+def planned(fn: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) -> Any:
+    with FakeTensorMode():
+        return fc.explain(fn, *(torch.empty(s, device="cuda") for s in shapes), device="h200", **options)
+
+
+def test_rows_that_no_program_holds_stay_a_call_and_the_plan_says_so() -> None:
+    report = planned(lambda x: (x * 2).cumsum(-1).exp(), (4, 40_000))
+    (left,) = report.plans[0].leftovers
+    assert left.target == "aten.cumsum.default" and "40000 columns do not fit in registers" in left.reason
+    assert "40000 columns" in " ".join(str(report).split())
+
+
+def test_a_scan_in_another_order_than_it_is_read_is_two_kernels() -> None:
+    report = planned(lambda x: x.cumsum(-1) * x.cumsum(-1).t(), (64, 64))
+    assert len(report.plans[0].clusters) == 2
+    assert "is needed at other rows for each column" in " ".join(str(report).split())
+
+
+def test_both_results_of_a_running_maximum_are_one_kernel() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        value, place = torch.cummax(x * 2, -1)
+        return value + 1, place
+
+    plan = planned(fn, (64, 128)).plans[0]
+    (cluster,) = plan.clusters
+    scans = [n for n in cluster.nests[0].nodes if isinstance(n, Scan)]
+    assert [n.combine for n in scans] == ["max", "max"] and not plan.leftovers
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_machine_code(target: str) -> None:
+    """Along rows and across them, of which a tile has a sector's; none of it in local memory."""
+    for name, scan in SCANS.items():
+        for dim in (0, 1):
+            (cluster,) = (
+                plan := planned(lambda x, s=scan, d=dim: s(x * 2, d), (1024, 1024)).plans[0]
+            ).clusters
+            key = canonical(cluster, plan.dag)
+            kernels = emit(key.nests, name, "", {b.name: b for b in key.buffers}, H200)[0].kernels
+            assert [compile_for(kernel, target).spills for kernel in kernels] == [0], (name, dim)
+
+
+def test_sizes_that_are_known_at_run_time_are_those_of_rows() -> None:
+    fast = fc.compile(lambda x: x.cumsum(-1).tanh() * x, backend="interpret", strict=True, dynamic=True)
+    for rows in (6, 14, 40):
+        x = torch.randn(rows, 33)
+        torch._dynamo.mark_static(x, 1)
+        torch.testing.assert_close(fast(x), x.cumsum(-1).tanh() * x)
