@@ -119,7 +119,8 @@ class Lowering(Builder):
         groups = space.axis_groups
         live = [i for i, size in enumerate(space.axes) if size != 1]
         self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in (ROWS, COLS)}
-        self.columns = scans.Columns.of(space.axes, self.group_axes[COLS], self.group_axes[ROWS])
+        columns = scans.Columns.of(space.axes, self.group_axes[COLS], self.group_axes[ROWS])
+        self.scans = scans.Scans(self, columns)
 
     def run(self) -> LoopNest:
         stores: list[Store] = []
@@ -151,7 +152,7 @@ class Lowering(Builder):
         for op in map(self.dag.op, self.ops):
             if op.kind is Kind.SCAN and op.outputs[0].shape == tuple(map(product, self.space.factors)):
                 stored = op.name in self.outputs
-                coords = identity if stored else scans.turned(self.dag, op, identity, self.columns)
+                coords = identity if stored else scans.turned(self.dag, op, identity, self.scans.columns)
                 self.value(op.name, coords, None)
                 return
         if not any(self.dag.op(n).kind is Kind.REDUCTION for n in self.ops):
@@ -306,7 +307,7 @@ class Lowering(Builder):
         if op.kind is Kind.REDUCTION:
             return self.reduce(op, coords, within)
         if op.kind is Kind.SCAN:
-            return self.rounder.rounded(op, scans.scan(self, op, coords, self.columns))
+            return self.rounder.rounded(op, self.scans.value(op, coords))
         special = SPECIAL.get(op.target)
         if special is not None:
             return self.rounder.rounded(op, special(self, op, coords, within))

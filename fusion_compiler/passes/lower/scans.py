@@ -61,22 +61,34 @@ def _turns(op: Op, dim: int) -> bool:
     return dim in [layout.wrap(d, len(op.outputs[0].shape)) for d in dims]  # type: ignore[union-attr]
 
 
-def scan(build: Builder, op: Op, coords: Coords, columns: Columns) -> int:
-    """The node that holds a scan's value at some coordinates. Raises Illegal where no row of the space is
-    what it runs along."""
-    (source,) = op.inputs
-    dim = scanned_dim(op)
-    if dim is None or op.outputs[0].shape[dim] == 1:
-        return _of_one(build, op, build.value(source, coords, None))
-    _check_rows(build, op, coords, dim, columns)
-    place = coords[dim]
-    if place in (columns.index, columns.back):
-        return _running(build, op, coords, place, reverse=place != columns.index)
-    if place.terms or not isinstance(place.const, int):
-        raise Illegal("rows", f"{op.name} is needed in another order than the one in which it is scanned")
-    whole = (*coords[:dim], columns.index, *coords[dim + 1 :])
-    value = _running(build, op, whole, columns.index, reverse=False)
-    return _picked(build, op, value, columns.index, place.const)
+class Scans:
+    """The scans of a loop nest, each in one direction: the other would round in another order."""
+
+    def __init__(self, build: Builder, columns: Columns) -> None:
+        self.build, self.columns = build, columns
+        self.backwards: dict[str, bool] = {}
+
+    def value(self, op: Op, coords: Coords) -> int:
+        """The node that holds a scan's value at some coordinates. Raises Illegal where no row of the space is
+        what it runs along, or it runs along it the other way."""
+        dim, columns = scanned_dim(op), self.columns
+        if dim is None or op.outputs[0].shape[dim] == 1:
+            return _of_one(self.build, op, self.build.value(op.inputs[0], coords, None))
+        _check_rows(self.build, op, coords, dim, columns)
+        place = coords[dim]
+        if place in (columns.index, columns.back):
+            return self.running(op, coords, place)
+        if place.terms or not isinstance(place.const, int):
+            raise Illegal("rows", f"{op.name} is needed in another order than that in which it is scanned")
+        along = columns.back if self.backwards.get(op.name) else columns.index
+        value = self.running(op, (*coords[:dim], along, *coords[dim + 1 :]), along)
+        return _picked(self.build, op, value, along, place.const)
+
+    def running(self, op: Op, coords: Coords, place: Index) -> int:
+        backwards = place != self.columns.index
+        if self.backwards.setdefault(op.name, backwards) is not backwards:
+            raise Illegal("rows", f"{op.name} is needed from its first element to the last and back")
+        return _running(self.build, op, coords, place, backwards)
 
 
 def _check_rows(build: Builder, op: Op, coords: Coords, dim: int, columns: Columns) -> None:
@@ -135,10 +147,10 @@ def _scanned(build: Builder, op: Op, combine: str, value: int, dtype: torch.dtyp
     return build.converted(made, dtype, op.name)
 
 
-def _picked(build: Builder, op: Op, value: int, columns: Index, number: int) -> int:
+def _picked(build: Builder, op: Op, value: int, place: Index, number: int) -> int:
     """One element of each row: the sum of the row where all others are zero."""
     dtype = build.nodes[value].dtype
-    here = build.emit(InRange(columns, number, number + 1), f"{op.name}_here")
+    here = build.emit(InRange(place, number, number + 1), f"{op.name}_here")
     alone = build.choose(here, value, build.constant(0, dtype, "zero"), dtype, f"{op.name}_alone")
     return build.emit(Reduce("sum", alone, frozenset({COLS}), dtype), f"{op.name}_picked")
 
