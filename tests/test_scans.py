@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -249,3 +252,58 @@ def test_sizes_that_are_known_at_run_time_are_those_of_rows() -> None:
         x = torch.randn(rows, 33)
         torch._dynamo.mark_static(x, 1)
         torch.testing.assert_close(fast(x), x.cumsum(-1).tanh() * x)
+
+
+class Switch(torch.nn.Module):
+    """A router of one expert a token, each of which takes so many: where a token stands is a running sum."""
+
+    def __init__(self, width: int, experts: int, most: int) -> None:
+        super().__init__()
+        self.gate, self.experts, self.most = torch.nn.Linear(width, experts, bias=False), experts, most
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chances = self.gate(x).softmax(-1)
+        hot = torch.nn.functional.one_hot(chances.argmax(-1), self.experts)
+        place = (hot.cumsum(0) * hot).sum(-1) - 1
+        weights = (chances * hot).sum(-1) * (place < self.most)
+        return weights, place
+
+
+def test_a_router_is_two_products_and_the_kernels_between_them() -> None:
+    model, x = Switch(32, 4, 12), torch.randn(64, 32)
+    fast: Any = fc.compile(copy.deepcopy(model), backend="interpret", strict=True)
+    (weights, place), (ours, ours_place) = model(x), fast(x)
+    assert torch.equal(place, ours_place)
+    torch.testing.assert_close(ours, weights)
+    found = [
+        torch.autograd.grad(y.square().sum(), m.gate.weight)[0] for y, m in ((weights, model), (ours, fast))
+    ]
+    torch.testing.assert_close(found[1], found[0])
+    assert not [left for plan in fast.plan for left in plan.leftovers if left.kind != "contraction"]
+
+
+def mamba() -> torch.nn.Module:
+    config = transformers.Mamba2Config(
+        hidden_size=16, num_heads=4, head_dim=8, state_size=8, n_groups=1, num_hidden_layers=1, vocab_size=50,
+        chunk_size=8, use_cache=False,
+    )  # fmt: skip
+    return transformers.Mamba2Model(config)
+
+
+def test_mamba_2_has_no_eager_scan_and_is_as_close_as_eager() -> None:
+    """Three chunks, the last of which is not full."""
+    model, tokens = mamba(), torch.randint(0, 50, (2, 20))
+
+    def step(called: Any, of: torch.nn.Module) -> list[Tensor]:
+        of.zero_grad(set_to_none=True)
+        output = called(tokens).last_hidden_state
+        output.square().sum().backward()
+        return [output.detach(), *(p.grad.clone() for p in of.parameters() if p.grad is not None)]
+
+    fast: Any = fc.compile(model, backend="interpret")
+    ours, eager = step(fast, model), step(model, model)
+    truth = step(model.double(), model)
+    ratios = [((a - t).norm() / (e - t).norm()).item() for a, e, t in zip(ours, eager, truth, strict=True)]
+    assert statistics.geometric_mean(ratios) < 2, ratios
+    left = {item.target for plan in fast.plan for item in plan.leftovers if item.kind != "contraction"}
+    assert left == {"aten.embedding_dense_backward.default"}
