@@ -17,9 +17,12 @@ from torch._subclasses import FakeTensorMode
 import fusion_compiler as fc
 from fusion_compiler.codegen.emit import emit
 from fusion_compiler.ir.canonical import canonical
-from fusion_compiler.ir.device import device_spec
-from fusion_compiler.ir.loops import Scan
+from fusion_compiler.ir.device import DeviceSpec, device_spec
+from fusion_compiler.ir.loops import LoopNest, Scan
 from fusion_compiler.runtime.target import compile_for
+from fusion_compiler.schedule import space, wide_rows
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, cramped, misaligned_forms, not_as_close, rounding_noise, wide
 
 H200 = device_spec("h200")
@@ -209,11 +212,40 @@ def planned(fn: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) ->
         return fc.explain(fn, *(torch.empty(s, device="cuda") for s in shapes), device="h200", **options)
 
 
-def test_rows_that_no_program_holds_stay_a_call_and_the_plan_says_so() -> None:
-    report = planned(lambda x: (x * 2).cumsum(-1).exp(), (4, 40_000))
-    (left,) = report.plans[0].leftovers
-    assert left.target == "aten.cumsum.default" and "40000 columns do not fit in registers" in left.reason
-    assert "40000 columns" in " ".join(str(report).split())
+def looped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Every scan in a loop over blocks of 16 columns."""
+    plain, analysis = space.schedules(loops, device), Analysis(loops)
+    fits = analysis.scans and space.fits(wide_rows, analysis, device) and not analysis.across_rows
+    return (Schedule(1, 16, Cols.LOOP),) if fits else plain
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
+@pytest.mark.parametrize("name", SCANS)
+def test_wide_rows_go_on_from_block_to_block(name: str, reverse: bool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return backwards(SCANS[name], x, 1) if reverse else SCANS[name](x, 1)
+
+    for shape in ((3, 61), (2, 64), (2, 7), (1, 200)):
+        for dtype in (*FLOATS, *(() if name == "logcumsumexp" else INTEGERS)):
+            check(fn, drawn(shape, dtype), Compiled(fn, schedules=looped), shape[1])
+
+
+@pytest.mark.parametrize("fn", FUSED, ids=lambda fn: fn.__name__)
+def test_wide_rows_among_their_neighbours(fn: Callable[[Tensor], Tensor]) -> None:
+    width = 21 if fn is segment_sums else 77
+    check(fn, torch.randn(3, width).div(16), Compiled(fn, schedules=looped), width)
+
+
+def test_rows_that_no_program_holds_are_a_loop() -> None:
+    (cluster,) = (plan := planned(lambda x: (x * 2).cumsum(-1).exp(), (4, 40_000)).plans[0]).clusters
+    assert not plan.leftovers
+    assert all(s.cols is Cols.LOOP and s.splits == 1 for s in space.schedules(cluster.nests[0], H200))
+
+
+def test_wide_rows_in_both_directions_are_two_kernels_and_the_report_says_so() -> None:
+    report = planned(distances, (4, 40_000))
+    assert len(report.plans[0].clusters) == 2
+    assert "40000 columns do not fit in registers" in " ".join(str(report).split())
 
 
 def test_a_scan_in_another_order_than_it_is_read_is_two_kernels() -> None:
@@ -246,12 +278,16 @@ def test_machine_code(target: str) -> None:
             assert [compile_for(kernel, target).spills for kernel in kernels] == [0], (name, dim)
 
 
-def test_sizes_that_are_known_at_run_time_are_those_of_rows() -> None:
-    fast = fc.compile(lambda x: x.cumsum(-1).tanh() * x, backend="interpret", strict=True, dynamic=True)
-    for rows in (6, 14, 40):
-        x = torch.randn(rows, 33)
-        torch._dynamo.mark_static(x, 1)
-        torch.testing.assert_close(fast(x), x.cumsum(-1).tanh() * x)
+@pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
+@pytest.mark.parametrize("name", SCANS)
+def test_sizes_that_are_known_at_run_time(name: str, reverse: bool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return (backwards(SCANS[name], x, 1) if reverse else SCANS[name](x, 1)) * 2
+
+    fast = fc.compile(fn, backend="interpret", strict=True, dynamic=True)
+    for rows, width in ((6, 33), (14, 4), (3, 200)):
+        x = drawn((rows, width), torch.float32)
+        torch.testing.assert_close(fast(x), fn(x))
 
 
 class Switch(torch.nn.Module):

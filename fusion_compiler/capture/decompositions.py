@@ -693,11 +693,8 @@ def _native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor
     )  # a choice between two numbers, and a product
 
 
-def _running(value: OpOverload, place: OpOverload, x: Tensor, dim: int) -> Any:
-    """cummax and cummin as operators of one result each, where a kernel may hold the row."""
-    size: int | torch.SymInt = x.shape[dim] if x.ndim else 1
-    if isinstance(size, torch.SymInt):
-        return NotImplemented
+def _running(value: OpOverload, place: OpOverload, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """cummax and cummin as operators of one result each."""
     return value(x, dim), place(x, dim)
 
 

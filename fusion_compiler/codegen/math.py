@@ -492,6 +492,13 @@ def add_exponentials(a, s, b, t):
 
 
 @triton.jit
+def add_logarithms(a, b):
+    """log(exp(a) + exp(b))."""
+    top, total = add_exponentials(a, tl.full([], 1, a.dtype), b, tl.full([], 1, b.dtype))
+    return top + tl.log(total)
+
+
+@triton.jit
 def running_logsumexp(x, axis: tl.constexpr, reverse: tl.constexpr = False):
     """log(sum(exp(x))) of the elements up to each, as pairs of a maximum and a sum (Milakov, Gimelshein)."""
     ones = tl.full(x.shape, 1, x.dtype)

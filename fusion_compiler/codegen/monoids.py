@@ -59,6 +59,14 @@ SCANS: dict[str, str] = {
     "min": "tl.associative_scan({x}, {axis}, fm.running_smaller{r})",
     "logsumexp": "fm.running_logsumexp({x}, {axis}{r})",
 }
+# What a scan x is behind others that came to c.
+CARRIED: dict[str, str] = {
+    "sum": "{c} + {x}",
+    "prod": "{c} * {x}",
+    "max": "fm.running_larger({c}, {x})",
+    "min": "fm.running_smaller({c}, {x})",
+    "logsumexp": "fm.add_logarithms({c}, {x})",
+}
 NEUTRAL_OF = {"logsumexp": "max"}  # scans whose neutral element is another monoid's
 
 
@@ -94,6 +102,11 @@ def fold_text(reduce: Reduce, tile: str, axis: str, keep: bool, plain: bool = Fa
 def scan_text(scan: Scan, tile: str, axis: str) -> str:
     """A tile scanned along one dimension."""
     return SCANS[scan.combine].format(x=tile, axis=axis, r=", reverse=True" if scan.reverse else "")
+
+
+def carried_text(scan: Scan, carried: str, text: str) -> str:
+    """A scan of a block that goes on where the one before it ended."""
+    return CARRIED[scan.combine].format(c=carried, x=text)
 
 
 def step_text(reduce: Reduce, state: str, text: str) -> str:

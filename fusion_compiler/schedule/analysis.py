@@ -130,8 +130,13 @@ class Analysis:
 
     @cached_property
     def scans(self) -> tuple[int, ...]:
-        """Scans along the row: programs hold all of it."""
+        """Scans along the row, of which one program has all."""
         return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Scan))
+
+    @cached_property
+    def directions(self) -> frozenset[bool]:
+        """Of the scans: whether they go back from the last column to the first."""
+        return frozenset(n.reverse for n in self.loops.nodes if isinstance(n, Scan))
 
     @cached_property
     def narrow(self) -> Mapping[int, Reduce]:
@@ -345,7 +350,7 @@ class Analysis:
                 depth = levels[self.online[i]]
             elif i in self.moments:
                 depth = levels[self.moments[i][0]]
-            elif isinstance(node, Scan) or (isinstance(node, Reduce) and COLS in node.over):
+            elif isinstance(node, Reduce) and COLS in node.over:
                 depth += 1
             levels.append(depth)
         return tuple(levels)
@@ -463,10 +468,11 @@ def inner_cols(a: Analysis, s: Schedule) -> Dim:
     """How many columns a loop takes in whole blocks that lie within the row; the rest is a tile of its own.
 
     All of them where their number is unknown or one block has them, which is masked then. Where rows are
-    misaligned the rest has the ends: the word in which it begins, and what is behind the last block.
+    misaligned the rest has the ends: the word in which it begins, and what is behind the last block. A loop
+    that goes back begins with the last block.
     """
     size = a.size(COLS)
-    if not isinstance(size, int) or size <= s.block_cols:
+    if not isinstance(size, int) or size <= s.block_cols or True in a.directions:
         return size
     return (size - s.word) // s.block_cols * s.block_cols
 

@@ -235,6 +235,7 @@ TABLE: tuple[Measured, ...] = (
     Measured("rows", ANY, (aligned, same_for_all_rows, no_sums), (IN_TURN,), at=3),
     # Rows that are read, reduced and read again, from registers that keep small parts of several tensors.
     Measured("wide", ALONE, (known,), ()),
+    Measured("wide", ANY, (scanned,), ((0, 4096, 8), (0, 8192, 16), (0, 4096, 4))),  # not yet timed
     Measured("wide", 65535, (stored, several_tensors), SMALL_FIRST),
     Measured("wide", 131072, (stored, several_tensors), PART_FIRST),
     Measured("wide", 524288, (stored, several_tensors), KEPT_FIRST),

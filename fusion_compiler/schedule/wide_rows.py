@@ -30,11 +30,13 @@ TYPICAL = ((0, 16384, 8), (0, 4096, 4), (8192, 8192, 8), (16384, 8192, 8))
 
 
 def suits(a: Analysis) -> bool:
-    return a.reads_rows and not a.ends_in_a_row and not a.scans
+    return a.reads_rows and not a.ends_in_a_row
 
 
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     """Any row reductions; sums across rows only where they end in one element, one partial a program."""
+    if len(a.directions) > 1:
+        return "wide rows are scanned from the first column and from the last"
     unknown = bool(a.across_rows) and not isinstance(a.size(ROWS), int)
     return "an unknown number of wide rows is summed" if unknown else None
 

@@ -199,9 +199,9 @@ class Work:
         return self.varies[operand] & ~over, axes, phase
 
     def _scan(self, node: Scan) -> tuple[int, int, int, int]:
-        """A phase like a reduction's, whose result is as wide as what it was made of."""
+        """As long as a reduction, and as wide as what it is made of."""
         operand, varies = node.operand, self.varies[node.operand] | 2
-        needs, phase = self.needs[operand], self.phase[operand] + 1
+        needs, phase = self.needs[operand], self.phase[operand]
         count = SCAN_OPERATIONS * self.count[varies]
         if node.dtype is torch.float64:
             self.fp64 += count
@@ -211,8 +211,7 @@ class Work:
             self.integer += count
         if node.combine == "logsumexp":
             self.special += SCAN_SPECIAL * self.count[varies]
-        self.early |= needs
-        self.phases = max(self.phases, phase)
+        self.phases = max(self.phases, phase + 1)
         columns = sum(1 << axis for axis, group in enumerate(self.group_of) if group == 2)
         return varies, self.axes[operand] | columns, needs, phase
 

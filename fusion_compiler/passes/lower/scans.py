@@ -24,6 +24,7 @@ from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype, scanned_dim
 
 aten = torch.ops.aten
+MOST = 2**31  # elements whose places are counted in so many bits
 WORD = 4  # bytes: of shorter integers the results are what is left of scans of so many
 
 
@@ -116,7 +117,7 @@ def _running(build: Builder, op: Op, coords: Coords, place: Index, reverse: bool
     if spec.combine not in ("max", "min") and result is torch.bool:
         raise Illegal("dtype", f"{op.name} adds or multiplies bools")
     counts = spec.combine == "sum" and build.nodes[value].dtype is torch.bool
-    made = _scanned(build, op, spec.combine, value, torch.int32 if counts else result, reverse)
+    made = _scanned(build, op, spec.combine, value, _counted(op) if counts else result, reverse)
     return build.converted(made, result, op.name)
 
 
@@ -129,10 +130,18 @@ def _last_place(build: Builder, op: Op, value: int, place: Index, reverse: bool)
     if dtype.is_floating_point:
         nan = _truth(build, op, aten.isnan.default, self=value)
         hit = _truth(build, op, aten.logical_or.default, self=hit, other=nan)
-    here = build.emit(Coordinate(place, torch.int32), f"{op.name}_position")
-    first = build.constant(0, torch.int32, f"{op.name}_first")
-    candidates = build.choose(hit, here, first, torch.int32, f"{op.name}_candidate")
-    return build.converted(_scanned(build, op, "max", candidates, torch.int32, reverse), torch.int64, op.name)
+    integer = _counted(op)
+    here = build.emit(Coordinate(place, integer), f"{op.name}_position")
+    first = build.constant(0, integer, f"{op.name}_first")
+    candidates = build.choose(hit, here, first, integer, f"{op.name}_candidate")
+    return build.converted(_scanned(build, op, "max", candidates, integer, reverse), torch.int64, op.name)
+
+
+def _counted(op: Op) -> torch.dtype:
+    """The integers that count the elements of a row."""
+    dim = scanned_dim(op)
+    size = 1 if dim is None else op.outputs[0].shape[dim]
+    return torch.int32 if isinstance(size, int) and size < MOST else torch.int64
 
 
 def _truth(build: Builder, op: Op, target: OpOverload, **operands: int) -> int:
