@@ -213,10 +213,10 @@ def planned(fn: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) ->
 
 
 def looped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Every scan in a loop over blocks of 16 columns."""
+    """Every scan in a loop over blocks of 16 columns, of several rows where these lie side by side."""
     plain, analysis = space.schedules(loops, device), Analysis(loops)
     fits = analysis.scans and space.fits(wide_rows, analysis, device) and not analysis.across_rows
-    return (Schedule(1, 16, Cols.LOOP),) if fits else plain
+    return (Schedule(4 if analysis.tall else 1, 16, Cols.LOOP),) if fits else plain
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
@@ -228,6 +228,8 @@ def test_wide_rows_go_on_from_block_to_block(name: str, reverse: bool) -> None:
     for shape in ((3, 61), (2, 64), (2, 7), (1, 200)):
         for dtype in (*FLOATS, *(() if name == "logcumsumexp" else INTEGERS)):
             check(fn, drawn(shape, dtype), Compiled(fn, schedules=looped), shape[1])
+    x = drawn((61, 7), torch.float32).t()  # across memory: tiles of several rows
+    check(fn, x, Compiled(fn, schedules=looped), 61)
 
 
 @pytest.mark.parametrize("fn", FUSED, ids=lambda fn: fn.__name__)
