@@ -15,6 +15,7 @@ from fusion_compiler.ir.loops import (
     Load,
     LoopNest,
     Reduce,
+    Scan,
     longest_piece,
     operands_of,
     partial_reductions,
@@ -44,7 +45,7 @@ def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
     loops, groups, late = a.loops, a.groups, a.after_rows
     for i in sorted(late):
         waits = any(o in late for o in operands_of(loops.nodes[i]))
-        if waits and (isinstance(loops.nodes[i], Reduce) or ROWS in groups[i]):
+        if waits and (isinstance(loops.nodes[i], Reduce | Scan) or ROWS in groups[i]):
             return f"{loops.names[i]} needs a reduction over all rows before it is complete"
     for store in loops.stores:
         if store.value in late and any(k >= 0 and loops.axes[k].group == ROWS for k, _ in store.index.terms):
@@ -100,7 +101,8 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     reduced, every element of the space is one element of every result.
     """
     loops, groups = a.loops, a.groups
-    along_row = any(isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
+    whole = (isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
+    along_row = bool(a.scans) or any(whole)
     present = {axis.group for axis in loops.axes} - ({COLS} if along_row else set())
     reduced: list[frozenset[str]] = []
     for node in loops.nodes:
