@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from benchmarks.accuracy import chance, ratios_to_eager
 from benchmarks.contenders import Compile, contenders, eager_ops
 from benchmarks.energy import energy_of
+from benchmarks.nets import NETS
 from benchmarks.record import Record, environment, figure, geometric_mean, reason, table
 from benchmarks.timing import budget, device_time, wall_time
 from benchmarks.workloads import WORKLOADS, Batch, Workload, gradient_for, result_of, step
@@ -222,7 +223,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 def main(options: argparse.Namespace) -> Record:
     record = Record("models", environment(torch.device(options.device)), options.json)
-    for workload in WORKLOADS:
+    for workload in (*WORKLOADS, *NETS):
         if re.search(options.filter, workload.name):
             print(workload.name, flush=True)
             row_of(workload, options, record)
