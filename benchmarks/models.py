@@ -24,11 +24,13 @@ from benchmarks import steps
 from benchmarks.accuracy import chance, ratios_to_eager
 from benchmarks.contenders import Compile, contenders, eager_ops
 from benchmarks.energy import energy_of
+from benchmarks.nets import NETS
 from benchmarks.processes import in_turn, my_turn, only
 from benchmarks.record import Record, environment, geometric_mean
 from benchmarks.timing import device_time, synchronize, wall_time
 from benchmarks.workloads import WORKLOADS, Batch, gradient_for, result_of, step
 
+ALL = (*WORKLOADS, *NETS)
 FEW_STEPS = 3  # after which a step's memory is what all that follow take
 
 
@@ -91,7 +93,7 @@ class Task:
     memory: bool
 
     def make(self, **other: Any) -> tuple[nn.Module, Batch]:
-        return WORKLOADS[self.workload].make(self.device, self.quick, **other)
+        return ALL[self.workload].make(self.device, self.quick, **other)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Truth:
 
 
 def truth_of(task: Task) -> Truth:
-    workload = WORKLOADS[task.workload]
+    workload = ALL[task.workload]
     model, batch = task.make()
     weights: Mapping[str, Tensor] = model.state_dict()
     gradient = gradient_for(model, batch) if workload.train else None
@@ -128,7 +130,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def step_of(task: Task, compile_: Compile) -> dict[str, Any]:
-    workload, device = WORKLOADS[task.workload], torch.device(task.device)
+    workload, device = ALL[task.workload], torch.device(task.device)
     model, batch = task.make()
     gradient = gradient_for(model, batch) if workload.train else None
     called = compile_(model)
@@ -174,7 +176,7 @@ def times_of(one_step: Callable[[], None], device: torch.device, repetitions: in
 
 
 def errors(task: Task, compile_: Compile) -> dict[str, Any]:
-    truth, workload = truth_of(task), WORKLOADS[task.workload]
+    truth, workload = truth_of(task), ALL[task.workload]
     release(torch.device(task.device))
     model, batch = task.make()
     ours = results_of(model, compile_(model), batch, workload.train, truth.gradient)
@@ -195,7 +197,7 @@ def tasks_of(options: argparse.Namespace) -> list[Task]:
             number, name, options.device, options.quick, options.backend, options.repetitions,
             check=not options.no_check, memory=options.benchmark == "memory",
         )
-        for number, workload in enumerate(WORKLOADS)
+        for number, workload in enumerate(ALL)
         if re.search(options.filter, workload.name)
         for name in names
     ]  # fmt: skip
@@ -208,7 +210,7 @@ def main(options: argparse.Namespace) -> Record:
     rows: dict[int, dict[str, Any]] = {}
     for task, cell in zip(tasks, results, strict=True):
         if task.workload not in rows:
-            rows[task.workload] = {"workload": WORKLOADS[task.workload].name, "cells": {}}
+            rows[task.workload] = {"workload": ALL[task.workload].name, "cells": {}}
             record.add(rows[task.workload])
             print(rows[task.workload]["workload"], flush=True)
         rows[task.workload]["cells"][task.contender] = cell

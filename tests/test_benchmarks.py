@@ -29,6 +29,7 @@ from benchmarks.bars import cliffs, rank_correlation, show_summary, summarize, v
 from benchmarks.case import Case, copy_of
 from benchmarks.families import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CASES, TRANSPOSING_CASES
 from benchmarks.kernels import leaves, run, truth_of
+from benchmarks.nets import NETS
 from benchmarks.processes import in_turn
 from benchmarks.readme import FIGURES, PLAN, RESULTS, plan_text, rewritten, text_of
 from benchmarks.record import ROOT, Record, geometric_mean, table
@@ -145,7 +146,7 @@ def test_bytes_of_the_second_rms_norm_are_those_of_an_ideal_pair_of_kernels() ->
     assert case.backward_bytes(inputs, outputs) == 3 * whole + vector + whole + vector
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", (*WORKLOADS, *NETS), ids=lambda w: w.name)
 def test_every_workload_runs_and_is_the_same_twice(workload: Workload) -> None:
     small = dataclasses.replace(workload, dtype=torch.float32)
     results = []

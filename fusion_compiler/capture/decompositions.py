@@ -27,6 +27,7 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fusion_compiler.capture import image_decompositions
 from fusion_compiler.ir import random, running
 from fusion_compiler.ir.ops import Kind, spec_of
 
@@ -89,7 +90,8 @@ def _shared() -> dict[OpOverload, Callable[..., Any]]:
         spec = spec_of(target)
         if target in _WHOLE or (spec is not None and spec.kind is not Kind.LAYOUT):
             del table[target]
-    return table | {target: _for_real(function) for target, function in _OURS.items()}
+    ours = _OURS | image_decompositions.TABLE
+    return table | {target: _for_real(function) for target, function in ours.items()}
 
 
 @contextlib.contextmanager

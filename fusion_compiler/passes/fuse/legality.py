@@ -76,6 +76,19 @@ def segments(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
+def segment_order(a: Analysis, device: DeviceSpec) -> str | None:
+    """A reduction over segments keeps the outer columns of the order that memory gave them: in another, as of
+    channels-last images whose channels a sum over the pixels keeps, a segment's columns lie apart."""
+    loops = a.loops
+    cols = [k for k, axis in enumerate(loops.axes) if axis.group == COLS]
+    for i, node in enumerate(loops.nodes):
+        if isinstance(node, Reduce) and not node.over:
+            outer = [k for k in cols if k in node.kept]
+            if outer != cols[: len(outer)]:
+                return f"{loops.names[i]} keeps columns inside of those that it reduces"
+    return None
+
+
 def _kept(loops: LoopNest, number: int) -> frozenset[int]:
     node = loops.nodes[number]
     return node.kept if isinstance(node, Reduce) else frozenset()
@@ -138,6 +151,7 @@ LAWS: tuple[tuple[str, Law], ...] = (
     ("size", size),
     ("grid", grid_wide),
     ("segments", segments),
+    ("segments", segment_order),
     ("fill", fills),
     ("registers", schedule),
 )

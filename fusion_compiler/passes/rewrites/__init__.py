@@ -12,6 +12,7 @@ from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.vocabulary import align_features
+from fusion_compiler.passes.rewrites.whole_pool import average_whole
 from fusion_compiler.passes.rewrites.written_attention import call_attention
 
 # Attention first, whose masks are then proved; masks next: without a mask tensor, grouped queries reach the
@@ -25,6 +26,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     drop_rows,
     align_features,
     order_rows,
+    average_whole,
 )
 
 
@@ -41,6 +43,7 @@ __all__ = [
     "Rewrite",
     "RewriteNote",
     "align_features",
+    "average_whole",
     "call_attention",
     "drop_rows",
     "group_queries",
