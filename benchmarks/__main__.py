@@ -1,4 +1,4 @@
-"""python -m benchmarks kernels|sweep|schedules|models|architectures|compile-time|overhead|readme"""
+"""python -m benchmarks kernels|sweep|schedules|models|memory|architectures|compile-time|overhead|readme"""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ BENCHMARKS = {
     "sweep": "benchmarks.sweep",
     "schedules": "benchmarks.schedules",
     "models": "benchmarks.models",
+    "memory": "benchmarks.models",
     "architectures": "benchmarks.architectures",
     "compile-time": "benchmarks.compile_time",
     "overhead": "benchmarks.overhead",
@@ -53,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--jobs",
         type=int,
         default=0,
-        help="kernels, sweep: processes that compile ours ahead; architectures: at once",
+        help="kernels, sweep: processes that compile ours ahead; models, architectures: at once",
     )
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)  # which of those this one is
     parser.add_argument("--warm-caches", action="store_true", help="use the caches that are there")

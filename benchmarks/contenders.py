@@ -25,6 +25,17 @@ def autotune(model: Any) -> Any:
     return torch.compile(model, dynamic=False, mode="max-autotune-no-cudagraphs")
 
 
+def cuda_graphs(model: Any) -> Any:
+    """torch.compile with its own CUDA graphs: a step of training says where it begins, as its manual asks."""
+    compiled = torch.compile(model, dynamic=False, mode="reduce-overhead")
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(*args, **kwargs)
+
+    return called
+
+
 def ours(backend: str) -> Compile:
     import fusion_compiler as fc
 
@@ -44,13 +55,18 @@ def liger_functional() -> Any:
     return functional
 
 
-def contenders(with_autotune: bool, backend: str = "auto", only: str = "") -> dict[str, Compile]:
+def contenders(
+    with_autotune: bool, backend: str = "auto", only: str = "", *, with_graphs: bool = False
+) -> dict[str, Compile]:
     """In the order of the table's columns. Liger has kernels rather than a compiler: see clusters.py.
 
+    with_graphs: also torch.compile with CUDA graphs, for whole steps.
     backend: of ours; "interpret" checks the harness and the kernels' values on a CPU.
     only: a regular expression that the names must match.
     """
     chosen: dict[str, Compile] = {"eager": eager, "compile": inductor}
+    if with_graphs:
+        chosen["graphs"] = cuda_graphs
     if with_autotune:
         chosen["autotune"] = autotune
     chosen["ours"] = ours(backend)

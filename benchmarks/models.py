@@ -1,4 +1,11 @@
-"""python -m benchmarks models: whole models, forward, and backward where they train."""
+"""python -m benchmarks models | memory: whole models, forward, and backward where they train.
+
+Each contender runs in a process of its own, with empty caches; `memory` measures the memory of a step,
+`models` also times and errors. With --jobs 8 eight of them compile side by side and measure one by one: the
+seconds of their first steps then say nothing.
+
+    python -m benchmarks.models '{"workload": 0, "contender": "ours", ...}'     one measurement, as JSON
+"""
 
 from __future__ import annotations
 
@@ -6,19 +13,25 @@ import argparse
 import gc
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import steps
 from benchmarks.accuracy import chance, ratios_to_eager
 from benchmarks.contenders import Compile, contenders, eager_ops
 from benchmarks.energy import energy_of
-from benchmarks.record import Record, environment, figure, geometric_mean, reason, table
-from benchmarks.timing import budget, device_time, wall_time
-from benchmarks.workloads import WORKLOADS, Batch, Workload, gradient_for, result_of, step
+from benchmarks.nets import NETS
+from benchmarks.processes import in_turn, my_turn, only
+from benchmarks.record import Record, environment, geometric_mean
+from benchmarks.timing import device_time, synchronize, wall_time
+from benchmarks.workloads import WORKLOADS, Batch, gradient_for, result_of, step
+
+ALL = (*WORKLOADS, *NETS)
+FEW_STEPS = 3  # after which a step's memory is what all that follow take
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,23 @@ def compare(ours: Results, eager: Results, truth: Results) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Task:
+    """One measurement: a workload by its number, who runs it, and how. memory: that alone."""
+
+    workload: int
+    contender: str
+    device: str
+    quick: bool
+    backend: str
+    repetitions: int
+    check: bool
+    memory: bool
+
+    def make(self, **other: Any) -> tuple[nn.Module, Batch]:
+        return ALL[self.workload].make(self.device, self.quick, **other)
+
+
+@dataclass(frozen=True)
 class Truth:
     """Eager's results and the same in the workload's exact dtype, and the gradient that both were given."""
 
@@ -75,33 +105,33 @@ class Truth:
     exact: Results
 
 
-def truth_of(workload: Workload, options: argparse.Namespace) -> Truth:
-    model, batch = workload.make(options.device, options.quick)
+def truth_of(task: Task) -> Truth:
+    workload = ALL[task.workload]
+    model, batch = task.make()
     weights: Mapping[str, Tensor] = model.state_dict()
     gradient = gradient_for(model, batch) if workload.train else None
-    model, batch = workload.make(options.device, options.quick)
+    model, batch = task.make()
     near = results_of(model, model, batch, workload.train, gradient)
-    dtype = torch.float64 if options.quick else workload.exact
-    exact_model, _ = workload.make(options.device, options.quick, dtype, weights)
-    exact = results_of(
-        exact_model,
-        exact_model,
-        cast(batch, dtype),
-        workload.train,
-        None if gradient is None else gradient.to(dtype),
-    )
+    dtype = torch.float64 if task.quick else workload.exact
+    exact_model, _ = task.make(dtype=dtype, weights=weights)
+    wide = None if gradient is None else gradient.to(dtype)
+    exact = results_of(exact_model, exact_model, cast(batch, dtype), workload.train, wide)
     return Truth(gradient, near, exact)
 
 
-def measure(
-    workload: Workload, compile_: Compile, truth: Truth | None, options: argparse.Namespace
-) -> dict[str, Any]:
-    """One cell: compile seconds, errors, device time by kind, step time, memory, energy, eager ops."""
-    device = torch.device(options.device)
-    torch._dynamo.reset()
-    # The truth that errors are measured against also lies on the device: it is not the contender's.
-    others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    model, batch = workload.make(device, options.quick)
+def measure(task: Task) -> dict[str, Any]:
+    """One cell: seconds of the first step, memory, device time by kind, step time, energy, errors."""
+    compile_ = contenders(True, task.backend, with_graphs=True)[task.contender]
+    cell = step_of(task, compile_)
+    if task.check and not task.memory:
+        release(torch.device(task.device))
+        cell |= errors(task, compile_)
+    return cell
+
+
+def step_of(task: Task, compile_: Compile) -> dict[str, Any]:
+    workload, device = ALL[task.workload], torch.device(task.device)
+    model, batch = task.make()
     gradient = gradient_for(model, batch) if workload.train else None
     called = compile_(model)
 
@@ -111,30 +141,46 @@ def measure(
 
     start = time.perf_counter()
     one_step()
+    synchronize(device)
     cell: dict[str, Any] = {"first_step_s": time.perf_counter() - start}
-    measured = device_time(one_step, device, options.repetitions)
-    cell |= {
+    for _ in range(FEW_STEPS):
+        one_step()
+    my_turn()
+    cell |= memory_of(one_step, device)
+    if not task.memory:
+        cell |= times_of(one_step, device, task.repetitions)
+    return cell | {"eager_ops": eager_ops(called)}
+
+
+def memory_of(one_step: Callable[[], None], device: torch.device) -> dict[str, float]:
+    """GB at the peak of a step and between steps; none without a GPU."""
+    if device.type != "cuda":
+        return {}
+    torch.cuda.reset_peak_memory_stats(device)
+    one_step()
+    peak, between = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    return {"peak_gb": peak / 1e9, "between_gb": between / 1e9}
+
+
+def times_of(one_step: Callable[[], None], device: torch.device, repetitions: int) -> dict[str, Any]:
+    measured = device_time(one_step, device, repetitions)
+    times: dict[str, Any] = {
         "gpu_ms": measured.seconds * 1e3,
         "kernels": measured.kernels,
         "by_kind_ms": {kind: seconds * 1e3 for kind, seconds in measured.by_kind.items()},
         "top_kernels_ms": {n[:120]: s * 1e3 for n, s in list(measured.names.items())[:12]},
+        "step_ms": wall_time(one_step, device, repetitions) * 1e3,
     }
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    cell["step_ms"] = wall_time(one_step, device, options.repetitions) * 1e3
-    if device.type == "cuda":
-        cell["peak_gb"] = (torch.cuda.max_memory_allocated(device) - others) / 1e9
-        cell["between_gb"] = (torch.cuda.memory_allocated(device) - others) / 1e9
-    if (joules := energy_of(one_step, device)) is not None:
-        cell["joules"] = joules
-    cell["eager_ops"] = eager_ops(called)
-    if truth is not None:
-        del model, called
-        torch._dynamo.reset()
-        model, batch = workload.make(device, options.quick)
-        ours = results_of(model, compile_(model), batch, workload.train, truth.gradient)
-        cell |= compare(ours, truth.eager, truth.exact)
-    return cell
+    joules = energy_of(one_step, device)
+    return times if joules is None else times | {"joules": joules}
+
+
+def errors(task: Task, compile_: Compile) -> dict[str, Any]:
+    truth, workload = truth_of(task), ALL[task.workload]
+    release(torch.device(task.device))
+    model, batch = task.make()
+    ours = results_of(model, compile_(model), batch, workload.train, truth.gradient)
+    return compare(ours, truth.eager, truth.exact)
 
 
 def release(device: torch.device) -> None:
@@ -144,95 +190,43 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def row_of(workload: Workload, options: argparse.Namespace, record: Record) -> dict[str, Any]:
-    row: dict[str, Any] = {"workload": workload.name, "cells": {}}
-    record.add(row)
-    truth: Truth | None = None
-    if not options.no_check:
-        try:
-            truth = truth_of(workload, options)
-        except Exception as error:
-            row["truth_failed"] = reason(error)
-        release(torch.device(options.device))
-    for name, compile_ in contenders(options.autotune, options.backend, options.only).items():
-        try:
-            with budget(options.budget):
-                row["cells"][name] = measure(workload, compile_, truth, options)
-        except Exception as error:
-            row["cells"][name] = {"failed": reason(error)}
-        release(torch.device(options.device))
-        print(f"  {name}: {describe(row['cells'][name])}", flush=True)
-        record.write()
-    return row
-
-
-def describe(cell: dict[str, Any]) -> str:
-    if "failed" in cell:
-        return cell["failed"]
-    kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in sorted(cell["by_kind_ms"].items()))
-    text = f"{cell['gpu_ms']:.2f} ms GPU ({kinds}), {cell['kernels']} kernels, step {cell['step_ms']:.2f} ms"
-    text += f", first {cell['first_step_s']:.1f} s"
-    if "peak_gb" in cell:
-        text += f", peak {cell['peak_gb']:.2f} GB, between steps {cell['between_gb']:.2f}"
-    if "joules" in cell:
-        text += f", {cell['joules']:.2f} J"
-    if "error_to_eager" in cell:
-        text += f", error/eager {cell['error_to_eager']:.2f} (worst {cell['worst_error_to_eager']:.2f})"
-    if cell.get("missing"):
-        text += f", MISSING {cell['missing'][:4]}"
-    return text
-
-
-def ratio(row: dict[str, Any], other: str, key: str = "gpu_ms") -> float | None:
-    ours, theirs = row["cells"].get("ours", {}), row["cells"].get(other, {})
-    return theirs[key] / ours[key] if key in ours and key in theirs else None
-
-
-def show(rows: list[dict[str, Any]]) -> str:
-    names = sorted({n for r in rows for n in r["cells"]}, key=["eager", "compile", "autotune", "ours"].index)
-    lines: list[list[str]] = []
-    for row in rows:
-        cells = [row["cells"].get(n, {}) for n in names]
-        ours = row["cells"].get("ours", {})
-        lines.append(
-            [
-                row["workload"],
-                *[figure(c.get("gpu_ms")) if "failed" not in c else "failed" for c in cells],
-                figure(ratio(row, "eager")),
-                figure(ratio(row, "compile")),
-                figure(ratio(row, "eager", "step_ms")),
-                figure(ours.get("peak_gb")),
-                figure(ratio(row, "compile", "joules")),
-                figure(ours.get("first_step_s"), ".1f"),
-                figure(ours.get("error_to_eager")),
-            ]
+def tasks_of(options: argparse.Namespace) -> list[Task]:
+    names = contenders(options.autotune, options.backend, options.only, with_graphs=True)
+    return [
+        Task(
+            number, name, options.device, options.quick, options.backend, options.repetitions,
+            check=not options.no_check, memory=options.benchmark == "memory",
         )
-    header = [
-        *(f"{n} ms" for n in names),
-        "x eager",
-        "x compile",
-        "step x eager",
-        "peak GB",
-        "joules x compile",
-        "first s",
-        "error/eager",
-    ]
-    return table(["workload (GPU time)", *header], lines)
+        for number, workload in enumerate(ALL)
+        if re.search(options.filter, workload.name)
+        for name in names
+    ]  # fmt: skip
 
 
 def main(options: argparse.Namespace) -> Record:
-    record = Record("models", environment(torch.device(options.device)), options.json)
-    for workload in WORKLOADS:
-        if re.search(options.filter, workload.name):
-            print(workload.name, flush=True)
-            row_of(workload, options, record)
-    for key in ("gpu_ms", "step_ms"):
-        for other in ("eager", "compile"):
-            found = [v for r in record.rows if (v := ratio(r, other, key)) is not None]
+    record = Record(options.benchmark, environment(torch.device(options.device)), options.json)
+    tasks = tasks_of(options)
+    results = in_turn("benchmarks.models", [vars(t) for t in tasks], options.budget, options.jobs or 1)
+    rows: dict[int, dict[str, Any]] = {}
+    for task, cell in zip(tasks, results, strict=True):
+        if task.workload not in rows:
+            rows[task.workload] = {"workload": ALL[task.workload].name, "cells": {}}
+            record.add(rows[task.workload])
+            print(rows[task.workload]["workload"], flush=True)
+        rows[task.workload]["cells"][task.contender] = cell
+        print(f"  {task.contender}: {steps.describe(cell)}", flush=True)
+        record.write()
+    for key in ("gpu_ms", "step_ms", "peak_gb"):
+        for other in ("eager", "compile", "best"):
+            found = [v for r in record.rows if (v := steps.ratio(r, other, key)) is not None]
             if found:
                 record.summary[f"{key} vs {other}"] = geometric_mean(found)
     record.write()
-    print("\n" + show(record.rows))
+    print("\n" + steps.show(record.rows))
     for name, mean in record.summary.items():
         print(f"geometric mean, {name}: {mean:.2f}x")
     return record
+
+
+if __name__ == "__main__":
+    only(lambda task: measure(Task(**task)))

@@ -56,6 +56,7 @@ from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
 from fusion_compiler.passes.chunks.body import examples
 from fusion_compiler.passes.chunks.chunk import chunk_losses
+from fusion_compiler.passes.chunks.gradients import chunk_gradients
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.fuse.step_time import step_time
 from fusion_compiler.passes.patterns.indexed import key_of
@@ -190,6 +191,9 @@ class Compiler:
         """One graph through the stages: dag, match, cluster, emit, stitch."""
         clock = Clock()
         self.debug.stage(info.name, "capture", gm)
+        if info.phase is Phase.BACKWARD:
+            gm, chunks = with_chunked_gradients(gm)
+            info = replace(info, rewrites=(*info.rewrites, *chunks))
         gm = self.with_chunks(gm, info)
         dag = build(gm, source_of)
         self.progress.say(f"captured {info.name} ({len(dag.order) - len(dag.inputs)} ops)")
@@ -476,6 +480,17 @@ def check(pattern: Pattern) -> None:
     check_numbers(pattern)
     if isinstance(pattern, Rewrite):
         check_equal(pattern)
+
+
+def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Sequence[RewriteNote]]:
+    """A copy of a backward graph that makes the gradients of large stored logits in chunks; itself where
+    there are none."""
+    made, _ = copied(gm)
+    notes = chunk_gradients(made.graph)
+    if not any(note.applied for note in notes):
+        return gm, notes
+    made.recompile()
+    return made, notes
 
 
 def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:

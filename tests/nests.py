@@ -21,6 +21,7 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
+    Scan,
     Store,
     Value,
 )
@@ -108,6 +109,9 @@ class Nest:
 
     def reduce(self, combine: str, value: Value, *over: str) -> Value:
         return self.push(Reduce(combine, value.node, frozenset(over or (COLS,)), torch.float32))
+
+    def scan(self, combine: str, value: Value, reverse: bool = False) -> Value:
+        return self.push(Scan(combine, value.node, reverse, torch.float32))
 
     def segments(self, combine: str, value: Value, *kept: str) -> Value:
         numbers = frozenset(list(self.axes).index(name) for name in kept)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks import energy, kernels
+from benchmarks import energy, kernels, steps
 from benchmarks.__main__ import parse
 from benchmarks.accuracy import (
     chance,
@@ -27,6 +29,8 @@ from benchmarks.bars import cliffs, rank_correlation, show_summary, summarize, v
 from benchmarks.case import Case, copy_of
 from benchmarks.families import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CASES, TRANSPOSING_CASES
 from benchmarks.kernels import leaves, run, truth_of
+from benchmarks.nets import NETS
+from benchmarks.processes import in_turn
 from benchmarks.readme import FIGURES, PLAN, RESULTS, plan_text, rewritten, text_of
 from benchmarks.record import ROOT, Record, geometric_mean, table
 from benchmarks.sizes import ALL_CASES
@@ -142,7 +146,7 @@ def test_bytes_of_the_second_rms_norm_are_those_of_an_ideal_pair_of_kernels() ->
     assert case.backward_bytes(inputs, outputs) == 3 * whole + vector + whole + vector
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", (*WORKLOADS, *NETS), ids=lambda w: w.name)
 def test_every_workload_runs_and_is_the_same_twice(workload: Workload) -> None:
     small = dataclasses.replace(workload, dtype=torch.float32)
     results = []
@@ -333,6 +337,64 @@ def test_ligers_kernels_are_found_in_a_folder_and_may_overwrite_what_they_are_gi
         assert cells["LayerNorm", phase]["liger"]["error_to_eager"] == pytest.approx(1)
         assert cells["softmax", phase]["liger"]["error_to_eager"] == pytest.approx(1)
         assert cells["softmax", phase]["eager"]["error_to_eager"] == pytest.approx(1)
+
+
+def test_processes_get_ready_together_and_measure_one_by_one() -> None:
+    tasks = [{"number": i, "prepares": 0.2 * (2 - i), "measures": 0.2} for i in range(3)]
+    found = list(in_turn("tests.turns", tasks, 60, jobs=2))
+    assert [f["number"] for f in found] == [0, 1, 2]
+    times = sorted((f["began"], f["done"]) for f in found)
+    assert all(one["done"] <= other["began"] for one, other in itertools.pairwise(found)), times
+
+
+def test_a_process_that_fails_or_is_late_is_no_result() -> None:
+    tasks = [
+        {"number": 0, "measures": 0, "fails": "no such thing"},
+        {"number": 1, "prepares": 60, "measures": 0},
+        {"number": 2, "measures": 0},
+    ]
+    failed, late, fine = in_turn("tests.turns", tasks, 10, jobs=3)
+    assert failed == {"failed": "no such thing"} and late == {"failed": "over 10 s"} and fine["number"] == 2
+
+
+def step_row(**other: Any) -> dict[str, Any]:
+    """A workload's row in which all bars are met."""
+    kinds = {"rest": 1.0, "contraction": 8.0, "attention": 1.0}
+    ours = {"step_ms": 10.5, "gpu_ms": 10.0, "by_kind_ms": kinds, "peak_gb": 2.0, "between_gb": 1.0}
+    peers = {
+        name: {"step_ms": 13.0, "gpu_ms": 12.0, "peak_gb": 2.5, "between_gb": 1.0}
+        for name in ("compile", "graphs")
+    }
+    cells = {
+        "eager": {**peers["compile"], "step_ms": 20.0},
+        **peers,
+        "ours": {**ours, "error_to_eager": 0.9, **other},
+    }
+    return {"workload": "a model", "cells": cells}
+
+
+def test_steps_that_meet_their_bars() -> None:
+    assert all(met for *_, met in steps.bars(step_row())) and len(list(steps.bars(step_row()))) == 6
+    text = steps.show([step_row()])
+    assert "6 of 6 bars met" in text and "10.50 (10.00)" in text and "autotune" not in text
+    graphs = step_row()
+    graphs["cells"]["graphs"]["step_ms"] = 11.0
+    assert steps.missed([graphs]) == ["a model: wall time, x torch.compile >= 1.15: 1.05"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        ({"step_ms": 12.0}, ["x torch.compile", "contractions and attention"]),
+        ({"peak_gb": 2.6}, ["peak memory / eager's", "peak memory / best's"]),
+        ({"between_gb": 1.1}, ["between steps"]),
+        ({"error_to_eager": 1.2}, ["error"]),
+        ({"gpu_ms": 4.0, "step_ms": 4.5}, ["GPU time"]),
+    ],
+)
+def test_steps_that_miss_their_bars(changed: dict[str, float], missed: list[str]) -> None:
+    found = steps.missed([step_row(**changed)])
+    assert len(found) == len(missed) and all(b in a for a, b in zip(found, missed, strict=True)), found
 
 
 def test_readme_quotes_the_results(tmp_path: Path) -> None:

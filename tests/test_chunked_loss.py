@@ -153,6 +153,10 @@ def notes(compiled: Any) -> str:
     return " ".join(plan.notes.get("chunked loss", "") for plan in compiled.plan)
 
 
+def gradient_notes(compiled: Any) -> str:
+    return " ".join(plan.notes.get("chunked gradient", "") for plan in compiled.plan)
+
+
 def check(fn: Callable[..., Any], x: Tensor, w: Tensor, t: Tensor, backend: str = "eager") -> str:
     """Compares with float64 and with eager; the notes."""
     compiled = fc.compile(fn, backend=backend)
@@ -255,8 +259,16 @@ def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             assert not_as_close(gradients[1][key], gradients[0][key], parameter.grad, noise) is None
     assert IN_FORWARD in notes(compiled)
     whole = fc.compile(model, backend="eager")
-    whole(**batch)
+    model.zero_grad()
+    whole(**batch).loss.backward()
     assert "refused" in notes(whole) and "the model returns it" in notes(whole)
+    assert "done: the gradient of" in gradient_notes(whole)
+    for key, parameter in truth.named_parameters():
+        if parameter.grad is not None:
+            ours = model.get_parameter(key).grad
+            assert ours is not None
+            noise = 1e-6 * parameter.grad.abs().max().item()
+            assert not_as_close(ours, gradients[0][key], parameter.grad, noise) is None
 
 
 def refused(fn: Callable[..., Any], *arguments: Any, **options: Any) -> str:
@@ -268,6 +280,66 @@ def refused(fn: Callable[..., Any], *arguments: Any, **options: Any) -> str:
 def with_logits(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits_of(x, w)
     return F.cross_entropy(logits, t.flatten()), logits
+
+
+def with_loss(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """As transformers returns both, in the logits' own shape."""
+    logits = F.linear(x, w)
+    return F.cross_entropy(logits.flatten(0, -2).float(), t.flatten()), logits
+
+
+def biased_logits(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    logits = F.linear(x, w, w.sum(1))
+    return F.cross_entropy(logits.flatten(0, -2).float(), t.flatten(), label_smoothing=0.1), logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fn", [with_loss, with_logits, biased_logits], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("read", [False, True], ids=["loss", "loss and logits"])
+def test_the_gradient_of_stored_logits(
+    fn: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, read: bool
+) -> None:
+    """Whether or not the logits have a gradient of their own."""
+
+    def gradients(fn: Callable[..., Any], x: Tensor, w: Tensor, t: Tensor) -> list[Tensor]:
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss, logits = fn(x, w, t)
+        total = 0.75 * loss + (0.01 * logits.square().sum() if read else 0)
+        return [loss.detach(), logits.detach(), *torch.autograd.grad(total, (x, w))]
+
+    x, w, t = inputs(dtype)
+    compiled = fc.compile(fn, backend="interpret" if fn is with_loss else "eager")
+    ours, eager = gradients(compiled, x, w, t), gradients(fn, x, w, t)
+    truth = gradients(fn, wide(x), wide(w), t)
+    for name, our, their, true in zip(("loss", "logits", "x", "w"), ours, eager, truth, strict=True):
+        noise = 8 * torch.finfo(torch.float32).eps * max(10.0, true.abs().max().item())
+        wrong = not_as_close(our, their, true.double(), noise)
+        assert wrong is None, f"{name}: {wrong}"
+    assert "6 chunks of 3 rows" in gradient_notes(compiled)
+
+
+def test_gradients_that_nothing_is_made_for_are_left_alone() -> None:
+    """The gradient of the logits is the caller's own."""
+    x, w, _ = inputs(torch.float32)
+    compiled = fc.compile(F.linear, backend="eager")
+    compiled(x, w.requires_grad_()).sum().backward()
+    assert gradient_notes(compiled).strip() == ""
+
+
+def test_a_gradient_that_is_read_whole_is_refused() -> None:
+    """The rows of a cumulative sum's gradient depend on each other."""
+
+    def summed(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, w).flatten(0, -2)
+        return logits.cumsum(0).sin().mean() + logits.square().mean(), logits
+
+    x, w, t = inputs(torch.float32)
+    operands = x.requires_grad_(), w.requires_grad_()
+    compiled = fc.compile(summed, backend="eager")
+    ours, eager = (torch.autograd.grad(fn(x, w, t)[0], operands) for fn in (compiled, summed))
+    for our, their in zip(ours, eager, strict=True):
+        torch.testing.assert_close(our, their)
+    assert "refused" in gradient_notes(compiled) and "stored whole" in gradient_notes(compiled)
 
 
 def test_refusals_have_their_reasons() -> None:

@@ -59,7 +59,6 @@ EAGER = {  # ATen calls that remain, and why
     "aten.replication_pad2d_backward.default": "a scatter: the edge gathers all that was copied from it",
     "aten.replication_pad3d_backward.default": "a scatter: the edge gathers all that was copied from it",
     "aten.digamma.default": "no device function computes it",
-    "aten.cumprod.default": "a scan: the gradient of a product",
 }
 
 

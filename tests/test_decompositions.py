@@ -58,13 +58,12 @@ pytestmark = [
 ]
 
 # What stays an ATen call on purpose: scatters and gathers' gradients with many positions in a row,
-# scans, pooling.
+# pooling.
 OPAQUE = {
     "aten.scatter.src",
     "aten.scatter_add.default",
     "aten.index_put.default",
     "aten.diagonal_scatter.default",
-    "aten.cumprod.default",
     "aten.avg_pool2d.default",
     "aten.avg_pool2d_backward.default",
     "aten.upsample_nearest1d_backward.default",

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fusion_compiler as fc
 from fusion_compiler.codegen.assemble import build
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.plan_data import Cluster
@@ -91,3 +92,14 @@ def test_the_old_name_still_works_and_says_so() -> None:
     cluster = sharing(compiled)
     with pytest.warns(DeprecationWarning, match="horizontal"):
         assert cluster.beside == cluster.horizontal == cluster.nests[1:]
+
+
+def test_small_work_that_waits_for_nothing_shares_launches() -> None:
+    """The counters of a net's batch norms: sixteen a launch, though nothing else relates them."""
+    layers = [layer for _ in range(20) for layer in (nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2), nn.ReLU())]
+    model = nn.Sequential(*layers)
+    fast = fc.compile(model, backend="interpret", device="h200")
+    fast(torch.randn(2, 2, 5))
+    counters = [c for c in fast.plan[0].clusters if all(op.startswith("add") for op in c.ops)]
+    assert sorted(len(c.ops) for c in counters) == [4, 16]
+    assert {n.item() for name, n in model.named_buffers() if "num_batches" in name} == {1}

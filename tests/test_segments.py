@@ -229,3 +229,24 @@ def test_images_of_odd_size_take_two_kernels_as_the_report_says() -> None:
 def test_more_partial_results_than_they_save_are_two_kernels() -> None:
     report, _ = backward(65536, 64, 4, 4)
     assert len(report.plans[1].clusters) == 2
+
+
+def test_a_sum_over_pixels_keeps_channels_that_lie_inside_of_them() -> None:
+    """Channels-last: channels, which the sum keeps, lie inside of the pixels that it reduces."""
+    x, weight, shift, out = (torch.randn(s) for s in ((2, 16, 8, 8), (16,), (2, 16), (2, 16, 8, 8)))
+
+    def block(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+        return F.silu(F.group_norm(x + shift[:, :, None, None], 8, weight))
+
+    def gradients(fn: Callable[..., Tensor], order: torch.memory_format, dtype: torch.dtype) -> list[Tensor]:
+        given = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight, shift)]
+        first = given[0].contiguous(memory_format=order)
+        fn(first, *given[1:]).backward(out.to(dtype).contiguous(memory_format=order))
+        return [t.grad for t in given if t.grad is not None]
+
+    rows = torch.contiguous_format
+    eager, truth = (gradients(block, rows, d) for d in (torch.float32, torch.float64))
+    for our, their, true in zip(
+        gradients(Compiled(block), torch.channels_last, torch.float32), eager, truth, strict=True
+    ):
+        assert not_as_close(our, their, true) is None

@@ -75,8 +75,19 @@ def _both(n: Nest, x: Value) -> None:
     n.store("y", n.mul(x, x), "r", "c")
 
 
+def _running_sum(n: Nest, x: Value) -> None:
+    n.store("y", n.op("exp.default", n.scan("sum", x)), "r", "c")
+
+
+def _running_back(n: Nest, x: Value) -> None:
+    _running_sum(n, x)
+    n.store("total", n.reduce("sum", n.scan("logsumexp", x, reverse=True)), "r", dtype=torch.float32)
+    n.store("cols", n.reduce("sum", x, ROWS), "c", dtype=torch.float32)
+
+
 KINDS = (
     _gate, _sine, _softmax, _norm, _norm_backward, _loss, _sum_of_rows, _sum_over_rows, _sum_of_all, _both,
+    _running_sum, _running_back,
 )  # fmt: skip
 
 

@@ -57,6 +57,11 @@ def rotary_of_pairs(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
 
 
+def decays(x: Tensor) -> Tensor:
+    sums = x.cumsum(-1)
+    return (sums[..., -1:] - sums).exp()
+
+
 def sum_of_squares(x: Tensor) -> Tensor:
     return x.square().sum(-1)
 
@@ -159,6 +164,7 @@ EXAMPLES = {
     "Misaligned rows": Example(softmax, "bfloat16 [8192, 531]"),
     "Peeled ends": Example(sum_of_squares, "float32 [8192, 50257]"),
     "Online reductions": Example(softmax, "bfloat16 [4096, 32768]"),
+    "Scans": Example(decays, "float32 [8192, 1024]", gradients=True),
     "Corrected moments": Example(layer_norm, "float32 [8192, 4096]"),
     "Running moments": Example(layer_norm, "bfloat16 [8192, 65536]"),
     "Sums made together": Example(

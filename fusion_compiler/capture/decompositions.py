@@ -27,7 +27,8 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_compiler.ir import random
+from fusion_compiler.capture import image_decompositions
+from fusion_compiler.ir import random, running
 from fusion_compiler.ir.ops import Kind, spec_of
 
 aten = torch.ops.aten
@@ -89,7 +90,8 @@ def _shared() -> dict[OpOverload, Callable[..., Any]]:
         spec = spec_of(target)
         if target in _WHOLE or (spec is not None and spec.kind is not Kind.LAYOUT):
             del table[target]
-    return table | {target: _for_real(function) for target, function in _OURS.items()}
+    ours = _OURS | image_decompositions.TABLE
+    return table | {target: _for_real(function) for target, function in ours.items()}
 
 
 @contextlib.contextmanager
@@ -693,6 +695,11 @@ def _native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor
     )  # a choice between two numbers, and a product
 
 
+def _running(value: OpOverload, place: OpOverload, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """cummax and cummin as operators of one result each."""
+    return value(x, dim), place(x, dim)
+
+
 _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
@@ -702,6 +709,8 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten.max.default: lambda x: torch.amax(x),
     aten.min.default: lambda x: torch.amin(x),
+    aten.cummax.default: functools.partial(_running, running.largest, running.where_largest),
+    aten.cummin.default: functools.partial(_running, running.smallest, running.where_smallest),
     aten.max.dim: _max_dim,
     aten.min.dim: _min_dim,
     aten.scatter.src: _scatter,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map_only
 
 # What a node that replaces another inherits from it.
 _ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace", "recompute", "ac_graph_id", "custom")
@@ -113,11 +114,43 @@ def emit(like: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Nod
     """A call at the graph's insertion point that comes from where `like` does, its value traced."""
     node = like.graph.call_function(target, args, kwargs)
     node.meta = {k: copy.copy(v) for k, v in like.meta.items() if k in _ORIGIN}
-    values = map_arg((args, kwargs), lambda n: n.meta["val"])
-    mode = detect_fake_mode(values)
-    with mode or contextlib.nullcontext(), torch.no_grad():
-        node.meta["val"] = target(*values[0], **values[1])
+    node.meta["val"] = _called(node, {})
     return node
+
+
+def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """What a call gives for the traced values of its operands, or for those of `values`."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values.get(n, n.meta.get("val")))
+    mode = detect_fake_mode((args, kwargs))
+    with mode or contextlib.nullcontext(), torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def trace_strides(first: fx.Node, check: Callable[[fx.Node], None]) -> None:
+    """Traces again what `first` gives, an operand of which is now laid out in another way, and all that this
+    changes in the graph; shapes stay.
+
+    check(node): called for each node that reads a tensor with other strides than before. What it raises, and
+    what a call raises for such strides, leaves all values as they were.
+    """
+    values: dict[fx.Node, Any] = {}
+    node = first
+    while node.op != "root":
+        if node is first or any(n in values for n in node.all_input_nodes):
+            if node is not first:
+                check(node)
+            value = _called(node, values)
+            if tree_map_only(torch.Tensor, _strides, value) != tree_map_only(
+                torch.Tensor, _strides, node.meta["val"]
+            ):
+                values[node] = value
+        node = node.next
+    for changed, value in values.items():
+        changed.meta["val"] = value
+
+
+def _strides(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.stride())
 
 
 def erase_unused(nodes: set[fx.Node]) -> None:

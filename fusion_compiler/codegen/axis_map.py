@@ -130,6 +130,15 @@ def col_loop(b: Builder, inner: Dim) -> For:
     return b.loop("start", f"tl.range(first_col, {last}, {lanes}{stages})")
 
 
+def start_of_turn(b: Builder) -> str:
+    """Where the block of a turn of that loop begins: from the last one back where something is scanned so."""
+    if True not in b.a.directions:
+        return "start"
+    lanes, size = b.s.block_cols, b.a.size(COLS)
+    last = max(0, size - 1) // lanes * lanes if isinstance(size, int) else None
+    return f"({dim_text(product((ceil_div(size, lanes), lanes)) - lanes) if last is None else last} - start)"
+
+
 def col_end(b: Builder, inner: Dim, lanes: int) -> For | If:
     """What follows that loop: one of the programs that share a row has it.
 

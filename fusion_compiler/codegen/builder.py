@@ -82,6 +82,7 @@ class Builder:
         self.variables = Variables()
         self.body: list[Statement] = []
         self.env: dict[int, str] = {}  # node -> variable
+        self.carried: dict[int, str] = {}  # scan -> what it came to in the blocks of a loop so far
         self.kept: dict[int, str] = {}  # load -> the variable of its tile as it was loaded
         self.named: dict[tuple[str, int], str] = {}  # what else is defined once in a block
         self.tile = Tile(schedule.block_rows == 1, schedule.block_cols)

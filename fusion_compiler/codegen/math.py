@@ -472,6 +472,41 @@ def smaller(a, b):
 
 
 @triton.jit
+def running_larger(a, b):
+    """The combining function of running maxima: the first NaN where there is one."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def running_smaller(a, b):
+    """The combining function of running minima: the first NaN where there is one."""
+    return tl.where((a < b) | (a != a), a, b)
+
+
+@triton.jit
+def add_exponentials(a, s, b, t):
+    """s * exp(a) + t * exp(b) as a sum of exponentials of the larger: of equal infinities as well."""
+    scale = tl.where(a == b, 1.0, libdevice.exp(-tl.abs(a - b))).to(s.dtype)
+    larger_first = (a > b) | (a != a)
+    return tl.where(larger_first, a, b), tl.where(larger_first, s + t * scale, t + s * scale)
+
+
+@triton.jit
+def add_logarithms(a, b):
+    """log(exp(a) + exp(b))."""
+    top, total = add_exponentials(a, tl.full([], 1, a.dtype), b, tl.full([], 1, b.dtype))
+    return top + tl.log(total)
+
+
+@triton.jit
+def running_logsumexp(x, axis: tl.constexpr, reverse: tl.constexpr = False):
+    """log(sum(exp(x))) of the elements up to each, as pairs of a maximum and a sum (Milakov, Gimelshein)."""
+    ones = tl.full(x.shape, 1, x.dtype)
+    top, total = tl.associative_scan((x, ones), axis, add_exponentials, reverse=reverse)
+    return top + tl.log(total)
+
+
+@triton.jit
 def maximum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
     """The maximum along an axis; NaN where there is one, which tl.max would pass over."""
     if compiles_to_ptx():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_compiler.codegen.expression import literal
-from fusion_compiler.ir.loops import Reduce
+from fusion_compiler.ir.loops import Reduce, Scan
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,37 @@ MONOIDS: dict[str, Monoid] = {
 }
 
 
-def is_logical(reduce: Reduce) -> bool:
+# Scans of a tile x along an axis, r: "True" from its end.
+SCANS: dict[str, str] = {
+    "sum": "tl.cumsum({x}, {axis}{r})",
+    "prod": "tl.cumprod({x}, {axis}{r})",
+    "max": "tl.associative_scan({x}, {axis}, fm.running_larger{r})",
+    "min": "tl.associative_scan({x}, {axis}, fm.running_smaller{r})",
+    "logsumexp": "fm.running_logsumexp({x}, {axis}{r})",
+}
+# What a scan x is behind others that came to c.
+CARRIED: dict[str, str] = {
+    "sum": "{c} + {x}",
+    "prod": "{c} * {x}",
+    "max": "fm.running_larger({c}, {x})",
+    "min": "fm.running_smaller({c}, {x})",
+    "logsumexp": "fm.add_logarithms({c}, {x})",
+}
+NEUTRAL_OF = {"logsumexp": "max"}  # scans whose neutral element is another monoid's
+
+
+def is_logical(reduce: Reduce | Scan) -> bool:
     """Whether it is of conditions, which tiles hold as zero and one."""
-    return isinstance(MONOIDS[reduce.combine].neutral, bool)
+    return isinstance(_neutral(reduce), bool)
 
 
-def neutral_text(reduce: Reduce) -> str:
+def _neutral(reduce: Reduce | Scan) -> float | bool:
+    return MONOIDS[NEUTRAL_OF.get(reduce.combine, reduce.combine)].neutral
+
+
+def neutral_text(reduce: Reduce | Scan) -> str:
     """What changes nothing, in the dtype in which it is reduced."""
-    neutral = MONOIDS[reduce.combine].neutral
+    neutral = _neutral(reduce)
     if is_logical(reduce):
         return str(int(neutral))
     if reduce.dtype.is_floating_point:
@@ -74,6 +97,16 @@ def fold_text(reduce: Reduce, tile: str, axis: str, keep: bool, plain: bool = Fa
     monoid = MONOIDS[reduce.combine]
     special = monoid.floats if reduce.dtype.is_floating_point and not plain else None
     return (special or monoid.fold).format(x=tile, axis=axis, keep=keep, k=", keep_dims=True" if keep else "")
+
+
+def scan_text(scan: Scan, tile: str, axis: str) -> str:
+    """A tile scanned along one dimension."""
+    return SCANS[scan.combine].format(x=tile, axis=axis, r=", reverse=True" if scan.reverse else "")
+
+
+def carried_text(scan: Scan, carried: str, text: str) -> str:
+    """A scan of a block that goes on where the one before it ended."""
+    return CARRIED[scan.combine].format(c=carried, x=text)
 
 
 def step_text(reduce: Reduce, state: str, text: str) -> str:

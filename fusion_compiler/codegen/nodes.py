@@ -18,7 +18,7 @@ from fusion_compiler.codegen.expression import (
     literal,
     scalar_text,
 )
-from fusion_compiler.codegen.monoids import is_logical, neutral_text
+from fusion_compiler.codegen.monoids import carried_text, is_logical, neutral_text, scan_text
 from fusion_compiler.codegen.tile import Check, Expression, is_variable
 from fusion_compiler.codegen.windows import interleaved
 from fusion_compiler.ir.dims import quotient
@@ -34,6 +34,7 @@ from fusion_compiler.ir.loops import (
     Load,
     Random,
     Reduce,
+    Scan,
     Value,
     operands_of,
 )
@@ -77,6 +78,9 @@ def build_node(b: Builder, number: int) -> None:
         return
     if isinstance(node, Reduce):
         _reduce(b, number)
+        return
+    if isinstance(node, Scan):
+        _scan(b, number, node)
         return
     value, base = _value(b, number)
     if isinstance(value, str) and is_variable(value):  # an operand that passes through
@@ -133,7 +137,7 @@ def _value(b: Builder, number: int) -> tuple[Expression, str]:
             return text, "same"
         case Compute():
             return _compute(b, number, node), base_name(node)
-        case Reduce():
+        case Reduce() | Scan():
             raise TypeError(node)
 
 
@@ -254,8 +258,8 @@ def _random(b: Builder, node: Random) -> str:
 # -- reductions of a tile ----------------------------------------------------------------------------
 
 
-def elements(b: Builder, reduce: Reduce, over: frozenset[str]) -> str:
-    """A reduction's operand as a full tile in the reduced groups, neutral where no element is."""
+def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> str:
+    """A reduction's or a scan's operand as a full tile in the reduced groups, neutral where no element is."""
     build_nodes(b, b.need((reduce.operand,)))
     _spread(b, (reduce.operand,))
     source, value = b.loops.nodes[reduce.operand], b.variable(reduce.operand)
@@ -269,6 +273,30 @@ def elements(b: Builder, reduce: Reduce, over: frozenset[str]) -> str:
     zero = reduce.combine == "sum" and reduce.operand in b.a.zero_in_missing_rows
     mask = b.mask(over & frozenset({COLS} if zero else {ROWS, COLS}), None)
     return text if mask is None else f"tl.where({mask}, {text}, {neutral_text(reduce)})"
+
+
+def carry_scans(b: Builder, numbers: Iterable[int]) -> None:
+    """What the scans among some nodes come to before the first block of a loop."""
+    for number in numbers:
+        node = b.loops.nodes[number]
+        if isinstance(node, Scan):
+            groups = b.a.groups[node.operand] - ALONG
+            text = f"tl.full({b.shape(groups)}, {neutral_text(node)}, {TRITON_TYPES[node.dtype]})"
+            b.carried[number] = b.let("carried", text)
+
+
+def _scan(b: Builder, number: int, node: Scan) -> None:
+    """A scan of the tile; in a loop it goes on from the block before, to what its last column comes to."""
+    text = scan_text(node, elements(b, node, ALONG), "0" if b.tile.flat else "1")
+    carried = b.carried.get(number)
+    if carried is not None:
+        text = carried_text(node, carried, text)
+    b.env[number] = b.let(f"running_{node.combine}", text, number)
+    if carried is not None:
+        lanes = f"tl.arange(0, {b.tile.lanes})" + ("" if b.tile.flat else "[None, :]")
+        last = 0 if node.reverse else b.tile.lanes - 1
+        alone = f"tl.where({lanes} == {last}, {b.env[number]}, 0)"
+        b.set(carried, b.along("tl.sum", alone))
 
 
 def _reduce(b: Builder, number: int) -> None:

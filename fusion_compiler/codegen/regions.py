@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusion_compiler.codegen.accesses import store_all, store_one
-from fusion_compiler.codegen.axis_map import col_end, col_loop, cols_at
+from fusion_compiler.codegen.axis_map import col_end, col_loop, cols_at, start_of_turn
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.exchange import exchange
-from fusion_compiler.codegen.nodes import build_nodes, build_row_values
+from fusion_compiler.codegen.nodes import build_nodes, build_row_values, carry_scans
 from fusion_compiler.codegen.online_reductions import (
     Running,
     complete_after,
@@ -122,6 +122,7 @@ def _loop(
     """Whole blocks in a loop, without a mask; then what is left of the row, in a tile that is as narrow."""
     inner, lanes = inner_cols(b.a, b.s), end_lanes(b.a, b.s)
     names = [state.start(b) for state in states]
+    carry_scans(b, b.need(wanted))
 
     def block(start: str, inside: bool, ending: bool) -> None:
         cols_at(b, start, inside)
@@ -133,7 +134,7 @@ def _loop(
             store_one(b, store)
 
     with b.inside(col_loop(b, inner)):
-        block("start", inside=lanes > 0, ending=False)
+        block(start_of_turn(b), inside=lanes > 0, ending=False)
     for state, own in zip(states, names, strict=True):
         state.fold(b, own)
     if lanes:

@@ -32,6 +32,11 @@ class EagerCall:
     backward: bool
 
 
+def name_of(operator: Any) -> str:
+    """`add` of aten.add.Tensor, `flex_attention` of the higher-order operator."""
+    return str(getattr(operator, "_opname", None) or getattr(operator, "__name__", ""))
+
+
 def call_of(node: fx.Node) -> EagerCall | None:
     """The call that a node is a piece of; None for a node that came of no ATen call."""
     original = node.meta.get("original_aten")
@@ -43,11 +48,11 @@ def call_of(node: fx.Node) -> EagerCall | None:
             return EagerCall(f"{target}_backward", origin, True)
     else:
         target, origin = _model_call(node)
-        if target and target != original._opname:
+        if target and target != name_of(original):
             return EagerCall(target, origin, False)
     key = f"{node.meta.get('seq_nr')} {origin}"
     alone = str(original) == str(node.target)  # not taken apart; its overload is a copy
-    return EagerCall(original._opname, f"{key} {node.name}" if alone else key, _is_backward(node))
+    return EagerCall(name_of(original), f"{key} {node.name}" if alone else key, _is_backward(node))
 
 
 def mark_gradients(joint: fx.Graph) -> None:
@@ -61,7 +66,7 @@ def mark_gradients(joint: fx.Graph) -> None:
         if not _is_backward(node):
             target, origin = _model_call(node)
             if _is_floating(node):
-                made.setdefault(number, (target if target != original._opname else "", origin))
+                made.setdefault(number, (target if target != name_of(original) else "", origin))
         elif made.get(number, ("", ""))[0]:
             node.meta[_MARK] = made[number]
     _mark_sums(joint)

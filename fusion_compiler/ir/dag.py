@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import Max
 
-from fusion_compiler.ir.calls import EagerCall, call_of
+from fusion_compiler.ir.calls import EagerCall, call_of, name_of
 from fusion_compiler.ir.dims import Dim, hint, numel, simple
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.pinned import pinned_values
@@ -120,8 +120,8 @@ def kind_of(node: fx.Node) -> Kind:
     spec = spec_of(node.target)
     if spec is not None:
         return spec.kind
-    name = getattr(node.target, "_opname", "")
-    if name in CONTRACTIONS or "scaled_dot_product" in name or "attention" in name:
+    name = name_of(node.target)
+    if name in CONTRACTIONS or "attention" in name:
         return Kind.CONTRACTION
     return Kind.OPAQUE
 
@@ -176,7 +176,7 @@ def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMet
     out = sum(numel(m.shape) for m in outputs)
     if spec is not None:
         return spec.flops * (max([out, *(numel(m.shape) for m in inputs)]) if spec.combine else out)
-    name = getattr(node.target, "_opname", "")
+    name = name_of(node.target)
     if name in ("mm", "bmm", "linear"):
         return 2 * out * hint(inputs[0].shape[-1])
     if name in ("addmm", "baddbmm", "_addmm_activation"):

@@ -7,6 +7,7 @@
               | InRange(index, low, high) | Random(seed, index, salt)
               | Checked(operand, position, low, high, within)
               | Compute(target, operands) | Reduce(combine, operand, over, kept)
+             | Scan(combine, operand, reverse)
     store    := buffer, index, value, within    several to one buffer have elements of their own each
 
 Nodes are in SSA order and name each other by position. Every node has a dtype: that in which
@@ -175,7 +176,20 @@ class Reduce:
     kept: frozenset[int] = frozenset()
 
 
-Node = Load | Coordinate | Constant | InRange | Random | Checked | Compute | Reduce
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Combine `operand` along the columns up to each of them, itself included: one value a column.
+
+    combine: sum, prod, max, min or logsumexp. reverse: from the last column back to the first.
+    """
+
+    combine: str
+    operand: int
+    reverse: bool
+    dtype: torch.dtype
+
+
+Node = Load | Coordinate | Constant | InRange | Random | Checked | Compute | Reduce | Scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +222,7 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return (operand, position) if within is None else (operand, position, within)
         case Compute(_, operands):
             return tuple(a.node for _, a in operands if isinstance(a, Value))
-        case Reduce():
+        case Reduce() | Scan():
             return (node.operand,)
         case _:
             return ()
@@ -259,6 +273,8 @@ def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
             groups |= {loops.axes[k].group for k, _ in node.index.terms if k >= 0}
         if isinstance(node, Reduce):
             groups -= node.over
+        if isinstance(node, Scan):
+            groups |= {COLS}
         out.append(frozenset(groups))
     return tuple(out)
 
@@ -337,6 +353,8 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
         case Reduce():
             kept = node.kept if axes is None else frozenset(axes[k] for k in node.kept)
             return replace(node, operand=numbers[node.operand], kept=kept)
+        case Scan():
+            return replace(node, operand=numbers[node.operand])
         case _:
             return node
 

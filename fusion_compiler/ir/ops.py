@@ -28,18 +28,19 @@ from enum import StrEnum
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import random
+from fusion_compiler.ir import random, running
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 
 class Kind(StrEnum):
-    """Operator classes of Ivanov et al. (2021), with layout, random and opaque beside them."""
+    """Operator classes of Ivanov et al. (2021), with scan, layout, random and opaque beside them."""
 
     CONTRACTION = "contraction"  # matrix products, convolution, attention: stays a library call
     NORMALIZATION = "normalization"  # a reduction whose result is broadcast back
     REDUCTION = "reduction"
+    SCAN = "scan"  # a reduction of all elements up to each, in order
     ELEMENTWISE = "elementwise"
     LAYOUT = "layout"  # moves no data, or only moves data
     RANDOM = "random"
@@ -62,7 +63,7 @@ class OpSpec:
         those names to such an expression where the text depends on a scalar argument.
         Tensor operands arrive as variable names, scalars as literals.
     combine: for reductions, the combining function: sum, prod, max, min, any, all,
-        argmax or argmin.
+        argmax or argmin; for scans sum, prod, max, min, logsumexp, argmax or argmin.
     flops: arithmetic operations per element (of the input, for reductions).
     special: how many of the slow-unit operations (exp, log, tanh, division, ...) it takes.
     rough: a faster expression, right to 2^-15 relative: taken where all that comes of the result is
@@ -248,6 +249,11 @@ def _layout(*targets: OpOverload) -> tuple[OpSpec, ...]:
 def _reduction(combine: str, *targets: OpOverload) -> tuple[OpSpec, ...]:
     jumps = combine not in ("sum", "prod")
     return tuple(OpSpec(target, Kind.REDUCTION, combine=combine, jumps=jumps) for target in targets)
+
+
+def _scan(combine: str, target: OpOverload, flops: int = 8, special: int = 0) -> OpSpec:
+    jumps = combine not in ("sum", "prod", "logsumexp")
+    return OpSpec(target, Kind.SCAN, combine=combine, flops=flops, special=special, jumps=jumps)
 
 
 def _comparison(symbol: str, packet: torch._ops.OpOverloadPacket) -> tuple[OpSpec, ...]:
@@ -525,6 +531,17 @@ _REDUCTIONS = (
     *_reduction("argmin", aten.argmin.default),
 )
 
+# Operations: of each element with those of its thread, and of the threads' results with each other.
+_SCANS = (
+    _scan("sum", aten.cumsum.default),
+    _scan("prod", aten.cumprod.default),
+    _scan("logsumexp", aten.logcumsumexp.default, flops=40, special=3),
+    _scan("max", running.largest),
+    _scan("min", running.smallest),
+    _scan("argmax", running.where_largest, flops=20),
+    _scan("argmin", running.where_smallest, flops=20),
+)
+
 _LAYOUTS = _layout(
     aten.view.default,
     aten._unsafe_view.default,
@@ -562,6 +579,7 @@ OPS: tuple[OpSpec, ...] = (
     *_COPIES_AND_CONSTANTS,
     *_GATHERS,
     *_REDUCTIONS,
+    *_SCANS,
     *_LAYOUTS,
     OpSpec(random.uniform, Kind.RANDOM, flops=16),
 )

@@ -44,7 +44,7 @@ def pin(joint: fx.Graph) -> None:
     for node in pinned_values(joint):
         node.meta[_MARK] = True
         spec = spec_of(node.target)
-        if spec is not None and spec.combine in ("sum", "prod"):
+        if spec is not None and spec.combine in ("sum", "prod", "logsumexp"):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

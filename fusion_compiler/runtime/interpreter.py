@@ -241,6 +241,7 @@ def _patch_calls(scope: Any) -> None:
         scope.set_attr(kind, "__call__", call)
     scope.set_attr(fm, "check_index", _check_index)
     scope.set_attr(base.ReduceOps, "apply_impl", _reduce)
+    scope.set_attr(base.ScanOps, "apply_impl", _scan)
     scope.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())  # Triton 3.6 with NumPy 2.5
 
 
@@ -394,6 +395,30 @@ def _reduce(operation: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
         arrays = [array.reshape(kept) for array in arrays]
     return [
         operation.to_tensor(array if array.ndim else array.item(), kind)
+        for array, kind in zip(arrays, kinds, strict=True)
+    ]
+
+
+def _scan(operation: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
+    """tl.associative_scan: each step combines what lies twice as far apart (Hillis and Steele, 1986)."""
+    axis, kinds = operation.axis, [tensor.dtype for tensor in inputs]
+    order = slice(None, None, -1) if operation.reverse else slice(None)
+    arrays = [np.moveaxis(tensor.handle.data, axis, 0)[order] for tensor in inputs]
+    apart = 1
+    while apart < arrays[0].shape[0]:
+        left, right = (
+            [_block(array, kind) for array, kind in zip(side, kinds, strict=True)]
+            for side in ([np.roll(array, apart, 0) for array in arrays], arrays)
+        )
+        combined = _rewritten(operation.combine_fn.fn)(*left, *right)
+        results = combined if isinstance(combined, tuple) else (combined,)
+        arrays = [
+            np.concatenate([array[:apart], result.handle.data[apart:]])
+            for array, result in zip(arrays, results, strict=True)
+        ]
+        apart *= 2
+    return [
+        operation.to_tensor(np.moveaxis(array[order], 0, axis), kind)
         for array, kind in zip(arrays, kinds, strict=True)
     ]
 

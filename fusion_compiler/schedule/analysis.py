@@ -23,6 +23,7 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
+    Scan,
     Value,
     groups_of,
     longest_piece,
@@ -128,6 +129,16 @@ class Analysis:
         return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce) and n.over)
 
     @cached_property
+    def scans(self) -> tuple[int, ...]:
+        """Scans along the row, of which one program has all."""
+        return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Scan))
+
+    @cached_property
+    def directions(self) -> frozenset[bool]:
+        """Of the scans: whether they go back from the last column to the first."""
+        return frozenset(n.reverse for n in self.loops.nodes if isinstance(n, Scan))
+
+    @cached_property
     def narrow(self) -> Mapping[int, Reduce]:
         """Values that are the same for all elements of a segment, and a reduction that they come from."""
         found: dict[int, Reduce] = {}
@@ -160,8 +171,8 @@ class Analysis:
 
     @cached_property
     def reads_rows(self) -> bool:
-        """Whether anything is reduced along the rows: not nothing at all, nor only over the rows."""
-        return any(COLS in self.over(i) for i in self.reductions)
+        """Whether anything is reduced or scanned along the rows, not only over them."""
+        return bool(self.scans) or any(COLS in self.over(i) for i in self.reductions)
 
     @cached_property
     def walks_rows(self) -> bool:
@@ -177,6 +188,8 @@ class Analysis:
     @cached_property
     def shareable(self) -> bool:
         """Whether programs can exchange what they reduce along the row: numbers of 32 bits."""
+        if self.scans:
+            return False
         nodes = self.loops.nodes
         along = (n for i in self.reductions if isinstance(n := nodes[i], Reduce) and COLS in n.over)
         return isinstance(self.size(COLS), int) and all(accumulator_dtype(n).itemsize == 4 for n in along)
@@ -365,6 +378,7 @@ class Analysis:
 
         So is exp(x - max(x)) on its way into its sum: the errors of a term, 2^-22 of it and 2^-24 of the
         exponent that makes it small, are no more than those of adding up.
+        What is scanned adds up or multiplies for every element on the way to the last.
         What is pinned is to be the same number in every kernel. A value that is rounded so within the
         kernel is such a result.
         """
@@ -374,6 +388,7 @@ class Analysis:
         exact |= pinned
         exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *SHORT)}
         exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in SHORT}
+        exact |= {o for i in self.scans for o in operands_of(nodes[i])}
         for i in range(len(nodes) - 1, -1, -1):
             if i in exact and i in self.online:
                 (term,) = operands_of(nodes[i])
@@ -453,10 +468,11 @@ def inner_cols(a: Analysis, s: Schedule) -> Dim:
     """How many columns a loop takes in whole blocks that lie within the row; the rest is a tile of its own.
 
     All of them where their number is unknown or one block has them, which is masked then. Where rows are
-    misaligned the rest has the ends: the word in which it begins, and what is behind the last block.
+    misaligned the rest has the ends: the word in which it begins, and what is behind the last block. A loop
+    that goes back begins with the last block.
     """
     size = a.size(COLS)
-    if not isinstance(size, int) or size <= s.block_cols:
+    if not isinstance(size, int) or size <= s.block_cols or True in a.directions:
         return size
     return (size - s.word) // s.block_cols * s.block_cols
 

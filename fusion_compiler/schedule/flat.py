@@ -23,7 +23,7 @@ SHORT = 512  # columns: shorter rows are several to a tile
 
 
 def suits(a: Analysis) -> bool:
-    return not a.reductions
+    return not a.reductions and not a.scans
 
 
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:

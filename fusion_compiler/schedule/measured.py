@@ -58,6 +58,11 @@ def stored(a: Analysis) -> bool:
     return not only_reduced(a)
 
 
+def scanned(a: Analysis) -> bool:
+    """Something is scanned along the rows."""
+    return bool(a.scans)
+
+
 def exponentials(a: Analysis) -> bool:
     """Sums of exponentials, which take registers."""
     return bool(a.online)
@@ -196,6 +201,13 @@ TABLE: tuple[Measured, ...] = (
     # Short rows that are only reduced: four times as many, by a loop's loads, which do not stay in caches.
     Measured("rows", 256, (only_reduced, exponentials), WITH_EXPONENTIALS),
     Measured("rows", 256, (only_reduced,), LOADED_ONCE),
+    # Scans hold the whole row: of a sector's rows as many as do not spill. Chosen by what sm_90 code takes of
+    # registers, and not yet timed.
+    Measured("rows", 1024, (tall, scanned), ((8, 0, 8), (16, 0, 16), (8, 0, 16))),
+    Measured("rows", 2048, (tall, scanned), ((8, 0, 16), (4, 0, 8), (16, 0, 32))),
+    Measured("rows", 4096, (tall, scanned), ((4, 0, 16), (8, 0, 32))),
+    Measured("rows", 8192, (tall, scanned), ((2, 0, 16), (4, 0, 32))),
+    Measured("rows", ANY, (tall, scanned), ((1, 0, 16), (2, 0, 32))),
     Measured("rows", 1024, (tall,), ((16, 0, 16), (32, 0, 16), (8, 0, 8))),
     Measured("rows", 2048, (tall,), ((16, 0, 16), (8, 0, 8))),
     Measured("rows", 4096, (tall,), ((8, 0, 8),)),
@@ -223,6 +235,7 @@ TABLE: tuple[Measured, ...] = (
     Measured("rows", ANY, (aligned, same_for_all_rows, no_sums), (IN_TURN,), at=3),
     # Rows that are read, reduced and read again, from registers that keep small parts of several tensors.
     Measured("wide", ALONE, (known,), ()),
+    Measured("wide", ANY, (scanned,), ((0, 4096, 8), (0, 8192, 16), (0, 4096, 4))),  # not yet timed
     Measured("wide", 65535, (stored, several_tensors), SMALL_FIRST),
     Measured("wide", 131072, (stored, several_tensors), PART_FIRST),
     Measured("wide", 524288, (stored, several_tensors), KEPT_FIRST),

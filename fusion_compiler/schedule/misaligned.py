@@ -47,8 +47,8 @@ def form_of(a: Analysis, s: Schedule) -> Schedule | None:
     where these walk the rows with their own parts, they keep several rows a block.
     """
     width = a.size(COLS)
-    if not isinstance(width, int) or s.block_cols < WORD:
-        return None
+    if not isinstance(width, int) or s.block_cols < WORD or (a.scans and s.cols is Cols.LOOP):
+        return None  # a loop's last tile has both ends of a row, and scans go in order
     warps = s.num_warps if s.splits > 1 else max(1, s.num_warps // s.block_rows)
     walked = s.splits > 1 and s.cols is Cols.WHOLE and s.programs is not None
     form = replace(s, block_rows=s.block_rows if walked else 1, num_warps=warps, word=WORD)

@@ -60,6 +60,8 @@ def _tiles(block: int) -> Iterator[Shape]:
 def made(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
+    if a.scans:
+        shapes = tuple(shape for shape in shapes if not shape[1])  # the whole row
     found = [
         _schedule(shape, padded(width), count, isinstance(a.size(ROWS), int), device) for shape in shapes
     ]

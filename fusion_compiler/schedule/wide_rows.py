@@ -25,6 +25,7 @@ from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 32  # of a multiprocessor: with fewer, rows that are only reduced are shared
 LEAST_PART = 8192  # elements that are worth a program of their own, where programs only reduce
+SECTOR = 16  # rows of a block where these lie side by side in memory, and each scan has to be in order
 SHORT = 4096  # columns that a program's registers hold at once in any case
 TYPICAL = ((0, 16384, 8), (0, 4096, 4), (8192, 8192, 8), (16384, 8192, 8))
 
@@ -35,6 +36,8 @@ def suits(a: Analysis) -> bool:
 
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     """Any row reductions; sums across rows only where they end in one element, one partial a program."""
+    if len(a.directions) > 1:
+        return "wide rows are scanned from the first column and from the last"
     unknown = bool(a.across_rows) and not isinstance(a.size(ROWS), int)
     return "an unknown number of wide rows is summed" if unknown else None
 
@@ -62,11 +65,12 @@ def _blocks() -> Iterator[Shape]:
 
 def made(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
     width, most = hint(a.size(COLS)), min(MOST_PARTS, device.sms)
+    rows = min(SECTOR, padded(hint(a.size(ROWS)))) if a.scans and a.tall else 1
     found: list[Schedule] = []
     for part, block, warps, *registers in shapes:
         warps = warps_of(warps, device)
         if not part:
-            found.append(_alone(width, block, warps))
+            found.append(_alone(width, block, warps, rows))
         elif a.shareable:
             s = _shared(width, part, block, warps, most, *registers)
             found += [s] if s.splits > 1 else []
@@ -103,8 +107,8 @@ def _busy(waves: float) -> float:
     return round(waves / ceil(waves), 1)
 
 
-def _alone(width: int, block: int, warps: int) -> Schedule:
-    return Schedule(1, min(block, max(16, padded(width))), Cols.LOOP, num_warps=warps)
+def _alone(width: int, block: int, warps: int, rows: int = 1) -> Schedule:
+    return Schedule(rows, min(block // rows, max(16, padded(width))), Cols.LOOP, num_warps=warps)
 
 
 def _shared(

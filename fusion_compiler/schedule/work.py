@@ -30,6 +30,7 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
+    Scan,
     Value,
     longest_piece,
     operands_of,
@@ -40,6 +41,8 @@ from fusion_compiler.ir.loops import (
 LOGICAL_AND = torch.ops.aten.logical_and.default
 SECTOR = 32  # bytes: the smallest piece of device memory that is moved
 PIECE = 4096  # columns of a row that a program adds up before it stores what they come to, at most
+SCAN_OPERATIONS = 8  # of an element: with those of its thread, and of the threads with each other
+SCAN_SPECIAL = 3  # exponentials of an element in these, of sums of exponentials
 FP64_SPECIAL = 16  # arithmetic operations of a float64 function: no unit for them, a polynomial each
 
 
@@ -157,6 +160,8 @@ class Work:
                 self.row_bytes = 8
         elif isinstance(node, Reduce):
             varies, axes, phase = self._reduce(node)
+        elif isinstance(node, Scan):
+            varies, axes, needs, phase = self._scan(node)
         elif isinstance(node, Random):
             varies, axes, phase = self._index(node.index)
             self.random += self.count[varies]
@@ -192,6 +197,23 @@ class Work:
             self.early |= self.needs[operand]
             self.phases = max(self.phases, phase)
         return self.varies[operand] & ~over, axes, phase
+
+    def _scan(self, node: Scan) -> tuple[int, int, int, int]:
+        """As long as a reduction, and as wide as what it is made of."""
+        operand, varies = node.operand, self.varies[node.operand] | 2
+        needs, phase = self.needs[operand], self.phase[operand]
+        count = SCAN_OPERATIONS * self.count[varies]
+        if node.dtype is torch.float64:
+            self.fp64 += count
+        elif node.dtype is torch.float32:
+            self.fp32 += count
+        else:
+            self.integer += count
+        if node.combine == "logsumexp":
+            self.special += SCAN_SPECIAL * self.count[varies]
+        self.phases = max(self.phases, phase + 1)
+        columns = sum(1 << axis for axis, group in enumerate(self.group_of) if group == 2)
+        return varies, self.axes[operand] | columns, needs, phase
 
     def _reduce_segments(self, node: Reduce) -> tuple[int, int, int, int]:
         """A partial result for every piece of a row, the sums of which do not exist in the tile."""

@@ -7,6 +7,9 @@ is the argument with something put into it, the whole is copied twice for a few 
     attend(cache_1)                           ->      attend(cache_1)
     copy_(cache, cache_1)
 
+Small results that are written into arguments (the statistics of batch norms) are copied together at the end,
+by one call instead of one for each.
+
 Other results are not written over dead tensors: the allocator gives a dead tensor's memory to the next
 result anyway, and at the peak of the models that were measured nothing is dead (the logits, which the caller
 keeps, and their gradient).
@@ -14,7 +17,7 @@ keeps, and their gradient).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.stitch.order import Step, root, written
 
 _COPY = torch.ops.aten.copy_.default
+SMALL = 1 << 16  # bytes: of what is copied together
 
 
 def in_place(plan: FusionPlan, steps: Sequence[Step]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
@@ -58,6 +62,39 @@ def in_place(plan: FusionPlan, steps: Sequence[Step]) -> tuple[Mapping[str, Any]
             operators[result.name] = operator
             copies[step.name] = result.name
     return operators, copies
+
+
+def together(plan: FusionPlan, steps: Sequence[Step], elided: Container[str]) -> frozenset[str]:
+    """Copies of small results into arguments that nothing reads or writes afterwards, if there are several.
+
+    steps: in the order in which they run. elided: those without an effect.
+    """
+    nodes: dict[str, fx.Node] = {node.name: node for node in plan.dag.module.graph.nodes}
+    returned = {root(plan.dag, name) for name in plan.dag.outputs}
+    found: dict[str, str] = {}  # name -> the argument
+    last = {name: i for i, step in enumerate(steps) for name in step.reads}
+    for i, step in enumerate(steps):
+        node = nodes.get(step.name)
+        if node is None or node.target is not _COPY or step.name in elided or step.name in returned:
+            continue
+        target, result = node.args[:2]
+        if isinstance(target, fx.Node) and isinstance(result, fx.Node) and target.op == "placeholder":
+            if last[target.name] == i and _is_small(target, result):
+                found[step.name] = target.name
+    calls = [nodes[step.name] for step in steps if step.name in nodes]
+    written = {call.all_input_nodes[0].name for call in calls if call.target is _COPY}
+    sources = {name: root(plan.dag, nodes[name].all_input_nodes[1].name) for name in found}
+    alone = {name for name, source in sources.items() if source in written}
+    return frozenset(found.keys() - alone) if len(found) - len(alone) > 1 else frozenset()
+
+
+def _is_small(target: fx.Node, result: fx.Node) -> bool:
+    a, b = target.meta.get("val"), result.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    sizes = (*a.shape, *b.shape)
+    static = all(type(n) is int for n in sizes) and a.layout is b.layout is torch.strided
+    return static and a.shape == b.shape and a.device == b.device and a.numel() * a.itemsize <= SMALL
 
 
 def _writing(node: fx.Node) -> Any:

@@ -22,7 +22,8 @@ from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.stitch.graph_source import GraphSource, quick
-from fusion_compiler.stitch.inplace import in_place
+from fusion_compiler.stitch.higher_order import LOWERED, lowered
+from fusion_compiler.stitch.inplace import in_place, together
 from fusion_compiler.stitch.order import Step, ordered, root
 
 aten = torch.ops.aten
@@ -122,6 +123,10 @@ def _laid(value: Any, strides: tuple[int, ...] | None) -> Any:
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
+def _copy_together(targets: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(targets, results)
+
+
 def _strides(value: Any) -> tuple[int, ...] | None:
     """What is known of a result's strides beforehand: all, or nothing."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -155,9 +160,12 @@ class _Stitcher:
                 self.copy(node)
         steps = ordered(self.plan, self.owned).steps
         writing, copies = in_place(self.plan, steps)
+        small = together(self.plan, steps, copies)
         for step in steps:
             if step.name in self.clusters:
                 self.call(self.clusters[step.name])
+            elif step.name in small:
+                continue
             elif step.name in copies:
                 self.env[step.name] = self.value(copies[step.name])
             else:
@@ -166,6 +174,7 @@ class _Stitcher:
                     self.env[step.name].target = writing[step.name]
                 else:
                     self.look(self.env[step.name])
+        self.write_together([self.nodes[step.name] for step in steps if step.name in small])
         self.returned()
         calls_of_units = {unit: node.name for unit, node in self.units.items()}
 
@@ -199,6 +208,18 @@ class _Stitcher:
             made.meta = dict(node.meta)
             self.views[base, place] = made
         return self.views[base, place]
+
+    def write_together(self, copies: Sequence[fx.Node]) -> None:
+        """One call for copies into arguments, of each device and dtype."""
+        groups: dict[object, tuple[list[fx.Node], list[fx.Node]]] = {}
+        for copy in copies:
+            target, result = copy.all_input_nodes
+            value = target.meta["val"]
+            targets, results = groups.setdefault((value.device, value.dtype), ([], []))
+            targets.append(self.value(target.name))
+            results.append(self.value(result.name))
+        for targets, results in groups.values():
+            self.graph.call_function(_copy_together, (targets, results))
 
     def returned(self) -> None:
         """The output. What the program returns as separate tensors stays separate."""
@@ -238,13 +259,22 @@ class _Stitcher:
             self.as_planned.append(call.target)
 
     def copy(self, node: fx.Node) -> None:
-        new = self.graph.node_copy(node, lambda n: self.env[n.name])
+        new = self.lowered(node) or self.graph.node_copy(node, lambda n: self.env[n.name])
         if node.op == "call_function":
-            new.target = quick(node.target)
+            new.target = quick(new.target)
         self.env[node.name] = new
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
             self.symbols.setdefault(value.node.expr, new)
+
+    def lowered(self, node: fx.Node) -> fx.Node | None:
+        """The call of a higher-order operator by Inductor's kernel, where that has one."""
+        if node.target not in LOWERED or node.all_input_nodes[0].meta["val"].device.type == "cpu":
+            return None
+        compiled, operands = lowered(node, self.source)
+        new = self.graph.call_function(compiled, tuple(self.env[n.name] for n in operands))
+        new.meta = dict(node.meta)
+        return new
 
     def call(self, cluster: Cluster) -> None:
         arguments: list[Any] = [self.value(name) for name in cluster.inputs]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 from fusion_compiler.ir.chunks import Added, Chunked, Joined, Multiplied, Result, Rows, flattened, wide
@@ -47,7 +48,7 @@ class _Body:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.returned: dict[fx.Node, int] = {}
-        self.mode = detect_fake_mode([n.meta["val"] for n in region.inputs])
+        self.mode = fake_mode([n.meta["val"] for n in region.inputs])
         for node, rows in region.inputs.items():
             self.env[node] = self._input(node, rows)
         for node, place in region.nodes.items():
@@ -61,7 +62,7 @@ class _Body:
         made = self.graph.placeholder(node.name)
         value = node.meta["val"]
         if rows is not None:
-            with self.mode or contextlib.nullcontext():
+            with self.mode:
                 value = flattened(value, rows).narrow(rows.stop - 1, 0, self.size)
         made.meta = {**node.meta, "val": value}
         return made
@@ -94,7 +95,7 @@ class _Body:
 
     def _call(self, like: fx.Node, target: Any, *arguments: Any, **options: Any) -> fx.Node:
         values = map_arg((arguments, options), lambda n: n.meta["val"])
-        with self.mode or contextlib.nullcontext(), torch.no_grad():
+        with self.mode, torch.no_grad():
             value = target(*values[0], **values[1])
         made = self.graph.create_node("call_function", target, arguments, options, like.name)
         made.meta = {**like.meta, "val": value}
@@ -111,6 +112,13 @@ class _Body:
 
     def _returns(self, node: fx.Node) -> int:
         return self.returned.setdefault(node, len(self.returned))
+
+
+def fake_mode(values: Sequence[Any]) -> AbstractContextManager[Any]:
+    """In which FakeTensors of the same trace as `values` are made; another mode may be active around it, as
+    backward is compiled when it first runs."""
+    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    return next(modes, contextlib.nullcontext())
 
 
 def examples(body: fx.GraphModule) -> Sequence[Any]:

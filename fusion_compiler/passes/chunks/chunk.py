@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
-from fusion_compiler.ir.chunks import Chunked, Joined, Result
+from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
-from fusion_compiler.passes.chunks.body import chunked
+from fusion_compiler.passes.chunks.body import chunked, fake_mode
 from fusion_compiler.passes.chunks.linear import linear
 from fusion_compiler.passes.chunks.region import (
+    OF_A_MATRIX,
     AnotherError,
     RefusedError,
     Region,
@@ -102,7 +102,7 @@ def _chunk(graph: fx.Graph, node: fx.Node) -> RewriteNote:
     try:
         if not all(isinstance(n, int) for n in (*sizes, *factors(node)[0].meta["val"].shape)):
             raise RefusedError("its sizes vary from call to call")
-        told = _Rewriter(graph, node).run()
+        told = Rewriter(graph, node).run()
     except RefusedError as reason:
         if not _has_loss(graph, node):
             raise _NoLossError from reason
@@ -118,16 +118,16 @@ def _has_loss(graph: fx.Graph, logits: fx.Node) -> bool:
     return any(isinstance(v, torch.Tensor) and 2 * v.numel() <= size for v in values)
 
 
-class _Rewriter:
+class Rewriter:
     """One region of a graph and what takes its place.
 
     made: what is read in place of a node: results of a loop, and copies for a gradient of one.
     """
 
-    def __init__(self, graph: fx.Graph, logits: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, logits: fx.Node, where: Rows = OF_A_MATRIX) -> None:
         self.graph, self.logits = graph, logits
         self.made: dict[fx.Node, fx.Node] = {}
-        self.survey = Survey(graph, (logits,))
+        self.survey = Survey(graph, (logits,), where)
 
     def run(self) -> str:
         """Rewrite the graph and say what was done. Raises RefusedError, and has changed nothing then."""
@@ -146,23 +146,23 @@ class _Rewriter:
         if not forward:
             raise _NoLossError
         if not backward:
-            loop = self._looped(survey.region(forward))
+            loop = self.looped(survey.region(forward))
             self._fill()
-            self._replace(*loop)
+            self.replace(*loop)
             return self._told(loop[1], "")
         try:
             factor = self._factor(backward)
-            loop = self._looped(survey.region(survey.frontier), frozenset(backward))
+            loop = self.looped(survey.region(survey.frontier), frozenset(backward))
         except RefusedError as reason:
-            again = self._looped(survey.region(backward, saved=True))
-            first = self._looped(survey.region(forward, wanted=again[0].inputs))
+            again = self.looped(survey.region(backward, saved=True))
+            first = self.looped(survey.region(forward, wanted=again[0].inputs))
             self._fill()
-            self._replace(*first)
-            self._replace(*again)
+            self.replace(*first)
+            self.replace(*again)
             return self._told(first[1], f"; computed again in backward: {reason}")
         self._fill()
         self._make_unit(loop[0], factor)
-        self._replace(*loop, factor)
+        self.replace(*loop, factor)
         return self._told(loop[1], "; gradients made in the forward pass")
 
     def _told(self, loop: Chunked, how: str) -> str:
@@ -210,7 +210,7 @@ class _Rewriter:
             made.meta = {**node.meta, **_FORWARD}
             self.made[node] = made
 
-    def _looped(self, region: Region, exact: frozenset[fx.Node] = frozenset()) -> tuple[Region, Chunked]:
+    def looped(self, region: Region, exact: frozenset[fx.Node] = frozenset()) -> tuple[Region, Chunked]:
         """The loop that takes a region's place; exact: what is not rounded to 16 bits yet."""
         for node in region.exits:
             if not node.meta["val"].is_contiguous():
@@ -221,7 +221,7 @@ class _Rewriter:
         size = LIMITS.chunk(survey.rows)
         return region, chunked(region, self.logits.name, survey.rows, size, saved, exact)
 
-    def _replace(self, region: Region, loop: Chunked, factor: fx.Node | None = None) -> None:
+    def replace(self, region: Region, loop: Chunked, factor: fx.Node | None = None) -> None:
         """Let a loop's results take the place of the region's; the gradients among them times `factor`."""
         survey, graph = self.survey, self.graph
         backward = factor is None and all(n in survey.backward for n in region.exits)
@@ -251,7 +251,7 @@ def _value(node: fx.Node, result: Result) -> Any:
     """What a loop returns for a node, as a FakeTensor of its own."""
     value: Any = node.meta["val"]
     dtype = value.dtype if isinstance(result, Joined) else result.dtype
-    with detect_fake_mode(value) or contextlib.nullcontext():
+    with fake_mode([value]):
         return torch.empty(value.shape, dtype=dtype, device=value.device)
 
 
@@ -259,7 +259,7 @@ def _times(value: fx.Node, factor: fx.Node, like: fx.Node) -> fx.Node:
     """value * factor, in the dtype of the value."""
     made = like.graph.call_function(aten.mul.Tensor, (value, factor))
     wanted = like.meta["val"].dtype
-    with detect_fake_mode(like.meta["val"]) or contextlib.nullcontext():
+    with fake_mode([like.meta["val"]]):
         product = value.meta["val"] * factor.meta["val"]
     made.meta = {**like.meta, "val": product}
     if product.dtype != wanted:

@@ -33,6 +33,8 @@ from fusion_compiler.passes.chunks.rows import (
 
 Place = Rows | Over
 
+OF_A_MATRIX = Rows(0, 1)
+
 
 class RefusedError(Exception):
     """Why the logits are stored whole."""
@@ -73,13 +75,14 @@ def tangents(graph: fx.Graph) -> list[fx.Node]:
 class Survey:
     """A graph as seen from some logits: where their rows are in all that is computed from them.
 
-    logits: products (rows, vocabulary) of matrices; all have the same rows.
+    logits: products (rows, vocabulary) of matrices, or stored ones, which have the rows in `where`; all have
+    the same rows.
     known: where the nodes have the rows that do; ends: products and sums of those, where a region may end.
     """
 
-    def __init__(self, graph: fx.Graph, logits: tuple[fx.Node, ...]) -> None:
+    def __init__(self, graph: fx.Graph, logits: tuple[fx.Node, ...], where: Rows = OF_A_MATRIX) -> None:
         self.graph, self.logits = graph, logits
-        self.rows = shape(logits[0])[0]
+        self.rows = math.prod(shape(logits[0])[where.start : where.stop])
         self.least = min(math.prod(shape(node)) for node in logits) // 2
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.tangents = tangents(graph)
@@ -89,7 +92,7 @@ class Survey:
         self.ends: dict[fx.Node, Place] = {}
         for node in graph.nodes:
             if node in logits:
-                self.known[node] = Rows(0, 1)
+                self.known[node] = where
             elif node in self.after:
                 self._place(node)
 
@@ -216,6 +219,8 @@ class _Grown:
         if node in survey.known:
             if survey.known[node] != rows:
                 raise RefusedError(f"the rows of {_named(node)} are read in two ways")
+            if node.op == "placeholder":
+                return False
             return survey.is_wide(node) or not self.saved or node in survey.backward
         if node in survey.after and not self.saved:
             raise RefusedError(f"{_named(node)} depends on all rows, and each row's gradient on it")

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 import sympy
 
 from fusion_compiler.ir.dims import hint, product
-from fusion_compiler.ir.loops import COLS, LoopNest, Reduce
+from fusion_compiler.ir.loops import COLS, LoopNest, Reduce, Scan
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
 
 MOST = 4  # clusters in one launch
+MOST_READY = 16  # of those that wait for nothing
+READY_BYTES = 1 << 16  # that such a cluster may move
 SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
 
 
@@ -38,7 +40,7 @@ def launches(search: Search) -> list[list[int]]:
             continue
         home.append(number)
         search.reach.join(home[0], number)
-        if len(home) == MOST:
+        if len(home) == (MOST_READY if _is_ready(search, candidate) else MOST):
             near.remove(home)
     return groups
 
@@ -58,12 +60,24 @@ def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset
     along rows hold whole rows, so these have to be as wide as each other, up to a factor of two.
     """
     over = frozenset[str]().union(*(n.over for n in loops.nodes if isinstance(n, Reduce)))
+    if any(isinstance(n, Scan) for n in loops.nodes):
+        over |= {COLS}
     width = hint(product(a.size for a in loops.axes if a.group == COLS), hints) if COLS in over else 1
     return over, max(0, width - 1).bit_length()
 
 
+def _is_ready(search: Search, candidate: Candidate) -> bool:
+    """Whether it is small and reads the graph's arguments alone, as the counters of batch norms do."""
+    cost = candidate.cost
+    small = cost.bytes_read + cost.bytes_written <= READY_BYTES
+    return small and search.pool.read_by(candidate) <= frozenset(search.dag.inputs)
+
+
 def _related(search: Search, a: Candidate, b: Candidate) -> bool:
-    """Whether they have a source or a reader in common, directly or behind library calls between."""
+    """Whether they have a source or a reader in common, directly or behind library calls between, or are both
+    ready when the graph begins."""
+    if _is_ready(search, a) and _is_ready(search, b):
+        return True
     for around in (search.pool.read_by, search.pool.readers_of):
         mine, theirs = around(a), around(b)
         if mine & theirs or _behind(search, mine) & _behind(search, theirs):

@@ -15,6 +15,7 @@ from fusion_compiler.ir.loops import (
     Load,
     LoopNest,
     Reduce,
+    Scan,
     longest_piece,
     operands_of,
     partial_reductions,
@@ -44,7 +45,7 @@ def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
     loops, groups, late = a.loops, a.groups, a.after_rows
     for i in sorted(late):
         waits = any(o in late for o in operands_of(loops.nodes[i]))
-        if waits and (isinstance(loops.nodes[i], Reduce) or ROWS in groups[i]):
+        if waits and (isinstance(loops.nodes[i], Reduce | Scan) or ROWS in groups[i]):
             return f"{loops.names[i]} needs a reduction over all rows before it is complete"
     for store in loops.stores:
         if store.value in late and any(k >= 0 and loops.axes[k].group == ROWS for k, _ in store.index.terms):
@@ -75,6 +76,19 @@ def segments(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
+def segment_order(a: Analysis, device: DeviceSpec) -> str | None:
+    """A reduction over segments keeps the outer columns of the order that memory gave them: in another, as of
+    channels-last images whose channels a sum over the pixels keeps, a segment's columns lie apart."""
+    loops = a.loops
+    cols = [k for k, axis in enumerate(loops.axes) if axis.group == COLS]
+    for i, node in enumerate(loops.nodes):
+        if isinstance(node, Reduce) and not node.over:
+            outer = [k for k in cols if k in node.kept]
+            if outer != cols[: len(outer)]:
+                return f"{loops.names[i]} keeps columns inside of those that it reduces"
+    return None
+
+
 def _kept(loops: LoopNest, number: int) -> frozenset[int]:
     node = loops.nodes[number]
     return node.kept if isinstance(node, Reduce) else frozenset()
@@ -100,7 +114,8 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     reduced, every element of the space is one element of every result.
     """
     loops, groups = a.loops, a.groups
-    along_row = any(isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
+    whole = (isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
+    along_row = bool(a.scans) or any(whole)
     present = {axis.group for axis in loops.axes} - ({COLS} if along_row else set())
     reduced: list[frozenset[str]] = []
     for node in loops.nodes:
@@ -136,6 +151,7 @@ LAWS: tuple[tuple[str, Law], ...] = (
     ("size", size),
     ("grid", grid_wide),
     ("segments", segments),
+    ("segments", segment_order),
     ("fill", fills),
     ("registers", schedule),
 )

@@ -28,8 +28,7 @@ def library_call(op: Op) -> str | None:
     if isinstance(target, Chunked):
         return f"runs a graph of its own, {target.count} times for {target.chunk} of {target.rows} rows"
     if isinstance(target, HigherOrderOperator):
-        own = target.name().startswith(("triton_kernel_wrapper", "flex_attention"))
-        return "a kernel of the model's own" if own else None
+        return "a kernel of the model's own" if target.name().startswith("triton_kernel_wrapper") else None
     if not isinstance(target, OpOverload):
         return None
     if target.namespace == USER_NAMESPACE:

@@ -29,6 +29,7 @@ CLASSES = {
     Kind.CONTRACTION: "contraction",
     Kind.NORMALIZATION: "normalization",
     Kind.REDUCTION: "normalization",
+    Kind.SCAN: "normalization",
     Kind.ELEMENTWISE: "element-wise",
     Kind.RANDOM: "random",
     Kind.OPAQUE: "opaque",
@@ -128,7 +129,7 @@ def _call(tensors: Tensors, names: list[str], returned: set[str]) -> Call | None
             bytes_near=sum(size for i, size in sizes.items() if tensors.near(i)),
             bytes_written=bytes_written,
             flops=sum(op.flops for op in runs),
-            reduces=any(op.kind in (Kind.NORMALIZATION, Kind.REDUCTION) for op in runs),
+            reduces=any(op.kind in (Kind.NORMALIZATION, Kind.REDUCTION, Kind.SCAN) for op in runs),
             device=tensors.device,
         )
     return Call(

@@ -45,6 +45,7 @@ from fusion_compiler.ir.loops import (
     Value,
 )
 from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.passes.lower import scans
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.effort import Effort
 from fusion_compiler.passes.lower.index_splits import IndexSplit
@@ -118,6 +119,8 @@ class Lowering(Builder):
         groups = space.axis_groups
         live = [i for i, size in enumerate(space.axes) if size != 1]
         self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in (ROWS, COLS)}
+        columns = scans.Columns.of(space.axes, self.group_axes[COLS], self.group_axes[ROWS])
+        self.scans = scans.Scans(self, columns)
 
     def run(self) -> LoopNest:
         stores: list[Store] = []
@@ -144,7 +147,14 @@ class Lowering(Builder):
     # -- where things lie -------------------------------------------------------------------
 
     def seed_anchor(self) -> None:
-        """Pull the anchor at the identity: the reduction's input, or the largest output."""
+        """Pull the anchor at the identity: a scan, the reduction's input, or the largest output."""
+        identity = self.space.identity()
+        for op in map(self.dag.op, self.ops):
+            if op.kind is Kind.SCAN and op.outputs[0].shape == tuple(map(product, self.space.factors)):
+                stored = op.name in self.outputs
+                coords = identity if stored else scans.turned(self.dag, op, identity, self.scans.columns)
+                self.value(op.name, coords, None)
+                return
         if not any(self.dag.op(n).kind is Kind.REDUCTION for n in self.ops):
             anchor, split = largest(self.dag, self.outputs), self.space.index_split
             if split is None or anchor.outputs[0].shape == split.shape:
@@ -156,7 +166,6 @@ class Lowering(Builder):
                 continue
             shape = self.dag.op(op.inputs[0]).outputs[0].shape
             if shape == tuple(product(f) for f in self.space.factors):
-                identity = self.space.identity()
                 dims = reduced_dims(op, len(shape))
                 groups = {self.space.groups[d] for d in dims if shape[d] != 1}
                 kept = {self.space.groups[d] for d in range(len(shape)) if d not in dims and shape[d] != 1}
@@ -187,7 +196,7 @@ class Lowering(Builder):
         for operand in op.inputs:
             if not self.dag.op(operand).outputs or self.dag.op(operand).outputs[0].shape != shape:
                 continue
-            if layout.is_view(op) or spec_is_pointwise(op):
+            if layout.is_view(op) or spec_is_pointwise(op) or op.kind is Kind.SCAN:
                 coords = self.place_of_operand(operand)
                 if coords is not None and is_bijection(coords, shape, self.extents):
                     return coords
@@ -297,6 +306,8 @@ class Lowering(Builder):
     def compute(self, op: Op, coords: Coords, within: int | None) -> int:
         if op.kind is Kind.REDUCTION:
             return self.reduce(op, coords, within)
+        if op.kind is Kind.SCAN:
+            return self.rounder.rounded(op, self.scans.value(op, coords))
         special = SPECIAL.get(op.target)
         if special is not None:
             return self.rounder.rounded(op, special(self, op, coords, within))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_compiler.ir.dag import Op, Ref
-from fusion_compiler.ir.loops import Compute, Constant, Load, Node, Reduce, Value
+from fusion_compiler.ir.loops import Compute, Constant, Load, Node, Reduce, Scan, Value
 from fusion_compiler.passes.lower.builder import Builder
 
 aten = torch.ops.aten
@@ -104,7 +104,7 @@ class Rounder:
                 return self.dag.op(node.buffer).outputs[0].dtype is dtype
             case Constant():
                 return _nearest(node.value, dtype) == node.value
-            case Reduce():
+            case Reduce() | Scan():
                 return node.combine in ("max", "min") and self._is_held(node.operand, dtype)
             case Compute():
                 if dict(node.operands).get("rounding") is not None:

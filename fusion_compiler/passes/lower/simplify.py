@@ -22,6 +22,7 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Reduce,
+    Scan,
     groups_of,
     operands_of,
     renumber,
@@ -71,9 +72,9 @@ def accesses(loops: LoopNest) -> list[Index]:
 def contiguous_cols(loops: LoopNest) -> LoopNest:
     """Columns are what is reduced and broadcast back, else the group of most contiguous accesses.
 
-    Segments of rows are segments of columns, whatever else there is.
+    Segments of rows are segments of columns, whatever else there is, and scans run along columns.
     """
-    if any(isinstance(n, Reduce) and not n.over for n in loops.nodes):
+    if any((isinstance(n, Reduce) and not n.over) or isinstance(n, Scan) for n in loops.nodes):
         return loops
     normalized = _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
@@ -114,7 +115,7 @@ def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
 
     Tiles then touch whole sectors on both sides. Also returns the access that runs along the rows.
     """
-    if any(a.group == ROWS for a in loops.axes) or any(isinstance(n, Reduce) for n in loops.nodes):
+    if any(a.group == ROWS for a in loops.axes) or any(isinstance(n, Reduce | Scan) for n in loops.nodes):
         return loops, None
     stored = _unit_axis(max((s.index for s in loops.stores), key=lambda i: len(i.terms)))
     for node in loops.nodes:
@@ -137,8 +138,10 @@ def _unit_axis(index: Index) -> int | None:
 def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
     """Outermost first: by decreasing stride of the largest access that moves with the axis.
 
-    crossing: the access that orders the rows, where it is not the columns'.
+    crossing: the access that orders the rows, where it is not the columns'. The order in which something is
+    scanned stays.
     """
+    scanned = {COLS} if any(isinstance(n, Scan) for n in loops.nodes) else frozenset[str]()
     indices = sorted(accesses(loops), key=lambda i: -len(i.terms))
 
     def stride(number: int) -> int:
@@ -150,7 +153,8 @@ def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
 
     live = {k for i in _all_indices(loops) for k, _ in i.terms if k >= 0}
     keep = [i for i, a in enumerate(loops.axes) if i in live or a.size != 1]
-    order = sorted(keep, key=lambda i: (loops.axes[i].group != ROWS, -stride(i), i))
+    steps = {i: 0 if loops.axes[i].group in scanned else -stride(i) for i in keep}
+    order = sorted(keep, key=lambda i: (loops.axes[i].group != ROWS, steps[i], i))
     if order == list(range(len(loops.axes))):
         return loops
     index = {old: new for new, old in enumerate(order)}

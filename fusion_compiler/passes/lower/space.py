@@ -112,11 +112,24 @@ def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
     return () if rank == 0 else tuple(sorted(layout.wrap(d, rank) for d in dims))  # type: ignore[arg-type]
 
 
+def scanned_dim(op: Op) -> int | None:
+    """The dimension along which a scan runs, counted from the front; None of a tensor without dimensions."""
+    rank = len(op.outputs[0].shape)
+    return layout.wrap(layout.argument(op, 1, "dim"), rank) if rank else None  # type: ignore[arg-type]
+
+
 def anchor_space(
     dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], split: IndexSplit | None = None
 ) -> Space:
-    """The iteration space: a reduction's input, best one that is broadcast back; else the largest output, or
-    a piece of it. Raises Illegal where a reduction's input is no piece."""
+    """The iteration space: a scan's input; else a reduction's, best one that is broadcast back; else the
+    largest output, or a piece of it. Raises Illegal where the input of a scan or a reduction is no piece."""
+    scans = [dag.op(n) for n in ops if dag.op(n).kind is Kind.SCAN]
+    if scans:
+        if split is not None:
+            raise Illegal("space", f"{scans[0].name} is a scan, and not made in pieces")
+        best = max(scans, key=lambda op: _input_size(dag, op))
+        shape, dim = best.outputs[0].shape, scanned_dim(best)
+        return Space(tuple((s,) for s in shape), tuple(COLS if d == dim else ROWS for d in range(len(shape))))
     reductions = [dag.op(n) for n in ops if dag.op(n).kind is Kind.REDUCTION]
     if not reductions:
         shape = largest(dag, outputs).outputs[0].shape if split is None else split.piece

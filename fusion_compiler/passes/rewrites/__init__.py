@@ -7,10 +7,12 @@ step (29 us at 4.28 TB/s); what it saves is 67 MB of partial sums of the input's
 
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
+from fusion_compiler.passes.rewrites.attention_operands import read_in_place, scale_scores
 from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.vocabulary import align_features
+from fusion_compiler.passes.rewrites.whole_pool import average_whole
 from fusion_compiler.passes.rewrites.written_attention import call_attention
 
 # Attention first, whose masks are then proved; masks next: without a mask tensor, grouped queries reach the
@@ -19,15 +21,20 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     call_attention,
     simplify_masks,
     group_queries,
+    scale_scores,
+    read_in_place,
     drop_rows,
     align_features,
     order_rows,
+    average_whole,
 )
 
 
 def rewrites_for(numerics: str) -> tuple[Rewrite, ...]:
-    """Those that `numerics` allows: a fused attention does not round its scores, which eager does."""
-    return tuple(r for r in DEFAULT_REWRITES if numerics != "eager" or r is not call_attention)
+    """Those that `numerics` allows: a fused attention does not round its scores, nor what is multiplied by a
+    number before them, which eager does."""
+    rounded = (call_attention, scale_scores) if numerics == "eager" else ()
+    return tuple(r for r in DEFAULT_REWRITES if r not in rounded)
 
 
 __all__ = [
@@ -36,10 +43,13 @@ __all__ = [
     "Rewrite",
     "RewriteNote",
     "align_features",
+    "average_whole",
     "call_attention",
     "drop_rows",
     "group_queries",
     "order_rows",
+    "read_in_place",
     "rewrites_for",
+    "scale_scores",
     "simplify_masks",
 ]

@@ -1,0 +1,84 @@
+"""Gradients of large logits that are stored: made one chunk of rows after the other in backward.
+
+    g = f(logits, labels, loss's gradient)
+    dx = mm(g, w)                                ->    dx, dw = chunked(logits, labels, gradient, w, x)
+    dw = mm(g.T, x)
+
+Where logits are returned beside their loss they have to be stored, and their gradient, as large, is at the
+peak of a training step. Only products and sums over the rows read it, so that it is never needed whole. It is
+the same region as of a loss (`region.py`), which begins at the stored logits. A pass over a backward graph,
+where it is known which results have a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion_compiler.ir.chunks import Rows
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.passes.chunks import chunk
+from fusion_compiler.passes.chunks.region import AnotherError, RefusedError, dependents
+from fusion_compiler.passes.chunks.rows import PRODUCTS, factors, shape
+
+RULE = "chunked gradient"
+
+
+def chunk_gradients(graph: fx.Graph) -> Notes:
+    """Cut into chunks, in place, the gradients of all large logits that a backward graph is given."""
+    notes: list[RewriteNote] = []
+    for node in graph.find_nodes(op="placeholder"):
+        if _may_be_logits(graph, node):
+            try:
+                notes += _chunk(graph, node)
+            except (RefusedError, AnotherError) as reason:
+                told = f"the gradient of {node.name} {shape(node)} is stored whole: {reason}"
+                notes.append(RewriteNote(RULE, node.name, False, told))
+    return tuple(notes)
+
+
+def _may_be_logits(graph: fx.Graph, node: fx.Node) -> bool:
+    """Large, of matrix shape, wider than the hidden states by as much as chunked logits are, and of a
+    gradient: what a product with something narrow reads is made of it."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return False
+    sizes: tuple[Any, ...] = tuple(value.shape)
+    if not all(isinstance(n, int) for n in sizes) or node.name.startswith("tangents"):
+        return False
+    rows, width = math.prod(value.shape[:-1]), value.shape[-1]
+    limits = chunk.LIMITS
+    if value.numel() * value.dtype.itemsize < limits.bytes or rows < 2 * limits.rows:
+        return False
+    hidden = _narrowest(graph, node)
+    return hidden is not None and width >= limits.width * hidden
+
+
+def _narrowest(graph: fx.Graph, logits: fx.Node) -> int | None:
+    """The least width of what is multiplied by something as large as the logits and made of them."""
+    least = math.prod(shape(logits)) // 2
+    after = dependents(graph, [logits])
+    found: list[int] = []
+    for node in after:
+        if node.target in PRODUCTS:
+            wide = [n for n in factors(node) if n in after and math.prod(shape(n)) > least]
+            others = [n for n in factors(node) if n not in wide]
+            found += [math.prod(shape(n)) // shape(factors(node)[0])[1] for n in others if wide]
+    return min(found, default=None)
+
+
+def _chunk(graph: fx.Graph, logits: fx.Node) -> Notes:
+    rewriter = chunk.Rewriter(graph, logits, Rows(0, len(shape(logits)) - 1))
+    survey = rewriter.survey
+    if not any(survey.is_wide(n) for n in survey.known if n is not logits):
+        return ()
+    region, loop = rewriter.looped(survey.region(survey.frontier))
+    stored = [n.name for n in region.inputs if n.op != "placeholder" and survey.is_wide(n)]
+    if stored:  # the gradient of a hidden layer: another of its size is there anyway
+        raise RefusedError(f"{stored[0]}, as large, is stored")
+    rewriter.replace(region, loop)
+    size = f"{loop.count} chunks of {loop.chunk} rows, {loop.saved / 1e9:.2f} GB never stored"
+    return (RewriteNote(RULE, logits.name, True, f"the gradient of {logits.name} {shape(logits)} in {size}"),)

@@ -1,0 +1,154 @@
+"""Attention reads its queries, keys and values where they are, and multiplies its scores once.
+
+    sdpa(contiguous(q), contiguous(k), contiguous(v))   ->   sdpa(q, k, v)
+    sdpa(view(x * c), k, v, scale=s)                    ->   sdpa(view(x), k, v, scale=s * c)
+
+Kernels of attention take any strides whose rows are contiguous, and write their result in the order of the
+queries: what a model makes contiguous before the call, it usually transposes back after it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from fusion_compiler.capture.graphs import arguments, copied, erase_unused, mutated_nodes, trace_strides
+from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES
+from fusion_compiler.passes.rewrites.constants import constant
+
+_aten = torch.ops.aten
+_SDPA = _aten.scaled_dot_product_attention.default
+IN_PLACE = "attention in place"
+SCALE = "attention scale"
+_ALIGNED = 16  # bytes that kernels of attention load at once
+_STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}
+
+
+def read_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Drop the copies that attention calls of `gm` (ATen above autograd) read, where nobody else sees it."""
+    if not any(_copies(call) for call in gm.graph.find_nodes(op="call_function", target=_SDPA)):
+        return gm, ()
+    new, _ = copied(gm)
+    written = mutated_nodes(new.graph.nodes)
+    notes: list[RewriteNote] = []
+    for call in new.graph.find_nodes(op="call_function", target=_SDPA):
+        for copy, names in _copies(call).items():
+            try:
+                _drop(call, copy, written)
+                notes.append(RewriteNote(IN_PLACE, call.name, True, f"{names} read where it is"))
+            except Refused as reason:
+                notes.append(RewriteNote(IN_PLACE, call.name, False, f"{names} copied: {reason}"))
+    if not any(note.applied for note in notes):
+        return gm, tuple(notes)
+    new.recompile()
+    return new, tuple(notes)
+
+
+def scale_scores(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Multiply the scores of attention calls of `gm` instead of their queries or keys by a number.
+
+    The product's operand is then not rounded once more.
+    """
+    if not any(_factors(call) for call in gm.graph.find_nodes(op="call_function", target=_SDPA)):
+        return gm, ()
+    new, _ = copied(gm)
+    notes: list[RewriteNote] = []
+    for call in new.graph.find_nodes(op="call_function", target=_SDPA):
+        for name, (product, factor) in _factors(call).items():
+            product.replace_all_uses_with(product.all_input_nodes[0])
+            erase_unused({product, *product.all_input_nodes[1:]})
+            _multiply(call, factor)
+            notes.append(RewriteNote(SCALE, call.name, True, f"its {name} times {factor:g}"))
+    new.recompile()
+    return new, tuple(notes)
+
+
+def _copies(call: fx.Node) -> dict[fx.Node, str]:
+    """Copies that this call alone reads, with the names of its arguments that they are."""
+    named = arguments(call)
+    found: dict[fx.Node, str] = {}
+    for name in ("query", "key", "value"):
+        node = named[name]
+        if node.target in COPIES - {_aten.alias.default} and list(node.users) == [call]:
+            found[node] = f"{found[node]}, {name}" if node in found else name
+    return found
+
+
+def _drop(call: fx.Node, copy: fx.Node, written: set[fx.Node]) -> None:
+    """Raises Refused, with the graph as it was."""
+    source = copy.all_input_nodes[0]
+    if {source, copy} & written:
+        raise Refused("the copy keeps it from what is written in place")
+    _refuse_strides(source.meta["val"])
+    before = call.args, call.kwargs
+    call.replace_input_with(copy, source)
+    try:
+        trace_strides(call, _refuse)
+    except (Refused, RuntimeError, ValueError) as error:
+        call.args, call.kwargs = before
+        raise Refused(str(error)) from error
+    erase_unused({copy})
+
+
+def _refuse_strides(value: torch.Tensor) -> None:
+    """Raises Refused for a tensor that no fused kernel reads as it lies."""
+    if value.stride(-1) != 1:
+        raise Refused("its rows are not contiguous")
+    sizes = zip(value.stride()[:-1], value.shape[:-1], strict=True)
+    steps = [s for s, size in sizes if size != 1]
+    if 0 in steps:
+        raise Refused("it is spread over several heads")
+    if value.device.type != "cpu" and any(
+        n * value.itemsize % _ALIGNED for n in (*steps, value.storage_offset())
+    ):
+        raise Refused(f"its rows do not begin at multiples of {_ALIGNED} bytes")
+
+
+def _refuse(node: fx.Node) -> None:
+    """Raises Refused where other strides would be seen."""
+    if node.op == "output":
+        raise Refused("its strides show in a result of the graph")
+    if node.target in _STRIDES_COUNT or not isinstance(node.target, OpOverload):
+        raise Refused(f"{node.target} depends on strides")
+
+
+def _factors(call: fx.Node) -> dict[str, tuple[fx.Node, float]]:
+    """The products of the query and the key with a positive number that nothing else reads."""
+    named = arguments(call)
+    if named["scale"] is None and type(named["query"].meta["val"].shape[-1]) is not int:
+        return {}
+    found: dict[str, tuple[fx.Node, float]] = {}
+    for name in ("query", "key"):
+        node, user = named[name], call
+        while node.target in RESHAPES | PERMUTATIONS | COPIES and list(node.users) == [user]:
+            node, user = node.all_input_nodes[0], node
+        if list(node.users) == [user] and (factor := _factor(node)) is not None:
+            found[name] = (node, factor)
+    return found
+
+
+def _factor(node: fx.Node) -> float | None:
+    """c of x * c or x / c."""
+    if node.target not in (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scalar):
+        return None
+    source, other = node.args[:2]
+    if not isinstance(source, fx.Node):
+        return None
+    before, after = source.meta.get("val"), node.meta["val"]
+    if not isinstance(before, torch.Tensor) or (before.dtype, before.shape) != (after.dtype, after.shape):
+        return None
+    number = constant(other)
+    if number is None or not math.isfinite(number) or number <= 0:
+        return None
+    return number if node.target in (_aten.mul.Tensor, _aten.mul.Scalar) else 1 / number
+
+
+def _multiply(call: fx.Node, factor: float) -> None:
+    named = arguments(call)
+    width = named["query"].meta["val"].shape[-1]
+    scale = 1 / math.sqrt(width) if named["scale"] is None else named["scale"]
+    call.kwargs = {**call.kwargs, "scale": scale * factor}

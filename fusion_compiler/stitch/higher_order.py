@@ -1,0 +1,79 @@
+"""Higher-order operators that PyTorch has a kernel for only through Inductor: FlexAttention, both ways.
+
+Called as they are, they materialize the scores. So a call of one is a graph of its own, which Inductor
+compiles when it first runs; around it everything is ours.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.convert_frame import compile_lock
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.utils import _pytree as pytree
+
+_HIGHER = torch.ops.higher_order
+LOWERED = (_HIGHER.flex_attention, _HIGHER.flex_attention_backward)
+
+
+class Lowered:
+    """A call of a higher-order operator on tensors, compiled when it is first made.
+
+    gm: takes the tensors, returns the results as a flat tuple. form: as what the operator returns them.
+    Raises what Inductor raises.
+    """
+
+    def __init__(self, name: str, gm: fx.GraphModule, form: pytree.TreeSpec) -> None:
+        self.__name__ = name
+        self._gm, self._form = gm, form
+        self._run: Callable[[list[Any]], Sequence[Any]] | None = None
+
+    def __call__(self, *operands: Any) -> Any:
+        with compile_lock:
+            if self._run is None:
+                self._run = self._compiled()
+        return pytree.tree_unflatten(self._run(list(operands)), self._form)
+
+    def _compiled(self) -> Callable[[list[Any]], Sequence[Any]]:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        fakes = [node.meta["val"] for node in self._gm.graph.find_nodes(op="placeholder")]
+        with tracing(TracingContext(detect_fake_mode(fakes))):
+            return compile_fx_inner(self._gm, fakes)  # type: ignore[return-value]
+
+
+def lowered(node: fx.Node, module: fx.GraphModule) -> tuple[Lowered, list[fx.Node]]:
+    """What to call in the place of a higher-order operator's node, and on which of its operands."""
+    operands = [n for n in node.all_input_nodes if not _is_graph(n)]
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for operand in operands:
+        env[operand] = graph.placeholder(operand.name)
+        env[operand].meta = {"val": operand.meta["val"]}
+    for part in filter(_is_graph, node.all_input_nodes):
+        env[part] = graph.get_attr(str(part.target))
+    call = graph.node_copy(node, env.__getitem__)
+    paths, form = pytree.tree_flatten_with_path(node.meta["val"])
+    graph.output(tuple(_at(graph, call, path, value) for path, value in paths))
+    name = str(node.target.name())  # type: ignore[union-attr]
+    return Lowered(name, fx.GraphModule(module, graph), form), operands
+
+
+def _is_graph(node: fx.Node) -> bool:
+    return node.op == "get_attr" and "val" not in node.meta
+
+
+def _at(graph: fx.Graph, call: fx.Node, path: tuple[Any, ...], value: Any) -> fx.Node | None:
+    """The node of one result, None where that is nothing."""
+    if value is None:
+        return None
+    found, whole = call, call.meta["val"]
+    for key in path:
+        whole = key.get(whole)
+        found = graph.call_function(operator.getitem, (found, key.idx))
+        found.meta = {"val": whole}
+    return found

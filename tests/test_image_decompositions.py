@@ -1,0 +1,139 @@
+"""Biases of convolutions apart from them, gradients of interpolation, pooling to one element."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion_compiler.capture.decompositions import gradients_of_interpolation
+from fusion_compiler.capture.image_decompositions import TABLE
+from fusion_compiler.passes.rewrites import average_whole
+from tests.exactness import Compiled, not_as_close, wide
+
+aten = torch.ops.aten
+GEOMETRY: tuple[Any, ...] = ([2, 1], [1, 0], [1, 1], False, [0, 0], 2)
+TRANSPOSED: tuple[Any, ...] = ([2, 2], [1, 1], [1, 1], True, [1, 1], 1)
+
+
+def on_cuda(function: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
+    """What `function` is taken apart to for CUDA tensors like `args`; it runs anywhere."""
+    with FakeTensorMode():
+        like = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in args]
+    with torch._guards.detect_fake_mode(like):
+        return make_fx(function, decomposition_table=TABLE)(*like)
+
+
+def assert_close(ours: Any, eager: Any, truth: Any) -> None:
+    for our, their, true in zip(ours, eager, truth, strict=True):
+        if our is not None:
+            assert not_as_close(our, their, true) is None
+            assert our.stride() == their.stride()
+
+
+def targets(gm: fx.GraphModule) -> list[Any]:
+    return [n.target for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+
+
+def image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    order = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+    return torch.randn(shape, dtype=dtype).contiguous(memory_format=order)
+
+
+@pytest.mark.parametrize("geometry", [GEOMETRY, TRANSPOSED], ids=["grouped", "transposed"])
+def test_a_convolutions_bias_is_added_beside_it(geometry: tuple[Any, ...]) -> None:
+    outputs = 4 if geometry is TRANSPOSED else 6
+    weight = image(4, 4, 3, 3) if geometry is TRANSPOSED else image(6, 2, 3, 3)
+    x, bias = image(2, 4, 7, 9), torch.randn(outputs)
+
+    def conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return aten.convolution.default(x, weight, bias, *geometry)
+
+    apart = on_cuda(conv, x, weight, bias)
+    assert targets(apart) == [aten.convolution.default, aten.view.default, aten.add.Tensor]
+    assert next(n for n in apart.graph.nodes if n.target is aten.convolution.default).args[2] is None
+    args = (x, weight, bias)
+    assert_close([apart(*args)], [conv(*args)], [conv(*wide(args))])
+
+
+@pytest.mark.parametrize("wanted", [[True, True, True], [False, True, True], [False, False, True]], ids=str)
+def test_its_gradient_is_a_sum_beside_the_others(wanted: list[bool]) -> None:
+    args = (image(2, 6, 4, 7), image(2, 4, 7, 9), image(6, 2, 3, 3))
+
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
+        return aten.convolution_backward.default(gradient, x, weight, [6], *GEOMETRY, wanted)
+
+    apart = on_cuda(backward, *args)
+    assert targets(apart).count(aten.sum.dim_IntList) == 1
+    assert targets(apart).count(aten.convolution_backward.default) == any(wanted[:2])
+    assert_close(apart(*args), backward(*args), backward(*wide(args)))
+
+
+def test_without_a_bias_or_on_a_cpu_convolutions_stay_whole() -> None:
+    x, weight, bias = image(2, 4, 7, 9), image(6, 2, 3, 3), torch.randn(6)
+    plain = on_cuda(lambda x, w: aten.convolution.default(x, w, None, *GEOMETRY), x, weight)
+    assert targets(plain) == [aten.convolution.default]
+    convolution = functools.partial(aten.convolution.default, x, weight, bias)
+    on_cpu = make_fx(lambda: convolution(*GEOMETRY), decomposition_table=TABLE)()
+    assert targets(on_cpu) == [aten.convolution.default]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "scale"), [((2, 3, 5), 2.0), ((2, 3, 4, 5), (2.0, 4.0)), ((1, 2, 3, 2, 3), 2.0)]
+)
+def test_the_gradient_of_interpolation_is_a_sum_over_blocks(shape: Any, scale: Any, dtype: Any) -> None:
+    x = image(*shape, dtype=dtype)
+
+    def gradient(x: Tensor) -> Tensor:
+        return F.interpolate(x, scale_factor=scale) * torch.cos(x).sum()
+
+    def results(fn: Any, x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        with gradients_of_interpolation():
+            y = fn(x)
+        y.backward(torch.arange(y.numel()).view(y.shape).remainder(7).to(y.dtype))
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    compiled = Compiled(gradient)
+    ours = results(compiled, x)
+    assert not {t for t in compiled.eager_ops() if "upsample" in t}
+    for our, eager, true in zip(ours, results(gradient, x), results(gradient, x.double()), strict=True):
+        assert not_as_close(our, eager, true) is None
+
+
+@pytest.mark.parametrize("size", [(15, 8), (10, 12)], ids=str)
+def test_a_gradient_by_other_factors_stays_a_call(size: tuple[int, int]) -> None:
+    x = image(2, 3, 5, 7).requires_grad_()
+    compiled = Compiled(lambda x: F.interpolate(x, size=size))
+    with gradients_of_interpolation():
+        y = compiled(x)
+    y.backward(torch.ones_like(y))
+    assert "aten.upsample_nearest2d_backward.default" in compiled.eager_ops()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 4, 5), (2, 3, 2, 4, 5)], ids=str)
+def test_pooling_to_one_element_is_a_mean(shape: tuple[int, ...]) -> None:
+    pool: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(shape) - 3]
+    x = image(*shape)
+    gm = make_fx(lambda x: pool(x, 1), pre_dispatch=True, tracing_mode="fake")(x)
+    new, notes = average_whole(gm)
+    assert [note.applied for note in notes] == [True]
+    assert aten.mean.dim in targets(new) and aten.mean.dim not in targets(gm)
+    assert not_as_close(new(x), pool(x, 1), pool(x.double(), 1)) is None
+
+
+def test_pooling_to_more_stays() -> None:
+    gm = make_fx(lambda x: F.adaptive_avg_pool2d(x, (1, 2)), pre_dispatch=True, tracing_mode="fake")(
+        image(2, 3, 4, 6)
+    )
+    assert average_whole(gm) == (gm, ())
