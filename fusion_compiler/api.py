@@ -56,7 +56,7 @@ from fusion_compiler.ir.sources import source_of
 from fusion_compiler.options import Options
 from fusion_compiler.passes.chunks.body import examples
 from fusion_compiler.passes.chunks.chunk import chunk_losses
-from fusion_compiler.passes.chunks.gradients import chunk_gradients
+from fusion_compiler.passes.chunks.gradients import chunk_gradients, large_logits
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.fuse.step_time import step_time
 from fusion_compiler.passes.patterns.indexed import key_of
@@ -199,17 +199,20 @@ class Compiler:
         self.progress.say(f"captured {info.name} ({len(dag.order) - len(dag.inputs)} ops)")
         kind = device_type(dag)
         device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
-        hints = self.hints(dag, info.phase)
-        found = match_all(hints, dag, origins=info.origins, watched=self.given)
-        matches = found.matches
-        told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
-        clock.lap("match")
         backend = self.backend_for(kind)
-        setting = Setting(device, size_hints(inputs), self.options.numerics, matches)
-        key = self.key(info, setting, backend)
+        setting = Setting(device, size_hints(inputs), self.options.numerics)
+        key = self.key(info, dag, setting, backend)
         kept = self.kept.get(key, info.name, dag, setting) if key is not None else None
-        plan, ready = kept or (planned(info, dag, setting), None)
-        clock.lap("plan")
+        if kept is not None:
+            (plan, ready), told = kept, dict[str, str]()
+            clock.lap("read")
+        else:
+            hints = self.hints(info.phase)
+            found = match_all(hints, dag, origins=info.origins, watched=self.given)
+            told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
+            clock.lap("match")
+            plan, ready = planned(info, dag, replace(setting, matches=found.matches)), None
+            clock.lap("plan")
         self.report_left(plan)
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
         known = len(self.runners)
@@ -222,7 +225,8 @@ class Compiler:
         called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
-        stitched = stitch(plan, called, owned=info.owned, view=view, ranges=ranges)
+        order = ordered(plan, info.owned)
+        stitched = stitch(plan, called, order, view=view, ranges=ranges)
         clock.lap("stitch")
         self.debug.stage(info.name, "stitch", stitched)
         if backend == "triton":
@@ -234,7 +238,6 @@ class Compiler:
         if "pre-autograd" in notes:  # rules that were not looked for have no notes of their own
             rules = (p.name for p in self.given if not isinstance(p, ClusterHint))
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
-        order = ordered(plan, info.owned)
         graphs = False if info.phase is Phase.CHUNK else self.options.cudagraphs  # recorded with its caller
         if graphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
@@ -250,12 +253,15 @@ class Compiler:
         self.debug.plan(plan)
         return run
 
-    def key(self, info: GraphInfo, setting: Setting, backend: str) -> str | None:
+    def key(self, info: GraphInfo, dag: OpDag, setting: Setting, backend: str) -> str | None:
         """Under which the decisions about a graph are kept; None where they are not: what a pattern of the
         user's does is not told by its name, and what is asked for answers needs the whole search."""
+        if info.phase is not Phase.BACKWARD:
+            self.computed |= {key_of(dag.op(name)) for name in dag.order}
         if not info.digest or self.given or self.asked or setting.hints:
             return None
-        return plan_key([source_digest(), self.options, info.digest, info.phase, backend], setting)
+        before = sorted(map(repr, self.computed))  # which gradients a backward has
+        return plan_key([source_digest(), self.options, info.digest, info.phase, before, backend], setting)
 
     def with_chunks(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
         """`gm` with the bodies of its loops over chunks of rows taken through the stages as well; itself
@@ -376,13 +382,11 @@ class Compiler:
             for c in plan.clusters
         }
 
-    def hints(self, dag: OpDag, phase: Phase) -> list[Traced]:
+    def hints(self, phase: Phase) -> list[Traced]:
         """The cluster hints to look for in a graph.
 
         In a backward graph the gradient of a hint stands before it, if a forward graph had its operators.
         """
-        if phase is not Phase.BACKWARD:
-            self.computed |= {key_of(dag.op(name)) for name in dag.order}
         found: list[Traced] = []
         for pattern in self.patterns:
             if isinstance(pattern, ClusterHint):
@@ -485,6 +489,8 @@ def check(pattern: Pattern) -> None:
 def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Sequence[RewriteNote]]:
     """A copy of a backward graph that makes the gradients of large stored logits in chunks; itself where
     there are none."""
+    if not large_logits(gm.graph):
+        return gm, ()
     made, _ = copied(gm)
     notes = chunk_gradients(made.graph)
     if not any(note.applied for note in notes):

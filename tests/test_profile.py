@@ -29,6 +29,7 @@ from fusion_compiler.ir.plan_text import WIDTH
 from fusion_compiler.report.profiling import Profile, profile_of
 from fusion_compiler.report.timeline import STEP, device_timeline, host_timeline, named
 from fusion_compiler.stitch.graph_source import Ranged
+from fusion_compiler.stitch.order import ordered
 from fusion_compiler.stitch.stitch import stitch
 from fusion_compiler.stitch.units import ranges_of, units_of
 from tests.fake_gpu import FakeGpu, use
@@ -498,8 +499,8 @@ def test_the_version_with_ranges_makes_the_same_calls() -> None:
     plan = planned(lambda x, w: (F.gelu(x @ w) + 1,), x, w)
     texts = {name: f"g/{name}" for name in units_of(plan)}
     runners = {c.name: runner_of(c, plan) for c in plan.clusters}
-    plain = stitch(plan, runners).code.strip().splitlines()
-    module = stitch(plan, runners, ranges=lambda: texts)
+    plain = stitch(plan, runners, ordered(plan)).code.strip().splitlines()
+    module = stitch(plan, runners, ordered(plan), ranges=lambda: texts)
     (ranged,) = (v for v in type(module).forward.__globals__.values() if isinstance(v, Ranged))
     lines = ranged.text.strip().splitlines()
     assert len(lines) == len(plain) and len(module.code.strip().splitlines()) == len(plain) + 1

@@ -42,7 +42,7 @@ def runner_of(cluster: Cluster, plan: FusionPlan) -> Callable[..., Any]:
 
 
 def stitched(plan: FusionPlan, view: Callable[..., Tensor] = restrided) -> fx.GraphModule:
-    return stitch(plan, {c.name: runner_of(c, plan) for c in plan.clusters}, view=view)
+    return stitch(plan, {c.name: runner_of(c, plan) for c in plan.clusters}, ordered(plan), view=view)
 
 
 def check(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
@@ -147,7 +147,7 @@ def test_a_runner_is_left_out_once_its_function_is_known() -> None:
     x = torch.randn(4, 4)
     plan = planned(lambda x: (torch.softmax(x, -1), torch.softmax(x @ x, -1)), x)
     runners = {c.name: Counted(subgraph(c, plan.dag)) for c in plan.clusters}
-    module = stitch(plan, runners)
+    module = stitch(plan, runners, ordered(plan))
     first, second = module.forward([x]), module.forward([x])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert {runner.calls for runner in runners.values()} == {1}
@@ -183,7 +183,7 @@ def test_links_do_not_keep_a_module_alive() -> None:
     x = torch.randn(4, 4)
     plan = planned(lambda x: (torch.softmax(x, -1),), x)
     runners = {c.name: Counted(subgraph(c, plan.dag)) for c in plan.clusters}
-    module = stitch(plan, runners)
+    module = stitch(plan, runners, ordered(plan))
     alive = weakref.ref(module)
     del module
     gc.collect()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from enum import Enum
-from typing import Any
+from typing import Any, get_args
 
 import sympy
 import torch
@@ -23,8 +23,7 @@ from fusion_compiler.ir.rewrite_note import RewriteNote
 _CLASSES: Mapping[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        *(loops.Axis, loops.Index, loops.Load, loops.Coordinate, loops.Constant, loops.InRange, loops.Random),
-        *(loops.Checked, loops.Compute, loops.Value, loops.Reduce, loops.Store, loops.LoopNest),
+        *(*get_args(loops.Node), loops.Axis, loops.Index, loops.Value, loops.Store, loops.LoopNest),
         *(plan_data.Rejected, plan_data.Leftover, plan_data.Cost, plan_data.Call, plan_data.Cluster),
         *(kernel.Argument, kernel.Kernel, kernel.Buffer, kernel.Program, Source, RewriteNote),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +65,14 @@ def ordered(plan: FusionPlan, owned: Iterable[str] = ()) -> Order:
     owned: inputs that are freed at their last use because the caller gives them up.
     Raises RuntimeError where clusters and calls read each other in a circle.
     """
-    steps = _needed(plan, _steps(plan))
+    impure = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
+    steps = _needed(plan, _steps(plan), impure)
     read = {name for step in steps for name in step.reads}
     held = {name: _bytes(plan.dag.op(name).outputs) for name in owned if name in read}
     returned = frozenset(root(plan.dag, name) for name in plan.dag.outputs)
     kinds = itertools.product((False, True), repeat=2)
-    orders = [_order(plan, steps, held, returned, late, eager) for late, eager in kinds]
+    waits = _waits(plan, steps, impure)
+    orders = [_order(plan, steps, waits, held, returned, late, eager) for late, eager in kinds]
     curves = [curve(order, held, returned) for order in orders]
     peaks = [max(c) for c in curves]
     best = peaks.index(min(peaks))
@@ -169,9 +171,8 @@ def _results(dag: OpDag, name: str) -> list[str]:
     return found
 
 
-def _needed(plan: FusionPlan, steps: Sequence[Step]) -> list[Step]:
+def _needed(plan: FusionPlan, steps: Sequence[Step], impure: Container[str]) -> list[Step]:
     """Those that an output or a change needs."""
-    impure = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
     wanted = {root(plan.dag, name) for name in plan.dag.outputs}
     makers = {name: step for step in steps for name in step.makes}
     stack = [makers[n] for n in wanted if n in makers] + [c for c in steps if c.name in impure]
@@ -220,18 +221,8 @@ class _Memory:
         return during
 
 
-def _order(
-    plan: FusionPlan,
-    steps: Sequence[Step],
-    held: Mapping[str, int],
-    returned: frozenset[str],
-    late: bool,
-    eager: bool,
-) -> tuple[Step, ...]:
-    """Program order as far as operands allow; `late`: each in the place of what it is needed for first;
-    `eager`: before all what leaves no more memory in use."""
-    memory = _Memory(steps, held, returned)
-    impure = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
+def _waits(plan: FusionPlan, steps: Sequence[Step], impure: Container[str]) -> list[set[int]]:
+    """For each step the numbers of those that have to run before it."""
     makers = {name: i for i, step in enumerate(steps) for name in step.makes}
     waits = [{makers[name] for name in step.reads if name in makers} for step in steps]
     changing = [i for i, step in enumerate(steps) if step.name in impure]
@@ -242,6 +233,21 @@ def _order(
             for j, step in enumerate(steps):
                 if name in step.reads and j != i:
                     waits[max(i, j)].add(min(i, j))
+    return waits
+
+
+def _order(
+    plan: FusionPlan,
+    steps: Sequence[Step],
+    waits: Sequence[set[int]],
+    held: Mapping[str, int],
+    returned: frozenset[str],
+    late: bool,
+    eager: bool,
+) -> tuple[Step, ...]:
+    """Program order as far as operands allow; `late`: each in the place of what it is needed for first;
+    `eager`: before all what leaves no more memory in use."""
+    memory = _Memory(steps, held, returned)
     followers: list[list[int]] = [[] for _ in steps]
     for i, before in enumerate(waits):
         for j in before:

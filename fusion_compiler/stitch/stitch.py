@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import sympy
@@ -24,7 +24,7 @@ from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.stitch.graph_source import GraphSource, quick
 from fusion_compiler.stitch.higher_order import LOWERED, lowered
 from fusion_compiler.stitch.inplace import in_place, together
-from fusion_compiler.stitch.order import Step, ordered, root
+from fusion_compiler.stitch.order import Order, Step, root
 
 aten = torch.ops.aten
 
@@ -43,24 +43,22 @@ reinterpreted: Callable[..., torch.Tensor] = getattr(guards, "_reinterpret_tenso
 def stitch(
     plan: FusionPlan,
     runners: Mapping[str, Callable[..., Any]],
+    order: Order,
     *,
-    owned: Iterable[str] = (),
     view: Callable[..., torch.Tensor] = restrided,
     ranges: Callable[[], Mapping[str, str]] | None = None,
 ) -> fx.GraphModule:
-    """The graph of `plan.dag` with each cluster replaced by one call of its runner, in memory's order.
+    """The graph of `plan.dag` with each cluster replaced by one call of its runner, in an order.
 
     runners: cluster name -> callable(*inputs, *sizes, *salts) -> tuple of outputs, in the cluster's order.
     Sizes are the symbols that the cluster's shapes use, sorted by name.
-    owned: inputs that the caller gives up, so that their memory is freed at their last use.
     view: callable(tensor, shape, strides, elements further) -> another view of the tensor's memory.
     ranges: gives cluster or op name -> text of the range that a profiler shows for it.
 
     The module's `forward` takes its arguments as one list, which it empties. Where a runner has a
     `link`, its function is called directly as soon as it is known.
-    Raises RuntimeError where the plan has a circle.
     """
-    stitcher = _Stitcher(plan, runners, frozenset(owned), view)
+    stitcher = _Stitcher(plan, runners, order, view)
     module = stitcher.run(ranges)
     for runner in dict.fromkeys([*runners.values(), *stitcher.as_planned]):
         if isinstance(runner, Linked):
@@ -140,10 +138,10 @@ class _Stitcher:
         self,
         plan: FusionPlan,
         runners: Mapping[str, Callable[..., Any]],
-        owned: frozenset[str],
+        order: Order,
         view: Callable[..., torch.Tensor],
     ) -> None:
-        self.plan, self.runners, self.owned, self.view_function = plan, runners, owned, view
+        self.plan, self.runners, self.order, self.view_function = plan, runners, order, view
         self.source = plan.dag.module
         self.nodes = {n.name: n for n in self.source.graph.nodes}
         self.graph = fx.Graph()
@@ -158,7 +156,7 @@ class _Stitcher:
         for node in self.source.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.copy(node)
-        steps = ordered(self.plan, self.owned).steps
+        steps = self.order.steps
         writing, copies = in_place(self.plan, steps)
         small = together(self.plan, steps, copies)
         for step in steps:

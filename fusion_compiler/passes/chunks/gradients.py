@@ -30,14 +30,18 @@ RULE = "chunked gradient"
 def chunk_gradients(graph: fx.Graph) -> Notes:
     """Cut into chunks, in place, the gradients of all large logits that a backward graph is given."""
     notes: list[RewriteNote] = []
-    for node in graph.find_nodes(op="placeholder"):
-        if _may_be_logits(graph, node):
-            try:
-                notes += _chunk(graph, node)
-            except (RefusedError, AnotherError) as reason:
-                told = f"the gradient of {node.name} {shape(node)} is stored whole: {reason}"
-                notes.append(RewriteNote(RULE, node.name, False, told))
+    for node in large_logits(graph):
+        try:
+            notes += _chunk(graph, node)
+        except (RefusedError, AnotherError) as reason:
+            told = f"the gradient of {node.name} {shape(node)} is stored whole: {reason}"
+            notes.append(RewriteNote(RULE, node.name, False, told))
     return tuple(notes)
+
+
+def large_logits(graph: fx.Graph) -> list[fx.Node]:
+    """The arguments of a backward graph that may be logits worth it."""
+    return [node for node in graph.find_nodes(op="placeholder") if _may_be_logits(graph, node)]
 
 
 def _may_be_logits(graph: fx.Graph, node: fx.Node) -> bool:
