@@ -18,6 +18,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.ir.random import seed, uniform
@@ -178,7 +179,7 @@ class _Reader:
                 raise ValueError(f"node {node['name']} is there twice")
             made.meta = self._meta(node["meta"])
             self._env[made.name] = made
-        return fx.GraphModule({}, graph)
+        return LazyGraphModule({}, graph)
 
     def _meta(self, written: Mapping[str, Any]) -> dict[str, Any]:
         meta: dict[str, Any] = {}

@@ -11,8 +11,11 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
+
+# A LazyGraphModule compiles its code when it is first called: most graphs here are only read.
 
 # What a node that replaces another inherits from it.
 _ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace", "recompute", "ac_graph_id", "custom")
@@ -27,7 +30,7 @@ def copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     for before, after in nodes.items():
         if hasattr(before, "_dynamo_source"):
             after._dynamo_source = before._dynamo_source  # type: ignore[attr-defined]
-    new = fx.GraphModule(gm, graph, gm.__class__.__name__)
+    new = LazyGraphModule(gm, graph, gm.__class__.__name__)
     unregister_constants(new)
     new.meta = gm.meta
     if hasattr(gm, "_param_name_to_source"):

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 
 Missing = tuple[bool, ...]  # for each gradient that a backward graph takes
 Boxed = Callable[[list[Any]], Any]
@@ -43,7 +44,7 @@ def without(graph: fx.GraphModule, missing: Missing) -> fx.GraphModule:
     nodes = fx.Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
     nodes.output_node().meta = dict(graph.graph.output_node().meta)
-    copy = fx.GraphModule(graph, nodes)
+    copy = LazyGraphModule(graph, nodes)
     placeholders = copy.graph.find_nodes(op="placeholder")
     for position, gone in zip(tangents_of(graph), missing, strict=True):
         node = placeholders[position]
