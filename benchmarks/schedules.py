@@ -93,8 +93,10 @@ class Capturing(Compiler):
         super().__init__(Options.of(backend="eager"))
         self.found: list[Found] = []
 
-    def runner(self, cluster: Cluster, plan: FusionPlan, device: DeviceSpec, backend: str) -> Any:
-        by_aten = super().runner(cluster, plan, device, backend)
+    def runner(
+        self, cluster: Cluster, plan: FusionPlan, device: DeviceSpec, backend: str, ready: Any = None
+    ) -> Any:
+        by_aten = super().runner(cluster, plan, device, backend, ready)
         key, doc = canonical(cluster, plan.dag), describe(cluster, plan.dag)
         found = Found(cluster.name, key, doc, device, cluster.cost, by_aten.fallback)
         self.found.append(found)

@@ -165,6 +165,7 @@ class Compiler:
         self.runners: dict[tuple[Canonical, str], Runner] = {}
         self.computed: set[str] = set()  # operators of the forward graphs
         self.recordings = Recordings()
+        self.peaks: dict[str, int] = {}  # bytes that graphs use at once, by prediction
         self.progress = Progress(options.progress)
 
     def backend(self) -> Callable[..., Any]:
@@ -226,6 +227,7 @@ class Compiler:
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
         order = ordered(plan, info.owned)
+        self.peaks[info.name] = order.peak
         stitched = stitch(plan, called, order, view=view, ranges=ranges)
         clock.lap("stitch")
         self.debug.stage(info.name, "stitch", stitched)
@@ -261,7 +263,9 @@ class Compiler:
         if not info.digest or self.given or self.asked or setting.hints:
             return None
         before = sorted(map(repr, self.computed))  # which gradients a backward has
-        return plan_key([source_digest(), self.options, info.digest, info.phase, before, backend], setting)
+        ops = [(name, str(dag.op(name).target)) for name in dag.order]
+        about = [source_digest(), self.options, info.digest, info.phase, before, backend, ops]
+        return plan_key(about, setting)
 
     def with_chunks(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
         """`gm` with the bodies of its loops over chunks of rows taken through the stages as well; itself
@@ -273,11 +277,13 @@ class Compiler:
         made, nodes = copied(gm)
         for node in loops:
             loop: Chunked = node.target
+            names = {rows: f"{loop.name}.{rows}_{loop.unit}" for rows in loop.bodies}
             runs = {
-                rows: self.graph(body, examples(body), self.chunk_info(f"{loop.name}.{rows}_rows", info))
+                rows: self.graph(body, examples(body), self.chunk_info(names[rows], info))
                 for rows, body in loop.bodies.items()
             }
-            nodes[node].target = replace(loop, runs=runs)
+            peak = max(self.peaks[f"{info.name}.{name}"] for name in names.values())
+            nodes[node].target = replace(loop, runs=runs, peak=peak)
         made.recompile()
         return made
 

@@ -13,11 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
+from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.passes.chunks import chunk
+from fusion_compiler.passes.chunks import gradients as gradients_in_chunks
 from fusion_compiler.passes.chunks.chunk import Limits
+from fusion_compiler.passes.chunks.one_hot import sum_one_hot
 from fusion_compiler.stitch.order import ordered
 from tests import models
 from tests.exactness import not_as_close, wide
@@ -28,7 +32,7 @@ IN_FORWARD, AGAIN = "gradients made in the forward pass", "computed again in bac
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk, "LIMITS", Limits(bytes=0, width=6, rows=4))
+    monkeypatch.setattr(chunk, "LIMITS", Limits(bytes=0, width=6, rows=4, columns=30, alignment=8))
 
 
 def logits_of(x: Tensor, w: Tensor) -> Tensor:
@@ -296,10 +300,17 @@ def biased_logits(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fn", [with_loss, with_logits, biased_logits], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("read", [False, True], ids=["loss", "loss and logits"])
+@pytest.mark.parametrize("unit", ["columns", "rows"])
 def test_the_gradient_of_stored_logits(
-    fn: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, read: bool
+    fn: Callable[..., tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    read: bool,
+    unit: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether or not the logits have a gradient of their own."""
+    if unit == "rows":
+        monkeypatch.setattr(gradients_in_chunks, "ALIGNED", 5)
 
     def gradients(fn: Callable[..., Any], x: Tensor, w: Tensor, t: Tensor) -> list[Tensor]:
         x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
@@ -307,7 +318,7 @@ def test_the_gradient_of_stored_logits(
         total = 0.75 * loss + (0.01 * logits.square().sum() if read else 0)
         return [loss.detach(), logits.detach(), *torch.autograd.grad(total, (x, w))]
 
-    x, w, t = inputs(dtype)
+    x, w, t = inputs(dtype, 80)
     compiled = fc.compile(fn, backend="interpret" if fn is with_loss else "eager")
     ours, eager = gradients(compiled, x, w, t), gradients(fn, x, w, t)
     truth = gradients(fn, wide(x), wide(w), t)
@@ -315,7 +326,40 @@ def test_the_gradient_of_stored_logits(
         noise = 8 * torch.finfo(torch.float32).eps * max(10.0, true.abs().max().item())
         wrong = not_as_close(our, their, true.double(), noise)
         assert wrong is None, f"{name}: {wrong}"
-    assert "6 chunks of 3 rows" in gradient_notes(compiled)
+    wanted = {"columns": "3 chunks of 24 columns", "rows": "40 chunks of 4 rows"}[unit]
+    assert wanted in gradient_notes(compiled)
+
+
+def test_sums_as_large_as_what_they_save_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients_in_chunks, "ALIGNED", 5)
+    x, w, t = inputs(torch.bfloat16)
+    compiled = fc.compile(with_loss, backend="eager")
+    compiled(x, w.requires_grad_(), t)[0].backward()
+    assert "sums over its chunks would take" in gradient_notes(compiled)
+
+
+def one_hot_sums(x: Tensor, labels: Tensor, classes: int) -> list[Tensor]:
+    hot = torch.arange(classes) == labels[:, None]
+    turned = torch.arange(classes)[:, None] == labels
+    return [
+        torch.where(hot, x[:, None], 0.0).sum(1, keepdim=True),
+        torch.where(turned, x, torch.zeros(())).sum(0),
+        torch.where(hot, x[:, None], 0.0).sum(0),  # over others
+        torch.where(hot, x[:, None], 1.0).sum(1),
+        torch.where(hot, torch.arange(classes) / 7, torch.zeros(())).sum(1),
+    ]
+
+
+def test_sums_of_one_element_are_the_element() -> None:
+    x, labels = torch.randn(6), torch.tensor([0, 4, -1, 5, 100, -100])
+    gm = make_fx(lambda x, t: one_hot_sums(x, t, 5), decomposition_table(), tracing_mode="fake")(x, labels)
+    truth = gm(x, labels)
+    sum_one_hot(gm.graph)
+    gm.recompile()
+    left = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    assert len(left) == 3
+    for mine, theirs in zip(gm(x, labels), truth, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_gradients_that_nothing_is_made_for_are_left_alone() -> None:
@@ -404,7 +448,8 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) ->
     sizes = [math.prod(m.shape) for p in plans.values() for n in p.dag.order for m in p.dag.op(n).outputs]
     assert max(sizes) == vocabulary * hidden  # the weight; logits would be four times as large
     assert ordered(body).peak < 2.1 * 2048 * vocabulary * 2
-    assert ordered(forward).peak < vocabulary * hidden * 4 + 3 * rows * hidden * 2
+    chunks = 2.1 * 2048 * vocabulary * 2
+    assert ordered(forward).peak < vocabulary * hidden * 4 + 3 * rows * hidden * 2 + chunks
     (cluster,) = body.clusters  # loss and gradient from one reading of the logits
     assert cluster.cost.bytes_read + cluster.cost.bytes_written < 2.1 * 2048 * vocabulary * 2
     assert sum(isinstance(node.target, Chunked) for node in forward.dag.module.graph.nodes) == 1

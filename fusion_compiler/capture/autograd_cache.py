@@ -32,11 +32,13 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch._functorch import config
-from torch._functorch._aot_autograd import autograd_cache
+from torch._functorch._aot_autograd import autograd_cache, graph_compile
+from torch._functorch._aot_autograd.aot_autograd_result import serialize_graph_module
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache, BypassAOTAutogradCache
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.package.importer import ObjNotFoundError
 
 from fusion_compiler.capture.graph_text import write
 from fusion_compiler.errors import FusionWarning
@@ -186,11 +188,21 @@ def cached(key: str, read: Read) -> Generator[None]:
 
     before = _reading.set(read)
     folder = patch.object(AOTAutogradCache, "_get_tmp_dir_for_key", classmethod(_whole_folder))
+    backward = patch.object(graph_compile, "serialize_graph_module", _serialized)
     try:
-        with patch.object(autograd_cache, "autograd_cache_key", named), config.patch(_SETTINGS), folder:
+        keyed = patch.object(autograd_cache, "autograd_cache_key", named)
+        with keyed, config.patch(_SETTINGS), folder, backward:
             yield
     finally:
         _reading.reset(before)
+
+
+def _serialized(gm: fx.GraphModule) -> Any:
+    """PyTorch's own copy of a backward; None of one with operators of ours: such are not kept at all."""
+    try:
+        return serialize_graph_module(gm)
+    except ObjNotFoundError:
+        return None
 
 
 _folder_of = AOTAutogradCache._get_tmp_dir_for_key.__func__  # type: ignore[attr-defined]

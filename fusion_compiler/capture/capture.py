@@ -219,6 +219,9 @@ class _Stages:
         bare = phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes)
         if not self._kept:
             return self._staged(graph, fakes, info, bare)
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []  # what is saved is not written over, and read again
         known = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
         known |= {"notes": record.write(self._joint_notes), "bare": bare, "separable": self._separable}
         text = stored(graph, known)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # A LazyGraphModule compiles its code when it is first called: most graphs here are only read.
 
@@ -121,11 +122,17 @@ def emit(like: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Nod
     return node
 
 
+def fake_mode(values: Iterable[Any]) -> AbstractContextManager[Any]:
+    """In which FakeTensors of the same trace as `values` are made; another mode may be active around it, as
+    backward is compiled when it first runs."""
+    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    return next(modes, contextlib.nullcontext())
+
+
 def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """What a call gives for the traced values of its operands, or for those of `values`."""
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values.get(n, n.meta.get("val")))
-    mode = detect_fake_mode((args, kwargs))
-    with mode or contextlib.nullcontext(), torch.no_grad():
+    with fake_mode(tree_leaves((args, kwargs))), torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

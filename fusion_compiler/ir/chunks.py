@@ -68,7 +68,8 @@ class Chunked:
     name: of the product whose rows these are. rows: how many there are. chunk: how many at a time; the last
     has what is left. inputs: for each input where its rows are, None for one that every chunk reads whole.
     bodies: the graph of one chunk, by its number of rows. runs: what runs in place of a body: takes a list.
-    saved: bytes of the largest tensor that is never stored.
+    saved: bytes of the largest tensor that is never stored. unit: what the rows are, for people. peak: bytes
+    that a body uses at once.
     """
 
     name: str
@@ -78,9 +79,11 @@ class Chunked:
     results: tuple[Result, ...]
     bodies: Mapping[int, fx.GraphModule]
     saved: int
+    unit: str = "rows"
     runs: Mapping[int, Callable[[list[Any]], Sequence[Tensor]]] = field(
         default_factory=dict[int, Callable[[list[Any]], Sequence[Tensor]]]
     )
+    peak: int = 0
 
     @property
     def __name__(self) -> str:
@@ -91,7 +94,22 @@ class Chunked:
         return math.ceil(self.rows / self.chunk)
 
     def __str__(self) -> str:
-        return f"{self.__name__} ({self.count} x {self.chunk} rows)"
+        return f"{self.__name__} ({self.count} x {self.chunk} {self.unit})"
+
+    def beside(self, results: Sequence[tuple[int, torch.dtype]]) -> int:
+        """Bytes that are in use while it runs, beside its operands and results: a chunk's, and sums that are
+        not rounded yet. results: elements and dtype of each."""
+        sums = sum(
+            elements * wide(dtype).itemsize
+            for result, (elements, dtype) in zip(self.results, results, strict=True)
+            if not isinstance(result, Joined) and wide(dtype) != dtype
+        )
+        return self.peak + sums
+
+    @property
+    def size(self) -> str:
+        """ "4 chunks of 2048 rows, 2.10 GB never stored" """
+        return f"{self.count} chunks of {self.chunk} {self.unit}, {self.saved / 1e9:.2f} GB never stored"
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         flat = [
@@ -112,7 +130,7 @@ class Chunked:
         run = self.runs.get(size)
         values = run(arguments) if run is not None else self.bodies[size](*arguments)
         for i, result in enumerate(self.results):
-            totals[i] = _with_chunk(totals[i], result, values)
+            totals[i] = _with_chunk(totals[i], result, values, first, self.rows)
 
 
 def flattened(x: Tensor, rows: Rows) -> Tensor:
@@ -123,9 +141,14 @@ def flattened(x: Tensor, rows: Rows) -> Tensor:
     )
 
 
-def _with_chunk(total: Any, result: Result, values: Sequence[Tensor]) -> Any:
+def _with_chunk(total: Any, result: Result, values: Sequence[Tensor], first: int, rows: int) -> Tensor:
+    """The result so far, with the chunk that begins at row `first` of all `rows`."""
     if isinstance(result, Joined):
-        return [*(total or ()), values[result.source]]
+        value, dim = values[result.source], result.rows.stop - 1
+        if total is None:
+            total = value.new_empty([*value.shape[:dim], rows, *value.shape[dim + 1 :]])
+        total.narrow(dim, first, value.shape[dim]).copy_(value)
+        return total
     if isinstance(result, Added):
         value = values[result.source]
         return value.to(wide(value.dtype)) if total is None else total.add_(value)
@@ -145,7 +168,7 @@ def _product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 def _finished(total: Any, result: Result) -> Tensor:
     if isinstance(result, Joined):
-        return torch.cat(total, dim=result.rows.stop - 1).view(result.shape)
+        return total.view(result.shape)
     return total.to(result.dtype)
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import fx
 
-from fusion_compiler.ir.dag import OpDag, Ref, TensorMeta
+from fusion_compiler.ir.chunks import Chunked
+from fusion_compiler.ir.dag import Op, OpDag, Ref, TensorMeta
 from fusion_compiler.ir.dims import numel
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
@@ -27,12 +28,16 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Step:
-    """A launch of a cluster or a library call. reads, makes: tensors that own memory. bytes: of `makes`."""
+    """A launch of a cluster or a library call.
+
+    reads, makes: tensors that own memory. bytes: of `makes`. beside: further ones, in use while it runs.
+    """
 
     name: str
     reads: tuple[str, ...]
     makes: tuple[str, ...]
     bytes: tuple[int, ...]
+    beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,8 +160,15 @@ def _steps(plan: FusionPlan) -> list[Step]:
         else:
             makes, reads = tuple(_results(dag, name)), op.inputs
         sizes = tuple(_bytes(dag.op(n).outputs) if len(dag.op(n).outputs) == 1 else 0 for n in makes)
-        steps.append(Step(name, tuple(dict.fromkeys(root(dag, i) for i in reads)), makes, sizes))
+        reads = tuple(dict.fromkeys(root(dag, i) for i in reads))
+        steps.append(Step(name, reads, makes, sizes, _beside(op) if name in makes else 0))
     return steps
+
+
+def _beside(op: Op) -> int:
+    if not isinstance(op.target, Chunked):
+        return 0
+    return op.target.beside([(numel(meta.shape), meta.dtype) for meta in op.outputs])
 
 
 def _results(dag: OpDag, name: str) -> list[str]:
@@ -213,7 +225,7 @@ class _Memory:
 
     def run(self, step: Step) -> int:
         """Bytes in use during the step."""
-        during = self.used + sum(step.bytes)
+        during = self.used + sum(step.bytes) + step.beside
         self.used += self.change(step)
         for name in step.reads:
             if name in self.readers:

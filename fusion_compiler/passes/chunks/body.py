@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
+from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.chunks import Added, Chunked, Joined, Multiplied, Result, Rows, flattened, wide
 from fusion_compiler.passes.chunks.region import Region
 from fusion_compiler.passes.chunks.rows import Over, factors, shape
@@ -29,7 +27,13 @@ _SIZES: dict[Any, int] = {
 
 
 def chunked(
-    region: Region, name: str, rows: int, chunk: int, saved: int, exact: frozenset[fx.Node] = frozenset()
+    region: Region,
+    name: str,
+    rows: int,
+    chunk: int,
+    saved: int,
+    exact: frozenset[fx.Node] = frozenset(),
+    unit: str = "rows",
 ) -> Chunked:
     """The loop over a region's rows, `chunk` at a time; its inputs are those of the region, in order.
 
@@ -39,7 +43,7 @@ def chunked(
     bodies = {size: _Body(region, size, exact) for size in sorted(sizes, reverse=True)}
     results = next(iter(bodies.values())).results
     modules = {size: body.module for size, body in bodies.items()}
-    return Chunked(name, rows, chunk, tuple(region.inputs.values()), results, modules, saved)
+    return Chunked(name, rows, chunk, tuple(region.inputs.values()), results, modules, saved, unit)
 
 
 class _Body:
@@ -112,13 +116,6 @@ class _Body:
 
     def _returns(self, node: fx.Node) -> int:
         return self.returned.setdefault(node, len(self.returned))
-
-
-def fake_mode(values: Sequence[Any]) -> AbstractContextManager[Any]:
-    """In which FakeTensors of the same trace as `values` are made; another mode may be active around it, as
-    backward is compiled when it first runs."""
-    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
-    return next(modes, contextlib.nullcontext())
 
 
 def examples(body: fx.GraphModule) -> Sequence[Any]:

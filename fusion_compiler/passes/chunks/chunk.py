@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
-from fusion_compiler.passes.chunks.body import chunked, fake_mode
+from fusion_compiler.passes.chunks.body import chunked
 from fusion_compiler.passes.chunks.linear import linear
 from fusion_compiler.passes.chunks.region import (
     OF_A_MATRIX,
@@ -53,18 +54,26 @@ class Limits:
     else the sums of the weight's gradient, 8 bytes read and written a chunk for each 2 of a weight, move too
     much. rows: of a chunk, about. A product over `rows` rows takes 2 * rows operations for each number that
     it adds to, 8 bytes read and written: 2048 rows are 512 operations a byte, twice what an H200 does while
-    it moves one.
+    it moves one. columns: of a chunk of the logits' columns, about: what is then summed over the chunks is as
+    wide as the hidden states. alignment: columns of a chunk are a multiple, as products over others are slow.
     """
 
     bytes: int = 256 << 20
     width: int = 6
     rows: int = 2048
+    columns: int = 16384
+    alignment: int = 64
 
     def chunk(self, rows: int) -> int:
         """Rows of a chunk: equal chunks where the rows can be cut into such, else the last is smaller."""
         least = math.ceil(rows / self.rows)
         equal = (n for n in range(least, 2 * least) if rows % n == 0)
         return math.ceil(rows / next(equal, least))
+
+    def slice(self, columns: int) -> int:
+        """Columns of a chunk; the last one has what is left."""
+        each = math.ceil(columns / math.ceil(columns / self.columns))
+        return math.ceil(each / self.alignment) * self.alignment
 
 
 LIMITS = Limits()
@@ -122,10 +131,13 @@ class Rewriter:
     """One region of a graph and what takes its place.
 
     made: what is read in place of a node: results of a loop, and copies for a gradient of one.
+    columns: what is called rows are the logits' columns.
     """
 
-    def __init__(self, graph: fx.Graph, logits: fx.Node, where: Rows = OF_A_MATRIX) -> None:
-        self.graph, self.logits = graph, logits
+    def __init__(
+        self, graph: fx.Graph, logits: fx.Node, where: Rows = OF_A_MATRIX, *, columns: bool = False
+    ) -> None:
+        self.graph, self.logits, self.columns = graph, logits, columns
         self.made: dict[fx.Node, fx.Node] = {}
         self.survey = Survey(graph, (logits,), where)
 
@@ -167,8 +179,7 @@ class Rewriter:
 
     def _told(self, loop: Chunked, how: str) -> str:
         names = ", ".join(n.name for n in self.survey.logits)
-        size = f"{loop.count} chunks of {loop.chunk} rows, {loop.saved / 1e9:.2f} GB never stored"
-        return f"{names} {shape(self.logits)} in {size}{how}"
+        return f"{names} {shape(self.logits)} in {loop.size}{how}"
 
     def _factor(self, backward: Sequence[fx.Node]) -> fx.Node:
         """The scalar to which all gradients that leave the region are proportional."""
@@ -216,10 +227,14 @@ class Rewriter:
             if not node.meta["val"].is_contiguous():
                 raise RefusedError(f"{node.name} is not contiguous")
         survey = self.survey
-        wide = (n.meta["val"] for n in survey.known if survey.is_wide(n) and n not in survey.backward)
+        wide = [n.meta["val"] for n in survey.known if survey.is_wide(n) and n not in survey.backward]
+        if self.logits.op == "placeholder":  # of a gradient what products read
+            read = (n for end in survey.ends for n in end.all_input_nodes if n in survey.known)
+            wide = [n.meta["val"] for n in read if survey.is_wide(n)]
         saved = max(value.numel() * value.dtype.itemsize for value in wide)
-        size = LIMITS.chunk(survey.rows)
-        return region, chunked(region, self.logits.name, survey.rows, size, saved, exact)
+        size = LIMITS.slice(survey.rows) if self.columns else LIMITS.chunk(survey.rows)
+        unit = "columns" if self.columns else "rows"
+        return region, chunked(region, self.logits.name, survey.rows, size, saved, exact, unit)
 
     def replace(self, region: Region, loop: Chunked, factor: fx.Node | None = None) -> None:
         """Let a loop's results take the place of the region's; the gradients among them times `factor`."""

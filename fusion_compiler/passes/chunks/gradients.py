@@ -4,6 +4,9 @@
     dx = mm(g, w)                                ->    dx, dw = chunked(logits, labels, gradient, w, x)
     dw = mm(g.T, x)
 
+Chunks are of columns where they can be: what the loss needs of a whole row is saved, each chunk then makes
+its rows of dw, and only dx, as narrow as the hidden states, is summed over them.
+
 Where logits are returned beside their loss they have to be stored, and their gradient, as large, is at the
 peak of a training step. Only products and sums over the rows read it, so that it is never needed whole. It is
 the same region as of a loss (`region.py`), which begins at the stored logits. A pass over a backward graph,
@@ -18,18 +21,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.ir.chunks import Rows
+from fusion_compiler.ir.chunks import Chunked, Rows, wide
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
 from fusion_compiler.passes.chunks import chunk
+from fusion_compiler.passes.chunks.one_hot import sum_one_hot
 from fusion_compiler.passes.chunks.region import AnotherError, RefusedError, dependents
-from fusion_compiler.passes.chunks.rows import PRODUCTS, factors, shape
+from fusion_compiler.passes.chunks.rows import PRODUCTS, Over, factors, shape
 
 RULE = "chunked gradient"
+ALIGNED = 8  # columns: products over others are slow
 
 
 def chunk_gradients(graph: fx.Graph) -> Notes:
     """Cut into chunks, in place, the gradients of all large logits that a backward graph is given."""
     notes: list[RewriteNote] = []
+    sum_one_hot(graph)
     for node in large_logits(graph):
         try:
             notes += _chunk(graph, node)
@@ -75,14 +81,40 @@ def _narrowest(graph: fx.Graph, logits: fx.Node) -> int | None:
 
 
 def _chunk(graph: fx.Graph, logits: fx.Node) -> Notes:
-    rewriter = chunk.Rewriter(graph, logits, Rows(0, len(shape(logits)) - 1))
-    survey = rewriter.survey
+    rank = len(shape(logits))
+    told = f"the gradient of {logits.name} {shape(logits)} in "
+    try:
+        if shape(logits)[-1] % ALIGNED:
+            raise RefusedError(f"{shape(logits)[-1]} is no multiple of {ALIGNED}")
+        found = _cut(chunk.Rewriter(graph, logits, Rows(rank - 1, rank), columns=True))
+        how = ""
+    except (RefusedError, AnotherError) as reason:
+        how = f"; not of columns: {reason}"
+        try:
+            found = _cut(chunk.Rewriter(graph, logits, Rows(0, rank - 1)))
+        except (RefusedError, AnotherError) as other:
+            raise RefusedError(f"{other}{how}") from other
+    return (RewriteNote(RULE, logits.name, True, f"{told}{found.size}{how}"),) if found is not None else ()
+
+
+def _cut(rewriter: chunk.Rewriter) -> Chunked | None:
+    """Put a loop in the gradient's place; None where nothing as large is made. Raises RefusedError and
+    AnotherError, with the graph as it was."""
+    survey, logits = rewriter.survey, rewriter.logits
     if not any(survey.is_wide(n) for n in survey.known if n is not logits):
-        return ()
+        return None
     region, loop = rewriter.looped(survey.region(survey.frontier))
     stored = [n.name for n in region.inputs if n.op != "placeholder" and survey.is_wide(n)]
     if stored:  # the gradient of a hidden layer: another of its size is there anyway
         raise RefusedError(f"{stored[0]}, as large, is stored")
+    sums = sum(_wide_bytes(n) for n in region.exits if isinstance(region.nodes[n], Over))
+    if 3 * (sums + loop.saved // loop.count) > 2 * loop.saved:
+        raise RefusedError(f"sums over its chunks would take {sums / 1e9:.2f} of {loop.saved / 1e9:.2f} GB")
     rewriter.replace(region, loop)
-    size = f"{loop.count} chunks of {loop.chunk} rows, {loop.saved / 1e9:.2f} GB never stored"
-    return (RewriteNote(RULE, logits.name, True, f"the gradient of {logits.name} {shape(logits)} in {size}"),)
+    return loop
+
+
+def _wide_bytes(node: fx.Node) -> int:
+    """Of a sum over chunks, which is kept in float32."""
+    value = node.meta["val"]
+    return value.numel() * wide(value.dtype).itemsize

@@ -44,21 +44,21 @@ def _is_linear(node: fx.Node, reads: Mapping[fx.Node, bool]) -> bool:
         value = node.meta["val"]
         return value.is_floating_point()
     if target in _SUMS:
-        return len(operands) == 2 and all(_is_zero(n) or n in reads for n in operands)
+        return len(operands) == 2 and all(is_zero(n) or n in reads for n in operands)
     if target in _TIMES:
         return sum(n in reads for n in operands) == 1
     if target in _QUOTIENTS:
         return node.args[0] in reads and node.args[1] not in reads and not node.kwargs
     if target is aten.where.self:
-        return node.args[0] not in reads and all(_is_zero(a) or a in reads for a in node.args[1:])
+        return node.args[0] not in reads and all(is_zero(a) or a in reads for a in node.args[1:])
     if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        return node.args[1] not in reads and _is_zero(node.args[2])
+        return node.args[1] not in reads and is_zero(node.args[2])
     if target in (aten.scatter.src, aten.scatter_add.default):
         base, _, index, source = node.args
-        return index not in reads and source in reads and (base in reads or _is_zero(base))
+        return index not in reads and source in reads and (base in reads or is_zero(base))
     spec = spec_of(target)
     if target is aten.constant_pad_nd.default:
-        return len(node.args) < 3 or _is_zero(node.args[2])
+        return len(node.args) < 3 or is_zero(node.args[2])
     moves = (Kind.LAYOUT,)
     return spec is not None and spec.kind in moves and len(operands) == 1 and not _puts_together(node)
 
@@ -72,10 +72,12 @@ def _puts_together(node: fx.Node) -> bool:
     )
 
 
-def _is_zero(value: Any) -> bool:
+def is_zero(value: Any) -> bool:
     """A number, or a tensor that is made of one, that is zero."""
     if isinstance(value, fx.Node):
         if value.target in (aten.expand.default, aten.zeros_like.default):
-            return value.target is aten.zeros_like.default or _is_zero(value.args[0])
-        return value.target in (aten.full.default, aten.full_like.default) and _is_zero(value.args[1])
+            return value.target is aten.zeros_like.default or is_zero(value.args[0])
+        if value.target is aten.scalar_tensor.default:
+            return is_zero(value.args[0])
+        return value.target in (aten.full.default, aten.full_like.default) and is_zero(value.args[1])
     return isinstance(value, int | float) and value == 0

@@ -26,7 +26,8 @@ def library_call(op: Op) -> str | None:
     if target is seed:
         return "draws the seed from PyTorch's generator, once a graph"
     if isinstance(target, Chunked):
-        return f"runs a graph of its own, {target.count} times for {target.chunk} of {target.rows} rows"
+        times = f"{target.count} times for {target.chunk} of {target.rows} {target.unit}"
+        return f"runs a graph of its own, {times}"
     if isinstance(target, HigherOrderOperator):
         return "a kernel of the model's own" if target.name().startswith("triton_kernel_wrapper") else None
     if not isinstance(target, OpOverload):

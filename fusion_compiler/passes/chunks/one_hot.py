@@ -1,0 +1,83 @@
+"""The sum of a row that has one element other than zero is that element.
+
+    sum(where(arange(n) == label, x, 0), dim, keepdim=True)    ->    where(0 <= label < n, x, 0)
+
+A loss's gradient begins with such rows, as large as the logits. Where a sum over them is needed before any of
+its elements, they would be made twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import arguments, emit
+from fusion_compiler.passes.chunks.linear import is_zero
+from fusion_compiler.passes.chunks.rows import shape
+
+aten = torch.ops.aten
+_VIEWS = {
+    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.alias.default, aten.clone.default,
+}  # fmt: skip
+
+
+def sum_one_hot(graph: fx.Graph) -> None:
+    """Replace, in place, sums over the classes of rows that are compared with labels."""
+    for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        named = arguments(node)
+        chosen, dims = named["self"], named["dim"]
+        if chosen.target is not aten.where.self or named["dtype"] is not None or len(dims or ()) != 1:
+            continue
+        dim = dims[0] % len(shape(chosen))
+        label, value = _label(chosen, dim), chosen.args[1]
+        if label is None or not isinstance(value, fx.Node) or not is_zero(chosen.args[2]):
+            continue
+        with graph.inserting_before(node):
+            made = _chosen(node, label, value, shape(chosen)[dim])
+            if not named["keepdim"]:
+                made = emit(node, aten.squeeze.dim, made, dim)
+        if shape(made) != shape(node) or made.meta["val"].dtype != node.meta["val"].dtype:
+            continue  # some rows are the same: the sum is of the wider
+        node.replace_all_uses_with(made)
+    graph.eliminate_dead_code()
+
+
+def _chosen(node: fx.Node, label: fx.Node, value: fx.Node, classes: int) -> fx.Node:
+    above = emit(node, aten.ge.Scalar, label, 0)
+    known = emit(node, aten.logical_and.default, above, emit(node, aten.lt.Scalar, label, classes))
+    return emit(node, aten.where.ScalarOther, known, value, 0)
+
+
+def _label(chosen: fx.Node, dim: int) -> fx.Node | None:
+    """What 0, 1, ... along a dimension is compared with in where(0, 1, ... == label, value, 0), where neither
+    label nor value differ along it."""
+    compared, value = chosen.args[:2]
+    if not isinstance(compared, fx.Node) or compared.target is not aten.eq.Tensor:
+        return None
+    rank, size = len(shape(chosen)), shape(chosen)[dim]
+    sides: list[Any] = list(compared.args)
+    for i, side in enumerate(sides):
+        other = sides[1 - i]
+        if _counts(side, dim - rank, size) and _is_same(other, dim - rank) and _is_same(value, dim - rank):
+            return other
+    return None
+
+
+def _counts(node: Any, dim: int, size: int) -> bool:
+    """Whether a tensor is 0, 1, ..., size - 1 along a dimension, counted from the last, and has no other."""
+    sizes = shape(node)
+    if len(sizes) < -dim or sizes[dim] != size or torch.Size(sizes).numel() != size:
+        return False
+    while node.target in _VIEWS:
+        node = node.args[0]
+    if node.target is aten.arange.default:
+        return node.args == (size,)
+    iota = node.target is torch.ops.prims.iota.default
+    return iota and (node.kwargs["start"], node.kwargs["step"]) == (0, 1)
+
+
+def _is_same(node: Any, dim: int) -> bool:
+    sizes = shape(node) if isinstance(node, fx.Node) else ()
+    return len(sizes) < -dim or sizes[dim] == 1
