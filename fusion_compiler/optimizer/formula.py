@@ -41,6 +41,7 @@ aten = torch.ops.aten
 PARAM, GRAD = "param", "grad"
 # Which of PyTorch's own implementations runs, not what it computes.
 FLAGS = ("foreach", "fused", "capturable", "differentiable")
+OF_PYTORCH = ("_opt_called", "_step_count", "_zero_grad_profile_name", "_step_supports_amp_scaling")
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 Path = tuple[Any, ...]  # of a hyper-parameter in its group: ("betas", 0)
@@ -56,7 +57,8 @@ class Structure:
 
     states: names of the parameter's state tensors, all of its shape. counters: names and dtypes of its state
     tensors of one number. floats: the hyper-parameters that are numbers of any value. constants: the others.
-    dtype: what is computed in. shape: of the parameter, where the step may look at it.
+    dtype: what is computed in. shape, attributes: of the parameter and of the optimizer, where the step may
+    look at them.
     """
 
     states: tuple[str, ...]
@@ -65,6 +67,7 @@ class Structure:
     constants: tuple[tuple[Path, Any], ...]
     dtype: torch.dtype
     shape: tuple[int, ...] = (64,)
+    attributes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -96,6 +99,12 @@ def own_step(optimizer: Optimizer) -> Callable[[Any], Any]:
     """The step of the optimizer's class, without the hooks that PyTorch puts around it."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def attributes_of(optimizer: Optimizer) -> tuple[tuple[str, Any], ...]:
+    """What an optimizer of a user's own keeps in itself: numbers, flags and names."""
+    plain = ((n, v) for n, v in optimizer.__dict__.items() if isinstance(v, bool | int | float | str | None))
+    return tuple((name, value) for name, value in plain if name not in OF_PYTORCH)
 
 
 def floats_of(

@@ -8,6 +8,7 @@ on is read from it (`formula.py`). Whatever no kernel can update takes the class
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -32,6 +33,7 @@ from fusion_compiler.optimizer.formula import (
     Path,
     Refused,
     Structure,
+    attributes_of,
     floats_of,
     own_step,
     trace,
@@ -47,21 +49,53 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Numbers:
-    """A group's hyper-parameters as they are now."""
+    """A group's hyper-parameters as they are now: the values of the floats, at `paths`, and the others."""
 
-    floats: tuple[tuple[Path, float], ...]
+    values: tuple[float, ...]
+    paths: tuple[Path, ...]
     constants: tuple[tuple[Path, Any], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ready:
-    """A parameter that a kernel updates: what is traced for it, its tensors and its counters."""
+    """A parameter that a kernel updates: what is traced for it, its tensors and its counters.
+
+    kind: what is the same for all parameters of one launch but the numbers. state: its state's tensors, in
+    the order of the state. like: what of the parameter and its gradient has to be the same at the next step.
+    """
+
+    kind: Kind
+    tensors: tuple[Tensor, ...]  # of the parameter and its state; gradients come and go
+    counters: tuple[Tensor, ...]
+    elements: int
+    state: tuple[Tensor, ...]
+    paths: tuple[Path, ...]
+    constants: tuple[tuple[Path, Any], ...]
+    like: tuple[Any, ...]
+
+    def item(self) -> Item:
+        param, *states = self.tensors
+        grad = param.grad
+        assert grad is not None
+        return Item((param, grad, *states), self.elements)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """structure: what is traced. dtypes: of the tensors. device: of all of them."""
 
     structure: Structure
-    item: Item
-    counters: tuple[Tensor, ...]
     dtypes: tuple[torch.dtype, ...]
-    aligned: bool
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What updates some parameters, the formula's numbers and the counters' new values."""
+
+    multi: MultiTensor
+    numbers: tuple[float, ...]
+    counts: tuple[float, ...]
 
 
 class FusedOptimizer:
@@ -86,7 +120,9 @@ class FusedOptimizer:
         self.own: dict[str, str] = {}
         self._gpus = gpus
         self._warned = WarnOnce(strict)
-        self._begun: set[int] = set()
+        self._without_state: set[int] = set()  # parameters that have taken a step and have no state
+        self._ready_ones: dict[int, Ready] = {}
+        self._kinds: dict[Kind, Kind] = {}
         self._formulas: dict[Structure, list[Formula]] = {}
         self._refused: dict[Structure, str] = {}
         self._alike: dict[tuple[Structure, str], Formula] = {}
@@ -101,7 +137,8 @@ class FusedOptimizer:
 
     def __str__(self) -> str:
         kind = type(self.optimizer).__name__
-        lines = [f"{kind}: {len(self._multi)} kernels for {len(self._begun)} parameters"]
+        count = len(self._ready_ones)
+        lines = [f"{kind}: {len(self._multi)} kernels for {count} parameters"]
         lines += [f"  {multi}" for multi in self._multi.values()]
         lines += [f"  {name}: {kind}'s own step: {why}" for name, why in self.own.items()]
         return "\n".join(lines)
@@ -119,7 +156,7 @@ class FusedOptimizer:
             self.refuse("it needs a closure", "train it without fuse_optimizer:")
         if isinstance(getattr(optimizer.step, "fused_by", None), FusedOptimizer):
             self.refuse("it is fused already", "call remove() of what fuse_optimizer returned first, or")
-        hooked: Any = Optimizer.profile_hook_step(self._step)
+        hooked: Any = Optimizer.profile_hook_step(torch.compiler.disable(self._step))
         hooked.fused_by = self
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             hooked._wrapped_by_lr_sched = True
@@ -153,32 +190,33 @@ class FusedOptimizer:
         chosen = [(group, param) for group, param in chosen if param.grad is not None]
         for _, param in chosen:
             self._check(param)
-        found = {id(group): _numbers_of(group) for group, _ in chosen}
+        found = {id(group): group for group, _ in chosen}
+        numbers = {key: _numbers_of(group) for key, group in found.items()}
         own: list[Tensor] = []
-        batches: dict[tuple[Any, ...], list[Ready]] = {}
-        launches: dict[tuple[Any, ...], tuple[MultiTensor, tuple[float, ...], tuple[float, ...]]] = {}
+        launches: dict[tuple[Any, ...], Launch] = {}
+        batches: dict[tuple[Any, ...], list[tuple[Ready, Item]]] = {}
         for group, param in chosen:
             try:
-                numbers = found[id(group)]
-                if isinstance(numbers, str):
-                    raise Refused(numbers)
-                ready = self._ready(param, numbers)
-                values = (*(v for _, v in numbers.floats), *(c.item() for c in ready.counters))
-                key = (ready.structure, ready.dtypes, param.device, ready.aligned, values)
+                now = numbers[id(group)]
+                if isinstance(now, Refused):
+                    raise now
+                ready = self._ready(param, now)
+                item = ready.item()
+                values = (*now.values, *(counter.item() for counter in ready.counters))
+                key = (id(ready.kind), item.aligned, values)
                 if key not in launches:
-                    launches[key] = self._prepared(group, ready, param.device, values)
-                batches.setdefault(key, []).append(ready)
+                    launches[key] = self._prepared(group, ready.kind, item.aligned, values)
+                batches.setdefault(key, []).append((ready, item))
             except _First:
                 own.append(param)
             except (Refused, FusionError) as error:
                 self._fall_back(param, error)
                 own.append(param)
         self._take_own_step(own)
-        for key, items in batches.items():
-            multi, numbers, counts = launches[key]
-            multi.run([ready.item for ready in items], numbers)
-            for ready in items:
-                for counter, value in zip(ready.counters, counts, strict=True):
+        for key, pairs in batches.items():
+            launches[key].multi.run([item for _, item in pairs], launches[key].numbers)
+            for ready, _ in pairs:
+                for counter, value in zip(ready.counters, launches[key].counts, strict=True):
                     counter.fill_(value)
 
     def _check(self, param: Tensor) -> None:
@@ -199,6 +237,7 @@ class FusedOptimizer:
         """A parameter takes the class's own step from now on, which is said once for each reason."""
         kind, reason = type(self.optimizer).__name__, str(error)
         name = self.name_of(param)
+        self._ready_ones.pop(id(param), None)
         if self.own.get(name) == reason:
             return
         self.own[name] = reason
@@ -220,11 +259,23 @@ class FusedOptimizer:
     def _ready(self, param: Tensor, numbers: Numbers) -> Ready:
         """Raises _First where the step is the parameter's first, and Refused where no kernel updates it."""
         state = self.optimizer.state.get(param) or {}
-        if id(param) not in self._begun:
-            self._begun.add(id(param))
-            if not state:
-                raise _First
+        self._check_begun(param, bool(state))
         self.backend_for(param.device)
+        known = self._ready_ones.get(id(param))
+        if known is None or not _fits(known, param, state, numbers):
+            known = self._ready_ones[id(param)] = self._made_ready(param, state, numbers)
+            self.own.pop(self.name_of(param), None)
+        return known
+
+    def _check_begun(self, param: Tensor, has_state: bool) -> None:
+        """Raises _First unless the parameter has a state, or has taken a step that left none."""
+        if has_state:
+            self._without_state.discard(id(param))
+        elif id(param) not in self._without_state:
+            self._without_state.add(id(param))
+            raise _First
+
+    def _made_ready(self, param: Tensor, state: dict[str, Any], numbers: Numbers) -> Ready:
         assert param.grad is not None
         states, counters = _sorted_state(param, state)
         tensors = (param, param.grad, *states.values())
@@ -233,33 +284,41 @@ class FusedOptimizer:
         structure = Structure(
             tuple(states),
             tuple((name, counter.dtype) for name, counter in counters.items()),
-            tuple(path for path, _ in numbers.floats),
+            numbers.paths,
             numbers.constants,
             torch.float64 if torch.float64 in dtypes else torch.float32,
         )
-        if not type(self.optimizer).__module__.startswith("torch.optim."):  # another's may look at it
-            structure = replace(structure, shape=tuple(param.shape))
-        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        return Ready(structure, Item(tensors, param.numel()), tuple(counters.values()), dtypes, aligned)
+        if not type(self.optimizer).__module__.startswith("torch.optim."):  # another's may look at these
+            structure = replace(structure, shape=tuple(param.shape), attributes=attributes_of(self.optimizer))
+        kind = Kind(structure, dtypes, param.device)
+        return Ready(
+            self._kinds.setdefault(kind, kind),
+            (param, *states.values()),
+            tuple(counters.values()),
+            param.numel(),
+            tuple(state.values()),
+            numbers.paths,
+            numbers.constants,
+            _likeness(param, state),
+        )
 
     def _prepared(
-        self, group: Mapping[str, Any], ready: Ready, device: torch.device, values: tuple[float, ...]
-    ) -> tuple[MultiTensor, tuple[float, ...], tuple[float, ...]]:
-        """(what updates such a parameter, the formula's numbers, the counters' new values)."""
-        formula = self._formula(group, ready.structure, values)
-        key = (formula, ready.dtypes, device, ready.aligned)
+        self, group: Mapping[str, Any], kind: Kind, aligned: bool, values: tuple[float, ...]
+    ) -> Launch:
+        formula = self._formula(group, kind.structure, values)
+        key = (formula, kind.dtypes, kind.device, aligned)
         if key in self._failed:
             raise self._failed[key]
         if key not in self._multi:
-            backend, name = self.backend_for(device), type(self.optimizer).__name__.lower()
+            backend, name = self.backend_for(kind.device), type(self.optimizer).__name__.lower()
             try:
                 self._multi[key] = MultiTensor(
-                    formula, ready.dtypes, device, backend, name, ready.aligned, self._gpus
+                    formula, kind.dtypes, kind.device, backend, name, aligned, self._gpus
                 )
             except (Refused, FusionError) as error:
                 self._failed[key] = error
                 raise
-        return self._multi[key], *formula.numbers(*values)
+        return Launch(self._multi[key], *formula.numbers(*values))
 
     def _formula(self, group: Mapping[str, Any], structure: Structure, values: tuple[float, ...]) -> Formula:
         if structure in self._refused:
@@ -275,7 +334,8 @@ class FusedOptimizer:
                     "hands to math.sqrt or the like is fixed in the kernel: x ** 0.5 is not"
                 )
             made = trace(self.optimizer, group, structure, values)
-            known.append(self._alike.setdefault((replace(structure, shape=()), made.text), made))
+            alike = replace(structure, shape=(), attributes=())
+            known.append(self._alike.setdefault((alike, made.text), made))
         except Refused as error:
             self._refused[structure] = str(error)
             raise
@@ -305,19 +365,38 @@ class _First(Exception):
     """A parameter's first step."""
 
 
-def _numbers_of(group: Mapping[str, Any]) -> Numbers | str:
+def _numbers_of(group: Mapping[str, Any]) -> Numbers | Refused:
     """A group's hyper-parameters, or why no kernel takes them."""
     for flag in ("capturable", "differentiable"):
         if group.get(flag):
-            return f"{flag}=True: numbers are computed on the host"
+            return Refused(f"{flag}=True: numbers are computed on the host")
     try:
-        numbers = Numbers(*floats_of(group))
-        hash(numbers)
+        floats, constants = floats_of(group)
+        hash(constants)
     except Refused as error:
-        return str(error)
+        return error
     except TypeError as error:
-        return f"a hyper-parameter is no number: {error}"
-    return numbers
+        return Refused(f"a hyper-parameter is no number: {error}")
+    return Numbers(tuple(v for _, v in floats), tuple(p for p, _ in floats), constants)
+
+
+def _fits(known: Ready, param: Tensor, state: Mapping[str, Any], numbers: Numbers) -> bool:
+    """Whether nothing has changed since a parameter was made ready but values."""
+    return (
+        len(state) == len(known.state)
+        and all(map(operator.is_, state.values(), known.state))
+        and known.paths == numbers.paths
+        and known.constants == numbers.constants
+        and known.like == _likeness(param, state)
+        and not known.kind.structure.attributes
+    )
+
+
+def _likeness(param: Tensor, state: Mapping[str, Any]) -> tuple[Any, ...]:
+    grad = param.grad
+    assert grad is not None
+    dtypes = (value.dtype for value in state.values() if isinstance(value, Tensor))
+    return (param.dtype, param.device, param.stride(), type(grad), grad.dtype, grad.stride(), *dtypes)
 
 
 def _sorted_state(param: Tensor, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

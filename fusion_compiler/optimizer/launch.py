@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -30,9 +32,14 @@ class Item:
     tensors: tuple[Tensor, ...]
     elements: int
 
-    @property
+    @cached_property
     def places(self) -> tuple[int, ...]:
         return (*(tensor.data_ptr() for tensor in self.tensors), self.elements)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every tensor begins at a multiple of 16 bytes."""
+        return not functools.reduce(operator.or_, self.places[:-1]) & 15
 
 
 @functools.lru_cache(maxsize=256)
