@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from fusion_compiler.errors import (
     FusionError,
-    NotAnOptimizerError,
     OptimizerStepError,
     WarnOnce,
 )
@@ -98,6 +97,27 @@ class Launch:
     counts: tuple[float, ...]
 
 
+class Timing(Protocol):
+    """When parameters are updated. step: what is done when the optimizer's is called."""
+
+    def step(self) -> None: ...
+    def remove(self) -> None: ...
+
+
+class AtStep:
+    """All of them when `step` is called, as PyTorch does."""
+
+    def __init__(self, fused: FusedOptimizer) -> None:
+        self.fused = fused
+
+    def step(self) -> None:
+        groups: list[dict[str, Any]] = self.fused.optimizer.param_groups
+        self.fused.update((group, param) for group in groups for param in group["params"])
+
+    def remove(self) -> None:
+        pass
+
+
 class FusedOptimizer:
     """What became of an optimizer: prints as its kernels, and which parameters take the class's own step, and
     why.
@@ -118,6 +138,7 @@ class FusedOptimizer:
         self.optimizer, self.names, self.strict = optimizer, names, strict
         self.backend: Literal["auto", "interpret", "eager"] = backend
         self.own: dict[str, str] = {}
+        self.timing: Timing = AtStep(self)
         self._gpus = gpus
         self._warned = WarnOnce(strict)
         self._without_state: set[int] = set()  # parameters that have taken a step and have no state
@@ -162,10 +183,13 @@ class FusedOptimizer:
             hooked._wrapped_by_lr_sched = True
         self._before = {name: own[name] for name in REPLACED if name in own}
         optimizer.step = MethodType(hooked, optimizer)
+        self._loading = optimizer.register_load_state_dict_pre_hook(lambda *_: self._ready_ones.clear())
         own["_step_supports_amp_scaling"] = False  # a GradScaler then unscales gradients before the step
 
     def remove(self) -> None:
         """Gives the optimizer its own step back."""
+        self.timing.remove()
+        self._loading.remove()
         for name in REPLACED:
             self.optimizer.__dict__.pop(name, None)
         self.optimizer.__dict__.update(self._before)
@@ -176,7 +200,7 @@ class FusedOptimizer:
                 "a closure is given, which computes gradients again", "call loss.backward() before step(), or"
             )
         optimizer._opt_called = True  # which learning-rate schedulers ask for
-        self.update((group, param) for group in optimizer.param_groups for param in group["params"])
+        self.timing.step()
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -434,39 +458,3 @@ def _check_layout(param: Tensor, names: Sequence[str], tensors: Sequence[Tensor]
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.stride() != param.stride():
             raise Refused(f"its {name} has the strides {tensor.stride()}, it has {param.stride()}")
-
-
-def fuse_optimizer(
-    model: nn.Module,
-    optimizer: Any,
-    *,
-    backend: Literal["auto", "interpret", "eager"] = "auto",
-    strict: bool = False,
-) -> FusedOptimizer:
-    """Makes `optimizer.step()` one launch of a generated kernel for all parameters, whatever their sizes.
-
-    model: names its parameters in what is said of them. Compiled or not.
-    optimizer: any of an element-wise step: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, NAdam, RAdam and
-        Adamax of torch.optim, or a class of the user's own (Lion). It stays the user's: groups, state under
-        torch's names, `state_dict`, `load_state_dict`, hooks and schedulers are what they were, and a
-        checkpoint of either kind goes on as the other. `foreach`, `fused` change nothing.
-    backend: "auto" (Triton on GPUs, the class's own step for parameters on a CPU), "interpret" (Triton's
-        interpreter, on CPU tensors), "eager" (the traced step by ATen's operators, anywhere).
-    strict: raise where a parameter would otherwise take the class's own step.
-
-    There is one kernel for each way that the step goes and each combination of dtypes, and a launch for each
-    distinct set of numbers: the learning rate and all else that changes are its arguments. Tensors of 16 bits
-    are computed with in float32 and rounded once. A parameter's first step is the class's own, as it makes
-    the state.
-
-    Returns what prints as the kernels and the parameters that none updates, with the reason; its `remove()`
-    undoes it. Raises NotAnOptimizerError, and OptimizerStepError for an optimizer that needs a closure
-    (LBFGS) or is fused already; `optimizer.step()` raises OptimizerStepError for a closure and for gradients
-    that are sparse or complex.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise NotAnOptimizerError(got=type(optimizer).__name__)
-    names = {id(param): name for name, param in model.named_parameters()}
-    fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict)
-    fused.install()
-    return fused

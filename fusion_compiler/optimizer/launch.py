@@ -22,7 +22,7 @@ from fusion_compiler.runtime.launch import find_gpu
 from fusion_compiler.runtime.target import argument_type, build_of
 
 Backend = Literal["triton", "interpret", "eager"]
-MOST_PLACES = 8  # tables of addresses that are kept: gradients come back to the same few
+MOST_PLACES = 64  # tables of addresses that are kept: gradients come back to the same few
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Item:
         return not functools.reduce(operator.or_, self.places[:-1]) & 15
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _blocks(elements: tuple[int, ...], device: torch.device) -> Tensor:
     """Rows (parameter, block), int32, of all blocks of parameters with so many elements."""
     counts = torch.tensor([-(-count // BLOCK) for count in elements])
