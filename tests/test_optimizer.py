@@ -381,6 +381,21 @@ def test_a_step_that_looks_at_the_shape_is_traced_for_each() -> None:
     assert len(fused.kernels) == 2
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 1), (0, 2), (2, 3, 4)])
+def test_the_own_optimizer_of_a_parameter_of_any_shape(shape: tuple[int, ...]) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape))])
+    eager, _ = copies(model)
+    one, other = OPTIMIZERS["lion"](model), OPTIMIZERS["lion"](eager)
+    fc.fuse_optimizer(model, one, backend="interpret", strict=True)
+    for _ in range(3):
+        grads = [torch.randn(shape)]
+        for each, optimizer in ((model, one), (eager, other)):
+            give(each, grads)
+            optimizer.step()
+    for name, value in values(model, one).items():
+        torch.testing.assert_close(value, values(eager, other)[name], rtol=1e-6, atol=1e-7)
+
+
 def test_a_number_that_is_fixed_is_never_out_of_date() -> None:
     model = nn.Linear(4, 3)
     eager, _ = copies(model)

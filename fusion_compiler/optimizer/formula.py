@@ -39,6 +39,7 @@ from fusion_compiler.ir.ops import Kind, spec_of
 
 aten = torch.ops.aten
 PARAM, GRAD = "param", "grad"
+SHAPE = (64,)  # of a parameter of any shape
 # Which of PyTorch's own implementations runs, not what it computes.
 FLAGS = ("foreach", "fused", "capturable", "differentiable")
 OF_PYTORCH = ("_opt_called", "_step_count", "_zero_grad_profile_name", "_step_supports_amp_scaling")
@@ -66,12 +67,18 @@ class Structure:
     floats: tuple[Path, ...]
     constants: tuple[tuple[Path, Any], ...]
     dtype: torch.dtype
-    shape: tuple[int, ...] = (64,)
+    shape: tuple[int, ...] = SHAPE
     attributes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def tensors(self) -> tuple[str, ...]:
         return (PARAM, GRAD, *self.states)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the floats and the counters: "lr", "betas[0]", "step"."""
+        floats = (path[0] + "".join(f"[{step}]" for step in path[1:]) for path in self.floats)
+        return (*floats, *(name for name, _ in self.counters))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +95,7 @@ class Formula:
     structure: Structure
     body: fx.GraphModule
     updated: tuple[int, ...]
-    count: int
+    meanings: tuple[str, ...]
     numbers: Callable[..., tuple[tuple[float, ...], tuple[float, ...]]]
     holds: Callable[..., bool]
     guards: tuple[str, ...]
@@ -164,11 +171,11 @@ def trace(
         lines = str(error).strip().splitlines() or [""]
         raise Refused(f"its step cannot be traced: {type(error).__name__}: {lines[0]}") from error
     guards = tuple(_guard_text(guard.expr, names, env.rounded) for guard in env.guards)
-    body, numbers, updated, count = _split(gm, structure, fakes)
+    body, numbers, updated, meanings = _split(gm, structure, fakes)
     holds = _function(f"lambda {', '.join(names.values())}: {' and '.join(guards) or 'True'}")
     text = "\n".join([body.code, numbers.code, *guards, str(updated)])
     return Formula(
-        structure, body, updated, count, numbers.forward, functools.partial(_holds, holds), guards, text
+        structure, body, updated, meanings, numbers.forward, functools.partial(_holds, holds), guards, text
     )
 
 
@@ -319,8 +326,8 @@ def _check_unchanged(
 
 def _split(
     gm: fx.GraphModule, structure: Structure, fakes: FakeTensorMode
-) -> tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...], int]:
-    """(body, numbers, updated, count) of a `Formula`."""
+) -> tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...], tuple[str, ...]]:
+    """(body, numbers, updated, meanings) of a `Formula`."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     tensors, inputs = placeholders[: len(structure.tensors)], placeholders[len(structure.tensors) :]
     written = {n.args[0]: n.args[1] for n in gm.graph.nodes if n.target is aten.copy_.default}
@@ -336,7 +343,32 @@ def _split(
     body = _body(tensors, nodes, boundary, [written[t] for t in order], structure, fakes)
     output: Any = gm.graph.output_node().args[0]
     numbers = _numbers(inputs, gm, boundary, list(output))
-    return body, numbers, tuple(tensors.index(t) for t in order), len(boundary)
+    named = dict(zip(inputs, structure.names, strict=True))
+    meanings = tuple(_meaning(node, named) for node in boundary)
+    return body, numbers, tuple(tensors.index(t) for t in order), meanings
+
+
+SYMBOLS: dict[Any, str] = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**",
+}  # fmt: skip
+
+
+def _meaning(node: Any, named: Mapping[fx.Node, str]) -> str:
+    """A number as text, in the names of hyper-parameters and counters."""
+    if not isinstance(node, fx.Node):
+        return repr(node)
+    if node in named:
+        return named[node]
+    operands = [_meaning(argument, named) for argument in node.args]
+    if node.target is single:  # a counter's own rounding
+        return operands[0]
+    inner = [f"({text})" if " " in text else text for text in operands]
+    if node.target is operator.neg:
+        return f"-{inner[0]}"
+    symbol = SYMBOLS.get(node.target)
+    if symbol is not None:
+        return f" {symbol} ".join(inner)
+    return f"{getattr(node.target, '__name__', node.target)}({', '.join(operands)})"
 
 
 def _reached(roots: list[Any]) -> set[fx.Node]:
@@ -371,23 +403,30 @@ def _body(
     structure: Structure,
     fakes: FakeTensorMode,
 ) -> fx.GraphModule:
+    """Its tensors are vectors, whatever the parameter's shape: elements are updated each from itself."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
+
+    def vector(node: fx.Node) -> Tensor:
+        with fakes:
+            return torch.empty(SHAPE, dtype=node.meta["val"].dtype)
+
     for node, name in zip(tensors, structure.tensors, strict=True):
         env[node] = graph.placeholder(name)
-        env[node].meta["val"] = node.meta["val"]
+        env[node].meta["val"] = vector(node)
     for i, node in enumerate(boundary):
         env[node] = graph.placeholder(f"number_{i}")
         with fakes:
             env[node].meta["val"] = torch.empty((), dtype=structure.dtype)
     for node in nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta["val"] = vector(node)
     made: list[fx.Node] = []
     for result in results:  # each is an operator's, and of one tensor
         copied = env[result]
         if copied.op == "placeholder" or copied in made:
             copied = graph.call_function(aten.clone.default, (copied,))
-            copied.meta["val"] = result.meta["val"]
+            copied.meta["val"] = vector(result)
         made.append(copied)
     graph.output(tuple(made))
     return fx.GraphModule(torch.nn.Module(), graph)

@@ -13,7 +13,8 @@ be moved in words of 16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -62,6 +63,7 @@ def kernel_of(formula: Formula, dtypes: Sequence[torch.dtype], name: str, aligne
         f"@triton.jit\ndef {name}_block({given}):\n{block}\n\n\n"
         f"@triton.jit\ndef {name}_rest({given}, {COUNT}):\n{rest}\n\n\n"
         f"@triton.jit\ndef {name}(places_ptr, blocks_ptr{''.join(f', {n}' for n in numbers)}):\n"
+        f"{_doc(name, dict(zip(numbers, formula.meanings, strict=True)))}"
         f"{_entry(name, tensors, dtypes, used, numbers, aligned)}"
     )
     wrong = problem(source)
@@ -113,6 +115,14 @@ def _body(
     return text_of(b)
 
 
+def _doc(name: str, numbers: Mapping[str, str]) -> str:
+    """What the kernel does, and what its numbers are."""
+    lines = [f"{number} = {meaning}" for number, meaning in numbers.items()]
+    wrapped = (part for line in lines for part in textwrap.wrap(line, 104, subsequent_indent="    "))
+    text = "\n    ".join(wrapped)
+    return f'    """One step of {name} for a block of one parameter.\n\n    {text}\n    """\n'
+
+
 def _entry(
     name: str,
     tensors: Sequence[str],
@@ -124,7 +134,6 @@ def _entry(
     """What finds a program's block and hands it on."""
     width = len(tensors) + 1
     lines = [
-        f'"""One step of {name} for a block of one parameter."""',
         "program = tl.program_id(0)",
         f"place = places_ptr + tl.load(blocks_ptr + 2 * program).to(tl.int64) * {width}",
         f"first = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * {BLOCK}",
