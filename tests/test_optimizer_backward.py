@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_compiler as fc
 from fusion_compiler.errors import InvalidOptionError, OptimizerStepError, PartialStepError
 from fusion_compiler.optimizer import backward
-from tests.optimizers import check_same, values
+from tests.optimizers import Lion, check_same, values
 
 
 class Tied(nn.Module):
@@ -255,6 +255,33 @@ def test_activation_checkpointing(reentrant: bool) -> None:
             y.sum().backward()
             optimizer.step()
     check_same(values(*pairs[0]), values(*pairs[1]))
+
+
+class Counting(SGD):
+    """A class that counts its steps in its groups: it may be called once a step only."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] / group["steps"])
+
+
+@pytest.mark.filterwarnings("ignore::fusion_compiler.errors.FusionWarning")
+@pytest.mark.parametrize("make", [Counting, Lion])
+def test_a_class_of_the_users_own_steps_once(make: Callable[..., Optimizer], bucket: int) -> None:
+    ours = Tied()
+    eager = copy.deepcopy(ours)
+    one, other = make(ours.parameters(), lr=0.1), make(eager.parameters(), lr=0.1)
+    fused = fc.fuse_optimizer(ours, one, when="backward", backend="eager")
+    batches = [data() for _ in range(5)]
+    trained(ours, one, batches)
+    trained(eager, other, batches)
+    check_same(values(ours, one), values(eager, other))
+    assert all(param.grad is None for param in ours.parameters())
+    assert bool(fused.own) == (make is Counting)
 
 
 def test_groups_and_parameters_that_come_later() -> None:

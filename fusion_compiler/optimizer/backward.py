@@ -98,13 +98,18 @@ class BackwardUpdates:
         return end
 
     def _flush(self) -> None:
-        """Updates what is pending, and frees its gradients."""
+        """Updates what is pending, and frees its gradients.
+
+        Of a class of the user's own, which may count in a group or in itself, the own step is left to `step`.
+        """
         params = list(self._pending.values())
-        self.fused.update((self._groups[id(param)], param) for param in params)
+        given = [(self._groups[id(param)], param) for param in params]
+        left = {id(param) for param in self.fused.update(given, leave_own=not self.fused.is_pytorchs)}
         for param in params:
-            param.grad = None
             del self._pending[id(param)]
-            self._updated[id(param)] = param
+            if id(param) not in left:
+                param.grad = None
+                self._updated[id(param)] = param
         self._bytes = 0
 
     # -- between them ------------------------------------------------------------------------------

@@ -312,7 +312,8 @@ def _check_unchanged(
     if changed := [n for n in after if n not in before or after[n] is not before[n]]:
         raise Refused(f"its step changes its attribute {changed[0]}")
     (group,) = shadow.param_groups
-    if changed := [n for n in own if group.get(n) is not own[n]]:
+    before_it = {**own, "params": group.get("params")}
+    if changed := [n for n in {*group, *before_it} if group.get(n) is not before_it.get(n)]:
         raise Refused(f"its step changes {changed[0]} of the parameter's group")
     kept = shadow.state[param]
     if changed := [n for n in {*kept, *state} if kept.get(n) is not state.get(n)]:

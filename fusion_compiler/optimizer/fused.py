@@ -164,6 +164,11 @@ class FusedOptimizer:
         lines += [f"  {name}: {kind}'s own step: {why}" for name, why in self.own.items()]
         return "\n".join(lines)
 
+    @property
+    def is_pytorchs(self) -> bool:
+        """Whether the step is one of torch.optim's: each parameter's by itself, whatever its shape."""
+        return type(self.optimizer).__module__.startswith("torch.optim.")
+
     def name_of(self, param: Tensor) -> str:
         return self.names.get(id(param), f"a parameter of shape {list(param.shape)}")
 
@@ -205,11 +210,14 @@ class FusedOptimizer:
     # -- a step ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def update(self, chosen: Iterable[tuple[dict[str, Any], Tensor]]) -> None:
+    def update(
+        self, chosen: Iterable[tuple[dict[str, Any], Tensor]], leave_own: bool = False
+    ) -> list[Tensor]:
         """One step of parameters that have gradients, each with its group.
 
-        Everything is prepared before anything is written. Raises OptimizerStepError for gradients that are
-        sparse or complex, before that.
+        Everything is prepared before anything is written. leave_own: those that no kernel updates are left as
+        they are, and returned. Raises OptimizerStepError for gradients that are sparse or complex, before
+        anything is written.
         """
         chosen = [(group, param) for group, param in chosen if param.grad is not None]
         for _, param in chosen:
@@ -236,12 +244,14 @@ class FusedOptimizer:
             except (Refused, FusionError) as error:
                 self._fall_back(param, error)
                 own.append(param)
-        self._take_own_step(own)
+        if not leave_own:
+            self._take_own_step(own)
         for key, pairs in batches.items():
             launches[key].multi.run([item for _, item in pairs], launches[key].numbers)
             for ready, _ in pairs:
                 for counter, value in zip(ready.counters, launches[key].counts, strict=True):
                     counter.fill_(value)
+        return own if leave_own else []
 
     def _check(self, param: Tensor) -> None:
         grad = param.grad
@@ -296,7 +306,6 @@ class FusedOptimizer:
         if has_state:
             self._without_state.discard(id(param))
         elif id(param) not in self._without_state:
-            self._without_state.add(id(param))
             raise _First
 
     def _made_ready(self, param: Tensor, state: dict[str, Any], numbers: Numbers) -> Ready:
@@ -312,7 +321,7 @@ class FusedOptimizer:
             numbers.constants,
             torch.float64 if torch.float64 in dtypes else torch.float32,
         )
-        if not type(self.optimizer).__module__.startswith("torch.optim."):  # another's may look at these
+        if not self.is_pytorchs:  # another's may look at these
             structure = replace(structure, shape=tuple(param.shape), attributes=attributes_of(self.optimizer))
         kind = Kind(structure, dtypes, param.device)
         return Ready(
@@ -378,6 +387,7 @@ class FusedOptimizer:
                 if group.get("fused"):  # whose counters are on the device
                     group["fused"] = False
             own_step(self.optimizer)(self.optimizer)
+            self._without_state |= {id(param) for param in params if not self.optimizer.state.get(param)}
         finally:
             for group, (all_of_them, fused) in zip(groups, before, strict=True):
                 group["params"] = all_of_them
