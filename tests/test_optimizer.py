@@ -441,6 +441,19 @@ def test_an_error_leaves_parameters_and_states_of_one_step(monkeypatch: pytest.M
     check_same(values(model, one), values(eager, other))
 
 
+def test_it_prints_its_kernels_and_what_decides_between_them() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.randn(3))])
+    optimizer = OPTIMIZERS["radam"](model)
+    fused = fc.fuse_optimizer(model, optimizer, backend="interpret")
+    for _ in range(7):
+        give(model, [torch.randn(3)])
+        optimizer.step()
+    first, second = str(fused).splitlines()[1:]
+    assert str(fused).startswith("RAdam: 2 kernels for 1 parameter\n")
+    assert "exp_avg float32" in first and "<= 5.0" in first and "> 5.0" in second and "step" in second
+    assert "number_5 = lr" in fused.kernels[1].source
+
+
 # -- the kernel ------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ import ctypes
 import functools
 import math
 import operator
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -170,10 +171,12 @@ def trace(
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise Refused(f"its step cannot be traced: {type(error).__name__}: {lines[0]}") from error
-    guards = tuple(_guard_text(guard.expr, names, env.rounded) for guard in env.guards)
+    conditions = [_guard_text(guard.expr, names, env.rounded) for guard in env.guards]
+    readable = dict(zip(names, structure.names, strict=True))
+    guards = tuple(_shortened(_guard_text(guard.expr, readable, env.rounded)) for guard in env.guards)
     body, numbers, updated, meanings = _split(gm, structure, fakes)
-    holds = _function(f"lambda {', '.join(names.values())}: {' and '.join(guards) or 'True'}")
-    text = "\n".join([body.code, numbers.code, *guards, str(updated)])
+    holds = _function(f"lambda {', '.join(names.values())}: {' and '.join(conditions) or 'True'}")
+    text = "\n".join([body.code, numbers.code, *conditions, str(updated)])
     return Formula(
         structure, body, updated, meanings, numbers.forward, functools.partial(_holds, holds), guards, text
     )
@@ -197,6 +200,11 @@ def _guard_text(expr: Any, names: Mapping[str, str], rounded: Mapping[Any, Any])
         expr = expr.xreplace({s: rounded[s] for s in made})
     renamed = expr.xreplace({s: sympy.Symbol(names[str(s)]) for s in expr.free_symbols})
     return f"({PythonPrinter().doprint(renamed)})"
+
+
+def _shortened(text: str) -> str:
+    """1.0000000000000000 -> 1.0"""
+    return re.sub(r"(\.\d+?)0+\b", r"\1", text)
 
 
 def _function(text: str) -> Callable[..., Any]:

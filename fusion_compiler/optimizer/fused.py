@@ -25,6 +25,7 @@ from fusion_compiler.errors import (
     WarnOnce,
 )
 from fusion_compiler.ir.kernel import Kernel
+from fusion_compiler.ir.plan_text import count
 from fusion_compiler.optimizer.formula import (
     GRAD,
     PARAM,
@@ -158,8 +159,8 @@ class FusedOptimizer:
 
     def __str__(self) -> str:
         kind = type(self.optimizer).__name__
-        count = len(self._ready_ones)
-        lines = [f"{kind}: {len(self._multi)} kernels for {count} parameters"]
+        updated = count(len(self._ready_ones), "parameter")
+        lines = [f"{kind}: {count(len(self._multi), 'kernel')} for {updated}"]
         lines += [f"  {multi}" for multi in self._multi.values()]
         lines += [f"  {name}: {kind}'s own step: {why}" for name, why in self.own.items()]
         return "\n".join(lines)
