@@ -475,6 +475,26 @@ def test_launches_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _, _ in gpu.launched] == ["adamw"] * 4 and len(gpu.loaded) == 1
 
 
+def test_parameters_of_one_memory_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parameters, not a tied one: each has its gradient and state, and PyTorch updates one by one."""
+    gpu = FakeGpu()
+    monkeypatch.setattr(fc.FusedOptimizer, "backend_for", lambda *_: "triton")  # pyright: ignore[reportUnknownLambdaType]
+    data, other = torch.randn(700), torch.randn(30)
+    memory = [[d.clone() for d in (data, other)] for _ in range(2)]
+    ours, eager = (nn.ParameterList(nn.Parameter(d) for d in (m[0], m[1], m[0])) for m in memory)
+    assert ours[0].data_ptr() == ours[2].data_ptr() and ours[0] is not ours[2]
+    one, two = AdamW(ours, lr=0.1), AdamW(eager, lr=0.1)
+    fc.FusedOptimizer(one, {}, strict=True, gpus=lambda _: gpu).install()
+    for _ in range(3):
+        grads = gradients(ours, 1)
+        for model, optimizer in ((ours, one), (eager, two)):
+            give(model, grads)
+            optimizer.step()
+    assert [grid[0] for _, grid, _ in gpu.launched] == [2, 1] * 2
+    for name, value in values(ours, one).items():
+        torch.testing.assert_close(value, values(eager, two)[name], rtol=1e-5, atol=1e-6)
+
+
 KERNELS: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "adamw": (torch.bfloat16, torch.float32),
     "sgd momentum": (torch.bfloat16, torch.bfloat16),

@@ -105,12 +105,21 @@ class MultiTensor:
             raise KernelError(kernel=kernel.name, action="compile", detail=detail) from error
 
     def run(self, items: Sequence[Item], numbers: tuple[float, ...]) -> None:
-        """One update of all items. numbers: what the formula makes of the step's floats and counters."""
+        """One update of all items. numbers: what the formula makes of the step's floats and counters.
+
+        Parameters that begin at one address are one after the other, each in a launch that follows the last.
+        """
         if self.backend == "eager":
             self._by_aten(items, numbers)
             return
         items = [item for item in items if item.elements]
         if not items:
+            return
+        first = list({item.places[0]: item for item in reversed(items)}.values())[::-1]
+        if len(first) < len(items):
+            chosen = set(map(id, first))
+            self.run(first, numbers)
+            self.run([item for item in items if id(item) not in chosen], numbers)
             return
         places = self._table(tuple(item.places for item in items))
         blocks = _blocks(tuple(item.elements for item in items), self.device)
