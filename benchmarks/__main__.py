@@ -1,4 +1,4 @@
-"""python -m benchmarks kernels|sweep|schedules|models|memory|architectures|compile-time|overhead|readme"""
+"""python -m benchmarks kernels|sweep|schedules|models|memory|optimizer|architectures|overhead|readme|..."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ BENCHMARKS = {
     "schedules": "benchmarks.schedules",
     "models": "benchmarks.models",
     "memory": "benchmarks.models",
+    "optimizer": "benchmarks.optimizer",
     "architectures": "benchmarks.architectures",
     "compile-time": "benchmarks.compile_time",
     "overhead": "benchmarks.overhead",

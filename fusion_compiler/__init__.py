@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_compiler.api import compile
     from fusion_compiler.errors import FusionError, FusionWarning
+    from fusion_compiler.optimizer.fuse import fuse_optimizer
+    from fusion_compiler.optimizer.fused import FusedOptimizer
     from fusion_compiler.options import Options
     from fusion_compiler.patterns import DEFAULT_PATTERNS, cluster_hint, rewrite, user_kernel
     from fusion_compiler.report.explanation import explain
@@ -23,6 +25,8 @@ _HOMES = {
     "compile": "api",
     "FusionError": "errors",
     "FusionWarning": "errors",
+    "FusedOptimizer": "optimizer.fused",
+    "fuse_optimizer": "optimizer.fuse",
     "Options": "options",
     "DEFAULT_PATTERNS": "patterns",
     "cluster_hint": "patterns",
@@ -35,6 +39,7 @@ _HOMES = {
 }
 __all__ = [
     "DEFAULT_PATTERNS",
+    "FusedOptimizer",
     "FusionError",
     "FusionWarning",
     "Options",
@@ -43,6 +48,7 @@ __all__ = [
     "cluster_hint",
     "compile",
     "explain",
+    "fuse_optimizer",
     "profile",
     "rewrite",
     "user_kernel",

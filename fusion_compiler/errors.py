@@ -271,6 +271,34 @@ class ReplayedGraphError(FusionError, RuntimeError):
     next_step = "profile what compile() returns without cudagraphs=True, outside of a CUDA graph of your own"
 
 
+class NotAnOptimizerError(FusionError, TypeError):
+    """Fields: got (a type's name)."""
+
+    template = "fuse_optimizer() takes a torch.optim.Optimizer, not {got}"
+    next_step = "fusion_compiler.fuse_optimizer(model, torch.optim.AdamW(model.parameters()))"
+
+
+class OptimizerStepError(FusionError, RuntimeError):
+    """A step that cannot be fused as it is asked for. Fields: optimizer (a type's name), detail, todo."""
+
+    template = "the step of {optimizer} cannot be fused: {detail}"
+    next_step = "{todo}"
+
+
+class PartialStepError(FusionError, RuntimeError):
+    """A backward pass that updates parameters and did not come to its end. Fields: updated, waiting
+    (names)."""
+
+    template = (
+        "a backward pass ended in an error: these parameters have its update: {updated}\n"
+        "  and these have not: {waiting}"
+    )
+    next_step = (
+        "load the last checkpoint, or go on from here with zero_grad(): what was updated stays, and the next "
+        "backward pass begins a new step"
+    )
+
+
 class TargetError(FusionError, ValueError):
     """A FILE:callable that names nothing that can be explained. Fields: target, detail."""
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks import energy, kernels, steps
+from benchmarks import energy, kernels, optimizer, steps
 from benchmarks.__main__ import parse
 from benchmarks.accuracy import (
     chance,
@@ -448,3 +448,12 @@ def test_energy_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert energy.energy_of(call, cpu) is None
     monkeypatch.setattr(energy, "counter_of", lambda device: lambda: used[0])
     assert energy.energy_of(call, cpu, seconds=0.01) == 2.5
+
+
+def test_updates_and_steps_are_timed_for_each_optimizer(tmp_path: Path) -> None:
+    chosen = ("--filter", "Llama-1B parameters|encoder layer.*AdamW", "--only", "ours", "--backend", "eager")
+    rows = optimizer.main(options(tmp_path, "optimizer", *chosen)).rows
+    assert len(rows) == 4
+    for row in rows:
+        assert row["cells"] and all(cell["ms"] > 0 for cell in row["cells"].values())
+    assert set(rows[-1]["cells"]) == {"ours", "ours, in backward"}

@@ -15,6 +15,7 @@ from examples import (
     folded_scale,
     one_kernel,
     own_norm,
+    own_optimizer,
     swiglu_fp8,
     train_gpt2,
 )
@@ -119,3 +120,10 @@ def test_attention_becomes_flex_attention(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.filterwarnings("ignore::fusion_compiler.errors.FusionWarning")  # CPU tensors run their fx graphs
 def test_gpt2_learns_to_count() -> None:
     assert train_gpt2.main() < 1.0  # guessing is 4.1
+
+
+def test_an_optimizer_of_ones_own_is_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert own_optimizer.main() < 0.1  # of a sine's mean square, .5
+    out = capsys.readouterr().out
+    assert "Lion: 1 kernel for 6 parameters" in out
+    assert "def lion_block(" in out and "fm.sign(" in out

@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors", "ir", "options", "patterns", "codegen", "stitch", "runtime", "capture",
         "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites",
     },
+    "optimizer": {"errors", "ir", "options", "schedule", "codegen", "runtime", "capture", "passes.lower"},
     "report": {"errors", "ir", "options", "patterns", "stitch", "runtime", "capture", "passes.fuse", "api"},
     "cli": {"errors", "ir", "options", "runtime", "api", "report"},
     "__main__": {"cli"},

@@ -16,15 +16,16 @@ class Role(StrEnum):
     OUTPUT = "output"
     SCRATCH = "scratch"
     SIZE = "size"  # an integer that is only known when the kernel is launched
+    NUMBER = "number"  # likewise a float
 
 
 @dataclass(frozen=True)
 class Argument:
     """One parameter of a kernel, in the order of its signature.
 
-    position: among the program's inputs, outputs, scratch buffers or sizes, behind which are the
+    position: among the program's inputs, outputs, scratch buffers, numbers or sizes, behind which are the
         derived ones.
-    dtype: of the buffer; int64 for sizes.
+    dtype: of the buffer or the number; int64 for sizes.
     aligned: the pointer (or size) is a multiple of 16 (bytes); the launcher checks it for
         tensors that it did not allocate and takes a build that does not rely on it when it is not.
     """

@@ -73,7 +73,7 @@ def run_source(
     source: str,
     name: str,
     types: Sequence[str],
-    values: Sequence[int],
+    values: Sequence[int | float],
     grid: Sequence[int],
     together: int = 1,
     memory: Sequence[tuple[int, int]] | None = None,
@@ -81,7 +81,7 @@ def run_source(
     """Runs the kernel `name` of the module `source`.
 
     types: Triton's names of the parameters' types ("*bf16", "i64"). values: an address on the host
-    for each pointer, a number for each integer. together: programs that wait for each other. memory: the
+    for each pointer, a number for each other. together: programs that wait for each other. memory: the
     first address and the end of all that may be read, where it is known. Raises what the kernel raises.
     """
     arguments = [_argument(value, kind) for value, kind in zip(values, types, strict=True)]
@@ -157,7 +157,7 @@ def _extent(value: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-def _argument(value: int, name: str) -> tl.tensor:
+def _argument(value: float, name: str) -> tl.tensor:
     kind: Any = tl.str_to_ty(name, None)
     return tl.tensor(TensorHandle(np.array([value], base._get_np_dtype(kind)), kind), kind)
 

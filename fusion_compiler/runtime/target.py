@@ -49,9 +49,10 @@ class Binary:
 
 
 def argument_type(argument: Argument) -> str:
-    """Triton's name for the type of a kernel's parameter: "*bf16" for a buffer, "i64" for a size."""
+    """Triton's name for the type of a parameter: "*bf16" for a buffer, "i64" for a size, "fp32" for a
+    number."""
     name = TRITON_TYPES[argument.dtype]
-    return name if argument.role is Role.SIZE else f"*{name}"
+    return name if argument.role in (Role.SIZE, Role.NUMBER) else f"*{name}"
 
 
 def parse_target(target: str) -> tuple[str, int | str, int]:

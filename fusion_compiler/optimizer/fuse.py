@@ -1,0 +1,64 @@
+"""`fuse_optimizer`, which is all that a user calls."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fusion_compiler.errors import InvalidOptionError, NotAnOptimizerError, OptimizerStepError
+from fusion_compiler.optimizer.backward import BackwardUpdates
+from fusion_compiler.optimizer.fused import FusedOptimizer
+from fusion_compiler.options import BACKENDS
+
+
+def fuse_optimizer(
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    when: Literal["step", "backward"] = "step",
+    backend: Literal["auto", "interpret", "eager"] = "auto",
+    strict: bool = False,
+) -> FusedOptimizer:
+    """Makes `optimizer.step()` one launch of a generated kernel for all parameters, whatever their sizes.
+
+    model: names its parameters in what is said of them. Compiled or not.
+    optimizer: any of an element-wise step: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, NAdam, RAdam and
+        Adamax of torch.optim, or a class of the user's own (Lion). It stays the user's: groups, state under
+        torch's names, `state_dict`, `load_state_dict`, hooks and schedulers are what they were, and a
+        checkpoint of either kind goes on as the other. `foreach`, `fused` change nothing.
+    when: "step", or "backward": a parameter is updated as soon as a backward pass has its gradient, which is
+        freed at once; `step()` finishes what is left. For one backward pass a step, with the learning rate
+        that there is then. Clipping by a norm over all gradients, a GradScaler, sums over several passes and
+        gradients of other processes need all gradients before any update: take "step".
+    backend: "auto" (Triton on GPUs, the class's own step for parameters on a CPU), "interpret" (Triton's
+        interpreter, on CPU tensors), "eager" (the traced step by ATen's operators, anywhere).
+    strict: raise where a parameter would otherwise take the class's own step.
+
+    There is one kernel for each way that the step goes and each combination of dtypes, and a launch for each
+    distinct set of numbers: the learning rate and all else that changes are its arguments. Tensors of 16 bits
+    are computed with in float32 and rounded once. A parameter's first step is the class's own, as it makes
+    the state.
+
+    Returns what prints as the kernels and the parameters that none updates, with the reason; its `remove()`
+    undoes it. Raises NotAnOptimizerError, InvalidOptionError, and OptimizerStepError for an optimizer that
+    needs a closure (LBFGS) or is fused already; `optimizer.step()` raises OptimizerStepError for a closure
+    and for gradients that are sparse or complex.
+    """
+    if when not in ("step", "backward"):
+        raise InvalidOptionError(option="when", value=when, expected='"step" or "backward"')
+    if backend not in BACKENDS:
+        raise InvalidOptionError(option="backend", value=backend, expected="one of " + ", ".join(BACKENDS))
+    if not isinstance(optimizer, Optimizer):
+        raise NotAnOptimizerError(got=type(optimizer).__name__)
+    names = {id(param): name for name, param in model.named_parameters()}
+    fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict)
+    fused.install()
+    if when == "backward":
+        try:
+            fused.timing = BackwardUpdates(fused, model)
+        except OptimizerStepError:
+            fused.remove()
+            raise
+    return fused
