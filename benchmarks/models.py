@@ -216,11 +216,7 @@ def main(options: argparse.Namespace) -> Record:
         rows[task.workload]["cells"][task.contender] = cell
         print(f"  {task.contender}: {steps.describe(cell)}", flush=True)
         record.write()
-    for key in ("gpu_ms", "step_ms", "peak_gb"):
-        for other in ("eager", "compile", "best"):
-            found = [v for r in record.rows if (v := steps.ratio(r, other, key)) is not None]
-            if found:
-                record.summary[f"{key} vs {other}"] = geometric_mean(found)
+    record.summary = steps.means(record.rows)
     record.write()
     print("\n" + steps.show(record.rows))
     for name, mean in record.summary.items():

@@ -59,7 +59,7 @@ def kernels_text(result: dict[str, Any]) -> str:
 def models_text(result: dict[str, Any]) -> str:
     """Wall and GPU time of whole steps, memory, how errors compare, and which bars are not met."""
     rows = result["rows"]
-    means = [f"{mean:.2f}x ({name})" for name, mean in result["summary"].items()]
+    means = [f"{mean:.2f}x ({name})" for name, mean in steps.means(rows).items()]
     missed = [f"- {line}" for line in steps.missed(rows)]
     return "\n\n".join(
         [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.record import figure, table
+from benchmarks.record import figure, geometric_mean, table
 
 Row = Mapping[str, Any]
 CONTENDERS = ("eager", "compile", "graphs", "autotune", "ours")
@@ -29,6 +29,17 @@ def ratio(row: Row, other: str, key: str = "gpu_ms") -> float | None:
     """A peer's figure over ours: above 1, ours takes less."""
     ours, theirs = row["cells"].get("ours", {}), cell_of(row, other, key)
     return theirs[key] / ours[key] if key in ours and key in theirs else None
+
+
+def means(rows: Sequence[Row]) -> dict[str, float]:
+    """Geometric means of the peers' figures over ours, where both were measured."""
+    found: dict[str, float] = {}
+    for key in ("gpu_ms", "step_ms", "peak_gb", "joules"):
+        for other in ("eager", "compile", "best"):
+            mean = geometric_mean(v for row in rows if (v := ratio(row, other, key)) is not None)
+            if mean is not None:
+                found[f"{key} vs {other}"] = mean
+    return found
 
 
 def bars(row: Row) -> Iterator[tuple[str, float, bool]]:
