@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "passes.lower": {"ir"},
     "passes.patterns": {"errors", "ir", "patterns", "capture"},
     "passes.rewrites": {"errors", "ir", "patterns", "capture", "runtime", "passes.patterns"},
-    "passes.chunks": {"ir"},
+    "passes.chunks": {"ir", "capture"},
     "passes.fuse": {"errors", "ir", "patterns", "schedule", "passes.lower", "passes.patterns"},
     "api": {
         "errors", "ir", "options", "patterns", "codegen", "stitch", "runtime", "capture",
