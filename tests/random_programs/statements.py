@@ -67,6 +67,7 @@ class Write(str):
 
 Maker = Callable[[Draft], str | None]
 
+
 def _texts(table: str) -> tuple[str, ...]:
     return tuple(t.strip() for t in re.split(r"\n| ; ", table) if t.strip())
 
@@ -222,8 +223,8 @@ def reduction(g: Draft) -> str | None:
         return g.rng.choice(texts)
     texts = [f"{n}.sum({ds}, {keep})", f"{n}.sum()", f"{n}.amax({ds}, {keep})", f"{n}.amin({ds}, {keep})"]
     texts += [f"{n}.max()", f"{n}.max({d}, {keep}).values", f"{n}.min({d}).values"]
-    texts += [f"torch.count_nonzero({n}, {d})"]
     if x.exact:
+        texts += [f"torch.count_nonzero({n}, {d})"]  # of others, one rounding more or less is a zero
         texts += [f"{n}.argmax({d}, {keep})", f"{n}.argmin({d})", f"{n}.max({d}).indices", f"{n}.any({d})"]
         texts += [f"{n}.argmax()", f"({n} > 0).all({d}, {keep})", f"{n}.clamp(-1, 1).prod({d})"]
     if not x.floating:
