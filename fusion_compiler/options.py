@@ -45,8 +45,9 @@ class Options:
     cudagraphs: record graphs of static sizes as CUDA graphs at their second call and replay them later.
         "auto": those whose launches take longer than what they launch, with results of the caller's own;
         True: all, and results are overwritten by the next step's (see runtime/cuda_graphs.py).
-    memory: what a forward may save for its backward: "fast" for what costs no time to speak of, a fraction of
-        that (0.0 to 1.0), or bytes; what is not saved is computed again.
+    memory: what may be in use at the peak of a backward pass, arguments aside: "fast" for what costs no time
+        to speak of, a fraction of that (0.0 to 1.0), or bytes. Fewer values are saved then, and others
+        computed again, until an estimate keeps it; where none does, the least is taken, and the plan says so.
     progress: show on a terminal what a compilation that takes longer than a second is doing.
 
     Raises InvalidOptionError or UnsupportedDeviceError for a value out of range.

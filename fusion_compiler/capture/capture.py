@@ -167,7 +167,7 @@ class _Stages:
                 fw_compiler=forward,
                 bw_compiler=self._stage(Phase.BACKWARD),
                 inference_compiler=self._stage(Phase.INFERENCE),
-                partition_fn=functools.partial(self._split, rewrite=self._rewrite_joint),
+                partition_fn=functools.partial(self._split, rewrite=self._rewrite_joint, note=self._add_note),
                 keep_inference_input_mutations=True,  # the graph writes into its arguments itself
                 decompositions=dict(decompositions),
             )(gm, inputs)
@@ -196,6 +196,9 @@ class _Stages:
         self._joint_notes = self._joint_rewrite(graph)
         if self._joint_notes and graph.owning_module is not None:
             graph.owning_module.recompile()
+
+    def _add_note(self, note: RewriteNote) -> None:
+        self._joint_notes = (*self._joint_notes, note)
 
     def _stage(self, phase: Phase) -> Callable[..., Any]:
         made: list[Callable[..., Any]] = []

@@ -25,7 +25,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 
-from fusion_compiler.capture.saved_values import Budget, seconds, within
+from fusion_compiler.capture.saved_values import Budget, Note, seconds, within
 from fusion_compiler.ir.calls import mark_gradients
 from fusion_compiler.ir.device import DEFAULT, device_spec
 from fusion_compiler.ir.loops import exact
@@ -40,14 +40,15 @@ def partition(
     inputs: Any,
     *,
     rewrite: Callable[[fx.Graph], None] | None = None,
+    note: Note = lambda note: None,
     memory: Budget = "fast",
     device: str | None = None,
     **options: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward; see torch._functorch.partitioners.
 
-    rewrite: changes the joint graph in place before it is split. memory: what may be saved
-    (`saved_values.within`). device: the name of the DeviceSpec to price for.
+    rewrite: changes the joint graph in place before it is split. memory: what may be in use at once
+    (`saved_values.within`); note: told how it was kept. device: the name of the DeviceSpec to price for.
     """
     merge_seeds(joint)
     read_wide_statistics(joint.graph)
@@ -59,7 +60,7 @@ def partition(
         rewrite(joint.graph)
     default = partitioners.get_default_op_list
     extended = functools.cache(lambda: _extended(default()))
-    choose = within(memory, partitioners.choose_saved_values_set)
+    choose = within(memory, partitioners.choose_saved_values_set, note)
     price = seconds(device_spec(device or _device(joint.graph)))
     with (
         config.patch(cse=False, ban_recompute_materialized_backward=False),

@@ -1,56 +1,148 @@
-"""How much a forward saves for its backward: a budget, and the time that recomputing takes to keep it.
+"""How much a forward saves for its backward: a budget for what is in use at once, and which values keep it.
 
-PyTorch's partitioner solves a knapsack (`activation_memory_budget`) whose fraction it may miss, and it prices
-what is recomputed in flop, of which whatever memory bounds has none. Here the bytes that are saved in the end
-count, and time.
+PyTorch's partitioner solves a knapsack (`activation_memory_budget`): of what is saved, in prices of flop, of
+which whatever memory bounds has none. But what is computed again is in use as well: a forward that saves
+nothing is made anew as a whole, and then all of it is there at once. Here bytes in use at the peak count, and
+time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
+from unittest.mock import patch
 
 from torch import fx
 from torch._functorch import partitioners
 from torch.utils.flop_counter import flop_registry
 
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.rewrite_note import RewriteNote
 
 Budget = float | int | Literal["fast"]
 Choose = Callable[..., list[fx.Node]]
+Note = Callable[[RewriteNote], None]
 GEMM_SHARE = 0.74  # of the tensor units' rate, as in the cost model
-TRIES = 6  # halvings of the partitioner's own fraction
+STEPS = (0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)  # the partitioner's own fractions that are tried
 
 
-def within(budget: Budget, choose: Choose) -> Choose:
+def within(budget: Budget, choose: Choose, note: Note) -> Choose:
     """`choose`, the partitioner's choice of saved values, made to keep a budget.
 
-    budget: "fast" for its choice as it is; a fraction of the bytes that this saves; or bytes.
+    budget: "fast" for its choice as it is; a fraction of what is in use at the peak of the backward pass
+    then; or bytes of that. Where no choice keeps it, the one with the lowest peak is taken. note: told what
+    was found.
     """
     if budget == "fast":
         return choose
 
     def chosen(joint: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
-        saved = choose(joint, info, memory_budget)
-        fast = bytes_saved(saved, info)
-        most = budget * fast if isinstance(budget, float) else budget
-        if fast <= most:
-            return saved
-        saved = choose(joint, info, 0)  # the arguments alone, which are there anyway
-        low, high = 0.0, memory_budget
-        for _ in range(TRIES):
-            middle = (low + high) / 2
-            found = choose(joint, info, middle)
-            if bytes_saved(found, info) <= most:
-                low, saved = middle, found
-            else:
-                high = middle
+        # Each choice begins with the same cuts.
+        with patch.object(partitioners, "solve_min_cut", _once(partitioners.solve_min_cut)):
+            saved = choose(joint, info, memory_budget)
+            fast = lowest = peak(joint, info, saved)
+            most = budget * fast if isinstance(budget, float) else budget
+            for fraction in STEPS:
+                if lowest <= most:
+                    break
+                found = choose(joint, info, fraction)
+                if (needed := peak(joint, info, found)) < lowest:
+                    lowest, saved = needed, found
+        note(RewriteNote("memory budget", "", lowest <= most, _described(most, lowest, fast)))
         return saved
 
     return chosen
 
 
-def bytes_saved(saved: list[fx.Node], info: Any) -> int:
+def _described(most: float, lowest: int, fast: int) -> str:
+    kept = "at the peak of backward" if lowest <= most else "is the least that was found"
+    found, allowed, faster = (f"{size / 1e6:.1f} MB" for size in (lowest, most, fast))
+    return f"{found} {kept}, {allowed} allowed, {faster} where time alone counts"
+
+
+def _once(solve: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[str, Any] = {}
+
+    @functools.wraps(solve)
+    def solved(joint: fx.Graph, info: Any, options: Any, dont_ban: Collection[fx.Node] = ()) -> Any:
+        key = f"{options} {[n.name for n in dont_ban]}"
+        if key not in known:
+            known[key] = solve(joint, info, options, dont_ban)
+        return known[key]
+
+    return solved
+
+
+def peak(joint: fx.Graph, info: Any, saved: Collection[fx.Node]) -> int:
+    """Bytes in use at once, at most, while backward runs, without arguments of the forward.
+
+    What is computed again is made where it is first read. What clusters make and read on the way is not
+    stored.
+    """
+    ops, held = partitioners.get_default_op_list(), {*saved, *info.inputs}
+    order = list(_run(joint, info, held))
+    at = {node: i for i, node in enumerate(order)}
+    stored = {n for n in order if not _on_the_way(n, ops, at)}
+
+    @functools.cache
+    def sources(node: fx.Node) -> frozenset[fx.Node]:
+        """What is read where `node` is."""
+        if node in held or node in stored or node not in at:
+            return frozenset((node,))
+        return frozenset().union(*map(sources, node.all_input_nodes))
+
+    reads = {node: frozenset().union(*map(sources, node.all_input_nodes)) for node in order if node in stored}
+    last = {read: at[node] for node in order if node in stored for read in reads[node]}
+    freed: Counter[int] = Counter()
+    for node in {*stored, *saved} - {*info.inputs}:
+        if not any(user.op == "output" for user in node.users):
+            # One kernel makes again what a product reads and, from the same operand, its gradient.
+            beside = reads.get(node, ()) if ops.is_fusible(node) else ()
+            freed[max(last.get(n, at.get(n, 0)) for n in (node, *beside))] += _bytes(node)
+    now = most = bytes_saved(saved, info)
+    for i, node in enumerate(order):
+        now += _bytes(node) if node in stored else 0
+        most = max(most, now)
+        now -= freed[i]
+    return most
+
+
+def _run(joint: fx.Graph, info: Any, held: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """What backward runs, in order."""
+    done = {*held}
+    for wanted in joint.nodes:
+        if wanted not in info.required_bw_nodes or wanted.op != "call_function":
+            continue
+        waiting = [wanted]
+        while waiting:
+            node = waiting[-1]
+            missing = [n for n in node.all_input_nodes if n not in done and n.op == "call_function"]
+            if missing and node not in done:
+                waiting += reversed(missing)
+                continue
+            waiting.pop()
+            if node not in done:
+                done.add(node)
+                yield node
+
+
+def _on_the_way(node: fx.Node, ops: partitioners.OpTypes, at: Collection[fx.Node]) -> bool:
+    """Whether nothing has to store `node`: a view, or what only ops that fuse make and read."""
+    if ops.is_view(node):
+        return True
+    readers = [user for user in node.users if user in at]
+    return ops.is_fusible(node) and all(_reads_on_the_way(u, ops, at) for u in readers) and bool(readers)
+
+
+def _reads_on_the_way(user: fx.Node, ops: partitioners.OpTypes, at: Collection[fx.Node]) -> bool:
+    if ops.is_view(user):
+        return all(_reads_on_the_way(u, ops, at) for u in user.users if u in at)
+    return ops.is_fusible(user)
+
+
+def bytes_saved(saved: Collection[fx.Node], info: Any) -> int:
     """Bytes of saved values that are no arguments of the forward."""
     arguments = set(info.inputs)
     return sum(_bytes(node) for node in saved if node not in arguments)
