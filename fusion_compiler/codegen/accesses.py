@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from fusion_compiler.codegen import segments
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import TRITON_TYPES, convert
 from fusion_compiler.codegen.tile import Expression
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows import block, interleaved, misaligned
-from fusion_compiler.ir.loops import Load, Store, right_neighbours
+from fusion_compiler.ir.loops import COLS, ROWS, InRange, Load, Store, right_neighbours
 
 
 def load(b: Builder, number: int, then: str) -> Expression:
@@ -33,6 +35,10 @@ def load(b: Builder, number: int, then: str) -> Expression:
     if not node.index.terms and node.index.const == 0:
         pointer = b.pointers[node.buffer]
     own = b.index_groups(node.index)
+    if is_of_whole_rows(b, node):
+        name = b.pointers[node.buffer].removesuffix("_ptr")
+        once = b.let(name, b.loaded(node, pointer, b.mask(own, None), then))
+        return f"tl.where({b.variable(node.within)}, {once}, 0)"  # type: ignore[arg-type]
     if more := b.within_groups(node.within) - own:  # a block needs a mask's shape
         pointer += f" + tl.zeros({b.shape(own | more)}, tl.int32)"
     mask = b.mask(own, node.within)
@@ -41,6 +47,17 @@ def load(b: Builder, number: int, then: str) -> Expression:
     if misaligned.moves_words(b, node.index, node.within):
         return misaligned.load(b, node, then)
     return b.loaded(node, pointer, mask, then)
+
+
+def is_of_whole_rows(b: Builder, node: Load) -> bool:
+    """Whether a row's own value counts in some of its columns alone: every row has it, loaded once."""
+    within = None if node.within is None else b.loops.nodes[node.within]
+    if not isinstance(within, InRange) or b.index_groups(within.index) != frozenset({COLS}):
+        return False
+    bounds = within.low, within.high
+    some = all(isinstance(n, int) for n in bounds) and within.low < within.high
+    of_rows = all(key >= 0 and b.loops.axes[key].group == ROWS for key, _ in node.index.terms)
+    return some and of_rows and bool(node.index.terms) and node.dtype is not torch.bool
 
 
 def converted(b: Builder, node: Load) -> str:

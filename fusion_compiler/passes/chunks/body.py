@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.chunks import Added, Chunked, Joined, Multiplied, Result, Rows, flattened, wide
-from fusion_compiler.passes.chunks.region import Region
+from fusion_compiler.passes.chunks.region import Region, step_of
 from fusion_compiler.passes.chunks.rows import Over, factors, shape
 
 aten = torch.ops.aten
@@ -55,6 +55,9 @@ class _Body:
         self.mode = fake_mode([n.meta["val"] for n in region.inputs])
         for node, rows in region.inputs.items():
             self.env[node] = self._input(node, rows)
+        for node in region.constants:
+            arguments = map_arg(node.args, lambda n: self.env[n])
+            self.env[node] = self._call(node, node.target, *arguments, **node.kwargs)
         for node, place in region.nodes.items():
             if place is not Over.PRODUCT:
                 self.env[node] = self._copy(node, place)
@@ -69,7 +72,20 @@ class _Body:
             with self.mode:
                 value = flattened(value, rows).narrow(rows.stop - 1, 0, self.size)
         made.meta = {**node.meta, "val": value}
-        return made
+        step = None if rows is None else step_of(node)
+        if step is None:
+            return made
+        assert rows is not None
+        return self._counted(made, rows.stop - 1, step)
+
+    def _counted(self, part: fx.Node, dim: int, step: int) -> fx.Node:
+        """A chunk of i, i + step, ...: only the first is read."""
+        value = part.meta["val"]
+        like = {"dtype": value.dtype, "device": value.device, "requires_grad": False}
+        first = self._call(part, aten.slice.Tensor, part, dim, 0, 1)
+        steps = self._call(part, torch.ops.prims.iota.default, self.size, start=0, step=step, **like)
+        shown = self._call(part, aten.view.default, steps, list(value.shape))
+        return self._call(part, aten.add.Tensor, shown, first)
 
     def _copy(self, node: fx.Node, place: Rows | Over) -> fx.Node:
         arguments: list[Any] = list(map_arg(node.args, lambda n: self.env[n]))

@@ -45,9 +45,9 @@ def sum_one_hot(graph: fx.Graph) -> None:
 
 
 def _chosen(node: fx.Node, label: fx.Node, value: fx.Node, classes: int) -> fx.Node:
-    above = emit(node, aten.ge.Scalar, label, 0)
-    known = emit(node, aten.logical_and.default, above, emit(node, aten.lt.Scalar, label, classes))
-    return emit(node, aten.where.ScalarOther, known, value, 0)
+    below = emit(node, aten.lt.Scalar, label, 0)
+    unknown = emit(node, aten.logical_or.default, below, emit(node, aten.ge.Scalar, label, classes))
+    return emit(node, aten.masked_fill.Scalar, value, unknown, 0)
 
 
 def _label(chosen: fx.Node, dim: int) -> fx.Node | None:

@@ -33,7 +33,7 @@ class Over(StrEnum):
     PRODUCT = "product"
 
 
-_VIEWS = frozenset({
+VIEWS = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.detach.default,
 })  # fmt: skip
@@ -41,7 +41,10 @@ _TURNS = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
 _ALONG = frozenset({aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default})
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 
-
+MADE = frozenset({
+    aten.full.default, aten.arange.default, aten.arange.start, aten.arange.start_step,
+    torch.ops.prims.iota.default,
+})  # fmt: skip
 FILLED = {aten.ones_like.default: 1, aten.zeros_like.default: 0, aten.full_like.default: None}
 
 
@@ -62,7 +65,7 @@ def result(node: fx.Node, known: Mapping[fx.Node, Rows]) -> Rows | Over:
     rows, rank = known[operand], len(shape(operand))
     if target in PRODUCTS:
         return _of_product(node, known)
-    if target in _VIEWS:
+    if target in VIEWS:
         return _same_elements(operand, rows, node)
     if target in _TURNS:
         return _turned(_order(node), rows)
@@ -85,7 +88,7 @@ def operands(node: fx.Node, rows: Rows) -> dict[fx.Node, Rows | None]:
     inputs, target = node.all_input_nodes, node.target
     if target in PRODUCTS:
         return _operands_of_product(node, rows)
-    if target in _VIEWS:
+    if target in VIEWS:
         return {n: _same_elements(node, rows, n) for n in inputs}
     if target in _TURNS:
         order = _order(node)

@@ -32,6 +32,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.passes.lower.algebra import one_hot_sums
 
 LEAST_TILE = 16  # elements along which a transposing tile has to run to touch whole sectors
+LONG_ROW = 8192  # elements of which a last tile that is not full wastes little
 
 
 def simplify(loops: LoopNest) -> LoopNest:
@@ -40,7 +41,7 @@ def simplify(loops: LoopNest) -> LoopNest:
     loops = contiguous_cols(loops)
     loops, crossing = split_orders(loops)
     loops = order_axes(loops, crossing)
-    return name_axes(coalesce(loops))
+    return name_axes(long_rows(coalesce(loops)))
 
 
 def renumbered(loops: LoopNest, numbers: dict[int, int], axes: dict[int, int] | None = None) -> LoopNest:
@@ -128,6 +129,19 @@ def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
             axes = tuple(replace(a, group=COLS if i == stored else ROWS) for i, a in enumerate(loops.axes))
             return replace(loops, axes=axes), node.index
     return loops, None
+
+
+def long_rows(loops: LoopNest) -> LoopNest:
+    """Element-wise work on long rows, each with values of its own, reads those once a tile, not for each
+    element: the last axis is the columns then."""
+    *outer, _ = range(len(loops.axes)) if loops.axes else (0,)
+    if not outer or any(a.group == ROWS for a in loops.axes) or hint(loops.axes[-1].size) < LONG_ROW:
+        return loops
+    keys = (frozenset(k for k, _ in n.index.terms) for n in loops.nodes if isinstance(n, Load))
+    if any(isinstance(n, Reduce | Scan) for n in loops.nodes) or not any(k and k <= {*outer} for k in keys):
+        return loops
+    axes = (*(replace(a, group=ROWS) for a in loops.axes[:-1]), loops.axes[-1])
+    return replace(loops, axes=axes)
 
 
 def _unit_axis(index: Index) -> int | None:
