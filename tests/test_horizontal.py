@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from fusion_compiler.codegen.assemble import build
 from fusion_compiler.ir.canonical import canonical
+from fusion_compiler.ir.loops import LoopNest, Reduce
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, cramped, not_as_close, rounding_noise, wide
@@ -103,3 +104,32 @@ def test_small_work_that_waits_for_nothing_shares_launches() -> None:
     counters = [c for c in fast.plan[0].clusters if all(op.startswith("add") for op in c.ops)]
     assert sorted(len(c.ops) for c in counters) == [4, 16]
     assert {n.item() for name, n in model.named_buffers() if "num_batches" in name} == {1}
+
+
+def reductions(nest: LoopNest) -> list[Reduce]:
+    return [n for n in nest.nodes if isinstance(n, Reduce)]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (2, 8)).transpose(1, 2) for p in self.projections)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_results_of_one_call_share_a_launch() -> None:
+    """The bias gradients of attention's projections, which its backward makes at once."""
+    model, x = Attention(), torch.randn(2, 12, 16)
+    exact = Attention().double()
+    exact.load_state_dict(model.state_dict())
+    fast: Any = fc.compile(model, backend="interpret")
+    fast(x).sin().sum().backward()
+    exact(x.double()).sin().sum().backward()
+    sums = [c for c in fast.plan[-1].clusters if all(map(reductions, c.nests))]
+    assert [len(c.nests) for c in sums] == [3]
+    for our, true in zip(model.parameters(), exact.parameters(), strict=True):
+        assert our.grad is not None and true.grad is not None
+        torch.testing.assert_close(our.grad.double(), true.grad, rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ than the longer. It is the last step of clustering: nothing is merged after it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import sympy
@@ -86,6 +87,8 @@ def _related(search: Search, a: Candidate, b: Candidate) -> bool:
 
 
 def _behind(search: Search, names: set[str]) -> set[str]:
-    """Sources of the library calls among some ops: the projections of one input are siblings."""
-    calls = [n for n in names if search.dag.op(n).kind is Kind.CONTRACTION]
-    return {s for n in calls for s in search.reads.sources[n]}
+    """Sources of the library calls among some ops: the projections of one input are siblings, and so are the
+    results of one call, attention's three gradients say."""
+    ops = [search.dag.op(n) for n in names]
+    parts = {op.inputs[0] for op in ops if op.target is operator.getitem}
+    return parts | {s for op in ops if op.kind is Kind.CONTRACTION for s in search.reads.sources[op.name]}
