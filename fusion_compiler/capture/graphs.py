@@ -16,6 +16,10 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fusion_compiler.ir.rewrite_note import Refused
+
+_aten = torch.ops.aten
+_STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}
 # A LazyGraphModule compiles its code when it is first called: most graphs here are only read.
 
 # What a node that replaces another inherits from it.
@@ -157,6 +161,14 @@ def trace_strides(first: fx.Node, check: Callable[[fx.Node], None]) -> None:
         node = node.next
     for changed, value in values.items():
         changed.meta["val"] = value
+
+
+def refuse_strides(node: fx.Node) -> None:
+    """Raises Refused where other strides of an operand would be seen."""
+    if node.op == "output":
+        raise Refused("its strides show in a result of the graph")
+    if node.target in _STRIDES_COUNT or not isinstance(node.target, OpOverload):
+        raise Refused(f"{node.target} depends on strides")
 
 
 def _strides(tensor: torch.Tensor) -> tuple[Any, ...]:

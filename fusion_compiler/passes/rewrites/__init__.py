@@ -11,6 +11,7 @@ from fusion_compiler.passes.rewrites.attention_operands import read_in_place, sc
 from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
+from fusion_compiler.passes.rewrites.patches import multiply_patches
 from fusion_compiler.passes.rewrites.vocabulary import align_features
 from fusion_compiler.passes.rewrites.whole_pool import average_whole
 from fusion_compiler.passes.rewrites.written_attention import call_attention
@@ -24,6 +25,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     scale_scores,
     read_in_place,
     drop_rows,
+    multiply_patches,
     align_features,
     order_rows,
     average_whole,
@@ -47,6 +49,7 @@ __all__ = [
     "call_attention",
     "drop_rows",
     "group_queries",
+    "multiply_patches",
     "order_rows",
     "read_in_place",
     "rewrites_for",

@@ -13,9 +13,15 @@ import math
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
-from fusion_compiler.capture.graphs import arguments, copied, erase_unused, mutated_nodes, trace_strides
+from fusion_compiler.capture.graphs import (
+    arguments,
+    copied,
+    erase_unused,
+    mutated_nodes,
+    refuse_strides,
+    trace_strides,
+)
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES
 from fusion_compiler.passes.rewrites.constants import constant
@@ -25,7 +31,6 @@ _SDPA = _aten.scaled_dot_product_attention.default
 IN_PLACE = "attention in place"
 SCALE = "attention scale"
 _ALIGNED = 16  # bytes that kernels of attention load at once
-_STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}
 
 
 def read_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
@@ -87,7 +92,7 @@ def _drop(call: fx.Node, copy: fx.Node, written: set[fx.Node]) -> None:
     before = call.args, call.kwargs
     call.replace_input_with(copy, source)
     try:
-        trace_strides(call, _refuse)
+        trace_strides(call, refuse_strides)
     except (Refused, RuntimeError, ValueError) as error:
         call.args, call.kwargs = before
         raise Refused(str(error)) from error
@@ -106,14 +111,6 @@ def _refuse_strides(value: torch.Tensor) -> None:
         n * value.itemsize % _ALIGNED for n in (*steps, value.storage_offset())
     ):
         raise Refused(f"its rows do not begin at multiples of {_ALIGNED} bytes")
-
-
-def _refuse(node: fx.Node) -> None:
-    """Raises Refused where other strides would be seen."""
-    if node.op == "output":
-        raise Refused("its strides show in a result of the graph")
-    if node.target in _STRIDES_COUNT or not isinstance(node.target, OpOverload):
-        raise Refused(f"{node.target} depends on strides")
 
 
 def _factors(call: fx.Node) -> dict[str, tuple[fx.Node, float]]:
