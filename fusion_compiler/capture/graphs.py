@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fusion_compiler.ir.rewrite_note import Refused
 
 _aten = torch.ops.aten
-_STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}
+STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}
 # A LazyGraphModule compiles its code when it is first called: most graphs here are only read.
 
 # What a node that replaces another inherits from it.
@@ -118,6 +118,19 @@ def _viewed(node: fx.Node) -> list[Any]:
     return [named[a.name] for a in node.target._schema.arguments if a.alias_info is not None]
 
 
+def aliases(node: fx.Node) -> set[fx.Node]:
+    """`node`, and what its memory may be of."""
+    found: set[fx.Node] = set()
+    pending: list[Any] = [node]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, fx.Node) and current.op == "call_function" and current not in found:
+            pending += _viewed(current)
+        if isinstance(current, fx.Node):
+            found.add(current)
+    return found
+
+
 def emit(like: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
     """A call at the graph's insertion point that comes from where `like` does, its value traced."""
     node = like.graph.call_function(target, args, kwargs)
@@ -138,6 +151,13 @@ def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values.get(n, n.meta.get("val")))
     with fake_mode(tree_leaves((args, kwargs))), torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def trace_again(nodes: Iterable[fx.Node]) -> None:
+    """Values of calls whose operands are laid out in another way, in order. Raises what a call raises."""
+    for node in nodes:
+        if node.op == "call_function":
+            node.meta["val"] = _called(node, {})
 
 
 def trace_strides(first: fx.Node, check: Callable[[fx.Node], None]) -> None:
@@ -167,7 +187,7 @@ def refuse_strides(node: fx.Node) -> None:
     """Raises Refused where other strides of an operand would be seen."""
     if node.op == "output":
         raise Refused("its strides show in a result of the graph")
-    if node.target in _STRIDES_COUNT or not isinstance(node.target, OpOverload):
+    if node.target in STRIDES_COUNT or not isinstance(node.target, OpOverload):
         raise Refused(f"{node.target} depends on strides")
 
 

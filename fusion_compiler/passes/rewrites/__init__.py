@@ -11,6 +11,7 @@ from fusion_compiler.passes.rewrites.attention_operands import read_in_place, sc
 from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
+from fusion_compiler.passes.rewrites.innermost_channels import turn_channels
 from fusion_compiler.passes.rewrites.patches import multiply_patches
 from fusion_compiler.passes.rewrites.vocabulary import align_features
 from fusion_compiler.passes.rewrites.whole_pool import average_whole
@@ -26,6 +27,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     read_in_place,
     drop_rows,
     multiply_patches,
+    turn_channels,
     align_features,
     order_rows,
     average_whole,
@@ -55,4 +57,5 @@ __all__ = [
     "rewrites_for",
     "scale_scores",
     "simplify_masks",
+    "turn_channels",
 ]
