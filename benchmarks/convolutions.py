@@ -163,6 +163,12 @@ def resnet(batch: int, width: int, depth: int, side: int) -> tuple[nn.Module, di
     return model, {"x": images(batch, 3, side)}
 
 
+def resnet_by_channel(batch: int, width: int, depth: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Its images and weights channel by channel, as PyTorch makes them."""
+    model, inputs = resnet(batch, width, depth, side)
+    return model.to(memory_format=torch.contiguous_format), {n: x.contiguous() for n, x in inputs.items()}
+
+
 def resnet_folded(batch: int, width: int, depth: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
     """Every batch norm in the weights of the convolution before it."""
     model, inputs = resnet(batch, width, depth, side)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.attentions import evoformer, swin, t5
-from benchmarks.convolutions import convnext, resnet, resnet_folded, unet_block
+from benchmarks.convolutions import convnext, resnet, resnet_by_channel, resnet_folded, unet_block
 from benchmarks.experts import deepseek, mamba, mixtral
 from benchmarks.workloads import Workload
 
@@ -13,6 +13,9 @@ _T5 = {"length": 512, "hidden": 1024, "layers": 6, "heads": 16, "vocabulary": 32
 
 NETS: tuple[Workload, ...] = (
     Workload("ResNet-50, train, 128 images", resnet, _RESNET, _RESNET_QUICK, train=True),
+    Workload(
+        "ResNet-50 channel by channel, train, 128 images", resnet_by_channel, _RESNET, _RESNET_QUICK, train=True
+    ),
     Workload("ResNet-50, folded, 128 images", resnet_folded, _RESNET, _RESNET_QUICK, train=False),
     Workload(
         "ConvNeXt-T, train, 64 images", convnext,
