@@ -14,7 +14,8 @@ _T5 = {"length": 512, "hidden": 1024, "layers": 6, "heads": 16, "vocabulary": 32
 NETS: tuple[Workload, ...] = (
     Workload("ResNet-50, train, 128 images", resnet, _RESNET, _RESNET_QUICK, train=True),
     Workload(
-        "ResNet-50 channel by channel, train, 128 images", resnet_by_channel, _RESNET, _RESNET_QUICK, train=True
+        "ResNet-50 channel by channel, train, 128 images", resnet_by_channel, _RESNET, _RESNET_QUICK,
+        train=True,
     ),
     Workload("ResNet-50, folded, 128 images", resnet_folded, _RESNET, _RESNET_QUICK, train=False),
     Workload(
