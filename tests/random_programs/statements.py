@@ -40,11 +40,12 @@ class Value:
 
 
 class Draft(Protocol):
-    """A program that is being drawn."""
+    """A program that is being drawn. special: NaN and infinities are among its numbers."""
 
     rng: Random
     floats: tuple[str, ...]
     runs: int
+    special: bool
 
     def pick(self, fits: Callable[[Value], bool] = ...) -> Value | None:
         """A value that fits; late ones are likelier."""
