@@ -27,7 +27,7 @@ from benchmarks.energy import energy_of
 from benchmarks.nets import NETS
 from benchmarks.processes import in_turn, my_turn, only
 from benchmarks.record import Record, environment, geometric_mean
-from benchmarks.timing import device_time, synchronize, wall_time
+from benchmarks.timing import device_time, host_time, synchronize, wall_time
 from benchmarks.workloads import WORKLOADS, Batch, gradient_for, result_of, step
 
 ALL = (*WORKLOADS, *NETS)
@@ -170,6 +170,7 @@ def times_of(one_step: Callable[[], None], device: torch.device, repetitions: in
         "by_kind_ms": {kind: seconds * 1e3 for kind, seconds in measured.by_kind.items()},
         "top_kernels_ms": {n[:120]: s * 1e3 for n, s in list(measured.names.items())[:12]},
         "step_ms": wall_time(one_step, device, repetitions) * 1e3,
+        "host_ms": host_time(one_step, device, calls=1) * 1e3,
     }
     joules = energy_of(one_step, device)
     return times if joules is None else times | {"joules": joules}

@@ -71,7 +71,8 @@ def describe(cell: Mapping[str, Any]) -> str:
     parts: list[str] = []
     if "gpu_ms" in cell:
         kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in sorted(cell["by_kind_ms"].items()))
-        parts.append(f"step {cell['step_ms']:.2f} ms, GPU {cell['gpu_ms']:.2f} ({kinds})")
+        host = f", host {cell['host_ms']:.2f}" if "host_ms" in cell else ""
+        parts.append(f"step {cell['step_ms']:.2f} ms, GPU {cell['gpu_ms']:.2f} ({kinds}){host}")
         parts.append(f"{cell['kernels']} kernels")
     parts.append(f"first {cell['first_step_s']:.1f} s")
     if "peak_gb" in cell:
