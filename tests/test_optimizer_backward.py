@@ -304,7 +304,7 @@ def test_groups_and_parameters_that_come_later() -> None:
 
 def test_what_needs_all_gradients_first_is_refused() -> None:
     model = nn.Linear(3, 2)
-    with pytest.raises(InvalidOptionError, match='give when "step" or "backward"'):
+    with pytest.raises(InvalidOptionError, match="give when one of step, backward"):
         fc.fuse_optimizer(model, SGD(model.parameters(), lr=0.1), when="later")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="backend"):
         fc.fuse_optimizer(model, SGD(model.parameters(), lr=0.1), backend="cuda")  # type: ignore[arg-type]

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fusion_compiler.errors import InvalidOptionError, NotAnOptimizerError, OptimizerStepError
 from fusion_compiler.optimizer.backward import BackwardUpdates
-from fusion_compiler.optimizer.fused import FusedOptimizer
-from fusion_compiler.options import BACKENDS
+from fusion_compiler.optimizer.fused import FusedOptimizer, fused_by
+from fusion_compiler.options import BACKENDS, When
 
 
 def fuse_optimizer(
     model: nn.Module,
     optimizer: Any,
     *,
-    when: Literal["step", "backward"] = "step",
-    backend: Literal["auto", "interpret", "eager"] = "auto",
+    when: When = "step",
+    backend: str = "auto",
     strict: bool = False,
 ) -> FusedOptimizer:
     """Makes `optimizer.step()` one launch of a generated kernel for all parameters, whatever their sizes.
@@ -46,12 +46,7 @@ def fuse_optimizer(
     needs a closure (LBFGS) or is fused already; `optimizer.step()` raises OptimizerStepError for a closure
     and for gradients that are sparse or complex.
     """
-    if when not in ("step", "backward"):
-        raise InvalidOptionError(option="when", value=when, expected='"step" or "backward"')
-    if backend not in BACKENDS:
-        raise InvalidOptionError(option="backend", value=backend, expected="one of " + ", ".join(BACKENDS))
-    if not isinstance(optimizer, Optimizer):
-        raise NotAnOptimizerError(got=type(optimizer).__name__)
+    _check(optimizer, when, backend)
     names = {id(param): name for name, param in model.named_parameters()}
     fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict)
     fused.install()
@@ -62,3 +57,22 @@ def fuse_optimizer(
             fused.remove()
             raise
     return fused
+
+
+def fuse_anew(
+    model: nn.Module, optimizer: Any, *, when: When, backend: str = "auto", strict: bool = False
+) -> FusedOptimizer:
+    """`fuse_optimizer` for what may be fused already, which then ends."""
+    _check(optimizer, when, backend)
+    if (before := fused_by(optimizer)) is not None:
+        before.remove()
+    return fuse_optimizer(model, optimizer, when=when, backend=backend, strict=strict)
+
+
+def _check(optimizer: Any, when: str, backend: str) -> None:
+    if when not in get_args(When):
+        raise InvalidOptionError(option="when", value=when, expected="one of " + ", ".join(get_args(When)))
+    if backend not in BACKENDS:
+        raise InvalidOptionError(option="backend", value=backend, expected="one of " + ", ".join(BACKENDS))
+    if not isinstance(optimizer, Optimizer):
+        raise NotAnOptimizerError(got=type(optimizer).__name__)

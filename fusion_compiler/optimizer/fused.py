@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -132,12 +132,12 @@ class FusedOptimizer:
         optimizer: Optimizer,
         names: Mapping[int, str],
         *,
-        backend: Literal["auto", "interpret", "eager"] = "auto",
+        backend: str = "auto",
         strict: bool = False,
         gpus: Callable[[torch.device | None], Gpu] = find_gpu,
     ) -> None:
         self.optimizer, self.names, self.strict = optimizer, names, strict
-        self.backend: Literal["auto", "interpret", "eager"] = backend
+        self.backend = backend
         self.own: dict[str, str] = {}
         self.timing: Timing = AtStep(self)
         self._gpus = gpus
@@ -181,7 +181,7 @@ class FusedOptimizer:
         needed = inspect.signature(own_step(optimizer)).parameters.get("closure")
         if needed is not None and needed.default is inspect.Parameter.empty:
             self.refuse("it needs a closure", "train it without fuse_optimizer:")
-        if isinstance(getattr(optimizer.step, "fused_by", None), FusedOptimizer):
+        if fused_by(optimizer) is not None:
             self.refuse("it is fused already", "call remove() of what fuse_optimizer returned first, or")
         hooked: Any = Optimizer.profile_hook_step(torch.compiler.disable(self._step))
         hooked.fused_by = self
@@ -284,7 +284,7 @@ class FusedOptimizer:
     def backend_for(self, device: torch.device) -> Backend:
         """What updates parameters on a device. Raises Refused where nothing but the class's own step does."""
         if self.backend != "auto":
-            return self.backend
+            return cast(Backend, self.backend)
         if device.type != "cuda":
             raise Refused(f"it is on {device}, and kernels run on GPUs (or with backend='interpret')")
         if torch.cuda.is_current_stream_capturing():
@@ -394,6 +394,11 @@ class FusedOptimizer:
                 group["params"] = all_of_them
                 if "fused" in group:
                     group["fused"] = fused
+
+
+def fused_by(optimizer: Optimizer) -> FusedOptimizer | None:
+    """What an optimizer is fused by at present."""
+    return getattr(optimizer.step, "fused_by", None)
 
 
 class _First(Exception):
