@@ -103,8 +103,13 @@ class BackwardUpdates:
         Of a class of the user's own, which may count in a group or in itself, the own step is left to `step`.
         """
         params = list(self._pending.values())
-        given = [(self._groups[id(param)], param) for param in params]
-        left = {id(param) for param in self.fused.update(given, leave_own=not self.fused.is_pytorchs)}
+        prepared = self.fused.prepare([(self._groups[id(param)], [param]) for param in params])
+        left: set[int] = set()
+        if self.fused.is_pytorchs:
+            self.fused.take_own_step(prepared.own)
+        else:
+            left = set(map(id, prepared.own))
+        prepared.run()
         for param in params:
             del self._pending[id(param)]
             if id(param) not in left:
@@ -118,12 +123,12 @@ class BackwardUpdates:
         """What is left of a step: parameters whose gradients were not made by a backward pass."""
         self._check_last_pass()
         groups: list[dict[str, Any]] = self.fused.optimizer.param_groups
-        given = [(g, p) for g in groups for p in g["params"] if p.grad is not None]
-        for _, param in given:
+        given = [(group, [p for p in group["params"] if p.grad is not None]) for group in groups]
+        for param in (param for _, params in given for param in params):
             if id(param) in self._updated:
                 self._refuse_second(param)
         self.fused.update(given)
-        for _, param in given:
+        for param in (param for _, params in given for param in params):
             param.grad = None
         self._updated.clear()
         self._hook()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -26,20 +24,16 @@ MOST_PLACES = 64  # tables of addresses that are kept: gradients come back to th
 
 
 @dataclass(frozen=True)
-class Item:
-    """One parameter's tensors, in the order of the formula's structure; its elements."""
+class Rows:
+    """The tensors of some parameters, of which no two begin at one address.
 
-    tensors: tuple[Tensor, ...]
-    elements: int
+    columns: for each tensor of the formula's structure that of all parameters. places: the addresses of the
+    first column, of the second, ... elements: how many each parameter has.
+    """
 
-    @cached_property
-    def places(self) -> tuple[int, ...]:
-        return (*(tensor.data_ptr() for tensor in self.tensors), self.elements)
-
-    @property
-    def aligned(self) -> bool:
-        """Whether every tensor begins at a multiple of 16 bytes."""
-        return not functools.reduce(operator.or_, self.places[:-1]) & 15
+    columns: Sequence[Sequence[Tensor]]
+    places: tuple[int, ...]
+    elements: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,7 +66,7 @@ class MultiTensor:
         self.formula, self.dtypes, self.device, self.backend = formula, dtypes, device, backend
         self.kernel: Kernel | None = None
         self._gpus = gpus
-        self._places: dict[tuple[tuple[int, ...], ...], Tensor] = {}
+        self._places: dict[tuple[int, ...], Tensor] = {}
         self._entry: Entry | None = None
         self._gpu: Gpu | None = None
         if backend == "eager":
@@ -104,37 +98,30 @@ class MultiTensor:
             detail = f"{type(error).__name__}: {error}"
             raise KernelError(kernel=kernel.name, action="compile", detail=detail) from error
 
-    def run(self, items: Sequence[Item], numbers: tuple[float, ...]) -> None:
-        """One update of all items. numbers: what the formula makes of the step's floats and counters.
-
-        Parameters that begin at one address are one after the other, each in a launch that follows the last.
-        """
+    @torch.no_grad()
+    def run(self, rows: Rows, numbers: tuple[float, ...]) -> None:
+        """One update of all rows. numbers: what the formula makes of the step's floats and counters."""
         if self.backend == "eager":
-            self._by_aten(items, numbers)
+            self._by_aten(rows, numbers)
             return
-        items = [item for item in items if item.elements]
-        if not items:
+        if not rows.elements:
             return
-        first = list({item.places[0]: item for item in reversed(items)}.values())[::-1]
-        if len(first) < len(items):
-            chosen = set(map(id, first))
-            self.run(first, numbers)
-            self.run([item for item in items if id(item) not in chosen], numbers)
-            return
-        places = self._table(tuple(item.places for item in items))
-        blocks = _blocks(tuple(item.elements for item in items), self.device)
+        places, blocks = self._table(rows), _blocks(rows.elements, self.device)
         if self.backend == "interpret":
-            self._interpret(items, places, blocks, numbers)
+            self._interpret(places, blocks, numbers)
         else:
             self._launch(places, blocks, numbers)
-        for item in items:  # autograd has to know of what was saved for a backward pass and is no more
-            increment_version([item.tensors[i] for i in self.formula.updated])
+        # Autograd has to know of what was saved for a backward pass and is no more.
+        increment_version([tensor for i in self.formula.updated for tensor in rows.columns[i]])
 
-    def _table(self, rows: tuple[tuple[int, ...], ...]) -> Tensor:
-        found = self._places.pop(rows, None)
+    def _table(self, rows: Rows) -> Tensor:
+        key = (*rows.places, *rows.elements)
+        found = self._places.pop(key, None)
         if found is None:
-            found = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        self._places[rows] = found  # the last used comes last
+            table = torch.tensor(key, dtype=torch.int64).view(-1, len(rows.elements)).t().contiguous()
+            # Memory that is not pinned is copied before the call returns, and the host waits for nothing.
+            found = table.to(self.device, non_blocking=True)
+        self._places[key] = found  # the last used comes last
         if len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
         return found
@@ -147,9 +134,7 @@ class MultiTensor:
             fixed = (entry.function, entry.packed, None, None, None)
             entry.run(len(blocks), 1, 1, stream, *fixed, places.data_ptr(), blocks.data_ptr(), *numbers)
 
-    def _interpret(
-        self, items: Sequence[Item], places: Tensor, blocks: Tensor, numbers: tuple[float, ...]
-    ) -> None:
+    def _interpret(self, places: Tensor, blocks: Tensor, numbers: tuple[float, ...]) -> None:
         try:
             from fusion_compiler.runtime.interpreter import run_source
         except ImportError as error:
@@ -159,9 +144,9 @@ class MultiTensor:
         values = [places.data_ptr(), blocks.data_ptr(), *numbers]
         run_source(self.kernel.source, self.kernel.name, types, values, (len(blocks),))
 
-    def _by_aten(self, items: Sequence[Item], numbers: tuple[float, ...]) -> None:
+    def _by_aten(self, rows: Rows, numbers: tuple[float, ...]) -> None:
         dtype = self.formula.structure.dtype
-        for item in items:
-            new = self.formula.body(*(tensor.to(dtype) for tensor in item.tensors), *numbers)
+        for tensors in zip(*rows.columns, strict=True):
+            new = self.formula.body(*(tensor.to(dtype) for tensor in tensors), *numbers)
             for position, value in zip(self.formula.updated, new, strict=True):
-                item.tensors[position].copy_(value)
+                tensors[position].copy_(value)
