@@ -68,6 +68,12 @@ class BackwardUpdates:
             handle.remove()
         self._hooks.clear()
 
+    def finish(self) -> None:
+        pass
+
+    def lines(self) -> list[str]:
+        return ["updated within backward passes"]
+
     # -- in a backward pass ------------------------------------------------------------------------
 
     def _has_gradient(self, param: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 from torch import nn
@@ -9,8 +10,14 @@ from torch.optim import Optimizer
 
 from fusion_compiler.errors import InvalidOptionError, NotAnOptimizerError, OptimizerStepError
 from fusion_compiler.optimizer.backward import BackwardUpdates
-from fusion_compiler.optimizer.fused import FusedOptimizer, fused_by
+from fusion_compiler.optimizer.forward import ForwardUpdates
+from fusion_compiler.optimizer.fused import FusedOptimizer, Timing, fused_by
 from fusion_compiler.options import BACKENDS, When
+
+TIMINGS: dict[str, Callable[[FusedOptimizer, nn.Module], Timing]] = {
+    "backward": BackwardUpdates,
+    "forward": ForwardUpdates,
+}
 
 
 def fuse_optimizer(
@@ -31,7 +38,9 @@ def fuse_optimizer(
     when: "step", or "backward": a parameter is updated as soon as a backward pass has its gradient, which is
         freed at once; `step()` finishes what is left. For one backward pass a step, with the learning rate
         that there is then. Clipping by a norm over all gradients, a GradScaler, sums over several passes and
-        gradients of other processes need all gradients before any update: take "step".
+        gradients of other processes need all gradients before any update: take "step", or "forward": `step()`
+        notes what is due, with the numbers that there are then, and a parameter is updated just before it is
+        next read. What `finish()` is for, docs/optimizer.md says.
     backend: "auto" (Triton on GPUs, the class's own step for parameters on a CPU), "interpret" (Triton's
         interpreter, on CPU tensors), "eager" (the traced step by ATen's operators, anywhere).
     strict: raise where a parameter would otherwise take the class's own step.
@@ -50,9 +59,9 @@ def fuse_optimizer(
     names = {id(param): name for name, param in model.named_parameters()}
     fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict)
     fused.install()
-    if when == "backward":
+    if when != "step":
         try:
-            fused.timing = BackwardUpdates(fused, model)
+            fused.timing = TIMINGS[when](fused, model)
         except OptimizerStepError:
             fused.remove()
             raise

@@ -36,9 +36,12 @@ Chosen = Sequence[tuple[Group, Sequence[Tensor]]]
 
 
 class Timing(Protocol):
-    """When parameters are updated. step: what is done when the optimizer's is called."""
+    """When parameters are updated. step: what is done when the optimizer's is called. finish: what was put
+    off. lines: all of that for people."""
 
     def step(self) -> None: ...
+    def finish(self) -> None: ...
+    def lines(self) -> list[str]: ...
     def remove(self) -> None: ...
 
 
@@ -51,6 +54,12 @@ class AtStep:
     def step(self) -> None:
         groups: list[dict[str, Any]] = self.fused.optimizer.param_groups
         self.fused.update([(group, group["params"]) for group in groups])
+
+    def finish(self) -> None:
+        pass
+
+    def lines(self) -> list[str]:
+        return []
 
     def remove(self) -> None:
         pass
@@ -95,6 +104,7 @@ class FusedOptimizer:
         updated = count(len(self._updated), "parameter")
         lines = [f"{kind}: {count(len(self._kernels.made), 'kernel')} for {updated}"]
         lines += [f"  {multi}" for multi in self._kernels.made.values()]
+        lines += [f"  {line}" for line in self.timing.lines()]
         lines += [f"  {name}: {kind}'s own step: {why}" for name, why in self.own.items()]
         return "\n".join(lines)
 
@@ -124,6 +134,11 @@ class FusedOptimizer:
         optimizer.step = MethodType(hooked, optimizer)
         self._loading = optimizer.register_load_state_dict_pre_hook(lambda *_: self._assemblies.clear())
         own["_step_supports_amp_scaling"] = False  # a GradScaler then unscales gradients before the step
+
+    def finish(self) -> None:
+        """Carries out the updates that `when="forward"` put off, before a parameter or a state that is held
+        elsewhere is read or written."""
+        self.timing.finish()
 
     def remove(self) -> None:
         """Gives the optimizer its own step back."""
