@@ -14,7 +14,7 @@ from fusion_compiler.errors import (
 from fusion_compiler.ir.device import device_spec
 
 BACKENDS = ("auto", "interpret", "eager")
-When = Literal["step", "backward", "forward"]  # an optimizer's parameters are updated
+When = Literal["step", "backward", "forward", "auto"]  # an optimizer's parameters are updated
 NUMERICS = ("float32", "eager")
 # torch.compile's names for what these options say.
 MODES: dict[str | None, dict[str, object]] = {

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from fusion_compiler.errors import InvalidOptionError, NotAnOptimizerError, OptimizerStepError
 from fusion_compiler.optimizer.backward import BackwardUpdates
+from fusion_compiler.optimizer.choice import ChosenUpdates
 from fusion_compiler.optimizer.forward import ForwardUpdates
 from fusion_compiler.optimizer.fused import FusedOptimizer, Timing, fused_by
 from fusion_compiler.options import BACKENDS, When
@@ -17,6 +18,7 @@ from fusion_compiler.options import BACKENDS, When
 TIMINGS: dict[str, Callable[[FusedOptimizer, nn.Module], Timing]] = {
     "backward": BackwardUpdates,
     "forward": ForwardUpdates,
+    "auto": ChosenUpdates,
 }
 
 
@@ -40,7 +42,8 @@ def fuse_optimizer(
         that there is then. Clipping by a norm over all gradients, a GradScaler, sums over several passes and
         gradients of other processes need all gradients before any update: take "step", or "forward": `step()`
         notes what is due, with the numbers that there are then, and a parameter is updated just before it is
-        next read. What `finish()` is for, docs/optimizer.md says.
+        next read. What `finish()` is for, docs/optimizer.md says. "auto": two steps are watched, after which
+        each parameter is updated in the backward pass or by `step()`, with the reason in what this prints.
     backend: "auto" (Triton on GPUs, the class's own step for parameters on a CPU), "interpret" (Triton's
         interpreter, on CPU tensors), "eager" (the traced step by ATen's operators, anywhere).
     strict: raise where a parameter would otherwise take the class's own step.
