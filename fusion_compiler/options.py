@@ -24,6 +24,7 @@ MODES: dict[str | None, dict[str, object]] = {
     "max-autotune": {"cudagraphs": True, "tune": "all"},
     "max-autotune-no-cudagraphs": {"cudagraphs": False, "tune": "all"},
 }
+Rounding = Literal["nearest", "stochastic"]  # of bfloat16 parameters that an optimizer updates
 A_FEW, ALL = 4, 1000  # schedules of a cluster; no kind of schedules has as many
 
 

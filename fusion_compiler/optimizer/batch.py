@@ -128,16 +128,17 @@ def _aligned(places: Iterable[int]) -> bool:
 @dataclass(frozen=True)
 class Update:
     """One step of a batch, prepared: what updates it, the tensors, the kernel's numbers as they were then,
-    and the counters' new values."""
+    the counters' new values, and the key of its random numbers."""
 
     batch: Batch
     multi: MultiTensor
     rows: Rows
     numbers: tuple[float, ...]
     counts: tuple[float, ...]
+    seed: int
 
     def run(self) -> None:
-        self.multi.run(self.rows, self.numbers)
+        self.multi.run(self.rows, self.numbers, self.seed)
         self.batch.count(self.counts)
 
 

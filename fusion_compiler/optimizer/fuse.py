@@ -13,7 +13,7 @@ from fusion_compiler.optimizer.backward import BackwardUpdates
 from fusion_compiler.optimizer.choice import ChosenUpdates
 from fusion_compiler.optimizer.forward import ForwardUpdates
 from fusion_compiler.optimizer.fused import FusedOptimizer, Timing, fused_by
-from fusion_compiler.options import BACKENDS, When
+from fusion_compiler.options import BACKENDS, Rounding, When
 
 TIMINGS: dict[str, Callable[[FusedOptimizer, nn.Module], Timing]] = {
     "backward": BackwardUpdates,
@@ -29,6 +29,7 @@ def fuse_optimizer(
     when: When = "step",
     backend: str = "auto",
     strict: bool = False,
+    rounding: Rounding = "nearest",
 ) -> FusedOptimizer:
     """Makes `optimizer.step()` one launch of a generated kernel for all parameters, whatever their sizes.
 
@@ -47,6 +48,9 @@ def fuse_optimizer(
     backend: "auto" (Triton on GPUs, the class's own step for parameters on a CPU), "interpret" (Triton's
         interpreter, on CPU tensors), "eager" (the traced step by ATen's operators, anywhere).
     strict: raise where a parameter would otherwise take the class's own step.
+    rounding: of parameters in bfloat16: "nearest", or "stochastic": up or down at random, as often as the
+        number lies near to either, so that what is smaller than half a digit is not lost but made now and
+        then. The random numbers are Philox's, of a key that PyTorch's CPU generator gives for each launch.
 
     There is one kernel for each way that the step goes and each combination of dtypes, and a launch for each
     distinct set of numbers: the learning rate and all else that changes are its arguments. Tensors of 16 bits
@@ -59,8 +63,10 @@ def fuse_optimizer(
     and for gradients that are sparse or complex.
     """
     _check(optimizer, when, backend)
+    if rounding not in get_args(Rounding):
+        raise InvalidOptionError(option="rounding", value=rounding, expected='"nearest" or "stochastic"')
     names = {id(param): name for name, param in model.named_parameters()}
-    fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict)
+    fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict, rounding=rounding)
     fused.install()
     if when != "step":
         try:

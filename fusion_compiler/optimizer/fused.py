@@ -80,12 +80,13 @@ class FusedOptimizer:
         *,
         backend: str = "auto",
         strict: bool = False,
+        rounding: str = "nearest",
         gpus: Callable[[torch.device | None], Gpu] = find_gpu,
     ) -> None:
         self.optimizer, self.names, self.strict = optimizer, names, strict
         self.own: dict[str, str] = {}
         self.timing: Timing = AtStep(self)
-        self._kernels = Kernels(optimizer, backend, gpus)
+        self._kernels = Kernels(optimizer, backend, rounding, gpus)
         self._warned = WarnOnce(strict)
         self._without_state: set[int] = set()  # parameters that have taken a step and have no state
         self._updated: set[int] = set()  # parameters that a kernel updates
@@ -247,7 +248,9 @@ class FusedOptimizer:
         self._kernels.backend_for(batch.kind.device)
         if batch.multi is None or not batch.multi.formula.holds(*values):
             batch.multi = self._kernels.find(batch.group, batch.kind, batch.aligned, values)
-        return Update(batch, batch.multi, rows, *batch.multi.formula.numbers(*values))
+        # Of the generator that torch.manual_seed seeds.
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if batch.multi.stochastic else 0
+        return Update(batch, batch.multi, rows, *batch.multi.formula.numbers(*values), seed)
 
     def _numbers_of(self, group: Group) -> Numbers | Refused:
         """Found once for the same objects, where these cannot change."""

@@ -22,9 +22,13 @@ class Kernels:
     """find(...) gives what updates parameters of a kind, traced and compiled when it is first needed."""
 
     def __init__(
-        self, optimizer: Optimizer, backend: str, gpus: Callable[[torch.device | None], Gpu]
+        self,
+        optimizer: Optimizer,
+        backend: str,
+        rounding: str,
+        gpus: Callable[[torch.device | None], Gpu],
     ) -> None:
-        self.optimizer, self.backend = optimizer, backend
+        self.optimizer, self.backend, self.rounding = optimizer, backend, rounding
         self.made: dict[tuple[Any, ...], MultiTensor] = {}
         self._gpus = gpus
         self._formulas: dict[Structure, list[Formula]] = {}
@@ -55,7 +59,14 @@ class Kernels:
             name = type(self.optimizer).__name__.lower()
             try:
                 self.made[key] = MultiTensor(
-                    formula, kind.dtypes, kind.device, backend, name, aligned, self._gpus
+                    formula,
+                    kind.dtypes,
+                    kind.device,
+                    backend,
+                    name,
+                    aligned,
+                    self.rounding == "stochastic",
+                    self._gpus,
                 )
             except (Refused, FusionError) as error:
                 self._failed[key] = error

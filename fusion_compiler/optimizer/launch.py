@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from fusion_compiler.errors import FusionError, KernelError, MissingTritonError
 from fusion_compiler.ir.kernel import Kernel
+from fusion_compiler.ir.random import philox
 from fusion_compiler.optimizer.formula import Formula
 from fusion_compiler.optimizer.kernel import BLOCK, kernel_of
 from fusion_compiler.runtime.binding import Entry, Gpu
@@ -50,7 +51,8 @@ class MultiTensor:
     """A formula for tensors of some dtypes on one device: `run(items, numbers)` updates them all in one
     launch.
 
-    kernel: None where nothing is launched. Raises Refused or KernelError where there is no kernel.
+    kernel: None where nothing is launched. stochastic: parameters in bfloat16 are rounded at random. Raises
+    Refused or KernelError where there is no kernel.
     """
 
     def __init__(
@@ -61,17 +63,21 @@ class MultiTensor:
         backend: Backend,
         name: str,
         aligned: bool = True,
+        stochastic: bool = False,
         gpus: Callable[[torch.device | None], Gpu] = find_gpu,
     ) -> None:
         self.formula, self.dtypes, self.device, self.backend = formula, dtypes, device, backend
         self.kernel: Kernel | None = None
+        self.stochastic = (
+            stochastic and dtypes[0] is torch.bfloat16 and formula.structure.dtype is torch.float32
+        )
         self._gpus = gpus
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._entry: Entry | None = None
         self._gpu: Gpu | None = None
         if backend == "eager":
             return
-        self.kernel = kernel_of(formula, dtypes, name, aligned)
+        self.kernel = kernel_of(formula, dtypes, name, aligned, self.stochastic)
         if backend == "triton":
             self._gpu = self._found(gpus)
             self._entry = self._loaded(self._gpu, self.kernel)
@@ -99,18 +105,22 @@ class MultiTensor:
             raise KernelError(kernel=kernel.name, action="compile", detail=detail) from error
 
     @torch.no_grad()
-    def run(self, rows: Rows, numbers: tuple[float, ...]) -> None:
-        """One update of all rows. numbers: what the formula makes of the step's floats and counters."""
+    def run(self, rows: Rows, numbers: tuple[float, ...], seed: int = 0) -> None:
+        """One update of all rows.
+
+        numbers: what the formula makes of the step's floats and counters. seed: the key of random numbers.
+        """
         if self.backend == "eager":
-            self._by_aten(rows, numbers)
+            self._by_aten(rows, numbers, seed)
             return
         if not rows.elements:
             return
         places, blocks = self._table(rows), _blocks(rows.elements, self.device)
+        scalars = (*numbers, seed) if self.stochastic else numbers
         if self.backend == "interpret":
-            self._interpret(places, blocks, numbers)
+            self._interpret(places, blocks, scalars)
         else:
-            self._launch(places, blocks, numbers)
+            self._launch(places, blocks, scalars)
         # Autograd has to know of what was saved for a backward pass and is no more.
         increment_version([tensor for i in self.formula.updated for tensor in rows.columns[i]])
 
@@ -126,27 +136,41 @@ class MultiTensor:
             del self._places[next(iter(self._places))]
         return found
 
-    def _launch(self, places: Tensor, blocks: Tensor, numbers: tuple[float, ...]) -> None:
+    def _launch(self, places: Tensor, blocks: Tensor, scalars: tuple[float, ...]) -> None:
         gpu, entry = self._gpu, self._entry
         assert gpu is not None and entry is not None
         with gpu.active():
             stream = gpu.current_stream(gpu.index)
             fixed = (entry.function, entry.packed, None, None, None)
-            entry.run(len(blocks), 1, 1, stream, *fixed, places.data_ptr(), blocks.data_ptr(), *numbers)
+            entry.run(len(blocks), 1, 1, stream, *fixed, places.data_ptr(), blocks.data_ptr(), *scalars)
 
-    def _interpret(self, places: Tensor, blocks: Tensor, numbers: tuple[float, ...]) -> None:
+    def _interpret(self, places: Tensor, blocks: Tensor, scalars: tuple[float, ...]) -> None:
         try:
             from fusion_compiler.runtime.interpreter import run_source
         except ImportError as error:
             raise MissingTritonError(detail=error) from error
         assert self.kernel is not None
         types = [argument_type(argument) for argument in self.kernel.arguments]
-        values = [places.data_ptr(), blocks.data_ptr(), *numbers]
+        values = [places.data_ptr(), blocks.data_ptr(), *scalars]
         run_source(self.kernel.source, self.kernel.name, types, values, (len(blocks),))
 
-    def _by_aten(self, rows: Rows, numbers: tuple[float, ...]) -> None:
+    def _by_aten(self, rows: Rows, numbers: tuple[float, ...], seed: int) -> None:
         dtype = self.formula.structure.dtype
-        for tensors in zip(*rows.columns, strict=True):
+        for i, tensors in enumerate(zip(*rows.columns, strict=True)):
             new = self.formula.body(*(tensor.to(dtype) for tensor in tensors), *numbers)
             for position, value in zip(self.formula.updated, new, strict=True):
-                tensors[position].copy_(value)
+                rounded = _stochastic(value, seed, i) if self.stochastic and position == 0 else value
+                tensors[position].copy_(rounded)
+
+
+def _stochastic(value: Tensor, seed: int, parameter: int) -> Tensor:
+    """`codegen.math.stochastic` of a float32 tensor, with the words that a kernel takes for it."""
+    counter = torch.arange(-(-value.numel() // 4), device=value.device)
+    words = torch.stack(philox(torch.tensor([seed], device=value.device), counter, parameter), -1)
+    places = torch.empty_strided(value.shape, value.stride(), dtype=torch.int64, device=value.device)
+    as_it_lies = places.as_strided((value.numel(),), (1,))
+    as_it_lies.copy_(words.flatten()[: value.numel()])
+    bits = value.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    bits = (bits + (places & 0xFFFF)) & 0xFFFF0000
+    bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
+    return torch.where(value.isfinite(), bits.view(torch.float32), value)
