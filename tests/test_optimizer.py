@@ -159,6 +159,22 @@ def test_elements_in_another_order() -> None:
     check_same(values(ours, one), values(eager, other))
 
 
+def test_strides_of_axes_of_one_element_say_nothing() -> None:
+    """A channels-last 1 x 1 convolution's gradient may have others than its weight."""
+    ours = nn.ParameterList([nn.Parameter(torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last))])
+    eager, _ = copies(ours)
+    one, other = SGD(ours, lr=0.1, momentum=0.9), SGD(eager, lr=0.1, momentum=0.9)
+    fc.fuse_optimizer(ours, one, backend="interpret", strict=True)
+    for _ in range(3):
+        grad = torch.randn(4, 3)
+        for model, optimizer in ((ours, one), (eager, other)):
+            model[0].grad = grad.clone().as_strided((4, 3, 1, 1), (3, 1, 1, 1))
+            assert model[0].grad.stride() != model[0].stride()
+            optimizer.step()
+    for name, value in values(ours, one).items():
+        torch.testing.assert_close(value, values(eager, other)[name], rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ["sgd momentum", "adam amsgrad", "nadam", "rmsprop centered", "lion"])
 @pytest.mark.parametrize("fused_first", [True, False])
 def test_a_checkpoint_goes_on_as_the_other(name: str, fused_first: bool) -> None:

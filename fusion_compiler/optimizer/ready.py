@@ -141,5 +141,10 @@ def _check_layout(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     if not is_non_overlapping_and_dense_or_false(param):
         raise Refused("its elements do not lie side by side")
     for name, tensor in zip(names, tensors, strict=True):
-        if tensor.stride() != param.stride():
+        if _order(tensor) != _order(param):
             raise Refused(f"its {name} has the strides {tensor.stride()}, it has {param.stride()}")
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Strides; where there is one element along an axis, its stride says nothing."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
