@@ -147,6 +147,22 @@ def test_a_checkpoint_between_passes_goes_on_as_torch_optims() -> None:
     check_same(values(model, one), values(eager, other))
 
 
+def test_the_first_pass_after_a_checkpoint_has_its_rate() -> None:
+    """`load_state_dict` makes other groups."""
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fc.fuse_optimizer(model, optimizer, when="backward", backend="eager", strict=True)
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.0
+    optimizer.load_state_dict(saved)
+    before = model.weight.detach().clone()
+    model(torch.randn(4, 3)).sum().backward()
+    assert torch.equal(model.weight, before)
+
+
 def test_what_is_read_after_the_pass_is_updated_without_step() -> None:
     model = nn.Linear(3, 2)
     fc.fuse_optimizer(model, SGD(model.parameters(), lr=0.5), when="backward", backend="eager")

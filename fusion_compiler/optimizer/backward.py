@@ -82,7 +82,6 @@ class BackwardUpdates:
         """Hooks of all parameters that take gradients and have none yet."""
         for group in self.fused.optimizer.param_groups:
             for param in group["params"]:
-                self._groups[id(param)] = group
                 wanted = self.chosen is None or id(param) in self.chosen
                 if param.requires_grad and wanted and id(param) not in self._hooks:
                     self._hooks[id(param)] = param.register_post_accumulate_grad_hook(self._has_gradient)
@@ -111,6 +110,8 @@ class BackwardUpdates:
             self._refuse_second(param)
         if self._pass is None:
             self._begin()
+        if id(param) not in self._groups:  # the optimizer has it no more
+            return
         assert param.grad is not None
         self._pending[id(param)] = param
         self._bytes += param.grad.nbytes if param.grad.layout is torch.strided else BUCKET_BYTES
@@ -122,6 +123,8 @@ class BackwardUpdates:
         if self._first_pass and scales_losses():
             self.fused.refuse("a GradScaler scales its gradients", 'take when="step" or "forward", or')
         self._first_pass = False
+        groups: list[dict[str, Any]] = self.fused.optimizer.param_groups  # others since load_state_dict
+        self._groups = {id(param): group for group in groups for param in group["params"]}
         this = _Pass()
         self._pass = weakref.ref(this)
         engine: Any = torch.autograd.Variable._execution_engine
