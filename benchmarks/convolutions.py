@@ -59,6 +59,46 @@ class ResNet(nn.Module):
         return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
+class InvertedResidual(nn.Module):
+    """MobileNetV2's block (Sandler et al. 2018): 1 x 1 to more channels, 3 x 3 of each, 1 x 1 to fewer."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        inner = inputs * expansion
+        wider = [] if expansion == 1 else _conv_norm(inputs, inner, 1, 1, 1)
+        narrower = [nn.Conv2d(inner, outputs, 1, bias=False), nn.BatchNorm2d(outputs)]
+        self.conv = nn.Sequential(*wider, *_conv_norm(inner, inner, 3, stride, inner), *narrower)
+        self.residual = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x) if self.residual else self.conv(x)
+
+
+def _conv_norm(inputs: int, outputs: int, size: int, stride: int, groups: int) -> list[nn.Module]:
+    conv = nn.Conv2d(inputs, outputs, size, stride, size // 2, groups=groups, bias=False)
+    return [conv, nn.BatchNorm2d(outputs), nn.ReLU6(inplace=True)]
+
+
+class MobileNetV2(nn.Module):
+    """Images [n, 3, side, side] -> logits [n, 1000]; stages of (expansion, channels, blocks, stride)."""
+
+    STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2),
+              (6, 320, 1, 1))  # fmt: skip
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        layers, inputs = _conv_norm(3, 32, 3, 2, 1), 32
+        for expansion, outputs, blocks, stride in self.STAGES[:stages]:
+            for i in range(blocks):
+                layers.append(InvertedResidual(inputs, outputs, stride if i == 0 else 1, expansion))
+                inputs = outputs
+        self.features = nn.Sequential(*layers, *_conv_norm(inputs, 1280, 1, 1, 1))
+        self.classifier = nn.Linear(1280, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
 class LayerNorm2d(nn.LayerNorm):
     """Over the channels of [n, c, h, w]."""
 
@@ -167,6 +207,12 @@ def resnet_by_channel(batch: int, width: int, depth: int, side: int) -> tuple[nn
     """Its images and weights channel by channel, as PyTorch makes them."""
     model, inputs = resnet(batch, width, depth, side)
     return model.to(memory_format=torch.contiguous_format), {n: x.contiguous() for n, x in inputs.items()}
+
+
+def mobilenet(batch: int, stages: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
+    """stages: 7 of MobileNetV2."""
+    model = MobileNetV2(stages).to(memory_format=torch.channels_last)
+    return model, {"x": images(batch, 3, side)}
 
 
 def resnet_folded(batch: int, width: int, depth: int, side: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -1,40 +1,73 @@
 """python -m benchmarks optimizer: updates over a model's list of parameters, and whole training steps.
 
 Updates: GPU time of one `step()`, and what part of it a copy that moves as many bytes would take (parameters
-and states read and written once, gradients read once). Steps: wall time of forward, backward and update of a
-model that `compile` compiled, and the peak of memory, with one gradient alive at a time where updates are in
-the backward pass.
+and states read and written once, gradients read once). Steps: wall time of forward, backward and update, and
+the peak of memory. The model is what `compile` compiled for all, so that the columns differ by the update
+alone, but for "torch.compile", where it is torch.compile's with PyTorch's fused optimizer.
+
+Each cell has a process of its own; with --jobs 12 so many compile side by side and measure one by one, and
+what one has compiled the others find. --filter AdamW is a third of the table; --resume keeps what --json has
+of the other contenders.
+
+    python -m benchmarks.optimizer '{"workload": 0, "optimizer": "AdamW", ...}'     one cell, as JSON
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import fusion_compiler as fc
-from benchmarks.record import Record, environment, figure, reason, table
-from benchmarks.timing import Yardstick, budget, device_time, wall_time
-from benchmarks.workloads import WORKLOADS, Workload, gradient_for, step
+from benchmarks import optimizer_bars as bars
+from benchmarks.contenders import inductor
+from benchmarks.convolutions import mobilenet
+from benchmarks.processes import in_turn, my_turn, only
+from benchmarks.record import Record, environment
+from benchmarks.timing import Yardstick, device_time, wall_time
+from benchmarks.workloads import WORKLOADS, Workload, gradient_for, step, vit
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "SGD momentum": lambda p, **kw: SGD(p, lr=1e-3, momentum=0.9, **kw),
     "Adagrad": lambda p, **kw: Adagrad(p, lr=1e-3, **kw),
     "AdamW": lambda p, **kw: AdamW(p, lr=1e-4, **kw),
 }
-CONTENDERS = ("for-loop", "foreach", "fused", "ours", "ours, in backward")
-FLAGS: dict[str, dict[str, bool]] = {
-    "for-loop": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
+FLAGS: dict[str, dict[str, bool]] = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}}
+UPDATES = ("for-loop", "foreach", "fused", "compiled step", "ours")  # the contenders without a backward pass
+
+
+def _llama() -> Workload:
+    return next(w for w in WORKLOADS if w.train and w.name.startswith("Llama"))
+
+
+def _short(workload: Workload) -> Workload:
+    sizes = {**workload.sizes, "batch": 1, "length": 1024}
+    return replace(workload, name=workload.name.replace("4 x 2048", "1 x 1024"), sizes=sizes)
+
+
+STEPS: tuple[Workload, ...] = (
+    _short(_llama()),
+    _llama(),
+    next(w for w in WORKLOADS if w.train and w.name.startswith("BERT-large 12")),
+    Workload(
+        "ViT-L/16, train, 1 image", vit,
+        {"batch": 1, "hidden": 1024, "layers": 24, "heads": 16, "side": 224},
+        {"batch": 1, "hidden": 64, "layers": 2, "heads": 4, "side": 32}, train=True,
+    ),
+    Workload(
+        "MobileNetV2, train, 32 images", mobilenet, {"batch": 32, "stages": 7, "side": 224},
+        {"batch": 2, "stages": 2, "side": 32}, train=True,
+    ),
+)  # fmt: skip
+LIST = "Llama-1B parameters"
+QUICK = {"layers": 2, "hidden": 64, "inner": 96, "vocabulary": 200}
 
 
 def llama_1b(layers: int = 16, hidden: int = 2048, inner: int = 8192, vocabulary: int = 128256) -> list[Any]:
@@ -45,115 +78,163 @@ def llama_1b(layers: int = 16, hidden: int = 2048, inner: int = 8192, vocabulary
     return [(vocabulary, hidden), *layer * layers, (hidden,)]
 
 
-LLAMA = next(w for w in WORKLOADS if w.train and w.name.startswith("Llama"))
-STEPS = (
-    replace(
-        LLAMA,
-        name=LLAMA.name.replace("4 x 2048", "1 x 1024"),
-        sizes={**LLAMA.sizes, "batch": 1, "length": 1024},
-    ),
-    *(workload for workload in WORKLOADS if workload.train),
-)
-QUICK = {"layers": 2, "hidden": 64, "inner": 96, "vocabulary": 200}
+@dataclass(frozen=True)
+class Task:
+    """One cell: a workload by its number, or -1 for the update alone; which optimizer, and who runs it."""
+
+    workload: int
+    optimizer: str
+    contender: str
+    device: str
+    quick: bool
+    backend: str
+    repetitions: int
+
+    @property
+    def case(self) -> str:
+        return LIST if self.workload < 0 else STEPS[self.workload].name
 
 
-def made(name: str, contender: str, model: nn.Module, backend: str) -> Optimizer:
-    optimizer = OPTIMIZERS[name](model.parameters(), **FLAGS.get(contender, {}))
-    if contender.startswith("ours"):
-        when = "backward" if contender.endswith("backward") else "step"
-        fc.fuse_optimizer(model, optimizer, when=when, backend=backend, strict=True)  # type: ignore[arg-type]
-    return optimizer
+def nothing() -> None:
+    pass
 
 
-def moved(model: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes that an update reads and writes at least."""
-    total = 0
+@dataclass(frozen=True)
+class Update:
+    """What follows a backward pass. optimizers: those whose state counts."""
+
+    step: Callable[[], Any]
+    zero_grad: Callable[[], Any]
+    optimizers: tuple[Optimizer, ...]
+
+
+def update_of(task: Task, model: nn.Module) -> Update:
+    make = OPTIMIZERS[task.optimizer]
+    if task.contender == "hooks":
+        return in_hooks(model, functools.partial(make, **flags_of(task)))
+    optimizer = make(model.parameters(), **flags_of(task))
+    if task.contender == "compiled step":
+        return Update(torch.compile(lambda: optimizer.step()), optimizer.zero_grad, (optimizer,))
+    if task.contender.startswith("ours"):
+        when: Any = task.contender.partition(", ")[2] or "step"
+        fc.fuse_optimizer(model, optimizer, when=when, backend=task.backend, strict=True)
+    return Update(optimizer.step, optimizer.zero_grad, (optimizer,))
+
+
+def flags_of(task: Task) -> dict[str, bool]:
+    """Of PyTorch's implementations the fused one, where no other is asked for and there is one."""
+    if task.contender.startswith("ours"):
+        return {}
+    missing = task.optimizer == "Adagrad" and task.device.startswith("cuda") and task.contender != "fused"
+    return FLAGS.get(task.contender, {} if missing else {"fused": True})
+
+
+def in_hooks(model: nn.Module, make: Callable[..., Optimizer]) -> Update:
+    """As PyTorch's tutorial on optimizers in the backward pass has it: one for each parameter."""
+    each = {param: make([param]) for param in model.parameters()}
+
+    def hook(param: Tensor) -> None:
+        each[param].step()
+        each[param].zero_grad()
+
     for param in model.parameters():
-        states = [v for v in optimizer.state[param].values() if isinstance(v, torch.Tensor) and v.dim()]
-        total += 3 * param.nbytes + 2 * sum(state.nbytes for state in states)
-    return total
+        param.register_post_accumulate_grad_hook(hook)
+    return Update(nothing, nothing, tuple(each.values()))
 
 
-def update(
-    name: str, contender: str, options: argparse.Namespace, yardstick: Yardstick
-) -> dict[str, float | int]:
-    device = yardstick.device
-    shapes = llama_1b(**QUICK) if options.quick else llama_1b()
+def moved(model: nn.Module, update: Update) -> int:
+    """Bytes that an update reads and writes at least."""
+    states = [v for o in update.optimizers for s in o.state.values() for v in s.values()]
+    held = sum(state.nbytes for state in states if isinstance(state, Tensor) and state.dim())
+    return 3 * sum(param.nbytes for param in model.parameters()) + 2 * held
+
+
+def measure_update(task: Task) -> dict[str, float | int]:
+    device = torch.device(task.device)
+    shapes = llama_1b(**QUICK) if task.quick else llama_1b()
     model = nn.ParameterList(
         nn.Parameter(torch.randn(s, device=device, dtype=torch.bfloat16)) for s in shapes
     )
-    optimizer = made(name, contender, model, options.backend)
+    update = update_of(task, model)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
-    spent = device_time(optimizer.step, device, options.repetitions)
-    copy = yardstick.seconds(moved(model, optimizer))
+    for _ in range(3):
+        update.step()
+    my_turn()
+    spent = device_time(update.step, device, task.repetitions)
+    copy = Yardstick(device, 1 << 20 if task.quick else 1 << 30).seconds(moved(model, update))
     return {"ms": spent.seconds * 1e3, "of copy": copy / spent.seconds, "launches": spent.kernels}
 
 
-def whole_step(
-    workload: Workload, name: str, contender: str, options: argparse.Namespace, device: torch.device
-) -> dict[str, float]:
-    model, batch = workload.make(device, options.quick)
+def measure_step(task: Task) -> dict[str, float]:
+    device = torch.device(task.device)
+    model, batch = STEPS[task.workload].make(device, task.quick)
     gradient = gradient_for(model, batch)
-    fast = fc.compile(model, backend=options.backend)
-    optimizer = made(name, contender, model, options.backend)
+    theirs = task.contender == "torch.compile"
+    fast = inductor(model) if theirs else fc.compile(model, backend=task.backend)
+    update = update_of(task, model)
 
     def call() -> None:
         step(fast, batch, True, gradient)
-        optimizer.step()
-        optimizer.zero_grad()
+        update.step()
+        update.zero_grad()
 
-    for _ in range(3):
+    for _ in range(5):
         call()
-    if device.type == "cuda":
+    my_turn()
+    cuda = device.type == "cuda"
+    if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = wall_time(call, device, options.repetitions)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return {"ms": seconds * 1e3, "peak GB": peak / 1e9}
+    seconds = wall_time(call, device, task.repetitions)
+    peak = torch.cuda.max_memory_allocated(device) if cuda else 0
+    gradients = sum(param.nbytes for param in model.parameters() if param.requires_grad)
+    busy = device_time(call, device, 5, warmup=1)
+    return {
+        "ms": seconds * 1e3,
+        "gpu_ms": busy.seconds * 1e3,
+        "peak_gb": peak / 1e9,
+        "gradients_gb": gradients / 1e9,
+    }
 
 
-def cells(
-    measure: Callable[[str], dict[str, Any]], options: argparse.Namespace, names: tuple[str, ...]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    for contender in names:
-        if not re.search(options.only, contender):
-            continue
-        try:
-            with budget(options.budget):
-                yield contender, measure(contender)
-        except Exception as error:
-            print(f"  {contender}: {reason(error)}")
-            yield contender, {"failed": reason(error)}
-        finally:
-            torch._dynamo.reset()
-            gc.collect()
-            if options.device.startswith("cuda"):
-                torch.cuda.empty_cache()
+def measure(task: Task) -> dict[str, Any]:
+    return measure_update(task) if task.workload < 0 else measure_step(task)
+
+
+def tasks_of(options: argparse.Namespace) -> Iterator[Task]:
+    for number in range(-1, len(STEPS)):
+        for name in OPTIMIZERS:
+            for contender in UPDATES if number < 0 else bars.CONTENDERS:
+                task = Task(
+                    number, name, contender, options.device, options.quick, options.backend,
+                    options.repetitions,
+                )  # fmt: skip
+                if re.search(options.filter, f"{task.case}, {name}") and re.search(options.only, contender):
+                    yield task
+
+
+def is_known(record: Record, task: Task) -> bool:
+    """Whether the results that are gone on with have a cell, and it is not ours."""
+    cells = record.row(task.case, task.optimizer)["cells"]
+    return not task.contender.startswith("ours") and "ms" in cells.get(task.contender, {})
 
 
 def main(options: argparse.Namespace) -> Record:
-    device = torch.device(options.device)
-    record = Record("optimizer", environment(device), options.json)
-    yardstick = Yardstick(device, 1 << 20 if options.quick else 1 << 30)
-    lines: list[list[str]] = []
-
-    def measured(case: str, phase: str, found: Iterator[tuple[str, dict[str, Any]]], other: str) -> None:
-        row: dict[str, Any] = {"case": case, "phase": phase, "cells": dict(found)}
-        record.add(row)
-        shown = (row["cells"].get(name, {}) for name in CONTENDERS)
-        lines.append(
-            [f"{case}, {phase}", *(f"{figure(c.get('ms'))} ({figure(c.get(other))})" for c in shown)]
-        )
-
-    for name in OPTIMIZERS:
-        if re.search(options.filter, f"Llama-1B parameters, {name}"):
-            each = cells(lambda c, n=name: update(n, c, options, yardstick), options, CONTENDERS[:-1])
-            measured("Llama-1B parameters", name, each, "of copy")
-        for workload in STEPS:
-            if re.search(options.filter, f"{workload.name}, {name}"):
-                each = cells(
-                    lambda c, w=workload, n=name: whole_step(w, n, c, options, device), options, CONTENDERS
-                )
-                measured(workload.name, name, each, "peak GB")
-    print(table(["ms (updates: part of a copy's time; steps: peak GB)", *CONTENDERS], lines))
+    record = Record("optimizer", environment(torch.device(options.device)), options.json)
+    if options.resume:
+        record.resume()
+    tasks = [task for task in tasks_of(options) if not is_known(record, task)]
+    given = [vars(task) for task in tasks]
+    cells = in_turn("benchmarks.optimizer", given, options.budget, options.jobs or 1, one_cache=True)
+    for task, cell in zip(tasks, cells, strict=True):
+        record.row(task.case, task.optimizer)["cells"][task.contender] = cell
+        record.write()
+        print(f"{task.case}, {task.optimizer}, {task.contender}: {bars.describe(cell)}", flush=True)
+    record.summary = bars.means(record.rows)
+    record.write()
+    print("\n" + bars.show(record.rows, LIST))
     return record
+
+
+if __name__ == "__main__":
+    only(lambda task: measure(Task(**task)))

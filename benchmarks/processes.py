@@ -23,19 +23,27 @@ Task = Mapping[str, Any]
 
 
 def in_turn(
-    module: str, tasks: Sequence[Mapping[str, Any]], seconds: float, jobs: int = 1
+    module: str,
+    tasks: Sequence[Mapping[str, Any]],
+    seconds: float,
+    jobs: int = 1,
+    *,
+    one_cache: bool = False,
 ) -> Iterator[Result]:
     """What `python -m module <task as JSON>` prints as its last line, JSON, for each task, in order.
 
     {"failed": why} where there is nothing. So many jobs get ready side by side (`my_turn`), and measure one
     after the other while the rest of them wait. seconds: of one task, without waiting for its turn.
+    one_cache: what one has compiled the others find, where seconds of compilation are not measured.
     """
-    for start in range(0, len(tasks), jobs):
-        begun = [_Process(module, task, seconds) for task in tasks[start : start + jobs]]
-        for process in begun:
-            process.prepare()
-        for process in begun:
-            yield process.measure()
+    with tempfile.TemporaryDirectory(prefix="benchmarks-", ignore_cleanup_errors=True) as shared:
+        home = shared if one_cache else None
+        for start in range(0, len(tasks), jobs):
+            begun = [_Process(module, task, seconds, home) for task in tasks[start : start + jobs]]
+            for process in begun:
+                process.prepare()
+            for process in begun:
+                yield process.measure()
 
 
 def my_turn() -> None:
@@ -50,11 +58,11 @@ def only(measure: Callable[[dict[str, Any]], Any]) -> None:
 
 
 class _Process:
-    """One measurement; its caches are empty at first."""
+    """One measurement; its caches are empty at first, unless they are in a `home` that others have."""
 
-    def __init__(self, module: str, task: Task, seconds: float) -> None:
+    def __init__(self, module: str, task: Task, seconds: float, home: str | None) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="benchmarks-", ignore_cleanup_errors=True)
-        caches = {name: str(Path(self._home.name) / name.lower()) for name in CACHES}
+        caches = {name: str(Path(home or self._home.name) / name.lower()) for name in CACHES}
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  it lives as long as this
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(task)],

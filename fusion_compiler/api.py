@@ -22,6 +22,7 @@ import sympy
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+from torch.optim import Optimizer
 
 from fusion_compiler.capture.autograd_cache import source_digest
 from fusion_compiler.capture.capture import make_backend
@@ -35,6 +36,7 @@ from fusion_compiler.errors import (
     EagerOperatorError,
     FusionError,
     InternalError,
+    InvalidOptionError,
     KernelError,
     NotCallableError,
     TorchScriptError,
@@ -53,7 +55,8 @@ from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.sources import source_of
-from fusion_compiler.options import Options
+from fusion_compiler.optimizer.fuse import fuse_anew
+from fusion_compiler.options import Options, When
 from fusion_compiler.passes.chunks.body import examples
 from fusion_compiler.passes.chunks.chunk import chunk_losses
 from fusion_compiler.passes.chunks.gradients import chunk_gradients, large_logits
@@ -92,6 +95,8 @@ def compile(
     *,
     patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
     mode: str | None = None,
+    optimizer: Optimizer | None = None,
+    when: When = "step",
     **options: Any,
 ) -> Any:
     """Compile a module or function; the result is called, trained and saved like the original.
@@ -101,23 +106,30 @@ def compile(
         comes a decorator that has the options.
     patterns: what to recognise and replace, the first wins (`fusion_compiler.patterns`).
     mode: a name for several options, as torch.compile has it (`options.MODES`).
+    optimizer, when: of a module: an optimizer to fuse, as `fuse_optimizer(model, optimizer, when=when)` does
+        with this `backend` and `strict`; `.plan.optimizer` is what that returns. One that is fused already is
+        fused anew. Copies of the compiled module have no optimizer.
     options: the fields of `Options`. The module returned shares the model's parameters, buffers and
     mode; its `.plan` holds the FusionPlan of every graph captured so far. Compilation happens at the
     first call, and again for inputs that do not fit what was compiled.
 
     Raises NotCallableError, UnknownOptionError, InvalidOptionError, ContradictoryOptionsError,
-    InvalidPatternError or RewriteNotEqualError at once.
+    InvalidPatternError or RewriteNotEqualError at once, and of an optimizer what `fuse_optimizer` raises.
     """
     chosen = Options.of(mode=mode, **options)
     recompile = functools.partial(compile, patterns=patterns, mode=mode, **options)
     if model is None:
-        return recompile
+        return functools.partial(recompile, optimizer=optimizer, when=when)
     model = plain(model)
+    check_optimizer(model, optimizer, when)
     if inspect.isclass(model):
         return compiled_class(model, recompile)
     if not callable(model):
         raise NotCallableError(got=type(model).__name__)
     compiler = Compiler(chosen, patterns)
+    if optimizer is not None and isinstance(model, nn.Module):
+        fused = fuse_anew(model, optimizer, when=when, backend=chosen.backend, strict=chosen.strict)
+        compiler.plans.optimizer = fused
     if isinstance(model, torch.jit.ScriptModule):
         compiler.warned.fall_back("TorchScript", TorchScriptError(model=type(model).__name__))
         return model
@@ -133,6 +145,15 @@ def compile(
         strict=chosen.strict,
         broke=compiler.broke,
     )
+
+
+def check_optimizer(model: object, optimizer: object, when: str) -> None:
+    """Raises InvalidOptionError where there is nothing to fuse, or no module whose parameters are known."""
+    if optimizer is None and when != "step":
+        raise InvalidOptionError(option="when", value=when, expected="together with optimizer=")
+    if optimizer is not None and not isinstance(model, nn.Module):
+        expected = "with an nn.Module; for a function: fuse_optimizer(the module, optimizer)"
+        raise InvalidOptionError(option="optimizer", value=type(optimizer).__name__, expected=expected)
 
 
 def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:

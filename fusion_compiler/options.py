@@ -14,6 +14,7 @@ from fusion_compiler.errors import (
 from fusion_compiler.ir.device import device_spec
 
 BACKENDS = ("auto", "interpret", "eager")
+When = Literal["step", "backward", "forward", "auto"]  # an optimizer's parameters are updated
 NUMERICS = ("float32", "eager")
 # torch.compile's names for what these options say.
 MODES: dict[str | None, dict[str, object]] = {
@@ -23,6 +24,7 @@ MODES: dict[str | None, dict[str, object]] = {
     "max-autotune": {"cudagraphs": True, "tune": "all"},
     "max-autotune-no-cudagraphs": {"cudagraphs": False, "tune": "all"},
 }
+Rounding = Literal["nearest", "stochastic"]  # of bfloat16 parameters that an optimizer updates
 A_FEW, ALL = 4, 1000  # schedules of a cluster; no kind of schedules has as many
 
 

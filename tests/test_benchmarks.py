@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks import energy, kernels, optimizer, steps
+from benchmarks import energy, kernels, optimizer, optimizer_bars, steps
 from benchmarks.__main__ import parse
 from benchmarks.accuracy import (
     chance,
@@ -451,9 +451,38 @@ def test_energy_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_updates_and_steps_are_timed_for_each_optimizer(tmp_path: Path) -> None:
-    chosen = ("--filter", "Llama-1B parameters|encoder layer.*AdamW", "--only", "ours", "--backend", "eager")
-    rows = optimizer.main(options(tmp_path, "optimizer", *chosen)).rows
-    assert len(rows) == 4
+    chosen = (
+        "--filter",
+        "(Llama-1B parameters|MobileNetV2).*AdamW",
+        "--only",
+        "^ours$|forward|hooks",
+        "--jobs",
+        "3",
+    )
+    rows = optimizer.main(options(tmp_path, "optimizer", *chosen, "--backend", "eager")).rows
+    assert [(row["case"][:9], row["phase"]) for row in rows] == [
+        ("Llama-1B ", "AdamW"),
+        ("MobileNet", "AdamW"),
+    ]
+    assert set(rows[0]["cells"]) == {"ours"}
+    assert set(rows[1]["cells"]) == {"hooks", "ours", "ours, forward"}
     for row in rows:
-        assert row["cells"] and all(cell["ms"] > 0 for cell in row["cells"].values())
-    assert set(rows[-1]["cells"]) == {"ours", "ours, in backward"}
+        assert all(cell.get("ms", 0) > 0 for cell in row["cells"].values()), row
+
+
+def optimizer_row(case: str, **ms: float) -> dict[str, Any]:
+    cells = {n: {"ms": v, "gpu_ms": v, "peak_gb": 8.0, "gradients_gb": 1.5} for n, v in ms.items()}
+    return {"case": case, "phase": "AdamW", "cells": cells}
+
+
+def test_bars_of_optimizers() -> None:
+    short = optimizer_row("Llama, train, 1 x 1024", **{"torch.compile": 13.0, "ours": 11.0, "for-loop": 11.5})
+    short["cells"]["ours, backward"] = {"ms": 10.0, "gpu_ms": 9.0, "peak_gb": 6.6, "gradients_gb": 1.5}
+    slow = optimizer_row("ViT", **{"torch.compile": 10.0, "ours": 11.0, "for-loop": 15.0})
+    update = {"case": "list", "phase": "AdamW", "cells": {"ours": {"ms": 1.0, "of copy": 0.9, "launches": 1}}}
+    found = {what: (value, met) for what, value, met in optimizer_bars.bars([short, slow, update], "list")}
+    assert [met for _, met in found.values()] == [True, True, False, False, True]
+    assert [round(value, 2) for value, _ in found.values()] == [1.3, 0.93, 0.91, 0.9, 0.5]
+    text = optimizer_bars.show([short, slow, update], "list")
+    assert "3 of 5 bars met" in text and "not ViT, AdamW: x torch.compile and fused >= 1.0: 0.91" in text
+    assert optimizer_bars.means([short, slow])["vs torch.compile"] == pytest.approx((1.3 * 10 / 11) ** 0.5)

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "passes.chunks": {"ir", "capture"},
     "passes.fuse": {"errors", "ir", "patterns", "schedule", "passes.lower", "passes.patterns"},
     "api": {
-        "errors", "ir", "options", "patterns", "codegen", "stitch", "runtime", "capture",
+        "errors", "ir", "options", "patterns", "codegen", "stitch", "runtime", "capture", "optimizer",
         "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites",
     },
     "optimizer": {"errors", "ir", "options", "schedule", "codegen", "runtime", "capture", "passes.lower"},

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning, NotAnOptimizerError, OptimizerStepError
+from fusion_compiler.optimizer.kernels import Kernels
 from fusion_compiler.optimizer.launch import MultiTensor
 from fusion_compiler.runtime.target import compile_for
 from tests.fake_gpu import FakeGpu
@@ -158,6 +159,22 @@ def test_elements_in_another_order() -> None:
     check_same(values(ours, one), values(eager, other))
 
 
+def test_strides_of_axes_of_one_element_say_nothing() -> None:
+    """A channels-last 1 x 1 convolution's gradient may have others than its weight."""
+    ours = nn.ParameterList([nn.Parameter(torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last))])
+    eager, _ = copies(ours)
+    one, other = SGD(ours, lr=0.1, momentum=0.9), SGD(eager, lr=0.1, momentum=0.9)
+    fc.fuse_optimizer(ours, one, backend="interpret", strict=True)
+    for _ in range(3):
+        grad = torch.randn(4, 3)
+        for model, optimizer in ((ours, one), (eager, other)):
+            model[0].grad = grad.clone().as_strided((4, 3, 1, 1), (3, 1, 1, 1))
+            assert model[0].grad.stride() != model[0].stride()
+            optimizer.step()
+    for name, value in values(ours, one).items():
+        torch.testing.assert_close(value, values(eager, other)[name], rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ["sgd momentum", "adam amsgrad", "nadam", "rmsprop centered", "lion"])
 @pytest.mark.parametrize("fused_first", [True, False])
 def test_a_checkpoint_goes_on_as_the_other(name: str, fused_first: bool) -> None:
@@ -249,6 +266,71 @@ def test_a_grad_scaler_skips_steps_with_infinities() -> None:
             scaler.update()
     check_same(values(*pairs[0]), values(*pairs[1]))
     assert pairs[0][1].state[model.weight]["step"] == 4
+
+
+def replaced_state(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.state[model.all[0]] = {n: v.clone() for n, v in optimizer.state[model.all[0]].items()}  # type: ignore[index]
+
+
+def counted_further(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.state[model.all[2]]["step"] += 5  # type: ignore[index]
+
+
+def other_memory(model: nn.Module, optimizer: Optimizer) -> None:
+    model.all[3].data = model.all[3].detach().clone()  # type: ignore[index]
+
+
+def unaligned(model: nn.Module, optimizer: Optimizer) -> None:
+    memory = torch.empty(37 * 71 + 1, dtype=model.all[3].dtype)[1:].view(37, 71)  # type: ignore[index]
+    model.all[3].data = memory.copy_(model.all[3].detach())  # type: ignore[index]
+
+
+def one_memory(model: nn.Module, optimizer: Optimizer) -> None:
+    model.all[6].data = model.all[2].data[:1024].view(1, 1024).expand(2, 1024).contiguous()  # type: ignore[index]
+    model.all[2].data = model.all[6].data[0]  # type: ignore[index]
+
+
+def another_rate(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[1]["lr"] = 0.3
+
+
+def another_way(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["amsgrad"] = False
+    optimizer.param_groups[0]["maximize"] = True
+
+
+def another_place(model: nn.Module, optimizer: Optimizer) -> None:
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    second["lr"] = 0.3
+
+
+def frozen(model: nn.Module, optimizer: Optimizer) -> None:
+    model.all[1].requires_grad_(False)  # type: ignore[index]
+
+
+CHANGES = (
+    replaced_state, counted_further, other_memory, unaligned, one_memory, another_rate,
+    another_way, another_place, frozen,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_is_seen(change: Callable[[nn.Module, Optimizer], None]) -> None:
+    """What is the same at each step is found out once; whatever of it a user changes counts at the next."""
+    ours = Sizes()
+    eager, _ = copies(ours)
+    pairs = [(model, AdamW(model.groups(), lr=0.02, weight_decay=0.05)) for model in (ours, eager)]  # type: ignore[operator]
+    fc.fuse_optimizer(ours, pairs[0][1], backend="interpret", strict=True)
+    for step in range(5):
+        grads = gradients(ours, 1)
+        for model, optimizer in pairs:
+            give(model, grads)
+            if step == 3:
+                change(model, optimizer)
+            optimizer.step()
+    for name, value in values(*pairs[0]).items():
+        torch.testing.assert_close(value, values(*pairs[1])[name], rtol=1e-5, atol=1e-6)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -460,7 +542,7 @@ def test_it_prints_its_kernels_and_what_decides_between_them() -> None:
 def test_launches_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch for all parameters of a group, by addresses in tables."""
     gpu = FakeGpu(compiles=True)
-    monkeypatch.setattr(fc.FusedOptimizer, "backend_for", lambda *_: "triton")  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(Kernels, "backend_for", lambda *_: "triton")  # pyright: ignore[reportUnknownLambdaType]
     ours = Sizes()
     models = (ours, *copies(ours))
     optimizers = [AdamW(model.groups()) for model in models]  # type: ignore[operator]
@@ -478,7 +560,7 @@ def test_launches_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parameters_of_one_memory_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parameters, not a tied one: each has its gradient and state, and PyTorch updates one by one."""
     gpu = FakeGpu()
-    monkeypatch.setattr(fc.FusedOptimizer, "backend_for", lambda *_: "triton")  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(Kernels, "backend_for", lambda *_: "triton")  # pyright: ignore[reportUnknownLambdaType]
     data, other = torch.randn(700), torch.randn(30)
     memory = [[d.clone() for d in (data, other)] for _ in range(2)]
     ours, eager = (nn.ParameterList(nn.Parameter(d) for d in (m[0], m[1], m[0])) for m in memory)

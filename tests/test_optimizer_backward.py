@@ -111,7 +111,7 @@ def test_gradients_are_freed_on_the_way() -> None:
     def note(param: Tensor) -> None:
         assert param.grad is not None
         alive.add(param.grad.untyped_storage())
-        most.append(sum(p.grad is not None for p in layers.parameters()))
+        most.append(sum(type(p.grad) is Tensor for p in layers.parameters()))
 
     for param in layers.parameters():
         param.register_post_accumulate_grad_hook(note)
@@ -120,6 +120,8 @@ def test_gradients_are_freed_on_the_way() -> None:
         fused = fc.fuse_optimizer(layers, optimizer, when="backward", backend="eager")
         layers(torch.randn(3, 50)).sum().backward()
     assert max(most) == 2 and len(most) == 10
+    assert not any(type(param.grad) is Tensor for param in layers.parameters())
+    optimizer.step()
     assert all(param.grad is None for param in layers.parameters())
     fused.remove()
     layers(torch.randn(3, 50)).sum().backward()
@@ -143,6 +145,22 @@ def test_a_checkpoint_between_passes_goes_on_as_torch_optims() -> None:
     fused.remove()
     trained(model, one, batches[3:])
     check_same(values(model, one), values(eager, other))
+
+
+def test_the_first_pass_after_a_checkpoint_has_its_rate() -> None:
+    """`load_state_dict` makes other groups."""
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fc.fuse_optimizer(model, optimizer, when="backward", backend="eager", strict=True)
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.0
+    optimizer.load_state_dict(saved)
+    before = model.weight.detach().clone()
+    model(torch.randn(4, 3)).sum().backward()
+    assert torch.equal(model.weight, before)
 
 
 def test_what_is_read_after_the_pass_is_updated_without_step() -> None:
@@ -182,6 +200,42 @@ def test_a_second_gradient_is_refused_before_anything_is_made_of_it() -> None:
     optimizer.step()
     model(torch.randn(4, 3)).sum().backward()
     assert optimizer.state[model.weight]["step"] == 2
+
+
+USES: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
+    "norm": lambda m, o: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "value": lambda m, o: nn.utils.clip_grad_value_(m.parameters(), 1.0),
+    "one's own": lambda m, o: sum(p.grad.square().sum() for p in m.parameters() if p.grad is not None),
+    "print": lambda m, o: str(m.weight.grad),
+    "zeros": lambda m, o: o.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_gradient_that_is_freed_is_not_taken_for_one(name: str) -> None:
+    """A norm over gradients that are None would be zero, and nothing clipped."""
+    model = nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters())
+    fc.fuse_optimizer(model, optimizer, when="backward", backend="eager")
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+        with pytest.raises(OptimizerStepError, match=r"weight is wanted.*\n.*when=.step. or .forward."):
+            USES[name](model, optimizer)
+        optimizer.step()
+        assert model.weight.grad is None
+    assert optimizer.state[model.weight]["step"] == 2
+
+
+def test_a_scaler_is_refused_before_anything_is_updated() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    fc.fuse_optimizer(model, optimizer, when="backward", backend="eager")
+    before = {name: value.clone() for name, value in values(model, optimizer).items()}
+    with pytest.raises(OptimizerStepError, match="a GradScaler scales"):
+        scaler.scale(model(torch.randn(4, 3)).sum()).backward()
+    check_same(values(model, optimizer), before)
+    del scaler
 
 
 class Failing(torch.autograd.Function):
@@ -304,7 +358,7 @@ def test_groups_and_parameters_that_come_later() -> None:
 
 def test_what_needs_all_gradients_first_is_refused() -> None:
     model = nn.Linear(3, 2)
-    with pytest.raises(InvalidOptionError, match='give when "step" or "backward"'):
+    with pytest.raises(InvalidOptionError, match="give when one of step, backward, forward, auto"):
         fc.fuse_optimizer(model, SGD(model.parameters(), lr=0.1), when="later")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="backend"):
         fc.fuse_optimizer(model, SGD(model.parameters(), lr=0.1), backend="cuda")  # type: ignore[arg-type]

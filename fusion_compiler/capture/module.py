@@ -34,7 +34,8 @@ class Plans(Sequence[FusionPlan]):
     """The plans of all graphs captured so far, in order of their compilation; str() joins them.
 
     verification: the error table that verify=True fills. breaks: the places at which graphs end early, and
-    the functions that no graph holds. called: whether the model has been called.
+    the functions that no graph holds. called: whether the model has been called. optimizer: what became of
+    the one that the model was compiled with.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Plans(Sequence[FusionPlan]):
         self.verification = Verification()
         self.breaks: tuple[GraphBreak, ...] = ()
         self.called = False
+        self.optimizer: Any = None
 
     def record(self, plan: FusionPlan) -> None:
         """Add the plan of a graph that has just been compiled."""
@@ -76,7 +78,8 @@ class Plans(Sequence[FusionPlan]):
         table = [f"verified\n{self.verification}"] if self.verification.rows else []
         broken = [breaks_text(self.breaks)] if self.breaks else []
         plans = [*self._none(), *(str(p) for p in self._plans)]
-        return "\n\n".join([*plans, *self._left, *broken, *table])
+        fused = [] if self.optimizer is None else [str(self.optimizer)]
+        return "\n\n".join([*plans, *self._left, *broken, *table, *fused])
 
     def _none(self) -> list[str]:
         """Why there is no plan."""

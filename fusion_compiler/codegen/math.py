@@ -439,6 +439,16 @@ def uniform_block(seed, counter, salt):
 
 
 @triton.jit
+def stochastic(value, word):
+    """float32 rounded to what bfloat16 holds, up or down as often as it lies near, by a uniform uint32.
+    Infinities and NaN are left as they are."""
+    bits = value.to(tl.uint32, bitcast=True)
+    rounded = (bits + (word & 0xFFFF)) & 0xFFFF0000
+    finite = (bits & 0x7F800000) != 0x7F800000
+    return tl.where(finite, rounded, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def multiply(a, b):
     """The combining function of products."""
     return a * b

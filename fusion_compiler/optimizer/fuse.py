@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fusion_compiler.errors import InvalidOptionError, NotAnOptimizerError, OptimizerStepError
 from fusion_compiler.optimizer.backward import BackwardUpdates
-from fusion_compiler.optimizer.fused import FusedOptimizer
-from fusion_compiler.options import BACKENDS
+from fusion_compiler.optimizer.choice import ChosenUpdates
+from fusion_compiler.optimizer.forward import ForwardUpdates
+from fusion_compiler.optimizer.fused import FusedOptimizer, Timing, fused_by
+from fusion_compiler.options import BACKENDS, Rounding, When
+
+TIMINGS: dict[str, Callable[[FusedOptimizer, nn.Module], Timing]] = {
+    "backward": BackwardUpdates,
+    "forward": ForwardUpdates,
+    "auto": ChosenUpdates,
+}
 
 
 def fuse_optimizer(
     model: nn.Module,
     optimizer: Any,
     *,
-    when: Literal["step", "backward"] = "step",
-    backend: Literal["auto", "interpret", "eager"] = "auto",
+    when: When = "step",
+    backend: str = "auto",
     strict: bool = False,
+    rounding: Rounding = "nearest",
 ) -> FusedOptimizer:
     """Makes `optimizer.step()` one launch of a generated kernel for all parameters, whatever their sizes.
 
@@ -31,10 +41,16 @@ def fuse_optimizer(
     when: "step", or "backward": a parameter is updated as soon as a backward pass has its gradient, which is
         freed at once; `step()` finishes what is left. For one backward pass a step, with the learning rate
         that there is then. Clipping by a norm over all gradients, a GradScaler, sums over several passes and
-        gradients of other processes need all gradients before any update: take "step".
+        gradients of other processes need all gradients before any update: take "step", or "forward": `step()`
+        notes what is due, with the numbers that there are then, and a parameter is updated just before it is
+        next read. What `finish()` is for, docs/optimizer.md says. "auto": two steps are watched, after which
+        each parameter is updated in the backward pass or by `step()`, with the reason in what this prints.
     backend: "auto" (Triton on GPUs, the class's own step for parameters on a CPU), "interpret" (Triton's
         interpreter, on CPU tensors), "eager" (the traced step by ATen's operators, anywhere).
     strict: raise where a parameter would otherwise take the class's own step.
+    rounding: of parameters in bfloat16: "nearest", or "stochastic": up or down at random, as often as the
+        number lies near to either, so that what is smaller than half a digit is not lost but made now and
+        then. The random numbers are Philox's, of a key that PyTorch's CPU generator gives for each launch.
 
     There is one kernel for each way that the step goes and each combination of dtypes, and a launch for each
     distinct set of numbers: the learning rate and all else that changes are its arguments. Tensors of 16 bits
@@ -46,19 +62,35 @@ def fuse_optimizer(
     needs a closure (LBFGS) or is fused already; `optimizer.step()` raises OptimizerStepError for a closure
     and for gradients that are sparse or complex.
     """
-    if when not in ("step", "backward"):
-        raise InvalidOptionError(option="when", value=when, expected='"step" or "backward"')
-    if backend not in BACKENDS:
-        raise InvalidOptionError(option="backend", value=backend, expected="one of " + ", ".join(BACKENDS))
-    if not isinstance(optimizer, Optimizer):
-        raise NotAnOptimizerError(got=type(optimizer).__name__)
+    _check(optimizer, when, backend)
+    if rounding not in get_args(Rounding):
+        raise InvalidOptionError(option="rounding", value=rounding, expected='"nearest" or "stochastic"')
     names = {id(param): name for name, param in model.named_parameters()}
-    fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict)
+    fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict, rounding=rounding)
     fused.install()
-    if when == "backward":
+    if when != "step":
         try:
-            fused.timing = BackwardUpdates(fused, model)
+            fused.timing = TIMINGS[when](fused, model)
         except OptimizerStepError:
             fused.remove()
             raise
     return fused
+
+
+def fuse_anew(
+    model: nn.Module, optimizer: Any, *, when: When, backend: str = "auto", strict: bool = False
+) -> FusedOptimizer:
+    """`fuse_optimizer` for what may be fused already, which then ends."""
+    _check(optimizer, when, backend)
+    if (before := fused_by(optimizer)) is not None:
+        before.remove()
+    return fuse_optimizer(model, optimizer, when=when, backend=backend, strict=strict)
+
+
+def _check(optimizer: Any, when: str, backend: str) -> None:
+    if when not in get_args(When):
+        raise InvalidOptionError(option="when", value=when, expected="one of " + ", ".join(get_args(When)))
+    if backend not in BACKENDS:
+        raise InvalidOptionError(option="backend", value=backend, expected="one of " + ", ".join(BACKENDS))
+    if not isinstance(optimizer, Optimizer):
+        raise NotAnOptimizerError(got=type(optimizer).__name__)

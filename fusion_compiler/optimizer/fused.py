@@ -9,99 +9,39 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from types import MethodType
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch import Tensor
 from torch.optim import Optimizer
 
-from fusion_compiler.errors import (
-    FusionError,
-    OptimizerStepError,
-    WarnOnce,
-)
+from fusion_compiler.errors import FusionError, OptimizerStepError, WarnOnce
 from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.ir.plan_text import count
-from fusion_compiler.optimizer.formula import (
-    GRAD,
-    PARAM,
-    Formula,
-    Path,
-    Refused,
-    Structure,
-    attributes_of,
-    floats_of,
-    own_step,
-    trace,
-)
-from fusion_compiler.optimizer.launch import Backend, Item, MultiTensor
+from fusion_compiler.optimizer.batch import NO_STATE, Assembly, Batch, Group, Prepared, Update
+from fusion_compiler.optimizer.formula import Refused, attributes_of, own_step
+from fusion_compiler.optimizer.kernels import Kernels
+from fusion_compiler.optimizer.ready import Kind, Numbers, Ready, numbers_of, ready_of
 from fusion_compiler.runtime.binding import Gpu
 from fusion_compiler.runtime.launch import find_gpu
 
-MOST_FORMULAS = 8  # ways that one structure's step may go; more are a number that the step made its own
+MOST_ASSEMBLIES = 256  # sets of parameters that are remembered: all of them, or those of a pass's launches
 REPLACED = ("step", "_step_supports_amp_scaling")  # attributes of the optimizer
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-
-@dataclass(frozen=True)
-class Numbers:
-    """A group's hyper-parameters as they are now: the values of the floats, at `paths`, and the others."""
-
-    values: tuple[float, ...]
-    paths: tuple[Path, ...]
-    constants: tuple[tuple[Path, Any], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Ready:
-    """A parameter that a kernel updates: what is traced for it, its tensors and its counters.
-
-    kind: what is the same for all parameters of one launch but the numbers. state: its state's tensors, in
-    the order of the state. like: what of the parameter and its gradient has to be the same at the next step.
-    """
-
-    kind: Kind
-    tensors: tuple[Tensor, ...]  # of the parameter and its state; gradients come and go
-    counters: tuple[Tensor, ...]
-    elements: int
-    state: tuple[Tensor, ...]
-    paths: tuple[Path, ...]
-    constants: tuple[tuple[Path, Any], ...]
-    like: tuple[Any, ...]
-
-    def item(self) -> Item:
-        param, *states = self.tensors
-        grad = param.grad
-        assert grad is not None
-        return Item((param, grad, *states), self.elements)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """structure: what is traced. dtypes: of the tensors. device: of all of them."""
-
-    structure: Structure
-    dtypes: tuple[torch.dtype, ...]
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What updates some parameters, the formula's numbers and the counters' new values."""
-
-    multi: MultiTensor
-    numbers: tuple[float, ...]
-    counts: tuple[float, ...]
+Chosen = Sequence[tuple[Group, Sequence[Tensor]]]
 
 
 class Timing(Protocol):
-    """When parameters are updated. step: what is done when the optimizer's is called."""
+    """When parameters are updated. step: what is done when the optimizer's is called. finish: what was put
+    off. lines: all of that for people."""
 
     def step(self) -> None: ...
+    def finish(self) -> None: ...
+    def lines(self) -> list[str]: ...
     def remove(self) -> None: ...
 
 
@@ -113,7 +53,13 @@ class AtStep:
 
     def step(self) -> None:
         groups: list[dict[str, Any]] = self.fused.optimizer.param_groups
-        self.fused.update((group, param) for group in groups for param in group["params"])
+        self.fused.update([(group, group["params"]) for group in groups])
+
+    def finish(self) -> None:
+        pass
+
+    def lines(self) -> list[str]:
+        return []
 
     def remove(self) -> None:
         pass
@@ -132,36 +78,34 @@ class FusedOptimizer:
         optimizer: Optimizer,
         names: Mapping[int, str],
         *,
-        backend: Literal["auto", "interpret", "eager"] = "auto",
+        backend: str = "auto",
         strict: bool = False,
+        rounding: str = "nearest",
         gpus: Callable[[torch.device | None], Gpu] = find_gpu,
     ) -> None:
         self.optimizer, self.names, self.strict = optimizer, names, strict
-        self.backend: Literal["auto", "interpret", "eager"] = backend
         self.own: dict[str, str] = {}
         self.timing: Timing = AtStep(self)
-        self._gpus = gpus
+        self._kernels = Kernels(optimizer, backend, rounding, gpus)
         self._warned = WarnOnce(strict)
         self._without_state: set[int] = set()  # parameters that have taken a step and have no state
-        self._ready_ones: dict[int, Ready] = {}
+        self._updated: set[int] = set()  # parameters that a kernel updates
+        self._assemblies: dict[tuple[int, ...], Assembly] = {}
         self._kinds: dict[Kind, Kind] = {}
-        self._formulas: dict[Structure, list[Formula]] = {}
-        self._refused: dict[Structure, str] = {}
-        self._alike: dict[tuple[Structure, str], Formula] = {}
-        self._multi: dict[tuple[Any, ...], MultiTensor] = {}
-        self._failed: dict[tuple[Any, ...], Exception] = {}
+        self._numbers: dict[int, tuple[list[str], list[Any], Numbers | Refused]] = {}
 
     # -- what is asked of it -----------------------------------------------------------------------
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(multi.kernel for multi in self._multi.values() if multi.kernel is not None)
+        return tuple(multi.kernel for multi in self._kernels.made.values() if multi.kernel is not None)
 
     def __str__(self) -> str:
         kind = type(self.optimizer).__name__
-        updated = count(len(self._ready_ones), "parameter")
-        lines = [f"{kind}: {count(len(self._multi), 'kernel')} for {updated}"]
-        lines += [f"  {multi}" for multi in self._multi.values()]
+        updated = count(len(self._updated), "parameter")
+        lines = [f"{kind}: {count(len(self._kernels.made), 'kernel')} for {updated}"]
+        lines += [f"  {multi}" for multi in self._kernels.made.values()]
+        lines += [f"  {line}" for line in self.timing.lines()]
         lines += [f"  {name}: {kind}'s own step: {why}" for name, why in self.own.items()]
         return "\n".join(lines)
 
@@ -181,7 +125,7 @@ class FusedOptimizer:
         needed = inspect.signature(own_step(optimizer)).parameters.get("closure")
         if needed is not None and needed.default is inspect.Parameter.empty:
             self.refuse("it needs a closure", "train it without fuse_optimizer:")
-        if isinstance(getattr(optimizer.step, "fused_by", None), FusedOptimizer):
+        if fused_by(optimizer) is not None:
             self.refuse("it is fused already", "call remove() of what fuse_optimizer returned first, or")
         hooked: Any = Optimizer.profile_hook_step(torch.compiler.disable(self._step))
         hooked.fused_by = self
@@ -189,8 +133,13 @@ class FusedOptimizer:
             hooked._wrapped_by_lr_sched = True
         self._before = {name: own[name] for name in REPLACED if name in own}
         optimizer.step = MethodType(hooked, optimizer)
-        self._loading = optimizer.register_load_state_dict_pre_hook(lambda *_: self._ready_ones.clear())
+        self._loading = optimizer.register_load_state_dict_pre_hook(lambda *_: self._assemblies.clear())
         own["_step_supports_amp_scaling"] = False  # a GradScaler then unscales gradients before the step
+
+    def finish(self) -> None:
+        """Carries out the updates that `when="forward"` put off, before a parameter or a state that is held
+        elsewhere is read or written."""
+        self.timing.finish()
 
     def remove(self) -> None:
         """Gives the optimizer its own step back."""
@@ -210,49 +159,109 @@ class FusedOptimizer:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def update(
-        self, chosen: Iterable[tuple[dict[str, Any], Tensor]], leave_own: bool = False
-    ) -> list[Tensor]:
-        """One step of parameters that have gradients, each with its group.
+    def update(self, chosen: Chosen) -> None:
+        """One step of those of some groups' parameters that have gradients.
 
-        Everything is prepared before anything is written. leave_own: those that no kernel updates are left as
-        they are, and returned. Raises OptimizerStepError for gradients that are sparse or complex, before
-        anything is written.
+        Everything is prepared before anything is written. Raises OptimizerStepError for gradients that are
+        sparse or complex, before anything is written.
         """
-        chosen = [(group, param) for group, param in chosen if param.grad is not None]
-        for _, param in chosen:
+        prepared = self.prepare(chosen)
+        self.take_own_step(prepared.own)
+        prepared.run()
+
+    @torch.no_grad()
+    def prepare(self, chosen: Chosen) -> Prepared:
+        """What `update` is about to do; raises as it does."""
+        chosen = [(g, [p for p in params if p.grad is not None]) for g, params in chosen]
+        numbers = {id(group): self._numbers_of(group) for group, _ in chosen}
+        key = (*numbers, *map(id, chain.from_iterable([params for _, params in chosen])))
+        assembly = self._assemblies.pop(key, None)
+        updates = None if assembly is None else self._again(assembly, numbers)
+        if assembly is None or updates is None:
+            assembly, updates, begun = self._anew(chosen, numbers)
+            own = assembly.own
+        else:
+            left = [(group, [param]) for group, param in assembly.own]
+            now, more, begun = self._anew(left, numbers)  # its reason may be over
+            updates, own = updates + more, now.own
+        if begun and len(own) == len(assembly.own):
+            self._assemblies[key] = assembly
+            if len(self._assemblies) > MOST_ASSEMBLIES:
+                del self._assemblies[next(iter(self._assemblies))]
+        return Prepared(updates, [param for _, param in own])
+
+    def _again(self, assembly: Assembly, numbers: Mapping[int, Numbers | Refused]) -> list[Update] | None:
+        """The next step of what is assembled; None where anything has changed but values."""
+        attributes = () if self.is_pytorchs else attributes_of(self.optimizer)
+        updates: list[Update] = []
+        for batch in assembly.batches:
+            if not batch.has(numbers) or batch.kind.structure.attributes != attributes:
+                return None
+            try:
+                updates.append(self._next(batch))
+            except (Refused, FusionError):
+                return None
+        return updates
+
+    def _anew(
+        self, chosen: Chosen, numbers: Mapping[int, Numbers | Refused]
+    ) -> tuple[Assembly, list[Update], bool]:
+        """(batches, their next step, whether all have taken a step before) of parameters, each looked at."""
+        each = [(group, param) for group, params in chosen for param in params]
+        for _, param in each:
             self._check(param)
-        found = {id(group): group for group, _ in chosen}
-        numbers = {key: _numbers_of(group) for key, group in found.items()}
-        own: list[Tensor] = []
-        launches: dict[tuple[Any, ...], Launch] = {}
-        batches: dict[tuple[Any, ...], list[tuple[Ready, Item]]] = {}
-        for group, param in chosen:
+        assembly, begun = Assembly(), True
+        for group, param in each:
             try:
                 now = numbers[id(group)]
                 if isinstance(now, Refused):
                     raise now
-                ready = self._ready(param, now)
-                item = ready.item()
-                values = (*now.values, *(counter.item() for counter in ready.counters))
-                key = (id(ready.kind), item.aligned, values)
-                if key not in launches:
-                    launches[key] = self._prepared(group, ready.kind, item.aligned, values)
-                batches.setdefault(key, []).append((ready, item))
+                assembly.add(group, *self._ready(param, now), now.values)
             except _First:
-                own.append(param)
-            except (Refused, FusionError) as error:
+                assembly.own.append((group, param))
+                begun = False
+            except Refused as error:
                 self._fall_back(param, error)
-                own.append(param)
-        if not leave_own:
-            self._take_own_step(own)
-        for key, pairs in batches.items():
-            launches[key].multi.run([item for _, item in pairs], launches[key].numbers)
-            for ready, _ in pairs:
-                for counter, value in zip(ready.counters, launches[key].counts, strict=True):
-                    counter.fill_(value)
-        return own if leave_own else []
+                assembly.own.append((group, param))
+        updates: list[Update] = []
+        for batch in list(assembly.batches):
+            params = [ready.param for _, ready in batch.members]
+            batch.close()
+            try:
+                updates.append(self._next(batch))
+            except (Refused, FusionError) as error:
+                for param in params:
+                    self._fall_back(param, error)
+                assembly.leave(batch)
+            else:
+                self._updated |= set(map(id, params))
+                for param in params:
+                    self.own.pop(self.name_of(param), None)
+        return assembly, updates, begun
+
+    def _next(self, batch: Batch) -> Update:
+        """Raises Refused where anything has changed but values, and what `Kernels.find` does."""
+        rows = batch.rows(self.optimizer.state)
+        if rows is None:
+            raise Refused("it has changed since it was looked at")
+        values = (*batch.values, *batch.counts)
+        self._kernels.backend_for(batch.kind.device)
+        if batch.multi is None or not batch.multi.formula.holds(*values):
+            batch.multi = self._kernels.find(batch.group, batch.kind, batch.aligned, values)
+        # Of the generator that torch.manual_seed seeds.
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if batch.multi.stochastic else 0
+        return Update(batch, batch.multi, rows, *batch.multi.formula.numbers(*values), seed)
+
+    def _numbers_of(self, group: Group) -> Numbers | Refused:
+        """Found once for the same objects, where these cannot change."""
+        names, values = list(group), list(group.values())
+        known = self._numbers.get(id(group))
+        if known and known[0] == names and all(map(operator.is_, known[1], values)):
+            return known[2]
+        numbers = numbers_of(group)
+        if all(name == "params" or _is_fixed(value) for name, value in group.items()):
+            self._numbers[id(group)] = names, values, numbers
+        return numbers
 
     def _check(self, param: Tensor) -> None:
         grad = param.grad
@@ -272,7 +281,7 @@ class FusedOptimizer:
         """A parameter takes the class's own step from now on, which is said once for each reason."""
         kind, reason = type(self.optimizer).__name__, str(error)
         name = self.name_of(param)
-        self._ready_ones.pop(id(param), None)
+        self._updated.discard(id(param))
         if self.own.get(name) == reason:
             return
         self.own[name] = reason
@@ -281,101 +290,22 @@ class FusedOptimizer:
             raise told from error
         self._warned.warn(reason, f"{told}\n  it takes {kind}'s own step")
 
-    def backend_for(self, device: torch.device) -> Backend:
-        """What updates parameters on a device. Raises Refused where nothing but the class's own step does."""
-        if self.backend != "auto":
-            return self.backend
-        if device.type != "cuda":
-            raise Refused(f"it is on {device}, and kernels run on GPUs (or with backend='interpret')")
-        if torch.cuda.is_current_stream_capturing():
-            raise Refused("a CUDA graph is captured, which would keep the numbers of this step")
-        return "triton"
-
-    def _ready(self, param: Tensor, numbers: Numbers) -> Ready:
+    def _ready(self, param: Tensor, numbers: Numbers) -> tuple[Ready, Kind]:
         """Raises _First where the step is the parameter's first, and Refused where no kernel updates it."""
-        state = self.optimizer.state.get(param) or {}
-        self._check_begun(param, bool(state))
-        self.backend_for(param.device)
-        known = self._ready_ones.get(id(param))
-        if known is None or not _fits(known, param, state, numbers):
-            known = self._ready_ones[id(param)] = self._made_ready(param, state, numbers)
-            self.own.pop(self.name_of(param), None)
-        return known
-
-    def _check_begun(self, param: Tensor, has_state: bool) -> None:
-        """Raises _First unless the parameter has a state, or has taken a step that left none."""
-        if has_state:
+        state = self.optimizer.state.get(param, NO_STATE)
+        if state:
             self._without_state.discard(id(param))
         elif id(param) not in self._without_state:
             raise _First
-
-    def _made_ready(self, param: Tensor, state: dict[str, Any], numbers: Numbers) -> Ready:
-        assert param.grad is not None
-        states, counters = _sorted_state(param, state)
-        tensors = (param, param.grad, *states.values())
-        _check_layout(param, (PARAM, GRAD, *states), tensors)
-        dtypes = tuple(tensor.dtype for tensor in tensors)
-        structure = Structure(
-            tuple(states),
-            tuple((name, counter.dtype) for name, counter in counters.items()),
-            numbers.paths,
-            numbers.constants,
-            torch.float64 if torch.float64 in dtypes else torch.float32,
-        )
+        self._kernels.backend_for(param.device)
+        ready, kind = ready_of(param, state, numbers)
         if not self.is_pytorchs:  # another's may look at these
-            structure = replace(structure, shape=tuple(param.shape), attributes=attributes_of(self.optimizer))
-        kind = Kind(structure, dtypes, param.device)
-        return Ready(
-            self._kinds.setdefault(kind, kind),
-            (param, *states.values()),
-            tuple(counters.values()),
-            param.numel(),
-            tuple(state.values()),
-            numbers.paths,
-            numbers.constants,
-            _likeness(param, state),
-        )
+            shape, attributes = tuple(param.shape), attributes_of(self.optimizer)
+            kind = replace(kind, structure=replace(kind.structure, shape=shape, attributes=attributes))
+        return ready, self._kinds.setdefault(kind, kind)
 
-    def _prepared(
-        self, group: Mapping[str, Any], kind: Kind, aligned: bool, values: tuple[float, ...]
-    ) -> Launch:
-        formula = self._formula(group, kind.structure, values)
-        key = (formula, kind.dtypes, kind.device, aligned)
-        if key in self._failed:
-            raise self._failed[key]
-        if key not in self._multi:
-            backend, name = self.backend_for(kind.device), type(self.optimizer).__name__.lower()
-            try:
-                self._multi[key] = MultiTensor(
-                    formula, kind.dtypes, kind.device, backend, name, aligned, self._gpus
-                )
-            except (Refused, FusionError) as error:
-                self._failed[key] = error
-                raise
-        return Launch(self._multi[key], *formula.numbers(*values))
-
-    def _formula(self, group: Mapping[str, Any], structure: Structure, values: tuple[float, ...]) -> Formula:
-        if structure in self._refused:
-            raise Refused(self._refused[structure])
-        known = self._formulas.setdefault(structure, [])
-        for formula in known:
-            if formula.holds(*values):
-                return formula
-        try:
-            if len(known) >= MOST_FORMULAS:
-                raise Refused(
-                    f"its step has gone {len(known)} different ways, by {known[-1].guards}; a number that it "
-                    "hands to math.sqrt or the like is fixed in the kernel: x ** 0.5 is not"
-                )
-            made = trace(self.optimizer, group, structure, values)
-            alike = replace(structure, shape=(), attributes=())
-            known.append(self._alike.setdefault((alike, made.text), made))
-        except Refused as error:
-            self._refused[structure] = str(error)
-            raise
-        return known[-1]
-
-    def _take_own_step(self, params: Sequence[Tensor]) -> None:
+    @torch.no_grad()
+    def take_own_step(self, params: Sequence[Tensor]) -> None:
         """The class's own step of some parameters."""
         if not params:
             return
@@ -396,76 +326,17 @@ class FusedOptimizer:
                     group["fused"] = fused
 
 
+def fused_by(optimizer: Optimizer) -> FusedOptimizer | None:
+    """What an optimizer is fused by at present."""
+    return getattr(optimizer.step, "fused_by", None)
+
+
 class _First(Exception):
     """A parameter's first step."""
 
 
-def _numbers_of(group: Mapping[str, Any]) -> Numbers | Refused:
-    """A group's hyper-parameters, or why no kernel takes them."""
-    for flag in ("capturable", "differentiable"):
-        if group.get(flag):
-            return Refused(f"{flag}=True: numbers are computed on the host")
-    try:
-        floats, constants = floats_of(group)
-        hash(constants)
-    except Refused as error:
-        return error
-    except TypeError as error:
-        return Refused(f"a hyper-parameter is no number: {error}")
-    return Numbers(tuple(v for _, v in floats), tuple(p for p, _ in floats), constants)
-
-
-def _fits(known: Ready, param: Tensor, state: Mapping[str, Any], numbers: Numbers) -> bool:
-    """Whether nothing has changed since a parameter was made ready but values."""
-    return (
-        len(state) == len(known.state)
-        and all(map(operator.is_, state.values(), known.state))
-        and known.paths == numbers.paths
-        and known.constants == numbers.constants
-        and known.like == _likeness(param, state)
-        and not known.kind.structure.attributes
-    )
-
-
-def _likeness(param: Tensor, state: Mapping[str, Any]) -> tuple[Any, ...]:
-    grad = param.grad
-    assert grad is not None
-    dtypes = (value.dtype for value in state.values() if isinstance(value, Tensor))
-    return (param.dtype, param.device, param.stride(), type(grad), grad.dtype, grad.stride(), *dtypes)
-
-
-def _sorted_state(param: Tensor, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(tensors of the parameter's shape, counters), by name. A counter on a device comes to the host."""
-    if type(param) not in (nn.Parameter, Tensor):
-        raise Refused(f"it is a {type(param).__name__}")
-    if param.dim() == 0:
-        raise Refused("it has no dimension, as its counters have none")
-    states: dict[str, Tensor] = {}
-    counters: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise Refused(f"its state {name} is {value!r}, no tensor")
-        if value.dim() == 0 and value.dtype in (torch.float32, torch.float64):
-            if value.device.type != "cpu":
-                value = state[name] = value.cpu()
-            counters[name] = value
-        elif value.shape == param.shape and value.device == param.device:
-            states[name] = value
-        else:
-            raise Refused(f"its state {name} is {value.dtype} {list(value.shape)} on {value.device}")
-    return states, counters
-
-
-def _check_layout(param: Tensor, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.dtype not in FLOATS:
-            raise Refused(f"its {name} is {tensor.dtype}")
-        if type(tensor) not in (nn.Parameter, Tensor):
-            raise Refused(f"its {name} is a {type(tensor).__name__}")
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return
-    if not is_non_overlapping_and_dense_or_false(param):
-        raise Refused("its elements do not lie side by side")
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.stride() != param.stride():
-            raise Refused(f"its {name} has the strides {tensor.stride()}, it has {param.stride()}")
+def _is_fixed(value: Any) -> bool:
+    """Whether an object has one value for good."""
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return isinstance(value, bool | int | float | str | None)

@@ -23,6 +23,7 @@ from fusion_compiler.codegen.assemble import text_of
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import TRITON_TYPES
 from fusion_compiler.codegen.names import HEADER, problem
+from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.regions import whole_block
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
@@ -36,13 +37,23 @@ from fusion_compiler.schedule.schedule import Cols, Schedule
 
 BLOCK, WARPS = 1024, 4  # measured: .99 of the copy bandwidth over one flat tensor (AdamW in bfloat16, H200)
 COUNT = "count"
+# What stochastic rounding adds to the arguments of a block's program: the key of this step, which parameter
+# it is, and which of its elements is the block's first.
+RANDOM = ("seed", "parameter", "first")
 
 
-def kernel_of(formula: Formula, dtypes: Sequence[torch.dtype], name: str, aligned: bool = True) -> Kernel:
+def kernel_of(
+    formula: Formula,
+    dtypes: Sequence[torch.dtype],
+    name: str,
+    aligned: bool = True,
+    stochastic: bool = False,
+) -> Kernel:
     """The kernel of a formula for tensors of some dtypes, in the order of `formula.structure.tensors`.
 
     Its arguments are the tables and the formula's numbers; its grid is the caller's, one program for each row
-    of `blocks`. aligned: every address is a multiple of 16 bytes. Raises Refused where a dtype has no kernel.
+    of `blocks`. aligned: every address is a multiple of 16 bytes. stochastic: the parameter, in bfloat16, is
+    rounded at random, by the key that is the last argument. Raises Refused where a dtype has no kernel.
     """
     if unknown := [d for d in dtypes if d not in TRITON_TYPES]:
         raise Refused(f"no kernel holds {unknown[0]}")
@@ -56,15 +67,17 @@ def kernel_of(formula: Formula, dtypes: Sequence[torch.dtype], name: str, aligne
     held |= {out: held[tensor] for out, tensor in changed.items()}
     touched = {home[buffer] for buffer in _buffers(loops) if buffer in home}
     used = tuple(tensor for tensor in tensors if tensor in touched)
-    given = ", ".join([*(f"{t}_ptr" for t in used), *numbers])
-    block, rest = (_body(loops, pointers, held, numbers, masked) for masked in (False, True))
+    given = ", ".join([*(f"{t}_ptr" for t in used), *numbers, *(RANDOM if stochastic else ())])
+    rounded = dag.outputs[formula.updated.index(0)] if stochastic else None
+    block, rest = (_body(loops, pointers, held, numbers, masked, rounded) for masked in (False, True))
+    seeds = RANDOM[:1] if stochastic else ()
     source = (
         f"{HEADER}"
         f"@triton.jit\ndef {name}_block({given}):\n{block}\n\n\n"
         f"@triton.jit\ndef {name}_rest({given}, {COUNT}):\n{rest}\n\n\n"
-        f"@triton.jit\ndef {name}(places_ptr, blocks_ptr{''.join(f', {n}' for n in numbers)}):\n"
+        f"@triton.jit\ndef {name}({', '.join(('places_ptr', 'blocks_ptr', *numbers, *seeds))}):\n"
         f"{_doc(name, dict(zip(numbers, formula.meanings, strict=True)))}"
-        f"{_entry(name, tensors, dtypes, used, numbers, aligned)}"
+        f"{_entry(name, tensors, dtypes, used, given, aligned)}"
     )
     wrong = problem(source)
     assert wrong is None, f"the text of {name} is no kernel: {wrong}"
@@ -72,6 +85,7 @@ def kernel_of(formula: Formula, dtypes: Sequence[torch.dtype], name: str, aligne
         Argument("places_ptr", Role.INPUT, 0, torch.int64),
         Argument("blocks_ptr", Role.INPUT, 1, torch.int32),
         *(Argument(n, Role.NUMBER, i, formula.structure.dtype, aligned=False) for i, n in enumerate(numbers)),
+        *(Argument(n, Role.NUMBER, len(numbers), torch.int64, aligned=False) for n in seeds),
     )
     return Kernel(name, source, arguments, (1,), WARPS)
 
@@ -100,8 +114,9 @@ def _body(
     dtypes: dict[str, torch.dtype],
     numbers: Sequence[str],
     masked: bool,
+    rounded: str | None,
 ) -> str:
-    """The tile program of a block, masked where it may end within."""
+    """The tile program of a block, masked where it may end within. rounded: what is rounded at random."""
     b = Builder(Analysis(loops), Schedule(1, BLOCK, Cols.GRID, num_warps=WARPS), pointers, dtypes)
     b.rough = frozenset()  # what is trained by it adds up over many steps
     for i, node in enumerate(loops.nodes):
@@ -111,6 +126,10 @@ def _body(
     if masked:
         b.define("col_inside", f"col < {COUNT}")
         b.tile = replace(b.tile, col_mask="col_inside")
+    for value in (store.value for store in loops.stores if store.buffer == rounded):
+        build_nodes(b, b.need((value,)))
+        words = f"fm.words_block(seed, first // 4 + tl.arange(0, {BLOCK // 4}), parameter)"
+        b.env[value] = b.let("rounded", f"fm.stochastic({b.env[value]}, {words})")
     whole_block(b)
     return text_of(b)
 
@@ -128,14 +147,15 @@ def _entry(
     tensors: Sequence[str],
     dtypes: Sequence[torch.dtype],
     used: Sequence[str],
-    numbers: Sequence[str],
+    given: str,
     aligned: bool,
 ) -> str:
-    """What finds a program's block and hands it on."""
+    """What finds a program's block and hands it on, with what a block's program is given."""
     width = len(tensors) + 1
     lines = [
         "program = tl.program_id(0)",
-        f"place = places_ptr + tl.load(blocks_ptr + 2 * program).to(tl.int64) * {width}",
+        "parameter = tl.load(blocks_ptr + 2 * program)",
+        f"place = places_ptr + parameter.to(tl.int64) * {width}",
         f"first = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * {BLOCK}",
         f"{COUNT} = tl.load(place + {width - 1}) - first",
     ]
@@ -144,7 +164,6 @@ def _entry(
         kind = f"tl.pointer_type({TRITON_TYPES[dtypes[at]]})"
         pointer = f"tl.load(place + {at}).to({kind}) + first"
         lines.append(f"{tensor}_ptr = {f'tl.multiple_of({pointer}, 16)' if aligned else pointer}")
-    given = ", ".join([*(f"{t}_ptr" for t in used), *numbers])
     lines += [
         f"if {COUNT} >= {BLOCK}:",
         f"    {name}_block({given})",

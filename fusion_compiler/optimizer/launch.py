@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from fusion_compiler.errors import FusionError, KernelError, MissingTritonError
 from fusion_compiler.ir.kernel import Kernel
+from fusion_compiler.ir.random import philox
 from fusion_compiler.optimizer.formula import Formula
 from fusion_compiler.optimizer.kernel import BLOCK, kernel_of
 from fusion_compiler.runtime.binding import Entry, Gpu
@@ -26,20 +25,16 @@ MOST_PLACES = 64  # tables of addresses that are kept: gradients come back to th
 
 
 @dataclass(frozen=True)
-class Item:
-    """One parameter's tensors, in the order of the formula's structure; its elements."""
+class Rows:
+    """The tensors of some parameters, of which no two begin at one address.
 
-    tensors: tuple[Tensor, ...]
-    elements: int
+    columns: for each tensor of the formula's structure that of all parameters. places: the addresses of the
+    first column, of the second, ... elements: how many each parameter has.
+    """
 
-    @cached_property
-    def places(self) -> tuple[int, ...]:
-        return (*(tensor.data_ptr() for tensor in self.tensors), self.elements)
-
-    @property
-    def aligned(self) -> bool:
-        """Whether every tensor begins at a multiple of 16 bytes."""
-        return not functools.reduce(operator.or_, self.places[:-1]) & 15
+    columns: Sequence[Sequence[Tensor]]
+    places: tuple[int, ...]
+    elements: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,7 +51,8 @@ class MultiTensor:
     """A formula for tensors of some dtypes on one device: `run(items, numbers)` updates them all in one
     launch.
 
-    kernel: None where nothing is launched. Raises Refused or KernelError where there is no kernel.
+    kernel: None where nothing is launched. stochastic: parameters in bfloat16 are rounded at random. Raises
+    Refused or KernelError where there is no kernel.
     """
 
     def __init__(
@@ -67,17 +63,21 @@ class MultiTensor:
         backend: Backend,
         name: str,
         aligned: bool = True,
+        stochastic: bool = False,
         gpus: Callable[[torch.device | None], Gpu] = find_gpu,
     ) -> None:
         self.formula, self.dtypes, self.device, self.backend = formula, dtypes, device, backend
         self.kernel: Kernel | None = None
+        self.stochastic = (
+            stochastic and dtypes[0] is torch.bfloat16 and formula.structure.dtype is torch.float32
+        )
         self._gpus = gpus
-        self._places: dict[tuple[tuple[int, ...], ...], Tensor] = {}
+        self._places: dict[tuple[int, ...], Tensor] = {}
         self._entry: Entry | None = None
         self._gpu: Gpu | None = None
         if backend == "eager":
             return
-        self.kernel = kernel_of(formula, dtypes, name, aligned)
+        self.kernel = kernel_of(formula, dtypes, name, aligned, self.stochastic)
         if backend == "triton":
             self._gpu = self._found(gpus)
             self._entry = self._loaded(self._gpu, self.kernel)
@@ -104,64 +104,73 @@ class MultiTensor:
             detail = f"{type(error).__name__}: {error}"
             raise KernelError(kernel=kernel.name, action="compile", detail=detail) from error
 
-    def run(self, items: Sequence[Item], numbers: tuple[float, ...]) -> None:
-        """One update of all items. numbers: what the formula makes of the step's floats and counters.
+    @torch.no_grad()
+    def run(self, rows: Rows, numbers: tuple[float, ...], seed: int = 0) -> None:
+        """One update of all rows.
 
-        Parameters that begin at one address are one after the other, each in a launch that follows the last.
+        numbers: what the formula makes of the step's floats and counters. seed: the key of random numbers.
         """
         if self.backend == "eager":
-            self._by_aten(items, numbers)
+            self._by_aten(rows, numbers, seed)
             return
-        items = [item for item in items if item.elements]
-        if not items:
+        if not rows.elements:
             return
-        first = list({item.places[0]: item for item in reversed(items)}.values())[::-1]
-        if len(first) < len(items):
-            chosen = set(map(id, first))
-            self.run(first, numbers)
-            self.run([item for item in items if id(item) not in chosen], numbers)
-            return
-        places = self._table(tuple(item.places for item in items))
-        blocks = _blocks(tuple(item.elements for item in items), self.device)
+        places, blocks = self._table(rows), _blocks(rows.elements, self.device)
+        scalars = (*numbers, seed) if self.stochastic else numbers
         if self.backend == "interpret":
-            self._interpret(items, places, blocks, numbers)
+            self._interpret(places, blocks, scalars)
         else:
-            self._launch(places, blocks, numbers)
-        for item in items:  # autograd has to know of what was saved for a backward pass and is no more
-            increment_version([item.tensors[i] for i in self.formula.updated])
+            self._launch(places, blocks, scalars)
+        # Autograd has to know of what was saved for a backward pass and is no more.
+        increment_version([tensor for i in self.formula.updated for tensor in rows.columns[i]])
 
-    def _table(self, rows: tuple[tuple[int, ...], ...]) -> Tensor:
-        found = self._places.pop(rows, None)
+    def _table(self, rows: Rows) -> Tensor:
+        key = (*rows.places, *rows.elements)
+        found = self._places.pop(key, None)
         if found is None:
-            found = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        self._places[rows] = found  # the last used comes last
+            table = torch.tensor(key, dtype=torch.int64).view(-1, len(rows.elements)).t().contiguous()
+            # Memory that is not pinned is copied before the call returns, and the host waits for nothing.
+            found = table.to(self.device, non_blocking=True)
+        self._places[key] = found  # the last used comes last
         if len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
         return found
 
-    def _launch(self, places: Tensor, blocks: Tensor, numbers: tuple[float, ...]) -> None:
+    def _launch(self, places: Tensor, blocks: Tensor, scalars: tuple[float, ...]) -> None:
         gpu, entry = self._gpu, self._entry
         assert gpu is not None and entry is not None
         with gpu.active():
             stream = gpu.current_stream(gpu.index)
             fixed = (entry.function, entry.packed, None, None, None)
-            entry.run(len(blocks), 1, 1, stream, *fixed, places.data_ptr(), blocks.data_ptr(), *numbers)
+            entry.run(len(blocks), 1, 1, stream, *fixed, places.data_ptr(), blocks.data_ptr(), *scalars)
 
-    def _interpret(
-        self, items: Sequence[Item], places: Tensor, blocks: Tensor, numbers: tuple[float, ...]
-    ) -> None:
+    def _interpret(self, places: Tensor, blocks: Tensor, scalars: tuple[float, ...]) -> None:
         try:
             from fusion_compiler.runtime.interpreter import run_source
         except ImportError as error:
             raise MissingTritonError(detail=error) from error
         assert self.kernel is not None
         types = [argument_type(argument) for argument in self.kernel.arguments]
-        values = [places.data_ptr(), blocks.data_ptr(), *numbers]
+        values = [places.data_ptr(), blocks.data_ptr(), *scalars]
         run_source(self.kernel.source, self.kernel.name, types, values, (len(blocks),))
 
-    def _by_aten(self, items: Sequence[Item], numbers: tuple[float, ...]) -> None:
+    def _by_aten(self, rows: Rows, numbers: tuple[float, ...], seed: int) -> None:
         dtype = self.formula.structure.dtype
-        for item in items:
-            new = self.formula.body(*(tensor.to(dtype) for tensor in item.tensors), *numbers)
+        for i, tensors in enumerate(zip(*rows.columns, strict=True)):
+            new = self.formula.body(*(tensor.to(dtype) for tensor in tensors), *numbers)
             for position, value in zip(self.formula.updated, new, strict=True):
-                item.tensors[position].copy_(value)
+                rounded = _stochastic(value, seed, i) if self.stochastic and position == 0 else value
+                tensors[position].copy_(rounded)
+
+
+def _stochastic(value: Tensor, seed: int, parameter: int) -> Tensor:
+    """`codegen.math.stochastic` of a float32 tensor, with the words that a kernel takes for it."""
+    counter = torch.arange(-(-value.numel() // 4), device=value.device)
+    words = torch.stack(philox(torch.tensor([seed], device=value.device), counter, parameter), -1)
+    places = torch.empty_strided(value.shape, value.stride(), dtype=torch.int64, device=value.device)
+    as_it_lies = places.as_strided((value.numel(),), (1,))
+    as_it_lies.copy_(words.flatten()[: value.numel()])
+    bits = value.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    bits = (bits + (places & 0xFFFF)) & 0xFFFF0000
+    bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
+    return torch.where(value.isfinite(), bits.view(torch.float32), value)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 import fusion_compiler as fc
 from tests.optimizers import OPTIMIZERS, Sizes, check_close, copies, give, gradients, values
@@ -72,3 +72,36 @@ def test_a_checkpoint_of_torchs_fused_optimizer_goes_on_and_back() -> None:
     for one, two in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
     assert back.state[model.weight]["step"] == 9
+
+
+def test_before_the_next_use_the_same_as_at_the_step() -> None:
+    layers = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6))).cuda()
+    other = copy.deepcopy(layers)
+    pairs = [(layers, AdamW(layers.parameters())), (other, AdamW(other.parameters()))]
+    for (model, optimizer), when in zip(pairs, ("forward", "step"), strict=True):
+        fc.fuse_optimizer(model, optimizer, when=when, strict=True)  # type: ignore[arg-type]
+    for _ in range(5):
+        x = torch.randn(16, 300, device="cuda")
+        for model, optimizer in pairs:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, two in zip(layers.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def test_stochastic_rounding_draws_what_aten_draws() -> None:
+    """One step of SGD, by the same seed."""
+    grad = torch.randn(5000, device="cuda").bfloat16()
+    made: list[torch.Tensor] = []
+    for backend in ("auto", "eager"):
+        model = nn.ParameterList([nn.Parameter(torch.ones(5000, device="cuda").bfloat16())])
+        optimizer = SGD(model, lr=0.01)
+        fc.fuse_optimizer(model, optimizer, backend=backend, strict=True, rounding="stochastic")  # type: ignore[arg-type]
+        torch.manual_seed(1)
+        for one in (torch.zeros_like(grad), grad):
+            model[0].grad = one
+            optimizer.step()
+        made.append(model[0].detach())
+    differ = (made[0] != made[1]).float().mean().item()  # where a fused product has another last digit
+    assert differ < 1e-3 and not torch.equal(made[0], (1 - 0.01 * grad.float()).bfloat16())

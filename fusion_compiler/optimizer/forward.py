@@ -1,0 +1,266 @@
+"""Updates before the next use: `step()` notes what is due, and a parameter is updated when it is next read.
+
+    backward    all gradients | clip | step(): due, with the numbers of now | zero_grad()
+    next forward                                               embedding, layer 0 | layers 1, 2 | ...
+    updates                                                embedding, layer 0     layers 1, 2     ...
+
+Between `step()` and its update a parameter holds its old value, so that whoever reads it has to be noticed.
+Python reads a module's parameters out of its dictionary, which is one here that updates what it hands out (as
+DeepSpeed's ZeRO-3 gathers parameters). What TorchDynamo compiled reads them from C++: there every module's
+pre-forward hook looks whether anything is due, which is a guard of the compiled code. Checkpoints are read
+through the same dictionaries and by the optimizer's own hooks. Whoever holds a parameter itself and reads it
+is not noticed; who writes it is, by its version.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fusion_compiler.capture.module import CompiledModule
+from fusion_compiler.ir.plan_text import count
+from fusion_compiler.optimizer.backward import BUCKET_BYTES
+from fusion_compiler.optimizer.batch import Update
+from fusion_compiler.optimizer.fused import FusedOptimizer
+from fusion_compiler.optimizer.ready import PLAIN
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Parameters that are updated together, of which the first that is read decides when.
+
+    versions: of all tensors of the updates, when `step` was called.
+    """
+
+    updates: list[Update]
+    versions: list[list[int]]
+
+    def is_as_it_was(self) -> bool:
+        return _versions(self.updates) == self.versions
+
+
+class ForwardUpdates:
+    """Puts off the updates of `fused` until the model's parameters are read, from now on until `remove()`.
+
+    pending: whether any is due.
+    """
+
+    def __init__(self, fused: FusedOptimizer, model: nn.Module) -> None:
+        self.fused = fused
+        self.pending = False
+        self._due: dict[int, _Bucket] = {}
+        self._order = {id(param): i for i, param in enumerate(model.parameters())}
+        self._modules = list(model.modules())
+        self._undo: list[Callable[[], Any]] = []
+        self._finish: Callable[[], None] = torch.compiler.disable(self._run_all)  # type: ignore[assignment]
+        self._watch()
+
+    def lines(self) -> list[str]:
+        """For people: what is due."""
+        due = count(len(self._due), "parameter") if self._due else "nothing"
+        return [f"updated when next read; {due} due now"]
+
+    # -- whoever reads ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        for module in self._modules:
+            if module._parameters:
+                module.__dict__["_parameters"] = _Parameters(module._parameters, self)
+            self._undo.append(module.register_forward_pre_hook(_Entry(self)).remove)
+        optimizer = self.fused.optimizer
+        for hook in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
+            self._undo.append(hook(lambda *_: self.finish()).remove)
+        own = type(optimizer).zero_grad
+
+        def zero_grad(_: Any, set_to_none: bool = True) -> None:
+            if not set_to_none:  # gradients are written, which are wanted still
+                self.finish()
+            own(optimizer, set_to_none)
+
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)
+        self._undo.append(lambda: optimizer.__dict__.pop("zero_grad", None))
+
+    def remove(self) -> None:
+        self.finish()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        for module in self._modules:
+            if isinstance(module._parameters, _Parameters):
+                module.__dict__["_parameters"] = dict(module._parameters)
+
+    # -- what is due --------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Prepares the updates of all parameters that have gradients, with the numbers of now.
+
+        Those that no kernel updates, that are no parameters of the model's modules, and DTensors, which FSDP
+        reads by ways of its own, are updated at once.
+        """
+        self.finish()
+        groups: list[dict[str, Any]] = self.fused.optimizer.param_groups
+        given = [(g, p) for g in groups for p in g["params"] if p.grad is not None]
+        due = sorted(
+            (pair for pair in given if self._is_read(pair[1])), key=lambda pair: self._order[id(pair[1])]
+        )
+        now = [pair for pair in given if not self._is_read(pair[1])]
+        at_once = self.fused.prepare([(group, [param]) for group, param in now])
+        own = list(at_once.own)
+        buckets: list[_Bucket] = []
+        for pairs in _buckets(due):
+            prepared = self.fused.prepare([(group, [param]) for group, param in pairs])
+            own += prepared.own
+            updates = list(prepared.updates)
+            buckets.append(_Bucket(updates, _versions(updates)))
+        self.fused.take_own_step(own)
+        at_once.run()
+        for bucket in buckets:
+            for param in (ready.param for update in bucket.updates for _, ready in update.batch.members):
+                self._due[id(param)] = bucket
+        self.pending = bool(self._due)
+
+    def _is_read(self, param: Tensor) -> bool:
+        return id(param) in self._order and type(param) in PLAIN
+
+    def used(self, param: Any) -> Any:
+        """A parameter that is about to be read, updated if that is due."""
+        if self.pending:
+            bucket = self._due.get(id(param))
+            if bucket is not None and TracingContext.try_get() is None:  # Dynamo reads it later, if at all
+                self._run([bucket])
+        return param
+
+    def finish(self) -> None:
+        """Updates all that are due."""
+        if self.pending:
+            self._finish()
+
+    def _run_all(self) -> None:
+        if TracingContext.try_get() is None:
+            self._run({id(bucket): bucket for bucket in self._due.values()}.values())
+
+    def _run(self, buckets: Iterable[_Bucket]) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self.fused.refuse("updates are due while a CUDA graph is captured", "call finish() before, or")
+        with _disable_current_modes(), torch.inference_mode(False):
+            for bucket in buckets:
+                try:
+                    if not bucket.is_as_it_was():
+                        self._refuse_changed(bucket)
+                    while bucket.updates:  # what has been carried out is so once, whatever fails after it
+                        bucket.updates[0].run()
+                        del bucket.updates[0]
+                finally:
+                    self._due = {key: other for key, other in self._due.items() if other is not bucket}
+                    self.pending = bool(self._due)
+
+    def _refuse_changed(self, bucket: _Bucket) -> None:
+        names: list[str] = []
+        for update, now, then in zip(bucket.updates, _versions(bucket.updates), bucket.versions, strict=True):
+            params = update.rows.columns[0]
+            size = len(params)
+            changed = [params[i] for i in range(size) if now[i::size] != then[i::size]]
+            names += map(self.fused.name_of, changed)
+        self.fused.refuse(
+            f"parameter, gradient or state of {', '.join(names)} was written after step() and before the "
+            "update that it put off; that is dropped, with those that were to be made with it",
+            'call finish() of what fuse_optimizer returned before writing them, or take when="step", or',
+        )
+
+
+class _Parameters(dict[str, Any]):
+    """A module's parameters, each up to date when it is read; iterated over, all of the model's."""
+
+    def __init__(self, given: dict[str, Any], updates: ForwardUpdates) -> None:
+        super().__init__(given)
+        self._updates = updates
+
+    def __getitem__(self, name: str) -> Any:
+        return self._updates.used(super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._updates.used(super().get(name, default))
+
+    def items(self) -> Any:
+        self._updates.finish()
+        return super().items()
+
+    def values(self) -> Any:
+        self._updates.finish()
+        return super().values()
+
+    def pop(self, *given: Any) -> Any:
+        self._updates.finish()
+        return super().pop(*given)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (self.copy(),)
+
+
+class _Entry:
+    """A module's pre-forward hook: all is up to date before compiled code, which reads parameters unseen.
+
+    `pending` is a guard of what TorchDynamo compiles: where updates are due, its graph breaks for them here.
+    A copy of the module has a hook that does nothing.
+    """
+
+    def __init__(self, updates: ForwardUpdates) -> None:
+        self.updates = updates
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.updates.pending and (
+            torch.compiler.is_dynamo_compiling() or isinstance(module, CompiledModule)
+        ):
+            self.updates.finish()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_entry, ()
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _no_entry() -> Callable[..., None]:
+    return _nothing
+
+
+def _buckets(pairs: list[tuple[dict[str, Any], Tensor]]) -> Iterable[list[tuple[dict[str, Any], Tensor]]]:
+    """Runs of parameters with so many bytes of gradients; one run where two lie in the same memory."""
+    one = len({param.data_ptr() for _, param in pairs if param.numel()}) < sum(
+        p.numel() > 0 for _, p in pairs
+    )
+    found: list[tuple[dict[str, Any], Tensor]] = []
+    size = 0
+    for group, param in pairs:
+        found.append((group, param))
+        size += param.nbytes
+        if size >= BUCKET_BYTES and not one:
+            yield found
+            found, size = [], 0
+    if found:
+        yield found
+
+
+def _versions(updates: Iterable[Update]) -> list[list[int]]:
+    """Of each update's tensors."""
+    return [[tensor._version for column in update.rows.columns for tensor in column] for update in updates]
