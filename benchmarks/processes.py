@@ -27,8 +27,9 @@ def in_turn(
 ) -> Iterator[Result]:
     """What `python -m module <task as JSON>` prints as its last line, JSON, for each task, in order.
 
-    {"failed": why} where there is nothing. So many jobs get ready side by side (`my_turn`), and measure one
-    after the other while the rest of them wait. seconds: of one task, without waiting for its turn.
+    {"failed": why} where there is nothing. Caches are empty, or in the folder that a task has as "caches".
+    So many jobs get ready side by side (`my_turn`), and measure one after the other while the rest of them wait.
+    seconds: of one task, without waiting for its turn.
     """
     for start in range(0, len(tasks), jobs):
         begun = [_Process(module, task, seconds) for task in tasks[start : start + jobs]]
@@ -50,11 +51,12 @@ def only(measure: Callable[[dict[str, Any]], Any]) -> None:
 
 
 class _Process:
-    """One measurement; its caches are empty at first."""
+    """One measurement; its caches are empty at first, or those of a folder that is given."""
 
     def __init__(self, module: str, task: Task, seconds: float) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="benchmarks-", ignore_cleanup_errors=True)
-        caches = {name: str(Path(self._home.name) / name.lower()) for name in CACHES}
+        home = Path(task.get("caches") or self._home.name)
+        caches = {name: str(home / name.lower()) for name in CACHES}
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  it lives as long as this
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(task)],

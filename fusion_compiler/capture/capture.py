@@ -37,6 +37,7 @@ from fusion_compiler.ir import record
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, origins_of
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
+from fusion_compiler.runtime.stages import Stages
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
 
@@ -64,6 +65,7 @@ def make_backend(
     give_up: Callable[[str, Exception], None] = raising,
     split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partition,
     options: str | None = None,
+    stages: Stages | None = None,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=...)`.
 
@@ -79,14 +81,17 @@ def make_backend(
     give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
     options: what beside the graph decides what comes out; autograd's graphs are kept on disk under it, and
         not without.
+    stages: told of the seconds of "rewrites" and "autograd".
     """
+    stages = stages or Stages()
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False) -> Callable[..., Any]:
         name = f"graph{next(numbers)}"
         gm, held = lift_attributes(gm)
         try:
-            run = compiled(name, gm, (*held, *inputs), traced)
+            with stages.of("autograd"):
+                run = compiled(name, gm, (*held, *inputs), traced)
         except TorchDynamoException:  # not an error: Dynamo may start again
             raise
         except Exception as error:
@@ -97,14 +102,15 @@ def make_backend(
         return functools.partial(run, *held) if held else run
 
     def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
-        rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
-        stages = _Stages(compile_graph, name, give_up, split, joint_rewrite, options)
+        with stages.of("rewrites"):
+            rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
+        compilers = _Compilers(compile_graph, name, give_up, split, joint_rewrite, options)
         try:
-            return stages.compile(rewritten, inputs, notes, decompositions())
+            return compilers.compile(rewritten, inputs, notes, decompositions())
         except TorchDynamoException:
             raise
         except Exception as error:
-            if rewritten is gm or stages.reached:
+            if rewritten is gm or compilers.reached:
                 raise
             # What a rewrite yields can lay out its results differently, which a `view` in the
             # model may not accept: Dynamo's own graph is what the user wrote.
@@ -112,12 +118,12 @@ def make_backend(
             undone = (replace(n, applied=False, reason=f"{n.reason}; undone") for n in notes if n.applied)
             refused = (n for n in notes if not n.applied)
             notes = (RewriteNote("pre-autograd", "", False, reason), *undone, *refused)
-            return stages.compile(gm, inputs, notes, decompositions())
+            return compilers.compile(gm, inputs, notes, decompositions())
 
     return backend
 
 
-class _Stages:
+class _Compilers:
     """The compilers that AOTAutograd calls for one Dynamo graph.
 
     reached: whether compile_graph was called, so that an error may be its own.

@@ -27,6 +27,7 @@ from fusion_compiler.errors import FusionError, NotCallableError
 from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import breaks_text
+from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.runtime.verify import Verification
 
 
@@ -34,10 +35,12 @@ class Plans(Sequence[FusionPlan]):
     """The plans of all graphs captured so far, in order of their compilation; str() joins them.
 
     verification: the error table that verify=True fills. breaks: the places at which graphs end early, and
-    the functions that no graph holds. called: whether the model has been called.
+    the functions that no graph holds. called: whether the model has been. seconds: of each stage up to now,
+    without TorchDynamo's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Stages | None = None) -> None:
+        self._stages = stages or Stages()
         self._plans: list[FusionPlan] = []
         self._left: list[str] = []
         self.verification = Verification()
@@ -47,6 +50,10 @@ class Plans(Sequence[FusionPlan]):
     def record(self, plan: FusionPlan) -> None:
         """Add the plan of a graph that has just been compiled."""
         self._plans.append(plan)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self._stages.seconds
 
     def broke(self, found: Sequence[GraphBreak]) -> None:
         """Add what a call has shown; the same place is found again by each recompilation."""
