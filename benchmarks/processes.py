@@ -28,7 +28,7 @@ def in_turn(
     """What `python -m module <task as JSON>` prints as its last line, JSON, for each task, in order.
 
     {"failed": why} where there is nothing. Caches are empty, or in the folder that a task has as "caches".
-    So many jobs get ready side by side (`my_turn`), and measure one after the other while the rest of them wait.
+    So many jobs get ready side by side (`my_turn`), and measure one after the other while the rest wait.
     seconds: of one task, without waiting for its turn.
     """
     for start in range(0, len(tasks), jobs):

@@ -186,6 +186,7 @@ class Compiler:
                 give_up=self.give_up,
                 split=split,
                 options=repr(self.options),
+                telling=own is None,  # what a pattern of the user's does is not told by its name
                 stages=self.stages,
             )
         )

@@ -116,20 +116,24 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
     if autograd._top_saved_tensors_default_hooks(True) is not None:
         raise NotWritable("hooks for saved tensors are set")
-    about = [_input(x) for x in inputs]
-    storages = [x.untyped_storage()._cdata for x in inputs]
-    if len(set(storages)) < len(storages):
-        raise NotWritable("two of its inputs share memory")
     marks = [
         [str(node.meta.get("custom")), "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})]
         for node in gm.graph.nodes
     ]
-    parts = [source_digest(), options, ambient(), about, marks, write(gm)]
+    parts = [source_digest(), options, ambient(), about_inputs(inputs), marks, write(gm)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
+def about_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """What AOTAutograd sees of the inputs beside what the graph's text has. Raises NotWritable."""
+    about = [_input(x) for x in inputs]
+    storages = [x.untyped_storage()._cdata for x in inputs]
+    if len(set(storages)) < len(storages):
+        raise NotWritable("two of its inputs share memory")
+    return about
+
+
 def _input(value: Any) -> list[Any]:
-    """What AOTAutograd sees of an input beside what the graph's text has. Raises NotWritable."""
     if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter, FakeTensor):
         raise NotWritable(f"an input is a {type(value).__name__}")
     flags = [value.requires_grad, value.is_leaf, value.is_inference(), isinstance(value, nn.Parameter)]
@@ -174,6 +178,15 @@ def source_digest() -> str:
 
 # An entry is written when forward and backward are there, with all that they are.
 _SETTINGS = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+
+
+def has_entry(key: str) -> bool:
+    """Whether autograd's cache has anything under a key; it may be found damaged when it is read."""
+    folder = Path(_folder_of(AOTAutogradCache, f"{autograd_cache.AOTAUTOGRAD_CACHE_PREFIX}{key}"))
+    try:
+        return any(folder.iterdir())
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
