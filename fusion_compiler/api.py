@@ -291,7 +291,8 @@ class Compiler:
         return made
 
     def chunk_info(self, name: str, info: GraphInfo) -> GraphInfo:
-        return GraphInfo(f"{info.name}.{name}", Phase.CHUNK, (), 0)
+        digest = f"{info.digest} {name}" if info.digest else ""
+        return GraphInfo(f"{info.name}.{name}", Phase.CHUNK, (), 0, from_disk=info.from_disk, digest=digest)
 
     def give_up(self, name: str, error: Exception) -> None:
         """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""

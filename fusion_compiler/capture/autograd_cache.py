@@ -177,12 +177,13 @@ def source_digest() -> str:
 
 
 # An entry is written when forward and backward are there, with all that they are.
+_PREFIX = getattr(autograd_cache, "AOTAUTOGRAD_CACHE_PREFIX", "a")  # PyTorch 2.11 has no name for it
 _SETTINGS = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
 
 
 def has_entry(key: str) -> bool:
     """Whether autograd's cache has anything under a key; it may be found damaged when it is read."""
-    folder = Path(_folder_of(AOTAutogradCache, f"{autograd_cache.AOTAUTOGRAD_CACHE_PREFIX}{key}"))
+    folder = Path(_folder_of(AOTAutogradCache, f"{_PREFIX}{key}"))
     try:
         return any(folder.iterdir())
     except OSError:
@@ -197,7 +198,7 @@ def cached(key: str, read: Read) -> Generator[None]:
     """
 
     def named(*_: Any, **__: Any) -> tuple[str, list[str]]:
-        return f"{autograd_cache.AOTAUTOGRAD_CACHE_PREFIX}{key}", []
+        return f"{_PREFIX}{key}", []
 
     before = _reading.set(read)
     folder = patch.object(AOTAutogradCache, "_get_tmp_dir_for_key", classmethod(_whole_folder))
@@ -211,7 +212,7 @@ def cached(key: str, read: Read) -> Generator[None]:
 
 
 def _serialized(gm: fx.GraphModule) -> Any:
-    """PyTorch's own copy of a backward; None of one with operators of ours: such are not kept at all."""
+    """PyTorch's own copy of a backward, for compiled autograd; None of one with a loop over chunks."""
     try:
         return serialize_graph_module(gm)
     except ObjNotFoundError:

@@ -1,8 +1,8 @@
 """A captured graph as JSON, and back: what autograd's cache keeps of a forward or backward graph.
 
 Only what can be written down whole is written at all: static sizes, plain strided tensors, operators of
-PyTorch's own and the two that draw random numbers. Anything else is refused with a reason, and what is read
-names operators and dtypes, never code.
+PyTorch's own, the two that draw random numbers, and loops over chunks of such. Anything else is refused, with
+a reason, and what is read names operators and dtypes, never code.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch.amp import autocast_mode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fusion_compiler.ir import record
+from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.random import seed, uniform
 from fusion_compiler.ir.record import NotWritable
 
@@ -85,7 +87,9 @@ class Writer:
         made = {"name": node.name, "op": node.op, "target": self.target(node), "meta": self.meta(node)}
         return made | {"args": self.value(node.args), "kwargs": self.value(dict(node.kwargs))}
 
-    def target(self, node: fx.Node) -> str:
+    def target(self, node: fx.Node) -> Any:
+        if isinstance(node.target, Chunked):
+            return _loop(node.target)
         return target_name(node.target) if node.op == "call_function" else str(node.target)
 
     def meta(self, node: fx.Node) -> dict[str, Any]:
@@ -179,7 +183,7 @@ class _Reader:
     def graph(self) -> fx.GraphModule:
         graph = fx.Graph()
         for node in self._nodes:
-            target = target_of(node["target"]) if node["op"] == "call_function" else node["target"]
+            target = self._target(node["target"]) if node["op"] == "call_function" else node["target"]
             args, kwargs = self._value(node["args"]), self._value(node["kwargs"])
             made = graph.create_node(node["op"], target, args, kwargs, node["name"])
             if made.name != node["name"]:
@@ -187,6 +191,13 @@ class _Reader:
             made.meta = self._meta(node["meta"])
             self._env[made.name] = made
         return LazyGraphModule({}, graph)
+
+    def _target(self, written: Any) -> Any:
+        if isinstance(written, str):
+            return target_of(written)
+        bodies = {rows: read(body, self._mode) for rows, body in written["bodies"]}
+        fields = dict(zip(_OF_LOOPS, record.read(written["loop"]), strict=True))
+        return Chunked(bodies=bodies, **fields)
 
     def _meta(self, written: Mapping[str, Any]) -> dict[str, Any]:
         meta: dict[str, Any] = {}
@@ -218,6 +229,15 @@ class _Reader:
         memory = torch.empty(0, dtype=kind, device="meta")
         memory.set_(self._storages[storage], offset, shape, stride)  # type: ignore[call-overload]
         return FakeTensor(self._mode, memory, torch.device(device))
+
+
+_OF_LOOPS = ("name", "rows", "chunk", "inputs", "results", "saved", "unit")
+
+
+def _loop(loop: Chunked) -> dict[str, Any]:
+    """A loop before its bodies are compiled."""
+    bodies = [[rows, write(body)] for rows, body in loop.bodies.items()]
+    return {"loop": record.write(tuple(getattr(loop, f) for f in _OF_LOOPS)), "bodies": bodies}
 
 
 def _named(name: str, kind: type) -> Any:
