@@ -74,6 +74,7 @@ from fusion_compiler.passes.rewrites.user import check_reachable, replace_patter
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, UserKernel, checked
 from fusion_compiler.runtime.builds import prepare
 from fusion_compiler.runtime.cache import Cache
+from fusion_compiler.runtime.collection import rare_collections
 from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings, Terms
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.kept_plans import KeptPlans
@@ -175,9 +176,10 @@ class Compiler:
         rewrites = rewrites_for(self.options.numerics)
         rewrites = rewrites if own is None else (own, *rewrites)
         # Around both: a backward may be compiled when it is first called.
-        graph = self.progress.during(self.stages.during("read", self.graph))
+        rarely = rare_collections()
+        graph = rarely(self.progress.during(self.stages.during("read", self.graph)))
         split = functools.partial(partition, memory=self.options.memory, device=self.options.device)
-        return self.progress.during(
+        backend = self.progress.during(
             make_backend(
                 graph,
                 rewrites=rewrites,
@@ -190,6 +192,7 @@ class Compiler:
                 stages=self.stages,
             )
         )
+        return rarely(backend)
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         """One graph through the stages: dag, match, cluster, emit, stitch."""

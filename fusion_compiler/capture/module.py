@@ -27,6 +27,7 @@ from fusion_compiler.errors import FusionError, NotCallableError
 from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import breaks_text
+from fusion_compiler.runtime.collection import rare_collections
 from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.runtime.verify import Verification
 
@@ -182,6 +183,8 @@ def wrap(
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():  # another compilation looks through this one
                 return run(*args, **kwargs)
+            if not plans.called:  # it compiles
+                settings.enter(rare_collections())
             plans.called = True
             frames, known, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
             try:
