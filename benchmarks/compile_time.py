@@ -2,8 +2,8 @@
 
 Each measurement is a process of its own (`first_step`): cold with empty caches on disk, warm with those that
 the cold one left. Models have as many layers as in `models`; the first of them also has 2, 4, 8 and 32. On a
-CPU sizes are tiny, numbers float32, and ours plans and prints kernels as for an H200, of which none is compiled
-or launched; torch.compile is another compiler there, which is left out unless --only names it.
+CPU sizes are tiny, numbers float32, and ours plans and prints kernels as for an H200, none of which is
+compiled or launched; torch.compile is another compiler there, which is left out unless --only names it.
 """
 
 from __future__ import annotations
