@@ -32,9 +32,10 @@ def in_turn(
 ) -> Iterator[Result]:
     """What `python -m module <task as JSON>` prints as its last line, JSON, for each task, in order.
 
-    {"failed": why} where there is nothing. So many jobs get ready side by side (`my_turn`), and measure one
-    after the other while the rest of them wait. seconds: of one task, without waiting for its turn.
-    one_cache: what one has compiled the others find, where seconds of compilation are not measured.
+    {"failed": why} where there is nothing. Caches are empty, or in the folder that a task has as "caches",
+    which the module is not given. So many jobs get ready side by side (`my_turn`), and measure one after the
+    other while the rest wait. seconds: of one task, without waiting for its turn. one_cache: what one has
+    compiled the others find, where seconds of compilation are not measured.
     """
     with tempfile.TemporaryDirectory(prefix="benchmarks-", ignore_cleanup_errors=True) as shared:
         home = shared if one_cache else None
@@ -58,14 +59,16 @@ def only(measure: Callable[[dict[str, Any]], Any]) -> None:
 
 
 class _Process:
-    """One measurement; its caches are empty at first, unless they are in a `home` that others have."""
+    """One measurement; its caches are empty at first, or those of a folder that is given."""
 
     def __init__(self, module: str, task: Task, seconds: float, home: str | None) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="benchmarks-", ignore_cleanup_errors=True)
-        caches = {name: str(Path(home or self._home.name) / name.lower()) for name in CACHES}
+        given = dict(task)
+        folder = Path(given.pop("caches", None) or home or self._home.name)
+        caches = {name: str(folder / name.lower()) for name in CACHES}
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  it lives as long as this
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(task)],
+            [sys.executable, "-m", module, json.dumps(given)],
             cwd=ROOT, env=os.environ | caches, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
         )  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -78,12 +77,14 @@ from fusion_compiler.passes.rewrites.user import check_reachable, replace_patter
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, UserKernel, checked
 from fusion_compiler.runtime.builds import prepare
 from fusion_compiler.runtime.cache import Cache
+from fusion_compiler.runtime.collection import rare_collections
 from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings, Terms
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.kept_plans import KeptPlans
 from fusion_compiler.runtime.kept_plans import key_of as plan_key
 from fusion_compiler.runtime.launch import Runner, compile_all
 from fusion_compiler.runtime.progress import Progress
+from fusion_compiler.runtime.stages import Stages, since
 from fusion_compiler.runtime.verify import KernelCheck, Verifier, coarsest
 from fusion_compiler.stitch.order import ordered
 from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
@@ -178,7 +179,8 @@ class Compiler:
         for pattern in self.given:
             check(pattern)
         check_reachable(self.patterns)
-        self.plans = Plans()
+        self.stages = Stages()
+        self.plans = Plans(self.stages)
         self.warned = WarnOnce(options.strict)
         self.debug = Debug(DebugSettings.of(os.environ), self.warned)
         self.cache = Cache()
@@ -195,9 +197,10 @@ class Compiler:
         rewrites = rewrites_for(self.options.numerics)
         rewrites = rewrites if own is None else (own, *rewrites)
         # Around both: a backward may be compiled when it is first called.
-        graph = self.progress.during(self.graph)
+        rarely = rare_collections()
+        graph = rarely(self.progress.during(self.stages.during("read", self.graph)))
         split = functools.partial(partition, memory=self.options.memory, device=self.options.device)
-        return self.progress.during(
+        backend = self.progress.during(
             make_backend(
                 graph,
                 rewrites=rewrites,
@@ -206,17 +209,21 @@ class Compiler:
                 give_up=self.give_up,
                 split=split,
                 options=repr(self.options),
+                telling=own is None,  # what a pattern of the user's does is not told by its name
+                stages=self.stages,
             )
         )
+        return rarely(backend)
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         """One graph through the stages: dag, match, cluster, emit, stitch."""
-        clock = Clock()
+        began = self.stages.seconds
         self.debug.stage(info.name, "capture", gm)
         if info.phase is Phase.BACKWARD:
             gm, chunks = with_chunked_gradients(gm)
             info = replace(info, rewrites=(*info.rewrites, *chunks))
         gm = self.with_chunks(gm, info)
+        self.stages.enter("read")
         dag = build(gm, source_of)
         self.progress.say(f"captured {info.name} ({len(dag.order) - len(dag.inputs)} ops)")
         kind = device_type(dag)
@@ -227,34 +234,33 @@ class Compiler:
         kept = self.kept.get(key, info.name, dag, setting) if key is not None else None
         if kept is not None:
             (plan, ready), told = kept, dict[str, str]()
-            clock.lap("read")
         else:
+            self.stages.enter("match")
             hints = self.hints(info.phase)
             found = match_all(hints, dag, origins=info.origins, watched=self.given)
             told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
-            clock.lap("match")
+            self.stages.enter("plan")
             plan, ready = planned(info, dag, replace(setting, matches=found.matches)), None
-            clock.lap("plan")
         self.report_left(plan)
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
+        self.stages.enter("emit")
         known = len(self.runners)
         runners = {c.name: self.runner(c, plan, device, backend, ready) for c in plan.clusters}
         if key is not None and ready is None:
             made = [*self.runners.values()][known:]
             reason = self.kept.put(key, plan, {r.name: r.candidates for r in made if r.candidates})
             told |= {"plan on disk": f"not kept: {reason}"} if reason else {}
-        clock.lap("emit")
+        self.stages.enter("stitch")
         called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
         order = ordered(plan, info.owned)
         self.peaks[info.name] = order.peak
         stitched = stitch(plan, called, order, view=view, ranges=ranges)
-        clock.lap("stitch")
         self.debug.stage(info.name, "stitch", stitched)
         if backend == "triton":
+            self.stages.enter("kernels")
             compile_all(dict.fromkeys(runners.values()), torch.device(kind), self.progress.kernels)
-            clock.lap("kernels")
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
         notes = {**told, **notes_of(info.rewrites)}
@@ -269,7 +275,7 @@ class Compiler:
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms)
         where = ["captured " + ("from disk" if info.from_disk else "anew")]
         where += ["planned from disk"] if ready is not None else []
-        seconds = ", ".join([*where, str(clock)])
+        seconds = ", ".join([*where, since(began, self.stages.seconds)])
         notes = {**plan.notes, **notes, "memory": str(order), "seconds": seconds}
         plan = replace(plan, notes=notes, solved=plan.solved if self.asked else None)
         self.plans.record(plan)
@@ -309,7 +315,8 @@ class Compiler:
         return made
 
     def chunk_info(self, name: str, info: GraphInfo) -> GraphInfo:
-        return GraphInfo(f"{info.name}.{name}", Phase.CHUNK, (), 0)
+        digest = f"{info.digest} {name}" if info.digest else ""
+        return GraphInfo(f"{info.name}.{name}", Phase.CHUNK, (), 0, from_disk=info.from_disk, digest=digest)
 
     def give_up(self, name: str, error: Exception) -> None:
         """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""
@@ -460,6 +467,7 @@ class Compiler:
                 tune=bool(self.options.tune),
                 cache=self.cache,
                 home=torch.device(key[0].device),
+                stages=self.stages,
             )
         return self.runners[key]
 
@@ -535,22 +543,6 @@ def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:
         told = reason if applied is None else f"{verdict}{f' x{times}' if times > 1 else ''}: {reason}"
         notes.setdefault(rule, []).append(told)
     return {rule: "; ".join(texts) for rule, texts in notes.items()}
-
-
-class Clock:
-    """Seconds of each stage."""
-
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-        self.laps: list[str] = []
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps.append(f"{name} {now - self.last:.2f}")
-        self.last = now
-
-    def __str__(self) -> str:
-        return ", ".join(self.laps)
 
 
 def device_type(dag: OpDag) -> str:

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fusion_compiler import api
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir import record
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.passes.chunks import chunk
 from fusion_compiler.runtime.cache import PLANS
 from fusion_compiler.runtime.kept_plans import KeptPlans, Programs
-from tests import models
+from tests import models, test_chunked_loss
 from tests.test_autograd_cache import Block, captured, compiled, first_and_second, step, text_of
 
 
@@ -146,3 +148,51 @@ def test_a_folder_of_another_users_is_left_alone(monkeypatch: pytest.MonkeyPatch
 def test_numbers_are_those_of_eager() -> None:
     first, second = first_and_second(Block().double(), torch.randn(3, 16, dtype=torch.float64))
     assert not any(planned(first)) and all(planned(second))
+
+
+@pytest.mark.parametrize(
+    "loss", [test_chunked_loss.mean, test_chunked_loss.each, test_chunked_loss.preferred]
+)
+def test_loops_over_chunks_are_kept(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, backward, and what runs for one chunk: nothing is traced, planned or printed again."""
+    small = chunk.Limits(bytes=0, width=6, rows=4, columns=30, alignment=8)
+    monkeypatch.setattr(chunk, "LIMITS", small)
+    x, w, t = test_chunked_loss.inputs(torch.float32)
+
+    def run() -> tuple[Any, list[torch.Tensor]]:
+        torch._dynamo.reset()
+        fast = api.compile(loss, backend="interpret", device="h200")
+        return fast, test_chunked_loss.results(fast, x, w, t)
+
+    first, truth = run()
+
+    def again(*_: Any, **__: Any) -> Any:
+        raise AssertionError("made again")
+
+    for stage in ("plan_clusters", "emit", "partition"):
+        monkeypatch.setattr(api, stage, again)
+    second, found = run()
+    loops = [
+        o.target for p in second.plan for n in p.dag.order if "chunks_of" in str((o := p.dag.op(n)).target)
+    ]
+    assert loops and any(p.name.endswith("_rows") for p in second.plan)
+    assert captured(second) == {"from disk"} and all(planned(second)) and text_of(second) == text_of(first)
+    for a, b, eager in zip(found, truth, test_chunked_loss.results(loss, x, w, t), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, eager)
+
+
+def test_another_number_in_a_loop_over_chunks_is_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = chunk.Limits(bytes=0, width=6, rows=4, columns=30, alignment=8)
+    monkeypatch.setattr(chunk, "LIMITS", small)
+    x, w, t = test_chunked_loss.inputs(torch.float32)
+    for number in (2.0, 3.0, 2.0):
+
+        def scaled(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor, number: float = number) -> torch.Tensor:
+            return F.cross_entropy(test_chunked_loss.logits_of(x, w) * number, t.flatten())
+
+        fast = compiled(scaled)
+        ours = test_chunked_loss.results(fast, x, w, t)
+        for a, b in zip(ours, test_chunked_loss.results(scaled, x, w, t), strict=True):
+            torch.testing.assert_close(a, b)
+    assert captured(fast) == {"from disk"}

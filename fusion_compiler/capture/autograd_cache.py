@@ -116,20 +116,24 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
     if autograd._top_saved_tensors_default_hooks(True) is not None:
         raise NotWritable("hooks for saved tensors are set")
-    about = [_input(x) for x in inputs]
-    storages = [x.untyped_storage()._cdata for x in inputs]
-    if len(set(storages)) < len(storages):
-        raise NotWritable("two of its inputs share memory")
     marks = [
         [str(node.meta.get("custom")), "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})]
         for node in gm.graph.nodes
     ]
-    parts = [source_digest(), options, ambient(), about, marks, write(gm)]
+    parts = [source_digest(), options, ambient(), about_inputs(inputs), marks, write(gm)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
+def about_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """What AOTAutograd sees of the inputs beside what the graph's text has. Raises NotWritable."""
+    about = [_input(x) for x in inputs]
+    storages = [x.untyped_storage()._cdata for x in inputs]
+    if len(set(storages)) < len(storages):
+        raise NotWritable("two of its inputs share memory")
+    return about
+
+
 def _input(value: Any) -> list[Any]:
-    """What AOTAutograd sees of an input beside what the graph's text has. Raises NotWritable."""
     if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter, FakeTensor):
         raise NotWritable(f"an input is a {type(value).__name__}")
     flags = [value.requires_grad, value.is_leaf, value.is_inference(), isinstance(value, nn.Parameter)]
@@ -173,7 +177,17 @@ def source_digest() -> str:
 
 
 # An entry is written when forward and backward are there, with all that they are.
+_PREFIX = getattr(autograd_cache, "AOTAUTOGRAD_CACHE_PREFIX", "a")  # PyTorch 2.11 has no name for it
 _SETTINGS = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+
+
+def has_entry(key: str) -> bool:
+    """Whether autograd's cache has anything under a key; it may be found damaged when it is read."""
+    folder = Path(_folder_of(AOTAutogradCache, f"{_PREFIX}{key}"))
+    try:
+        return any(folder.iterdir())
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -184,7 +198,7 @@ def cached(key: str, read: Read) -> Generator[None]:
     """
 
     def named(*_: Any, **__: Any) -> tuple[str, list[str]]:
-        return f"{autograd_cache.AOTAUTOGRAD_CACHE_PREFIX}{key}", []
+        return f"{_PREFIX}{key}", []
 
     before = _reading.set(read)
     folder = patch.object(AOTAutogradCache, "_get_tmp_dir_for_key", classmethod(_whole_folder))
@@ -198,7 +212,7 @@ def cached(key: str, read: Read) -> Generator[None]:
 
 
 def _serialized(gm: fx.GraphModule) -> Any:
-    """PyTorch's own copy of a backward; None of one with operators of ours: such are not kept at all."""
+    """PyTorch's own copy of a backward, for compiled autograd; None of one with a loop over chunks."""
     try:
         return serialize_graph_module(gm)
     except ObjNotFoundError:

@@ -26,10 +26,11 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusion_compiler.capture import autograd_cache
+from fusion_compiler.capture import autograd_cache, kept_rewrites
 from fusion_compiler.capture.autograd_cache import stored
 from fusion_compiler.capture.decompositions import gradients_of_interpolation
 from fusion_compiler.capture.graph_text import read
+from fusion_compiler.capture.kept_rewrites import KeptRewrites, Rewritten
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.capture.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
 from fusion_compiler.capture.tangents import Backward, Boxed, Missing, leave_undefined, separable
@@ -37,6 +38,7 @@ from fusion_compiler.ir import record
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, origins_of
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
+from fusion_compiler.runtime.stages import Stages
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
 
@@ -64,6 +66,8 @@ def make_backend(
     give_up: Callable[[str, Exception], None] = raising,
     split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partition,
     options: str | None = None,
+    telling: bool = False,
+    stages: Stages | None = None,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=...)`.
 
@@ -79,14 +83,20 @@ def make_backend(
     give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
     options: what beside the graph decides what comes out; autograd's graphs are kept on disk under it, and
         not without.
+    telling: whether the options also tell what the rewrites do: then a graph that has been rewritten once is
+        neither traced above autograd nor rewritten again.
+    stages: told of the seconds of "rewrites" and "autograd".
     """
+    stages = stages or Stages()
     numbers = itertools.count()
+    kept = KeptRewrites()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False) -> Callable[..., Any]:
         name = f"graph{next(numbers)}"
         gm, held = lift_attributes(gm)
         try:
-            run = compiled(name, gm, (*held, *inputs), traced)
+            with stages.of("autograd"):
+                run = compiled(name, gm, (*held, *inputs), traced)
         except TorchDynamoException:  # not an error: Dynamo may start again
             raise
         except Exception as error:
@@ -97,14 +107,25 @@ def make_backend(
         return functools.partial(run, *held) if held else run
 
     def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
-        rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
-        stages = _Stages(compile_graph, name, give_up, split, joint_rewrite, options)
+        compilers = _Compilers(compile_graph, name, give_up, split, joint_rewrite, options)
+        key = _key_above(gm, inputs, options) if telling and not traced and options is not None else None
+        known = kept.get(key) if key is not None else None
+        if known is not None and autograd_cache.has_entry(known.autograd):
+            try:
+                return compilers.compile(gm, inputs, known.notes, decompositions(), known.autograd)
+            except _AbsentError:
+                pass
+        with stages.of("rewrites"):
+            rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
         try:
-            return stages.compile(rewritten, inputs, notes, decompositions())
+            run = compilers.compile(rewritten, inputs, notes, decompositions())
+            if key is not None and compilers.key is not None:
+                kept.put(key, Rewritten(compilers.key, notes))
+            return run
         except TorchDynamoException:
             raise
         except Exception as error:
-            if rewritten is gm or stages.reached:
+            if rewritten is gm or compilers.reached:
                 raise
             # What a rewrite yields can lay out its results differently, which a `view` in the
             # model may not accept: Dynamo's own graph is what the user wrote.
@@ -112,15 +133,28 @@ def make_backend(
             undone = (replace(n, applied=False, reason=f"{n.reason}; undone") for n in notes if n.applied)
             refused = (n for n in notes if not n.applied)
             notes = (RewriteNote("pre-autograd", "", False, reason), *undone, *refused)
-            return stages.compile(gm, inputs, notes, decompositions())
+            return compilers.compile(gm, inputs, notes, decompositions())
 
     return backend
 
 
-class _Stages:
+def _key_above(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str | None:
+    """Under which it is kept what the rewrites make of a graph; None where it is not."""
+    try:
+        return kept_rewrites.key_of(gm, inputs, options)
+    except NotWritable:
+        return None
+
+
+class _AbsentError(Exception):
+    """Autograd's cache does not have, or cannot read, what it has an entry of."""
+
+
+class _Compilers:
     """The compilers that AOTAutograd calls for one Dynamo graph.
 
     reached: whether compile_graph was called, so that an error may be its own.
+    key: under which autograd's graphs are kept on disk; None where they are not.
     """
 
     _bare: Callable[..., Any] | None  # the graph without AOTAutograd's wrapper, where that does nothing
@@ -141,6 +175,8 @@ class _Stages:
         self._joint_rewrite = joint_rewrite
         self._joint_notes: Notes = ()
         self.reached = False
+        self.key: str | None = None
+        self._expected = False
         self._separable = False
         self._origins: tuple[Origin, ...] = ()
 
@@ -151,14 +187,18 @@ class _Stages:
         inputs: Sequence[Any],
         notes: Notes,
         decompositions: Mapping[Any, Callable[..., Any]],
+        key: str | None = None,
     ) -> Callable[..., Any]:
+        """`gm` behind AOTAutograd. key: autograd's graphs are kept under it, of another form of `gm` which is
+        not there; raises _AbsentError where they are not found after all."""
         self._separable, self._bare, self._joint_notes = False, None, ()
         self._origins = tuple(origins_of(gm.graph).values())
         # Asked here: while a graph is compiled other modes may be set. Dynamo guards both.
         recorded = torch.is_grad_enabled() and any(_wants_gradient(x) for x in inputs)
         self._inputs = None if recorded or torch._C._is_any_autocast_enabled() else inputs
         self._notes = notes
-        key = self._key(gm, inputs)
+        self._expected = key is not None
+        self.key = key = key or self._key(gm, inputs)
         forward = self._stage(Phase.FORWARD)
         if key is not None:
             forward = autograd_cache.serializable(forward)
@@ -177,16 +217,13 @@ class _Stages:
 
     def _key(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
         """Under which autograd's graphs are kept on disk; None, and a note of why, where they are not."""
-        self._kept = False
         if self._options is None:
             return None
         try:
-            key = autograd_cache.key_of(gm, inputs, self._options)
+            return autograd_cache.key_of(gm, inputs, self._options)
         except NotWritable as reason:
             self._not_kept(str(reason))
             return None
-        self._kept = True
-        return key
 
     def _not_kept(self, reason: str) -> None:
         note = RewriteNote("autograd", "", None, f"not kept on disk: {reason}")
@@ -214,13 +251,15 @@ class _Stages:
 
     def _made(self, graph: fx.GraphModule, fakes: Sequence[Any], phase: Phase) -> Callable[..., Any]:
         """What AOTAutograd gets of a graph that it has just made."""
+        if self._expected:
+            raise _AbsentError
         if phase is Phase.INFERENCE:
             self._rewrite_joint(graph.graph)
         info = _info(graph, self._name, phase, ())
         if phase is Phase.FORWARD:
             self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
         bare = phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes)
-        if not self._kept:
+        if self.key is None:
             return self._staged(graph, fakes, info, bare)
         context = TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
@@ -252,7 +291,7 @@ class _Stages:
         self.reached = True
         origins = _named(graph, info.phase, self._origins)
         info = replace(info, origins=origins, rewrites=(*self._notes, *self._joint_notes))
-        if info.phase is Phase.BACKWARD and (self._separable or self._kept):
+        if info.phase is Phase.BACKWARD and (self._separable or self.key is not None):
             several = self._separable
             return _boxed(Backward(graph, functools.partial(self._variant, fakes, info), several=several))
         compiled = self._compiled(graph, fakes, info)

@@ -1,8 +1,8 @@
 """A captured graph as JSON, and back: what autograd's cache keeps of a forward or backward graph.
 
 Only what can be written down whole is written at all: static sizes, plain strided tensors, operators of
-PyTorch's own and the two that draw random numbers. Anything else is refused with a reason, and what is read
-names operators and dtypes, never code.
+PyTorch's own, the two that draw random numbers, and loops over chunks of such. Anything else is refused, with
+a reason, and what is read names operators and dtypes, never code.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch.amp import autocast_mode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fusion_compiler.ir import record
+from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.random import seed, uniform
 from fusion_compiler.ir.record import NotWritable
 
@@ -53,7 +55,7 @@ class Made:
 
 def write(gm: fx.GraphModule) -> dict[str, Any]:
     """A graph of functional ATen with FakeTensors, as what JSON holds. Raises NotWritable."""
-    return _Writer().graph(gm)
+    return Writer().graph(gm)
 
 
 def read(text: Mapping[str, Any], mode: FakeTensorMode) -> fx.GraphModule:
@@ -64,9 +66,13 @@ def read(text: Mapping[str, Any], mode: FakeTensorMode) -> fx.GraphModule:
     return _Reader(text, mode).graph()
 
 
-class _Writer:
+class Writer:
+    """What may be in a graph, and of each node what is written; `NotWritable` is raised for all else."""
+
+    ops = ("placeholder", "call_function", "output")
+
     def __init__(self) -> None:
-        self._texts: dict[str, int] = {}  # stack traces repeat from layer to layer
+        self._texts: dict[str, int] = {}
         self._storages: dict[int, int] = {}
         self._bytes: list[int] = []
         self._numbers: dict[str, dict[int, int]] = {key: {} for key in _NUMBERS}
@@ -76,54 +82,59 @@ class _Writer:
         return {"nodes": nodes, "texts": list(self._texts), "storages": self._bytes}
 
     def _node(self, node: fx.Node) -> dict[str, Any]:
-        if node.op not in ("placeholder", "call_function", "output"):
+        if node.op not in self.ops:
             raise NotWritable(f"it holds {node.op} {node.target}")
-        target = target_name(node.target) if node.op == "call_function" else str(node.target)
-        made = {"name": node.name, "op": node.op, "target": target, "meta": self._meta(node)}
-        return made | {"args": self._value(node.args), "kwargs": self._value(dict(node.kwargs))}
+        made = {"name": node.name, "op": node.op, "target": self.target(node), "meta": self.meta(node)}
+        return made | {"args": self.value(node.args), "kwargs": self.value(dict(node.kwargs))}
 
-    def _meta(self, node: fx.Node) -> dict[str, Any]:
+    def target(self, node: fx.Node) -> Any:
+        if isinstance(node.target, Chunked):
+            return _loop(node.target)
+        return target_name(node.target) if node.op == "call_function" else str(node.target)
+
+    def meta(self, node: fx.Node) -> dict[str, Any]:
         meta = node.meta
         plain = {k: v for k, v in meta.items() if k in _PLAIN or k.startswith(_MARKS)}
-        made = {k: self._value(v) for k, v in plain.items() if v is not None}
+        made = {k: self.value(v) for k, v in plain.items() if v is not None}
         for key in _NUMBERS:
             if meta.get(key) is not None:
                 made[key] = self._numbers[key].setdefault(meta[key], len(self._numbers[key]))
         if "val" in meta:
-            made["val"] = self._value(meta["val"])
+            made["val"] = self.value(meta["val"])
         if isinstance(meta.get("recompute"), CheckpointPolicy):
             made["recompute"] = meta["recompute"].name
         if meta.get("original_aten") is not None:
             made["original_aten"] = target_name(meta["original_aten"])
         if origins := meta.get("from_node"):
             target = _ADDRESS.sub("", str(origins[0].target))
-            made["from_node"] = [self._text(origins[0].name), self._text(target)]
+            made["from_node"] = [self.text(origins[0].name), self.text(target)]
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
             if stack := meta.get(key):
-                made[key] = self._text("\n".join(path for path, _ in stack.values()))
+                made[key] = self.text("\n".join(path for path, _ in stack.values()))
         return made
 
-    def _text(self, text: str) -> int:
+    def text(self, text: str) -> int:
+        """Its number: stack traces repeat from layer to layer."""
         return self._texts.setdefault(text, len(self._texts))
 
-    def _value(self, value: Any) -> Any:
+    def value(self, value: Any) -> Any:
         """A value as JSON: plain ones as they are, of others a dict of one entry that names their type."""
         if value is None or isinstance(value, bool) or type(value) is int:
             return value
         if isinstance(value, str):
-            return {"text": self._text(value)}
+            return {"text": self.text(value)}
         if type(value) is float:
             return {"float": value.hex()}
         if isinstance(value, fx.Node):
             return {"node": value.name}
         if isinstance(value, list):
-            return [self._value(v) for v in value]
+            return [self.value(v) for v in value]
         if isinstance(value, tuple):
-            return {"tuple": [self._value(v) for v in value]}
+            return {"tuple": [self.value(v) for v in value]}
         if isinstance(value, dict):
-            return {"dict": [[self._text(k), self._value(v)] for k, v in value.items()]}
+            return {"dict": [[self.text(k), self.value(v)] for k, v in value.items()]}
         if isinstance(value, slice):
-            return {"slice": [self._value(v) for v in (value.start, value.stop, value.step)]}
+            return {"slice": [self.value(v) for v in (value.start, value.stop, value.step)]}
         if isinstance(value, torch.device):
             return {"device": str(value)}
         if isinstance(value, torch.Tensor):
@@ -172,7 +183,7 @@ class _Reader:
     def graph(self) -> fx.GraphModule:
         graph = fx.Graph()
         for node in self._nodes:
-            target = target_of(node["target"]) if node["op"] == "call_function" else node["target"]
+            target = self._target(node["target"]) if node["op"] == "call_function" else node["target"]
             args, kwargs = self._value(node["args"]), self._value(node["kwargs"])
             made = graph.create_node(node["op"], target, args, kwargs, node["name"])
             if made.name != node["name"]:
@@ -180,6 +191,13 @@ class _Reader:
             made.meta = self._meta(node["meta"])
             self._env[made.name] = made
         return LazyGraphModule({}, graph)
+
+    def _target(self, written: Any) -> Any:
+        if isinstance(written, str):
+            return target_of(written)
+        bodies = {rows: read(body, self._mode) for rows, body in written["bodies"]}
+        fields = dict(zip(_OF_LOOPS, record.read(written["loop"]), strict=True))
+        return Chunked(bodies=bodies, **fields)
 
     def _meta(self, written: Mapping[str, Any]) -> dict[str, Any]:
         meta: dict[str, Any] = {}
@@ -211,6 +229,15 @@ class _Reader:
         memory = torch.empty(0, dtype=kind, device="meta")
         memory.set_(self._storages[storage], offset, shape, stride)  # type: ignore[call-overload]
         return FakeTensor(self._mode, memory, torch.device(device))
+
+
+_OF_LOOPS = ("name", "rows", "chunk", "inputs", "results", "saved", "unit")
+
+
+def _loop(loop: Chunked) -> dict[str, Any]:
+    """A loop before its bodies are compiled."""
+    bodies = [[rows, write(body)] for rows, body in loop.bodies.items()]
+    return {"loop": record.write(tuple(getattr(loop, f) for f in _OF_LOOPS)), "bodies": bodies}
 
 
 def _named(name: str, kind: type) -> Any:

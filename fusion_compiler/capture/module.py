@@ -27,6 +27,8 @@ from fusion_compiler.errors import FusionError, NotCallableError
 from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import breaks_text
+from fusion_compiler.runtime.collection import rare_collections
+from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.runtime.verify import Verification
 
 
@@ -34,11 +36,12 @@ class Plans(Sequence[FusionPlan]):
     """The plans of all graphs captured so far, in order of their compilation; str() joins them.
 
     verification: the error table that verify=True fills. breaks: the places at which graphs end early, and
-    the functions that no graph holds. called: whether the model has been called. optimizer: what became of
-    the one that the model was compiled with.
+    the functions that no graph holds. called: whether the model has been. optimizer: what became of the one
+    that it was compiled with. seconds: of each stage up to now, without TorchDynamo's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Stages | None = None) -> None:
+        self._stages = stages or Stages()
         self._plans: list[FusionPlan] = []
         self._left: list[str] = []
         self.verification = Verification()
@@ -49,6 +52,10 @@ class Plans(Sequence[FusionPlan]):
     def record(self, plan: FusionPlan) -> None:
         """Add the plan of a graph that has just been compiled."""
         self._plans.append(plan)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self._stages.seconds
 
     def broke(self, found: Sequence[GraphBreak]) -> None:
         """Add what a call has shown; the same place is found again by each recompilation."""
@@ -178,6 +185,8 @@ def wrap(
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():  # another compilation looks through this one
                 return run(*args, **kwargs)
+            if not plans.called:  # it compiles
+                settings.enter(rare_collections())
             plans.called = True
             frames, known, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
             try:

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import kernel, loops, plan_data
+from fusion_compiler.ir import chunks, kernel, loops, plan_data
 from fusion_compiler.ir.dag import OpDag, Source
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.rewrite_note import RewriteNote
@@ -25,6 +25,7 @@ _CLASSES: Mapping[str, type[Any]] = {
     for cls in (
         *(*get_args(loops.Node), loops.Axis, loops.Index, loops.Value, loops.Store, loops.LoopNest),
         *(plan_data.Rejected, plan_data.Leftover, plan_data.Cost, plan_data.Call, plan_data.Cluster),
+        *(chunks.Rows, chunks.Joined, chunks.Added, chunks.Multiplied),
         *(kernel.Argument, kernel.Kernel, kernel.Buffer, kernel.Program, Source, RewriteNote),
     )
 }

@@ -28,6 +28,7 @@ from fusion_compiler.errors import CacheError, FusionWarning
 DEFAULT_BYTES = 64 * 2**20
 FOLDER = "tuning-1"  # of the records; another number for another form of them
 PLANS = "plans-1"  # and of those that are decisions about a whole graph
+REWRITES = "rewrites-1"  # and of what the rewrites made of one
 RECORD = re.compile(r"[0-9a-f]{64}\.json")
 UNFINISHED = re.compile(r"[0-9a-f]{64}\.\w+\.tmp")
 # A writer that was killed leaves its unfinished file behind; younger ones may still be written.
@@ -167,6 +168,16 @@ class Cache:
         self._on_disk = False
         text = CacheError(path=self.path, detail=error)
         warnings.warn(f"{text}; until then tuning is repeated in every process", FusionWarning, stacklevel=3)
+
+
+def is_own(folder: Path) -> bool:
+    """Whether a folder is this user's, or yet to be made."""
+    try:
+        return not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _checksum(key: str, value: str) -> str:

@@ -8,7 +8,6 @@ not in it: whoever reads it has built it again.
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Setting
 from fusion_compiler.ir.record import NotWritable, read_decisions, write_decisions
-from fusion_compiler.runtime.cache import PLANS, Cache
+from fusion_compiler.runtime.cache import PLANS, Cache, is_own
 
 Programs = Mapping[str, tuple[Program, ...]]  # by the clusters' names
 
@@ -44,7 +43,7 @@ class KeptPlans:
 
     def get(self, key: str, name: str, dag: OpDag, setting: Setting) -> tuple[FusionPlan, Programs] | None:
         """The plan of `dag` that was kept, named `name`, with its programs; None where there is none."""
-        if not _is_own(self._cache.path):
+        if not is_own(self._cache.path):
             return None
         written = self._cache.get(key)
         if written is None and not self._cache.is_damaged(key):
@@ -64,7 +63,7 @@ class KeptPlans:
         """Keeps a plan. Returns why it is not kept, where it is not."""
         if "search" in plan.notes:
             return "the search ended before all was tried, and another may get further"
-        if not _is_own(self._cache.path):
+        if not is_own(self._cache.path):
             return "the folder belongs to another user"
         try:
             written = write_decisions(plan, programs)
@@ -85,13 +84,3 @@ def _check(plan: FusionPlan, programs: Programs) -> None:
 def _subset(names: Iterable[str], known: Iterable[str]) -> None:
     if unknown := set(names) - set(known):
         raise ValueError(f"{min(unknown)} is not in the graph")
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether a folder is this user's, or yet to be made."""
-    try:
-        return not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False

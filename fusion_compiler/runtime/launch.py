@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -30,6 +31,7 @@ from fusion_compiler.runtime.binding import GRID_LIMITS, Entry, Gpu, Launcher, V
 from fusion_compiler.runtime.builds import Build, compile_builds
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.cuda import gpu_of, make_cache_writable
+from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.runtime.target import build_of
 
 Backend = Literal["triton", "interpret", "eager"]
@@ -73,6 +75,7 @@ class Runner:
         that compiles is taken. cache: where the outcome is kept between processes.
     gpus: finds the GPU of the inputs' device, or of `home`, where there are no inputs.
     home: the device of the outputs.
+    stages: told of the seconds that kernels take to be loaded and timed.
 
     While a CUDA graph is captured nothing is timed: the first candidate is taken. Out of memory
     while timing does the same; out of memory while launching raises, as in eager.
@@ -91,6 +94,7 @@ class Runner:
         schedule: int = 0,
         gpus: Callable[[torch.device | None], Gpu] = find_gpu,
         home: torch.device | None = None,
+        stages: Stages | None = None,
     ) -> None:
         if not candidates and backend != "eager":
             raise ValueError(f"cluster {name} has no program")
@@ -105,6 +109,7 @@ class Runner:
         self.schedule = schedule
         self._gpus = gpus
         self._home = home
+        self._stages = stages or Stages()
         self._warned = WarnOnce(strict)
         self._lock = threading.RLock()
         self._launchers: dict[int, Launcher] = {}
@@ -138,7 +143,7 @@ class Runner:
             launcher = self._launchers.get(gpu.index)
             if launcher is None:
                 with self._lock:
-                    launcher = self._launchers.get(gpu.index) or self._decide(gpu, arguments)
+                    launcher = self._launchers.get(gpu.index) or self._timed_decision(gpu, arguments)
                     self._launchers[gpu.index] = launcher
                     if self._entry == self._dispatch:  # later devices come back through `elsewhere`
                         self._enter(launcher)
@@ -157,6 +162,13 @@ class Runner:
             raise
         except Exception as error:  # no driver, a device that cannot be launched on
             raise self._error("launch", error) from error
+
+    def _timed_decision(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
+        start = time.perf_counter()
+        try:
+            return self._decide(gpu, arguments)
+        finally:
+            self._stages.add("load and tune", time.perf_counter() - start)
 
     def _decide(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
         """The function of the best candidate on `gpu`. Raises KernelError when none can be launched."""

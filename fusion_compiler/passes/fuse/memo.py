@@ -1,4 +1,5 @@
-"""Sets of ops that differ by their names alone are lowered and priced once: a model repeats its layers."""
+"""Sets of ops that differ by their names and the salts of random numbers alone are lowered and priced once: a
+model repeats its layers."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ from dataclasses import replace
 
 from fusion_compiler.ir.dag import OpDag, Ref
 from fusion_compiler.ir.layout import is_view
-from fusion_compiler.ir.loops import Load, LoopNest, exact
+from fusion_compiler.ir.loops import Load, LoopNest, Node, Random, exact
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.ir.random import uniform
 from fusion_compiler.passes.lower.ranges import lookups
 from fusion_compiler.passes.lower.space import Illegal
 
 Names = tuple[str, ...]
 Price = Callable[[Names, Names], tuple[LoopNest, Cost]]
+Salts = tuple[object, ...]
 Key = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 
 
@@ -30,25 +33,27 @@ class Memo:
         self._dag, self._price, self._settled = dag, price, settled
         self._numbers: dict[object, int] = {}
         self._records: dict[tuple[str, bool], int] = {}
-        self._known: dict[Key, tuple[Names, tuple[LoopNest, Cost] | Illegal]] = {}
+        self._known: dict[Key, tuple[Names, Salts, tuple[LoopNest, Cost] | Illegal]] = {}
 
     def __call__(self, ops: Names, outputs: Names) -> tuple[LoopNest, Cost]:
-        key, names = self._key(ops, outputs)
+        key, names, salts = self._key(ops, outputs)
         if key not in self._known:
             try:
-                self._known[key] = names, self._price(ops, outputs)
+                self._known[key] = names, salts, self._price(ops, outputs)
             except Illegal as error:  # a new one: the traceback of this keeps much alive
-                self._known[key] = names, Illegal(error.rule, error.reason)
-        before, result = self._known[key]
+                self._known[key] = names, salts, Illegal(error.rule, error.reason)
+        before, salted, result = self._known[key]
         renamed = {a: b for a, b in zip(before, names, strict=True) if a != b}
         if isinstance(result, Illegal):
             raise Illegal(result.rule, _in_words(result.reason, renamed))
         loops, cost = result
-        return (_renamed(loops, renamed) if renamed else loops), cost
+        resalted = {a: b for a, b in zip(salted, salts, strict=True) if a != b}
+        return (_renamed(loops, renamed, resalted) if renamed or resalted else loops), cost
 
-    def _key(self, ops: Names, outputs: Names) -> tuple[Key, Names]:
-        """The structure, with all names that it stands for, by number."""
+    def _key(self, ops: Names, outputs: Names) -> tuple[Key, Names, Salts]:
+        """The structure, with all names and salts that it stands for, by number."""
         numbers = {name: i for i, name in enumerate(ops)}
+        salts: dict[object, int] = {}
         names = list(ops)
         rows: list[tuple[int, ...]] = []
         for i, name in enumerate(names):  # which grows by what is read
@@ -60,15 +65,18 @@ class Memo:
                 if operand not in numbers:
                     numbers[operand] = len(names)
                     names.append(operand)
-            rows.append((self._record(name), *(numbers[operand] for operand in operands)))
-        return (tuple(rows), tuple(numbers[o] for o in outputs)), tuple(names)
+            row = (self._record(name), *(numbers[operand] for operand in operands))
+            op = self._dag.op(name)
+            rows.append((*row, salts.setdefault(op.args[2], len(salts))) if op.target is uniform else row)
+        return (tuple(rows), tuple(numbers[o] for o in outputs)), tuple(names), tuple(salts)
 
     def _record(self, name: str) -> int:
         """A number for all that an op is, its operands by their places."""
         key = name, self._settled(name)
         if key not in self._records:
             op = self._dag.op(name)
-            described = (_exact(op.args, op.inputs), _exact(op.kwargs, op.inputs))
+            args = op.args[:2] if op.target is uniform else op.args  # the salt is no part of the structure
+            described = (_exact(args, op.inputs), _exact(op.kwargs, op.inputs))
             checks = tuple(lookup.unproved for lookup in lookups(self._dag, op))
             self._records[key] = self._number(
                 (op.target, op.kind, described, op.outputs, checks, op.pinned, op.rounds, key[1])
@@ -92,11 +100,15 @@ def _exact(value: object, inputs: Sequence[str]) -> object:
     return exact(value)
 
 
-def _renamed(loops: LoopNest, renamed: Mapping[str, str]) -> LoopNest:
-    nodes = tuple(
-        replace(n, buffer=renamed[n.buffer]) if isinstance(n, Load) and n.buffer in renamed else n
-        for n in loops.nodes
-    )
+def _renamed(loops: LoopNest, renamed: Mapping[str, str], resalted: Mapping[object, object]) -> LoopNest:
+    def node(n: Node) -> Node:
+        if isinstance(n, Load) and n.buffer in renamed:
+            return replace(n, buffer=renamed[n.buffer])
+        if isinstance(n, Random) and n.salt in resalted:
+            return replace(n, salt=resalted[n.salt])
+        return n
+
+    nodes = tuple(map(node, loops.nodes))
     stores = tuple(replace(s, buffer=renamed.get(s.buffer, s.buffer)) for s in loops.stores)
     return LoopNest(loops.axes, nodes, stores, tuple(renamed.get(n, n) for n in loops.names))
 

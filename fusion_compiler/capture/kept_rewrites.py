@@ -1,0 +1,169 @@
+"""What the rewrites made of a graph of Dynamo's, on disk: the next process neither traces nor rewrites it.
+
+A record is found by Dynamo's own graph and holds under which key autograd's cache keeps the graphs of the
+rewritten one (`autograd_cache`), and what the rewrites noted. The key has all that the trace above autograd
+depends on: the graph with its targets, numbers and lines, what is known of its inputs, the options, the state
+of the process that decides which operators are recorded, this package's source, and the versions. A graph is
+left alone where one of these cannot be told: where it calls what is not PyTorch's, or somebody has replaced
+functions of PyTorch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import operator
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.backends import opt_einsum
+from torch.utils import _pytree as pytree
+
+from fusion_compiler.capture.autograd_cache import about_inputs, ambient, source_digest
+from fusion_compiler.capture.graph_text import Writer, target_name
+from fusion_compiler.ir import record
+from fusion_compiler.ir.record import NotWritable
+from fusion_compiler.ir.rewrite_note import Notes
+from fusion_compiler.runtime.cache import REWRITES, Cache, is_own
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """autograd: the key of autograd's cache for the rewritten graph."""
+
+    autograd: str
+    notes: Notes
+
+
+class KeptRewrites:
+    """Outcomes by key. What is no whole record of one counts as absent, as does another user's folder."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._cache = Cache(path, folder=REWRITES)
+
+    def get(self, key: str) -> Rewritten | None:
+        if not is_own(self._cache.path):
+            return None
+        written = self._cache.get(key)
+        try:
+            return Rewritten(str(written["autograd"]), record.read(written["notes"]))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+
+    def put(self, key: str, made: Rewritten) -> None:
+        if is_own(self._cache.path):
+            self._cache.put(key, {"autograd": made.autograd, "notes": record.write(made.notes)})
+
+
+def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
+    """The key of what the rewrites that `options` tell of make of Dynamo's graph.
+
+    Raises NotWritable where something that it depends on cannot be told.
+    """
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        raise NotWritable("a mode is set that sees every operator")
+    if strange := next(replaced(), None):
+        raise NotWritable(f"{strange} is not PyTorch's own")
+    parts = [source_digest(), options, ambient(), _state_of_functions(), about_inputs(inputs)]
+    text = json.dumps([*parts, _Above().graph(gm)])
+    return f"rewritten {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _state_of_functions() -> list[Any]:
+    """What functions of PyTorch's that are written in Python ask for, beside `ambient`."""
+    einsum = [opt_einsum.is_available(), opt_einsum.enabled, opt_einsum.strategy]  # type: ignore[attr-defined]
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return [*einsum, filled, str(torch.get_default_device())]
+
+
+class _Above(Writer):
+    """A graph as Dynamo makes it: functions and methods of PyTorch's, and what rewrites see of a node."""
+
+    ops = (*Writer.ops, "call_method")
+
+    def target(self, node: fx.Node) -> str:
+        return _name(node.target) if node.op == "call_function" else str(node.target)
+
+    def value(self, value: Any) -> Any:
+        return {"ellipsis": 0} if value is ... else super().value(value)
+
+    def meta(self, node: fx.Node) -> dict[str, Any]:
+        if node.meta.get("unbacked_bindings"):
+            raise NotWritable(f"the size of {node.name} depends on data")
+        for value in pytree.tree_leaves(node.meta.get("example_value")):
+            symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+            if symbolic or (isinstance(value, torch.Tensor) and value._has_symbolic_sizes_strides):  # type: ignore[attr-defined]
+                raise NotWritable("its sizes differ from call to call")
+        static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+        made: dict[str, Any] = {"custom": str(node.meta.get("custom")), "static": static}
+        if trace := node.meta.get("stack_trace"):
+            made["stack_trace"] = self.text(trace)
+        if stack := node.meta.get("nn_module_stack"):
+            made["nn_module_stack"] = self.text("\n".join(path for path, _ in stack.values()))
+        return made
+
+
+# Where Dynamo's graphs have functions from, and those look up others.
+_NAMESPACES: dict[str, Any] = {
+    "torch": torch,
+    "torch.nn.functional": torch.nn.functional,
+    "torch._C._nn": torch._C._nn,  # type: ignore[attr-defined]
+    "torch.Tensor": torch.Tensor,
+    "torch.functional": torch.functional,
+    "torch.special": torch.special,
+    "torch.linalg": torch.linalg,
+    "torch.fft": torch.fft,
+    "torch._C": torch._C,
+    "torch._VF": torch._VF,
+    "operator": operator,
+}
+
+
+def _name(target: Any) -> str:
+    """The name by which a function of PyTorch's is found. Raises NotWritable for another."""
+    if isinstance(target, OpOverload):
+        return target_name(target)
+    name = getattr(target, "__name__", "")
+    plain = isinstance(target, types.FunctionType | types.BuiltinFunctionType)
+    if plain:
+        for space, module in _NAMESPACES.items():
+            if getattr(module, name, None) is target:
+                return f"{space}.{name}"
+    return target_name(target)
+
+
+def replaced() -> Iterator[str]:
+    """Functions in PyTorch's namespaces that are somebody else's: a graph that calls another function of
+    PyTorch's may reach them by a way that it does not show."""
+    for space, module in _NAMESPACES.items():
+        for name, value in vars(module).items():
+            if callable(value) and not isinstance(value, type) and not _is_own(value):
+                yield f"{space}.{name}"
+
+
+_OWN = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
+_OWNERS = frozenset(
+    {"torch", "typing", "typing_extensions", *sys.builtin_module_names, *sys.stdlib_module_names}
+)
+
+
+def _is_own(value: Any) -> bool:
+    value = getattr(value, "__func__", value)
+    if isinstance(value, functools._lru_cache_wrapper):
+        value = value.__wrapped__
+    if isinstance(value, types.FunctionType):
+        file = value.__code__.co_filename
+        return file.startswith(_OWN) or Path(file).stem == "typing_extensions"
+    if isinstance(value, functools.partial):
+        return False
+    owner = getattr(value, "__module__", None) if isinstance(value, types.BuiltinFunctionType) else None
+    return str(owner or type(value).__module__).partition(".")[0] in _OWNERS
