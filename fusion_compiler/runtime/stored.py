@@ -21,9 +21,9 @@ BINARIES = (".cubin", ".hsaco")
 class Entry:
     """One record of a `Cache`, or one compiled kernel.
 
-    sort: "tuning", "plan", "rewrite" or "kernel". device: the GPU's name or the target compiled for; a rewrite
-    has none. versions: of torch and Triton ("" where the entry does not say). age: seconds since it was last
-    used (a kernel: made). problem: "" where it is whole. path: a file, or a kernel's folder.
+    sort: "tuning", "plan", "rewrite" or "kernel". device: the GPU's name, or the target compiled for; "" of a
+    rewrite. versions: of torch and Triton ("" where unknown). age: seconds since it was last used (a kernel:
+    made). problem: "" where it is whole. path: a file, or a kernel's folder.
     """
 
     sort: str
