@@ -22,7 +22,7 @@ from fusion_compiler.cli.commands import DONE, EXIT_CODES, FAILED, USAGE, main
 from fusion_compiler.report import explanation
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.loading import brief, load, user_line
-from fusion_compiler.runtime.stored import kernel_entries, tuning_entries
+from fusion_compiler.runtime.stored import caches, kernel_entries, record_entries
 from tests.test_target import fresh_build
 
 ROOT = Path(__file__).parent.parent
@@ -362,7 +362,7 @@ def test_what_is_kept_is_listed_sized_and_cleared(run: Run, kept: tuple[Cache, P
 
 
 def test_a_cache_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    assert tuning_entries(Cache(tmp_path / "nowhere")) == []
+    assert record_entries(Cache(tmp_path / "nowhere")) == []
     assert kernel_entries(tmp_path / "nowhere") == kernel_entries(None) == []
 
 
@@ -440,3 +440,20 @@ def test_it_runs_as_a_module_without_torch_for_help(tmp_path: Path) -> None:
     assert done.returncode == DONE and "doctor" in done.stdout and not done.stderr
     entry = (ROOT / "pyproject.toml").read_text()
     assert 'fusion-compiler = "fusion_compiler.cli.commands:main"' in entry
+
+
+def test_plans_and_rewritten_graphs_are_listed_and_cleared(run: Run, kept: tuple[Cache, Path]) -> None:
+    del kept
+    stored = caches()
+    stored["plan"].put("plan 12ab on NVIDIA H200", {"cluster": "graph0.forward"})
+    stored["rewrite"].put("rewritten 34cd", {"autograd": "", "notes": []})
+    (stored["plan"].path.parent / "mine.json").write_text("{}")
+    _, out, _ = run("cache", "list", "--json", "-")
+    found = {(e["sort"], e["name"], e["device"]) for e in json.loads(out) if e["sort"] in ("plan", "rewrite")}
+    assert found == {("plan", "graph0.forward", "NVIDIA H200"), ("rewrite", "a graph", "")}
+    _, out, _ = run("cache", "size", "--json", "-")
+    sizes = json.loads(out)
+    assert sizes["plan"]["entries"] == sizes["rewrite"]["entries"] == 1
+    _, out, _ = run("cache", "clear", "--json", "-")
+    assert json.loads(out)["removed"] == 6 and not any(cache.files() for cache in stored.values())
+    assert (stored["plan"].path.parent / "mine.json").exists()

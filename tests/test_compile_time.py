@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ import fusion_compiler as fc
 from benchmarks import compile_time
 from benchmarks.__main__ import parse
 from benchmarks.compile_time import rows_of
+from benchmarks.record import ROOT
 from fusion_compiler.runtime.stages import Stages, since
 
 
@@ -98,3 +100,10 @@ def test_a_first_step_is_measured_cold_and_warm() -> None:
         assert min(cell["stages"].values()) >= 0 and cell["stages"]["dynamo"] > 0.01
     assert cold["stages"]["plan"] > 0 and "captured anew" in str(cold["disk"])
     assert "plan" not in warm["stages"] and "captured from disk, planned from disk" in str(warm["disk"])
+
+
+def test_the_page_quotes_what_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/compile-time-cpu.json").read_text())
+    page = (ROOT / "docs/performance.md").read_text()
+    assert compile_time.show(measured["rows"], "processor") in page
+    assert f"at {measured['commit']}" in page

@@ -230,13 +230,13 @@ def profile(chosen: argparse.Namespace) -> int:
 def cache(chosen: argparse.Namespace) -> int:
     """Lists, clears or sums up what is on disk."""
     from fusion_compiler.runtime import stored
-    from fusion_compiler.runtime.cache import Cache
 
-    tuning, folder = Cache(), stored.kernel_folder()
-    entries = [*stored.tuning_entries(tuning), *stored.kernel_entries(folder)]
-    places = {"tuning": tuning.path, "kernel": folder}
+    caches, folder = stored.caches(), stored.kernel_folder()
+    records = [entry for sort, cache in caches.items() for entry in stored.record_entries(cache, sort)]
+    entries = [*records, *stored.kernel_entries(folder)]
+    places = {sort: cache.path for sort, cache in caches.items()} | {"kernel": folder}
     if chosen.action == "clear":
-        gone, freed = stored.clear(entries, tuning)
+        gone, freed = stored.clear(entries, caches.values())
         data: Any = {"removed": gone, "bytes": freed}
         text = f"removed {gone} entries, {_size(freed)}"
     elif chosen.action == "size":

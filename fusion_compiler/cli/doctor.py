@@ -173,10 +173,10 @@ def check_toolchain() -> Check:
 
 def check_cache() -> Check:
     from fusion_compiler.runtime.cache import Cache
-    from fusion_compiler.runtime.stored import tuning_entries
+    from fusion_compiler.runtime.stored import record_entries
 
     cache = Cache()
-    entries = tuning_entries(cache)
+    entries = record_entries(cache)
     damaged = sum(bool(entry.problem) for entry in entries)
     todo = "set FUSION_CACHE_DIR to a writable directory"
     return _folder_check("tuning cache", cache.path, len(entries), cache.size(), damaged, todo)

@@ -91,10 +91,14 @@ class OpDag:
         """The fx nodes, by name."""
         return {node.name: node for node in self.module.graph.nodes}
 
-    def op(self, name: str) -> Op:
-        return self.graph.nodes[name]["op"]
+    @cached_property
+    def _ops(self) -> dict[str, Op]:
+        return {name: held["op"] for name, held in self.graph.nodes.items()}
 
-    @property
+    def op(self, name: str) -> Op:
+        return self._ops[name]
+
+    @cached_property
     def order(self) -> tuple[str, ...]:
         """Names in execution order."""
         return tuple(self.graph.nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,15 @@ class Frame:
     exact: bool
 
 
-def frames_of(node: fx.Node) -> list[Frame]:
+def frames_of(node: fx.Node) -> tuple[Frame, ...]:
     """The lines outside of torch that a node was traced from, the outermost first; a backward node has its
     forward's."""
-    found = FRAME.finditer(node.meta.get("stack_trace") or "")
-    return [_frame(m) for m in found if not is_library(m["file"])]
+    return _frames(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=1024)  # traces repeat from layer to layer, forward and backward
+def _frames(trace: str) -> tuple[Frame, ...]:
+    return tuple(_frame(m) for m in FRAME.finditer(trace) if not is_library(m["file"]))
 
 
 def _frame(match: re.Match[str]) -> Frame:

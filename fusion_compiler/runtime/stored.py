@@ -1,4 +1,4 @@
-"""What is kept on disk: tuning results, and the kernels of this compiler in Triton's cache."""
+"""What is kept on disk: records of several sorts, and this compiler's kernels in Triton's cache."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from fusion_compiler.runtime.builds import checksum, is_entry
-from fusion_compiler.runtime.cache import Cache, read_plain, read_record
+from fusion_compiler.runtime.cache import FOLDER, PLANS, REWRITES, Cache, read_plain, read_record
 
 BINARIES = (".cubin", ".hsaco")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tuning result or one compiled kernel.
+    """One record of a `Cache`, or one compiled kernel.
 
-    sort: "tuning" or "kernel". device: the GPU's name, or the target compiled for. versions: of torch and
-    Triton ("" where the entry does not say). age: seconds since it was last used (a kernel: made).
-    problem: "" where it is whole. path: a file, or a kernel's folder.
+    sort: "tuning", "plan", "rewrite" or "kernel". device: the GPU's name, or the target compiled for; "" of a
+    rewrite. versions: of torch and Triton ("" where unknown). age: seconds since it was last used (a kernel:
+    made). problem: "" where it is whole. path: a file, or a kernel's folder.
     """
 
     sort: str
@@ -36,25 +36,31 @@ class Entry:
     path: Path
 
 
-def tuning_entries(cache: Cache) -> list[Entry]:
-    """The tuning results in the cache's folder, by name; what is no whole record comes last."""
+def caches() -> dict[str, Cache]:
+    """The records' folders, by sort."""
+    folders = {"tuning": FOLDER, "plan": PLANS, "rewrite": REWRITES}
+    return {sort: Cache(folder=folder) for sort, folder in folders.items()}
+
+
+def record_entries(cache: Cache, sort: str = "tuning") -> list[Entry]:
+    """The records in a cache's folder, by name; what is no whole record comes last."""
     found: list[Entry] = []
     for file in cache.files():
         with contextlib.suppress(OSError):
             stat = file.stat()
             record = read_record(file)
             key = str(record["key"]) if record else ""
-            device, _, versions = re.sub(r"^tuning \w+ on ", "", key).partition(", ")
+            device, _, versions = re.sub(r"^\w+ \w+( on )?", "", key).partition(", ")
             name = _name_of(record) if record else file.stem[:12]
             problem = "" if record else "not a whole record"
             age = time.time() - stat.st_mtime
-            found.append(Entry("tuning", name, device, versions, age, stat.st_size, problem, file))
+            found.append(Entry(sort, name, device, versions, age, stat.st_size, problem, file))
     return sorted(found, key=lambda e: (bool(e.problem), e.name, e.age))
 
 
 def _name_of(record: dict[str, Any]) -> str:
     value = record["value"]
-    return str(value.get("cluster", "?")) if isinstance(value, dict) else "?"
+    return str(value.get("cluster", "a graph")) if isinstance(value, dict) else "?"
 
 
 def kernel_folder() -> Path | None:
@@ -94,7 +100,7 @@ def _kernel(seal: Path) -> Iterator[Entry]:
         yield Entry("kernel", seal.stem, device, versions, age, size, problem, folder)
 
 
-def clear(entries: Iterable[Entry], cache: Cache) -> tuple[int, int]:
+def clear(entries: Iterable[Entry], caches: Iterable[Cache]) -> tuple[int, int]:
     """Removes entries, and what killed writers left. Returns how many are gone, and their bytes."""
     gone = freed = 0
     for entry in entries:
@@ -104,7 +110,8 @@ def clear(entries: Iterable[Entry], cache: Cache) -> tuple[int, int]:
             else:
                 entry.path.unlink()
             gone, freed = gone + 1, freed + entry.bytes
-    cache.clear()
+    for cache in caches:
+        cache.clear()
     return gone, freed
 
 
