@@ -129,13 +129,16 @@ def make_backend(
                 raise
             # What a rewrite yields can lay out its results differently, which a `view` in the
             # model may not accept: Dynamo's own graph is what the user wrote.
-            reason = f"undone, autograd refused the result: {type(error).__name__}: {error}"
-            undone = (replace(n, applied=False, reason=f"{n.reason}; undone") for n in notes if n.applied)
-            refused = (n for n in notes if not n.applied)
-            notes = (RewriteNote("pre-autograd", "", False, reason), *undone, *refused)
-            return compilers.compile(gm, inputs, notes, decompositions())
+            return compilers.compile(gm, inputs, _undone(notes, error), decompositions())
 
     return backend
+
+
+def _undone(notes: Notes, error: Exception) -> Notes:
+    reason = f"undone, autograd refused the result: {type(error).__name__}: {error}"
+    undone = (replace(n, applied=False, reason=f"{n.reason}; undone") for n in notes if n.applied)
+    refused = (n for n in notes if not n.applied)
+    return (RewriteNote("pre-autograd", "", False, reason), *undone, *refused)
 
 
 def _key_above(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str | None:

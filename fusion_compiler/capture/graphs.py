@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fusion_compiler.ir.rewrite_note import Refused
 
 _aten = torch.ops.aten
-STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}
+_STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}
 # A LazyGraphModule compiles its code when it is first called: most graphs here are only read.
 
 # What a node that replaces another inherits from it.
@@ -95,19 +96,24 @@ def mutated_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if not isinstance(node.target, OpOverload) or not _writes(node.target):
             continue
         named = arguments(node)
-        pending = [
-            named[a.name]
-            for a in node.target._schema.arguments
-            if a.alias_info is not None and a.alias_info.is_write
-        ]
-        while pending:
-            current = pending.pop()
-            if isinstance(current, list | tuple):
-                pending += current
-            elif isinstance(current, fx.Node) and current not in written:
-                written.add(current)
-                pending += _viewed(current)
+        for a in node.target._schema.arguments:
+            if a.alias_info is not None and a.alias_info.is_write:
+                written |= aliases(named[a.name])
     return written
+
+
+def aliases(value: Any) -> set[fx.Node]:
+    """A node, or several, and all that the memory may be of that these show."""
+    found: set[fx.Node] = set()
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, list | tuple):
+            pending += current
+        elif isinstance(current, fx.Node) and current not in found:
+            found.add(current)
+            pending += _viewed(current)
+    return found
 
 
 def _viewed(node: fx.Node) -> list[Any]:
@@ -116,19 +122,6 @@ def _viewed(node: fx.Node) -> list[Any]:
         return node.all_input_nodes
     named = arguments(node)
     return [named[a.name] for a in node.target._schema.arguments if a.alias_info is not None]
-
-
-def aliases(node: fx.Node) -> set[fx.Node]:
-    """`node`, and what its memory may be of."""
-    found: set[fx.Node] = set()
-    pending: list[Any] = [node]
-    while pending:
-        current = pending.pop()
-        if isinstance(current, fx.Node) and current.op == "call_function" and current not in found:
-            pending += _viewed(current)
-        if isinstance(current, fx.Node):
-            found.add(current)
-    return found
 
 
 def emit(like: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
@@ -187,7 +180,8 @@ def refuse_strides(node: fx.Node) -> None:
     """Raises Refused where other strides of an operand would be seen."""
     if node.op == "output":
         raise Refused("its strides show in a result of the graph")
-    if node.target in STRIDES_COUNT or not isinstance(node.target, OpOverload):
+    known = isinstance(node.target, OpOverload) or node.target is operator.getitem
+    if node.target in _STRIDES_COUNT or not known:
         raise Refused(f"{node.target} depends on strides")
 
 

@@ -20,7 +20,7 @@ from fusion_compiler.codegen.expression import TRITON_TYPES, convert
 from fusion_compiler.codegen.tile import Expression
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows import block, interleaved, misaligned
-from fusion_compiler.ir.loops import COLS, ROWS, InRange, Load, Store, right_neighbours
+from fusion_compiler.ir.loops import COLS, ROWS, InRange, Load, Node, Store, right_neighbours
 
 
 def load(b: Builder, number: int, then: str) -> Expression:
@@ -35,10 +35,10 @@ def load(b: Builder, number: int, then: str) -> Expression:
     if not node.index.terms and node.index.const == 0:
         pointer = b.pointers[node.buffer]
     own = b.index_groups(node.index)
-    if is_of_whole_rows(b, node):
+    if node.within is not None and is_of_whole_rows(b, node, b.loops.nodes[node.within]):
         name = b.pointers[node.buffer].removesuffix("_ptr")
         once = b.let(name, b.loaded(node, pointer, b.mask(own, None), then))
-        return f"tl.where({b.variable(node.within)}, {once}, 0)"  # type: ignore[arg-type]
+        return f"tl.where({b.variable(node.within)}, {once}, 0)"
     if more := b.within_groups(node.within) - own:  # a block needs a mask's shape
         pointer += f" + tl.zeros({b.shape(own | more)}, tl.int32)"
     mask = b.mask(own, node.within)
@@ -49,9 +49,8 @@ def load(b: Builder, number: int, then: str) -> Expression:
     return b.loaded(node, pointer, mask, then)
 
 
-def is_of_whole_rows(b: Builder, node: Load) -> bool:
+def is_of_whole_rows(b: Builder, node: Load, within: Node) -> bool:
     """Whether a row's own value counts in some of its columns alone: every row has it, loaded once."""
-    within = None if node.within is None else b.loops.nodes[node.within]
     if not isinstance(within, InRange) or b.index_groups(within.index) != frozenset({COLS}):
         return False
     bounds = within.low, within.high

@@ -11,7 +11,8 @@ from torch.fx.node import map_arg
 
 from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.chunks import Added, Chunked, Joined, Multiplied, Result, Rows, flattened, wide
-from fusion_compiler.passes.chunks.region import Region, step_of
+from fusion_compiler.passes.chunks.made import counted
+from fusion_compiler.passes.chunks.region import Region
 from fusion_compiler.passes.chunks.rows import Over, factors, shape
 
 aten = torch.ops.aten
@@ -72,11 +73,8 @@ class _Body:
             with self.mode:
                 value = flattened(value, rows).narrow(rows.stop - 1, 0, self.size)
         made.meta = {**node.meta, "val": value}
-        step = None if rows is None else step_of(node)
-        if step is None:
-            return made
-        assert rows is not None
-        return self._counted(made, rows.stop - 1, step)
+        numbers = counted(node)
+        return made if rows is None or numbers is None else self._counted(made, rows.stop - 1, numbers[1])
 
     def _counted(self, part: fx.Node, dim: int, step: int) -> fx.Node:
         """A chunk of i, i + step, ...: only the first is read."""

@@ -8,6 +8,7 @@ its elements, they would be made twice.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,12 +16,10 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.passes.chunks.linear import is_zero
+from fusion_compiler.passes.chunks.made import counted
 from fusion_compiler.passes.chunks.rows import shape
 
 aten = torch.ops.aten
-_VIEWS = {
-    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.alias.default, aten.clone.default,
-}  # fmt: skip
 
 
 def sum_one_hot(graph: fx.Graph) -> None:
@@ -68,14 +67,8 @@ def _label(chosen: fx.Node, dim: int) -> fx.Node | None:
 def _counts(node: Any, dim: int, size: int) -> bool:
     """Whether a tensor is 0, 1, ..., size - 1 along a dimension, counted from the last, and has no other."""
     sizes = shape(node)
-    if len(sizes) < -dim or sizes[dim] != size or torch.Size(sizes).numel() != size:
-        return False
-    while node.target in _VIEWS:
-        node = node.args[0]
-    if node.target is aten.arange.default:
-        return node.args == (size,)
-    iota = node.target is torch.ops.prims.iota.default
-    return iota and (node.kwargs["start"], node.kwargs["step"]) == (0, 1)
+    alone = len(sizes) >= -dim and sizes[dim] == size == math.prod(sizes)
+    return alone and counted(node) == (0, 1)
 
 
 def _is_same(node: Any, dim: int) -> bool:

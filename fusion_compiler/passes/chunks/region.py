@@ -21,10 +21,9 @@ import torch
 from torch import fx
 
 from fusion_compiler.ir.chunks import Rows
+from fusion_compiler.passes.chunks.made import chain, made_of_nothing
 from fusion_compiler.passes.chunks.rows import (
-    MADE,
     PRODUCTS,
-    VIEWS,
     NotByRowsError,
     Over,
     of_sizes,
@@ -35,7 +34,6 @@ from fusion_compiler.passes.chunks.rows import (
 
 Place = Rows | Over
 
-aten = torch.ops.aten
 OF_A_MATRIX = Rows(0, 1)
 
 
@@ -247,7 +245,7 @@ class _Grown:
         order = self.survey.order
         nodes = {n: self.nodes[n] for n in sorted(self.nodes, key=order.__getitem__)}
         whole = [n for n, rows in self.inputs.items() if rows is None and made_of_nothing(n)]
-        constants = sorted({c for n in whole for c in _views_of(n)}, key=order.__getitem__)
+        constants = sorted({c for n in whole for c in chain(n)}, key=order.__getitem__)
         inputs = {n: rows for n, rows in self.inputs.items() if n not in whole}
         exits = tuple(n for n in nodes if self.leaves(n, wanted))
         return Region(nodes, inputs, exits, tuple(constants))
@@ -257,33 +255,6 @@ class _Grown:
         if node not in self.survey.after or (node in self.survey.known and self.survey.is_wide(node)):
             return False
         return node in wanted or any(user not in self.nodes for user in node.users)
-
-
-def made_of_nothing(node: fx.Node) -> bool:
-    """Whether a tensor is one number everywhere, or 0, 1, ...: it need not be read."""
-    source = _views_of(node)[0]
-    return source.target in MADE and not source.all_input_nodes
-
-
-def step_of(node: fx.Node) -> int | None:
-    """Of i, i + step, ... in one dimension of a tensor that has no other; None of all else."""
-    source, value = _views_of(node)[0], node.meta["val"]
-    if not made_of_nothing(node) or value.is_floating_point() or max(shape(node)) != value.numel():
-        return None
-    if source.target is torch.ops.prims.iota.default:
-        return source.kwargs["step"] if isinstance(source.kwargs["step"], int) else None
-    if source.target in (aten.arange.default, aten.arange.start):
-        return 1
-    steps = source.args[2:] if source.target is aten.arange.start_step else ()
-    return steps[0] if steps and isinstance(steps[0], int) else None
-
-
-def _views_of(node: fx.Node) -> list[fx.Node]:
-    """What a node is a view of, and the views between, up to itself."""
-    chain = [node]
-    while chain[-1].target in VIEWS and len(chain[-1].all_input_nodes) == 1:
-        chain += chain[-1].all_input_nodes
-    return chain[::-1]
 
 
 def _has_rows(node: fx.Node, rows: Rows) -> bool:

@@ -41,10 +41,6 @@ _TURNS = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
 _ALONG = frozenset({aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default})
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 
-MADE = frozenset({
-    aten.full.default, aten.arange.default, aten.arange.start, aten.arange.start_step,
-    torch.ops.prims.iota.default,
-})  # fmt: skip
 FILLED = {aten.ones_like.default: 1, aten.zeros_like.default: 0, aten.full_like.default: None}
 
 

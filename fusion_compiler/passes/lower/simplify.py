@@ -134,11 +134,13 @@ def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
 def long_rows(loops: LoopNest) -> LoopNest:
     """Element-wise work on long rows, each with values of its own, reads those once a tile, not for each
     element: the last axis is the columns then."""
-    *outer, _ = range(len(loops.axes)) if loops.axes else (0,)
-    if not outer or any(a.group == ROWS for a in loops.axes) or hint(loops.axes[-1].size) < LONG_ROW:
+    if len(loops.axes) < 2 or any(a.group == ROWS for a in loops.axes):
         return loops
+    if hint(loops.axes[-1].size) < LONG_ROW or any(isinstance(n, Reduce | Scan) for n in loops.nodes):
+        return loops
+    outer = frozenset(range(len(loops.axes) - 1))
     keys = (frozenset(k for k, _ in n.index.terms) for n in loops.nodes if isinstance(n, Load))
-    if any(isinstance(n, Reduce | Scan) for n in loops.nodes) or not any(k and k <= {*outer} for k in keys):
+    if not any(k and k <= outer for k in keys):
         return loops
     axes = (*(replace(a, group=ROWS) for a in loops.axes[:-1]), loops.axes[-1])
     return replace(loops, axes=axes)

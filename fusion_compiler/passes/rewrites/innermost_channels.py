@@ -10,7 +10,6 @@ order for, are images of one row.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +18,12 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fusion_compiler.capture.graphs import (
-    STRIDES_COUNT,
     aliases,
     arguments,
     copied,
     emit,
     mutated_nodes,
+    refuse_strides,
     trace_again,
 )
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
@@ -50,7 +49,9 @@ def turn_channels(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     turned = {_turn(nodes[node]): node.meta["val"] for node in found}
     behind = _behind(new.graph, turned)
     try:
-        _check(behind)
+        for node in behind:
+            if node.op == "call_function":
+                refuse_strides(node)
         _copy_views(behind)
         _restore_results(new.graph, {n: turned.get(n, n.meta.get("val")) for n in behind})
         trace_again(behind)
@@ -106,14 +107,6 @@ def _turn(node: fx.Node) -> fx.Node:
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
     return made
-
-
-def _check(behind: Sequence[fx.Node]) -> None:
-    """Raises Refused where an operator may tell one order from another."""
-    for node in behind:
-        known = node.target is operator.getitem or isinstance(node.target, OpOverload)
-        if node.target in STRIDES_COUNT or (node.op == "call_function" and not known):
-            raise Refused(f"{node.target} may depend on strides")
 
 
 def _copy_views(behind: Sequence[fx.Node]) -> None:
