@@ -6,8 +6,9 @@ the peak of memory. The model is what `compile` compiled for all, so that the co
 alone, but for "torch.compile", where it is torch.compile's with PyTorch's fused optimizer.
 
 Each cell has a process of its own; with --jobs 12 so many compile side by side and measure one by one, and
-what one has compiled the others find. --filter AdamW is a third of the table; --resume keeps what --json has
-of the other contenders.
+what one has compiled the others find: the first of each model, and what torch.compile makes, go first.
+--filter AdamW is a third of the table; --within 480 begins no cell after eight minutes, and says which are
+missing; --resume measures those that --json does not have, and ours of another commit.
 
     python -m benchmarks.optimizer '{"workload": 0, "optimizer": "AdamW", ...}'     one cell, as JSON
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,25 +215,57 @@ def tasks_of(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def is_known(record: Record, task: Task) -> bool:
-    """Whether the results that are gone on with have a cell, and it is not ours."""
-    cells = record.row(task.case, task.optimizer)["cells"]
-    return not task.contender.startswith("ours") and "ms" in cells.get(task.contender, {})
+    """Whether the results that are gone on with have a cell: a peer's, or ours of this commit."""
+    cell = record.row(task.case, task.optimizer)["cells"].get(task.contender, {})
+    ours = task.contender.startswith("ours")
+    return "ms" in cell and (not ours or cell.get("commit") == record.environment["commit"])
+
+
+def in_order(tasks: Sequence[Task]) -> list[Task]:
+    """What compiles goes first: side by side, and the others find it done.
+
+    A model by our compiler and by torch.compile, then the steps that torch.compile makes; whose cells are
+    the first of their kind, which the first of several optimizers have.
+    """
+    seen: set[tuple[int, bool]] = set()
+    ranks: dict[Task, int] = {}
+    for task in tasks:
+        model = (task.workload, task.contender == bars.WHOLE)
+        first = task.workload >= 0 and model not in seen
+        seen.add(model)
+        ranks[task] = 0 if first else 1 if task.contender == "compiled step" else 2
+    return sorted(tasks, key=ranks.__getitem__)
 
 
 def main(options: argparse.Namespace) -> Record:
     record = Record("optimizer", environment(torch.device(options.device)), options.json)
     if options.resume:
         record.resume()
-    tasks = [task for task in tasks_of(options) if not is_known(record, task)]
+    wanted = list(tasks_of(options))
+    for task in wanted:
+        record.row(task.case, task.optimizer)  # in the table's order
+    tasks = in_order([task for task in wanted if not is_known(record, task)])
     given = [vars(task) for task in tasks]
-    cells = in_turn("benchmarks.optimizer", given, options.budget, options.jobs or 1, one_cache=True)
-    for task, cell in zip(tasks, cells, strict=True):
-        record.row(task.case, task.optimizer)["cells"][task.contender] = cell
+    cells = in_turn(
+        "benchmarks.optimizer",
+        given,
+        options.budget,
+        options.jobs or 1,
+        one_cache=True,
+        within=options.within,
+    )
+    done = 0
+    for task, cell in zip(tasks, cells, strict=False):
+        cells_of = record.row(task.case, task.optimizer)["cells"]
+        cells_of[task.contender] = cell | {"commit": record.environment["commit"]}
         record.write()
         print(f"{task.case}, {task.optimizer}, {task.contender}: {bars.describe(cell)}", flush=True)
+        done += 1
     record.summary = bars.means(record.rows)
     record.write()
     print("\n" + bars.show(record.rows, LIST))
+    for task in tasks[done:]:
+        print(f"not measured: {task.case}, {task.optimizer}, {task.contender}")
     return record
 
 

@@ -92,6 +92,6 @@ def lines(rows: Sequence[Row]) -> list[list[str]]:
 def show(rows: Sequence[Row], update: str) -> str:
     header = ["ms (updates: of a copy; steps: peak GB)", *CONTENDERS, f"x {WHOLE}", "x fused"]
     held = list(bars(rows, update))
-    missed = [f"  not {what}: {value:.2f}" for what, value, met in held if not met]
+    verdicts = [[what, f"{value:.2f}", "met" if met else "MISSED"] for what, value, met in held]
     counted = f"{sum(met for *_, met in held)} of {len(held)} bars met"
-    return "\n".join([table(header, lines(rows)), counted, *missed])
+    return "\n\n".join([table(header, lines(rows)), table(["bar", "figure", ""], verdicts), counted])

@@ -11,24 +11,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adam, AdamW, Optimizer
+from torch.optim import adam as adam_module
+from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LambdaLR
 
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning, NotAnOptimizerError, OptimizerStepError
-from fusion_compiler.optimizer.kernels import Kernels
 from fusion_compiler.optimizer.launch import MultiTensor
 from fusion_compiler.runtime.target import compile_for
 from tests.fake_gpu import FakeGpu
 from tests.optimizers import (
     OPTIMIZERS,
     Sizes,
-    check_close,
+    Tied,
+    check,
+    check_nearly,
     check_same,
     copies,
+    data,
+    fused_on,
     give,
     gradients,
+    loss_of,
+    schedule,
+    take_steps,
+    three,
+    two,
     values,
 )
 
@@ -42,56 +52,37 @@ def decaying(optimizer: Optimizer) -> LambdaLR:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps_are_as_close_to_the_truth_as_eager(name: str) -> None:
-    make = OPTIMIZERS[name]
-    ours = Sizes()
-    models = (ours, *copies(ours))
-    optimizers = [make(model.groups()) for model in models]  # type: ignore[operator]
-    fused = fc.fuse_optimizer(ours, optimizers[0], backend="interpret", strict=True)
-    schedulers = [decaying(optimizer) for optimizer in optimizers]
+    pairs = three(Sizes(), OPTIMIZERS[name], Sizes.groups)
+    fused = fc.fuse_optimizer(*pairs[0], backend="interpret", strict=True)
     made: list[int] = []
-    for step in range(STEPS):
-        grads = gradients(ours, step)
-        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
-            give(model, grads)
-            optimizer.step()
-            scheduler.step()
+
+    def before(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        schedule(step, model, optimizer)
         made.append(len(fused.kernels))
-    check_close(*(values(model, o) for model, o in zip(models, optimizers, strict=True)))
+
+    take_steps(pairs, STEPS, before)
+    check(*pairs)
     # RAdam goes another way from the sixth step on; a group without weight decay another than one with it.
-    assert made[8] == made[-1] <= 4 and not fused.own
+    assert made[3 * 9] == made[-1] <= 4 and not fused.own
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_traced_step_is_the_classes_own_to_the_bit(name: str) -> None:
-    ours = Sizes()
-    eager, _ = copies(ours)
-    one, other = (OPTIMIZERS[name](model.groups()) for model in (ours, eager))  # type: ignore[operator]
-    fused = fc.fuse_optimizer(ours, one, backend="eager", strict=True)
-    for step in range(STEPS):
-        grads = gradients(ours, step)
-        for model, optimizer in ((ours, one), (eager, other)):
-            give(model, grads)
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * 0.9
-            optimizer.step()
-    if isinstance(one.param_groups[0]["lr"], float):
-        check_same(values(ours, one), values(eager, other))
+    pairs = two(Sizes(), OPTIMIZERS[name], Sizes.groups)
+    fused = fc.fuse_optimizer(*pairs[0], backend="eager", strict=True)
+    take_steps(pairs, STEPS, schedule)
+    if isinstance(pairs[0][1].param_groups[0]["lr"], float):
+        check(*pairs)
     assert not fused.own and not fused.kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["sgd momentum", "adamw", "adagrad", "lion"])
 def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
-    ours = Sizes(dtype)
-    models = (ours, *copies(ours))
-    optimizers = [OPTIMIZERS[name](model.parameters()) for model in models]
-    fc.fuse_optimizer(ours, optimizers[0], backend="interpret", strict=True)
-    for step in range(8):
-        grads = gradients(ours, step)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            give(model, grads)
-            optimizer.step()
-    check_close(*(values(model, o) for model, o in zip(models, optimizers, strict=True)))
+    pairs = three(Sizes(dtype), OPTIMIZERS[name])
+    fc.fuse_optimizer(*pairs[0], backend="interpret", strict=True)
+    take_steps(pairs, 8)
+    check(*pairs)
 
 
 def test_parameters_in_bfloat16_with_states_in_float32() -> None:
@@ -127,15 +118,10 @@ def test_parameters_in_bfloat16_with_states_in_float32() -> None:
 def test_addresses_that_are_not_aligned_have_a_kernel_of_their_own() -> None:
     flat = torch.randn(5000)
     ours = nn.ParameterList([nn.Parameter(flat[1:2050]), nn.Parameter(torch.randn(2050))])
-    models = (ours, *copies(ours))
-    optimizers = [AdamW(model.parameters()) for model in models]
-    fused = fc.fuse_optimizer(ours, optimizers[0], backend="interpret", strict=True)
-    for step in range(3):
-        grads = gradients(ours, step)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            give(model, grads)
-            optimizer.step()
-    check_close(*(values(model, o) for model, o in zip(models, optimizers, strict=True)))
+    pairs = three(ours, AdamW)
+    fused = fc.fuse_optimizer(*pairs[0], backend="interpret", strict=True)
+    take_steps(pairs, 3)
+    check(*pairs)
     aligned = ["multiple_of" in kernel.source for kernel in fused.kernels]
     assert sorted(aligned) == [False, True]
 
@@ -171,8 +157,7 @@ def test_strides_of_axes_of_one_element_say_nothing() -> None:
             model[0].grad = grad.clone().as_strided((4, 3, 1, 1), (3, 1, 1, 1))
             assert model[0].grad.stride() != model[0].stride()
             optimizer.step()
-    for name, value in values(ours, one).items():
-        torch.testing.assert_close(value, values(eager, other)[name], rtol=1e-6, atol=1e-7)
+    check_nearly((ours, one), (eager, other))
 
 
 @pytest.mark.parametrize("name", ["sgd momentum", "adam amsgrad", "nadam", "rmsprop centered", "lion"])
@@ -205,28 +190,33 @@ def test_a_checkpoint_goes_on_as_the_other(name: str, fused_first: bool) -> None
 
 
 def test_tied_parameters_are_updated_once() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.embed(tokens))
-
-    ours = Tied()
-    models = (ours, *copies(ours))
-    optimizers = [AdamW(model.parameters(), lr=0.01) for model in models]
-    fc.fuse_optimizer(ours, optimizers[0], backend="interpret", strict=True)
+    pairs = three(Tied(), lambda p: AdamW(p, lr=0.01))
+    fc.fuse_optimizer(*pairs[0], backend="interpret", strict=True)
     for _ in range(6):
-        tokens, targets = torch.randint(11, (4, 5)), torch.randint(11, (20,))
-        for model, optimizer in zip(models, optimizers, strict=True):
+        batch = data()
+        for model, optimizer in pairs:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets).backward()
+            loss_of(model, batch).backward()
             optimizer.step()
-    weight = optimizers[0].state[ours.embed.weight]
-    assert weight["step"] == 6
-    check_close(*(values(model, o) for model, o in zip(models, optimizers, strict=True)))
+    model, optimizer = pairs[0]
+    assert optimizer.state[model.embed.weight]["step"] == 6
+    check(*pairs)
+
+
+def test_a_first_step_goes_one_way_whatever_fused_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By foreach on a GPU, whose last digits are not those of the for-loop."""
+    monkeypatch.setattr(optimizer_module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"])
+    taken: list[str] = []
+    for way in ("_single_tensor_adam", "_multi_tensor_adam"):
+        monkeypatch.setattr(adam_module, way, lambda *_, way=way, **__: taken.append(way))  # pyright: ignore[reportUnknownLambdaType]
+    for fused in (None, True):
+        model = nn.Linear(4, 3)
+        optimizer = AdamW(model.parameters(), fused=fused)
+        fc.fuse_optimizer(model, optimizer, backend="eager")
+        give(model, [torch.randn_like(p) for p in model.parameters()])
+        optimizer.step()
+        assert optimizer.param_groups[0]["fused"] is fused
+    assert taken == ["_multi_tensor_adam"] * 2
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -280,6 +270,13 @@ def other_memory(model: nn.Module, optimizer: Optimizer) -> None:
     model.all[3].data = model.all[3].detach().clone()  # type: ignore[index]
 
 
+def counters_of_other_memory(model: nn.Module, optimizer: Optimizer) -> None:
+    """As a loop that moves an optimizer's state to another device and back writes it."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data = value.data.clone()
+
+
 def unaligned(model: nn.Module, optimizer: Optimizer) -> None:
     memory = torch.empty(37 * 71 + 1, dtype=model.all[3].dtype)[1:].view(37, 71)  # type: ignore[index]
     model.all[3].data = memory.copy_(model.all[3].detach())  # type: ignore[index]
@@ -305,32 +302,35 @@ def another_place(model: nn.Module, optimizer: Optimizer) -> None:
     second["lr"] = 0.3
 
 
+def moved(model: nn.Module, optimizer: Optimizer) -> None:
+    """The last parameter of one group to the beginning of the other: all come in the order that they had."""
+    first, second = optimizer.param_groups
+    second["lr"] = 0.3
+    second["params"].insert(0, first["params"].pop())
+
+
+def parameters_as_gradients(model: nn.Module, optimizer: Optimizer) -> None:
+    for param in model.all:  # type: ignore[union-attr]
+        param.grad = nn.Parameter(param.grad)
+
+
 def frozen(model: nn.Module, optimizer: Optimizer) -> None:
     model.all[1].requires_grad_(False)  # type: ignore[index]
 
 
 CHANGES = (
-    replaced_state, counted_further, other_memory, unaligned, one_memory, another_rate,
-    another_way, another_place, frozen,
+    replaced_state, counted_further, other_memory, counters_of_other_memory, moved, unaligned, one_memory,
+    another_rate, parameters_as_gradients, another_way, another_place, frozen,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_is_seen(change: Callable[[nn.Module, Optimizer], None]) -> None:
     """What is the same at each step is found out once; whatever of it a user changes counts at the next."""
-    ours = Sizes()
-    eager, _ = copies(ours)
-    pairs = [(model, AdamW(model.groups(), lr=0.02, weight_decay=0.05)) for model in (ours, eager)]  # type: ignore[operator]
-    fc.fuse_optimizer(ours, pairs[0][1], backend="interpret", strict=True)
-    for step in range(5):
-        grads = gradients(ours, 1)
-        for model, optimizer in pairs:
-            give(model, grads)
-            if step == 3:
-                change(model, optimizer)
-            optimizer.step()
-    for name, value in values(*pairs[0]).items():
-        torch.testing.assert_close(value, values(*pairs[1])[name], rtol=1e-5, atol=1e-6)
+    pairs = two(Sizes(), lambda p: AdamW(p, lr=0.02, weight_decay=0.05), Sizes.groups)
+    fc.fuse_optimizer(*pairs[0], backend="interpret", strict=True)
+    take_steps(pairs, 5, lambda step, *pair: change(*pair) if step == 3 else None, all_of_them=True)
+    check_nearly(*pairs)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -429,69 +429,44 @@ REFUSED: dict[str, tuple[Make, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_kernel_does_takes_the_own_step_with_the_reason(name: str) -> None:
     make, reason = REFUSED[name]
-    model = nn.Linear(4, 3)
-    eager, _ = copies(model)
-    one, other = make(model.parameters()), make(eager.parameters())
-    fused = fc.fuse_optimizer(model, one, backend="eager")
+    pairs = two(nn.Linear(4, 3), make)
+    fused = fc.fuse_optimizer(*pairs[0], backend="eager")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for _ in range(4):
-            grads = gradients(model, 1)
-            for each, optimizer in ((model, one), (eager, other)):
-                give(each, grads)
-                optimizer.step()
-    check_same(values(model, one), values(eager, other))
+        take_steps(pairs, 4, all_of_them=True)
+    check(*pairs)
     assert {re.search(reason, why) is not None for why in fused.own.values()} == {True}
     assert set(fused.own) == {"weight", "bias"} and re.search(reason, str(fused))
     assert 1 <= len([w for w in told if issubclass(w.category, FusionWarning)]) <= 2
     with pytest.raises(OptimizerStepError, match="cannot be fused"):
+        eager = pairs[1][0]
         stepped(make(eager.parameters()), eager, backend="eager", strict=True)
 
 
 def test_a_step_that_looks_at_the_shape_is_traced_for_each() -> None:
-    model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(3, 4)])
-    eager, _ = copies(model)
-    one, other = Shaped(model.parameters(), lr=0.1), Shaped(eager.parameters(), lr=0.1)
-    fused = fc.fuse_optimizer(model, one, backend="interpret", strict=True)
-    for _ in range(3):
-        grads = gradients(model, 1)
-        for each, optimizer in ((model, one), (eager, other)):
-            give(each, grads)
-            optimizer.step()
-    for name, value in values(model, one).items():
-        torch.testing.assert_close(value, values(eager, other)[name], rtol=1e-6, atol=1e-7)
-    assert len(fused.kernels) == 2
+    pairs = two(nn.ModuleList([nn.Linear(4, 3), nn.Linear(3, 4)]), lambda p: Shaped(p, lr=0.1))
+    fused = fc.fuse_optimizer(*pairs[0], backend="interpret", strict=True)
+    take_steps(pairs, 3, all_of_them=True)
+    check_nearly(*pairs)
+    (kernel,) = fused.kernels
+    assert "shaped_1_block" in kernel.source
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 1), (0, 2), (2, 3, 4)])
 def test_the_own_optimizer_of_a_parameter_of_any_shape(shape: tuple[int, ...]) -> None:
-    model = nn.ParameterList([nn.Parameter(torch.randn(shape))])
-    eager, _ = copies(model)
-    one, other = OPTIMIZERS["lion"](model), OPTIMIZERS["lion"](eager)
-    fc.fuse_optimizer(model, one, backend="interpret", strict=True)
-    for _ in range(3):
-        grads = [torch.randn(shape)]
-        for each, optimizer in ((model, one), (eager, other)):
-            give(each, grads)
-            optimizer.step()
-    for name, value in values(model, one).items():
-        torch.testing.assert_close(value, values(eager, other)[name], rtol=1e-6, atol=1e-7)
+    pairs = two(nn.ParameterList([nn.Parameter(torch.randn(shape))]), OPTIMIZERS["lion"])
+    fc.fuse_optimizer(*pairs[0], backend="interpret", strict=True)
+    take_steps(pairs, 3, all_of_them=True)
+    check_nearly(*pairs)
 
 
 def test_a_number_that_is_fixed_is_never_out_of_date() -> None:
-    model = nn.Linear(4, 3)
-    eager, _ = copies(model)
-    one, other = Fixing(model.parameters(), lr=0.1), Fixing(eager.parameters(), lr=0.1)
-    fused = fc.fuse_optimizer(model, one, backend="eager")
+    pairs = two(nn.Linear(4, 3), lambda p: Fixing(p, lr=0.1))
+    fused = fc.fuse_optimizer(*pairs[0], backend="eager")
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        for step in range(12):
-            grads = gradients(model, 1)
-            for each, optimizer in ((model, one), (eager, other)):
-                give(each, grads)
-                optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-                optimizer.step()
-    check_same(values(model, one), values(eager, other))
+        take_steps(pairs, 12, schedule, all_of_them=True)
+    check(*pairs)
     assert "different ways" in str(fused)
 
 
@@ -540,41 +515,27 @@ def test_it_prints_its_kernels_and_what_decides_between_them() -> None:
 
 
 def test_launches_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch for all parameters of a group, by addresses in tables."""
+    """One launch for all parameters, of two groups, by addresses and numbers in tables."""
     gpu = FakeGpu(compiles=True)
-    monkeypatch.setattr(Kernels, "backend_for", lambda *_: "triton")  # pyright: ignore[reportUnknownLambdaType]
-    ours = Sizes()
-    models = (ours, *copies(ours))
-    optimizers = [AdamW(model.groups()) for model in models]  # type: ignore[operator]
-    fused = fc.FusedOptimizer(optimizers[0], {}, strict=True, gpus=lambda _: gpu)
-    fused.install()
-    for _ in range(3):
-        grads = gradients(ours, 1)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            give(model, grads)
-            optimizer.step()
-    check_close(*(values(model, o) for model, o in zip(models, optimizers, strict=True)))
-    assert [name for name, _, _ in gpu.launched] == ["adamw"] * 4 and len(gpu.loaded) == 1
+    pairs = three(Sizes(), AdamW, Sizes.groups)
+    fused_on(gpu, pairs[0][1], monkeypatch)
+    take_steps(pairs, 3, all_of_them=True)
+    check(*pairs)
+    assert [name for name, _, _ in gpu.launched] == ["adamw"] * 2 and len(gpu.loaded) == 1
 
 
 def test_parameters_of_one_memory_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parameters, not a tied one: each has its gradient and state, and PyTorch updates one by one."""
     gpu = FakeGpu()
-    monkeypatch.setattr(Kernels, "backend_for", lambda *_: "triton")  # pyright: ignore[reportUnknownLambdaType]
-    data, other = torch.randn(700), torch.randn(30)
-    memory = [[d.clone() for d in (data, other)] for _ in range(2)]
+    long, short = torch.randn(700), torch.randn(30)
+    memory = [[d.clone() for d in (long, short)] for _ in range(2)]
     ours, eager = (nn.ParameterList(nn.Parameter(d) for d in (m[0], m[1], m[0])) for m in memory)
     assert ours[0].data_ptr() == ours[2].data_ptr() and ours[0] is not ours[2]
-    one, two = AdamW(ours, lr=0.1), AdamW(eager, lr=0.1)
-    fc.FusedOptimizer(one, {}, strict=True, gpus=lambda _: gpu).install()
-    for _ in range(3):
-        grads = gradients(ours, 1)
-        for model, optimizer in ((ours, one), (eager, two)):
-            give(model, grads)
-            optimizer.step()
+    pairs = [(model, AdamW(model, lr=0.1)) for model in (ours, eager)]
+    fused_on(gpu, pairs[0][1], monkeypatch)
+    take_steps(pairs, 3, all_of_them=True)
     assert [grid[0] for _, grid, _ in gpu.launched] == [2, 1] * 2
-    for name, value in values(ours, one).items():
-        torch.testing.assert_close(value, values(eager, two)[name], rtol=1e-5, atol=1e-6)
+    check_nearly(*pairs)
 
 
 KERNELS: dict[str, tuple[torch.dtype, torch.dtype]] = {

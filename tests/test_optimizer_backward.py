@@ -16,35 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_compiler as fc
 from fusion_compiler.errors import InvalidOptionError, OptimizerStepError, PartialStepError
 from fusion_compiler.optimizer import backward
-from tests.optimizers import Lion, check_same, values
-
-
-class Tied(nn.Module):
-    """Two layers with one weight, an embedding that is the head's, a frozen scale, one that is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.randn(6), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        x = torch.tanh(self.first(x)) * self.scale
-        return self.head(torch.tanh(self.second(x)))
-
-
-def data() -> tuple[Tensor, Tensor]:
-    return torch.randint(11, (4, 5)), torch.randint(11, (20,))
-
-
-def loss_of(model: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
-    tokens, targets = batch
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets)
+from tests.optimizers import Lion, Tied, check_same, data, loss_of, values
 
 
 def trained(

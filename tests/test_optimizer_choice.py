@@ -15,8 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import fusion_compiler as fc
 from fusion_compiler.errors import OptimizerStepError
 from fusion_compiler.optimizer import backward, choice
-from tests.optimizers import check_same, values
-from tests.test_optimizer_backward import Tied, data, loss_of
+from tests.optimizers import Tied, check_same, data, loss_of, values
 
 Loop = Callable[[nn.Module, Optimizer, Any], None]
 

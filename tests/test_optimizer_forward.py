@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import pickle
 from collections.abc import Callable
@@ -12,16 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import fusion_compiler as fc
 from fusion_compiler.errors import OptimizerStepError
 from fusion_compiler.optimizer import forward
-from tests.optimizers import OPTIMIZERS, check_same, values
-from tests.test_optimizer_backward import Counting, Tied, data, loss_of
-
-Pair = tuple[Any, Optimizer]
+from tests.optimizers import OPTIMIZERS, Pair, Tied, check_same, data, loss_of, values
+from tests.optimizers import both as fused_and_eager
+from tests.test_optimizer_backward import Counting
 
 
 class Borrowing(nn.Module):
@@ -45,13 +45,7 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(forward, "BUCKET_BYTES", request.param)
 
 
-def both(
-    model: nn.Module, make: Callable[[Any], Optimizer], backend: Any = "eager"
-) -> tuple[Pair, Pair, fc.FusedOptimizer]:
-    """A model whose updates are put off, and its copy with torch.optim's own."""
-    eager = copy.deepcopy(model)
-    one, other = make(model.parameters()), make(eager.parameters())
-    return (model, one), (eager, other), fc.fuse_optimizer(model, one, when="forward", backend=backend)
+both = functools.partial(fused_and_eager, when="forward")
 
 
 def one_step(pair: Pair, batch: Any, clip: bool = False) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 
 import fusion_compiler as fc
@@ -29,12 +31,17 @@ def model_of() -> nn.Sequential:
     )  # 3 rows on 2 processes
 
 
-def train(model: nn.Module, optimizer: Optimizer, rank: int) -> None:
+def train(model: nn.Module, optimizer: Optimizer, rank: int, clip: Callable[[], Tensor]) -> list[Tensor]:
+    """Clipped in every other step; the norms."""
+    norms: list[Tensor] = []
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+        if step % 2:
+            norms.append(clip())
         optimizer.step()
+    return norms
 
 
 def same(one: nn.Module, other: nn.Module) -> None:
@@ -65,10 +72,11 @@ def compare(rank: int, way: str) -> None:
     with pytest.raises(OptimizerStepError, match="summed over processes"):
         fc.fuse_optimizer(ours, refused, when="backward", backend="eager")
     fused = fc.fuse_optimizer(ours, one, backend="interpret", strict=True)
-    train(ours, one, rank)
-    train(eager, other, rank)
+    norms = train(ours, one, rank, lambda: fused.clip_grad_norm_(0.05))
+    assert norms == train(eager, other, rank, lambda: clip_grad_norm_(eager.parameters(), 0.05))
     same(ours, eager)
-    assert 1 <= len(fused.kernels) <= 2  # of parts that begin at a multiple of 16 bytes, and of others
+    # Of parts that begin at a multiple of 16 bytes and of others, clipped and not.
+    assert 2 <= len(fused.kernels) <= 4
     state = one.state[next(ours.parameters())]["exp_avg"]
     assert isinstance(state, DTensor) == (way == "fsdp")
 

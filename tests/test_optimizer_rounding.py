@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -14,7 +13,13 @@ from torch.optim import SGD, AdamW
 import fusion_compiler as fc
 from fusion_compiler.errors import InvalidOptionError
 from fusion_compiler.runtime.target import compile_for
-from tests.optimizers import check_same, give, gradients, values
+from tests.optimizers import (
+    check,
+    give,
+    take_steps,
+    two,
+    values,
+)
 
 SIZE = 3000
 
@@ -108,30 +113,20 @@ def test_infinities_and_nan_stay_and_other_dtypes_round_to_nearest() -> None:
     for backend in ("interpret", "eager"):
         made = stepped(start, torch.zeros(6).bfloat16(), 1, backend)
         torch.testing.assert_close(made, start, rtol=0, atol=0, equal_nan=True)
-    ours = nn.ParameterList([nn.Parameter(torch.randn(70)), nn.Parameter(torch.randn(70).half())])
-    eager = copy.deepcopy(ours)
-    pairs = [(m, AdamW(m, lr=0.01)) for m in (ours, eager)]
+    params = [nn.Parameter(torch.randn(70)), nn.Parameter(torch.randn(70).half())]
+    pairs = two(nn.ParameterList(params), lambda p: AdamW(p, lr=0.01))
     for (model, optimizer), rounding in zip(pairs, ("stochastic", "nearest"), strict=True):
         fc.fuse_optimizer(model, optimizer, backend="interpret", strict=True, rounding=rounding)  # type: ignore[arg-type]
-    for _ in range(3):
-        grads = gradients(ours, 1)
-        for model, optimizer in pairs:
-            give(model, grads)
-            optimizer.step()
-    check_same(values(*pairs[0]), values(*pairs[1]))
+    take_steps(pairs, 3, all_of_them=True)
+    check(*pairs)
 
 
 def test_states_are_rounded_to_nearest_and_the_option_is_checked() -> None:
     ours = nn.ParameterList([nn.Parameter(torch.randn(SIZE).bfloat16())])
-    eager = copy.deepcopy(ours)
-    pairs = [(m, AdamW(m, lr=0.01)) for m in (ours, eager)]
+    pairs = two(ours, lambda p: AdamW(p, lr=0.01))
     for (model, optimizer), rounding in zip(pairs, ("stochastic", "nearest"), strict=True):
         fc.fuse_optimizer(model, optimizer, backend="interpret", strict=True, rounding=rounding)  # type: ignore[arg-type]
-    for _ in range(2):
-        grads = gradients(ours, 1)
-        for model, optimizer in pairs:
-            give(model, grads)
-            optimizer.step()
+    take_steps(pairs, 2, all_of_them=True)
     state, other = (values(*pair) for pair in pairs)
     assert torch.equal(state["exp_avg_sq of 0"], other["exp_avg_sq of 0"])
     assert torch.equal(state["exp_avg of 0"], other["exp_avg of 0"])

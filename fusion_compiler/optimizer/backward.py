@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fusion_compiler.errors import PartialStepError
+from fusion_compiler.optimizer.batch import Group
 from fusion_compiler.optimizer.fused import FusedOptimizer
 
 BUCKET_BYTES = 64 << 20  # of gradients that wait for a launch
@@ -69,7 +70,7 @@ class BackwardUpdates:
         self.fused, self.chosen = fused, chosen
         self._spent: dict[int, _Spent] = {}
         self._hooks: dict[int, RemovableHandle] = {}
-        self._groups: dict[int, dict[str, Any]] = {}
+        self._groups: dict[int, Group] = {}
         self._pending: dict[int, Tensor] = {}
         self._updated: dict[int, Tensor] = {}
         self._bytes = 0
@@ -80,7 +81,7 @@ class BackwardUpdates:
 
     def _hook(self) -> None:
         """Hooks of all parameters that take gradients and have none yet."""
-        for group in self.fused.optimizer.param_groups:
+        for group in self.fused.groups:
             for param in group["params"]:
                 wanted = self.chosen is None or id(param) in self.chosen
                 if param.requires_grad and wanted and id(param) not in self._hooks:
@@ -123,20 +124,15 @@ class BackwardUpdates:
         if self._first_pass and scales_losses():
             self.fused.refuse("a GradScaler scales its gradients", 'take when="step" or "forward", or')
         self._first_pass = False
-        groups: list[dict[str, Any]] = self.fused.optimizer.param_groups  # others since load_state_dict
-        self._groups = {id(param): group for group in groups for param in group["params"]}
+        self._groups = {id(param): group for group in self.fused.groups for param in group["params"]}
         this = _Pass()
         self._pass = weakref.ref(this)
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._end_of(this))
+        engine.queue_callback(functools.partial(self._end, this))
 
-    def _end_of(self, this: _Pass) -> Callable[[], None]:
-        def end() -> None:
-            assert this is not None
-            self._flush()
-            self._pass = None
-
-        return end
+    def _end(self, _: _Pass) -> None:
+        self._flush()
+        self._pass = None
 
     def _flush(self) -> None:
         """Updates what is pending, and frees its gradients.
@@ -163,8 +159,7 @@ class BackwardUpdates:
     def step(self) -> None:
         """What is left of a step: parameters whose gradients were not made by a backward pass."""
         self._check_last_pass()
-        groups: list[dict[str, Any]] = self.fused.optimizer.param_groups
-        given = [(group, [p for p in group["params"] if type(p.grad) is not _Spent]) for group in groups]
+        given = [(g, [p for p in g["params"] if type(p.grad) is not _Spent]) for g in self.fused.groups]
         hooked = [p for _, params in given for p in params if id(p) in self._hooks and p.grad is not None]
         for param in hooked:
             if id(param) in self._updated:
@@ -206,7 +201,7 @@ class BackwardUpdates:
         """Raises PartialStepError where the last pass ended in an error; after that it is forgotten."""
         if self._pass is None or self._pass() is not None:
             return
-        params = [p for g in self.fused.optimizer.param_groups for p in g["params"] if p.requires_grad]
+        params = [p for g in self.fused.groups for p in g["params"] if p.requires_grad]
         updated = self._names(self._updated.values())
         waiting = self._names(param for param in params if id(param) not in self._updated)
         self._pass, self._bytes = None, 0

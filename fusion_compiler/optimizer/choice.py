@@ -59,8 +59,7 @@ class ChosenUpdates:
                 self._handles.append(param.register_post_accumulate_grad_hook(self._watch(group)))
 
     def _params(self) -> Iterator[tuple[Group, Tensor]]:
-        groups: list[Group] = self.fused.optimizer.param_groups
-        return ((group, param) for group in groups for param in group["params"])
+        return ((group, param) for group in self.fused.groups for param in group["params"])
 
     def lines(self) -> list[str]:
         if not self.choices:
@@ -114,6 +113,8 @@ class ChosenUpdates:
             return "no backward pass makes its gradient"
         if watched.passes > 1:
             return f"its gradient is a sum over {watched.passes} passes"
+        if self.fused.clip is not None:
+            return "its gradient is clipped by clip_grad_norm_"
         if grad._version != watched.version:
             return "its gradient is written between the pass and step(), as clipping does"
         if numbers_of(group) != watched.numbers:

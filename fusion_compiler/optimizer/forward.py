@@ -15,7 +15,7 @@ is not noticed; who writes it is, by its version.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -28,18 +28,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusion_compiler.capture.module import CompiledModule
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.optimizer.backward import BUCKET_BYTES
-from fusion_compiler.optimizer.batch import Update
+from fusion_compiler.optimizer.batch import Group, Update
 from fusion_compiler.optimizer.fused import FusedOptimizer
 from fusion_compiler.optimizer.ready import PLAIN
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Bucket:
     """Parameters that are updated together, of which the first that is read decides when.
 
-    versions: of all tensors of the updates, when `step` was called.
+    params: which, by identity. versions: of all tensors of the updates, when `step` was called.
     """
 
+    params: tuple[int, ...]
     updates: list[Update]
     versions: list[list[int]]
 
@@ -106,8 +107,7 @@ class ForwardUpdates:
         reads by ways of its own, are updated at once.
         """
         self.finish()
-        groups: list[dict[str, Any]] = self.fused.optimizer.param_groups
-        given = [(g, p) for g in groups for p in g["params"] if p.grad is not None]
+        given = [(g, p) for g in self.fused.groups for p in g["params"] if p.grad is not None]
         due = sorted(
             (pair for pair in given if self._is_read(pair[1])), key=lambda pair: self._order[id(pair[1])]
         )
@@ -119,12 +119,11 @@ class ForwardUpdates:
             prepared = self.fused.prepare([(group, [param]) for group, param in pairs])
             own += prepared.own
             updates = list(prepared.updates)
-            buckets.append(_Bucket(updates, _versions(updates)))
+            params = tuple(id(ready.param) for update in updates for _, ready in update.batch.members)
+            buckets.append(_Bucket(params, updates, _versions(updates)))
         self.fused.take_own_step(own)
         at_once.run()
-        for bucket in buckets:
-            for param in (ready.param for update in bucket.updates for _, ready in update.batch.members):
-                self._due[id(param)] = bucket
+        self._due = {param: bucket for bucket in buckets for param in bucket.params}
         self.pending = bool(self._due)
 
     def _is_read(self, param: Tensor) -> bool:
@@ -145,7 +144,7 @@ class ForwardUpdates:
 
     def _run_all(self) -> None:
         if TracingContext.try_get() is None:
-            self._run({id(bucket): bucket for bucket in self._due.values()}.values())
+            self._run(list(dict.fromkeys(self._due.values())))
 
     def _run(self, buckets: Iterable[_Bucket]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -159,7 +158,8 @@ class ForwardUpdates:
                         bucket.updates[0].run()
                         del bucket.updates[0]
                 finally:
-                    self._due = {key: other for key, other in self._due.items() if other is not bucket}
+                    for param in bucket.params:
+                        del self._due[param]
                     self.pending = bool(self._due)
 
     def _refuse_changed(self, bucket: _Bucket) -> None:
@@ -244,16 +244,15 @@ def _no_entry() -> Callable[..., None]:
     return _nothing
 
 
-def _buckets(pairs: list[tuple[dict[str, Any], Tensor]]) -> Iterable[list[tuple[dict[str, Any], Tensor]]]:
+def _buckets(pairs: Sequence[tuple[Group, Tensor]]) -> Iterable[list[tuple[Group, Tensor]]]:
     """Runs of parameters with so many bytes of gradients; one run where two lie in the same memory."""
-    one = len({param.data_ptr() for _, param in pairs if param.numel()}) < sum(
-        p.numel() > 0 for _, p in pairs
-    )
-    found: list[tuple[dict[str, Any], Tensor]] = []
+    places = [param.data_ptr() for _, param in pairs if param.numel()]
+    one = len(set(places)) < len(places)
+    found: list[tuple[Group, Tensor]] = []
     size = 0
-    for group, param in pairs:
-        found.append((group, param))
-        size += param.nbytes
+    for pair in pairs:
+        found.append(pair)
+        size += pair[1].nbytes
         if size >= BUCKET_BYTES and not one:
             yield found
             found, size = [], 0

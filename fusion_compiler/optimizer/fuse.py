@@ -52,15 +52,15 @@ def fuse_optimizer(
         number lies near to either, so that what is smaller than half a digit is not lost but made now and
         then. The random numbers are Philox's, of a key that PyTorch's CPU generator gives for each launch.
 
-    There is one kernel for each way that the step goes and each combination of dtypes, and a launch for each
-    distinct set of numbers: the learning rate and all else that changes are its arguments. Tensors of 16 bits
-    are computed with in float32 and rounded once. A parameter's first step is the class's own, as it makes
-    the state.
+    There is one launch for each combination of dtypes: the learning rate and all else that changes are its
+    arguments, or a table where groups differ in them. Tensors of 16 bits are computed with in float32 and
+    rounded once. A parameter's first step is the class's own, as it makes the state.
 
-    Returns what prints as the kernels and the parameters that none updates, with the reason; its `remove()`
-    undoes it. Raises NotAnOptimizerError, InvalidOptionError, and OptimizerStepError for an optimizer that
-    needs a closure (LBFGS) or is fused already; `optimizer.step()` raises OptimizerStepError for a closure
-    and for gradients that are sparse or complex.
+    Returns what prints as the kernels and the parameters that none updates, with the reason; its
+    `clip_grad_norm_` clips without writing gradients, its `remove()` undoes it. Raises NotAnOptimizerError,
+    InvalidOptionError, and OptimizerStepError for an optimizer that needs a closure (LBFGS) or is fused
+    already; `optimizer.step()` raises OptimizerStepError for a closure and for gradients that are sparse or
+    complex.
     """
     _check(optimizer, when, backend)
     if rounding not in get_args(Rounding):

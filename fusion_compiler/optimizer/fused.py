@@ -23,7 +23,8 @@ from fusion_compiler.errors import FusionError, OptimizerStepError, WarnOnce
 from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.optimizer.batch import NO_STATE, Assembly, Batch, Group, Prepared, Update
-from fusion_compiler.optimizer.formula import Refused, attributes_of, own_step
+from fusion_compiler.optimizer.clip import Clip
+from fusion_compiler.optimizer.formula import SHAPE, Refused, attributes_of, own_step
 from fusion_compiler.optimizer.kernels import Kernels
 from fusion_compiler.optimizer.ready import Kind, Numbers, Ready, numbers_of, ready_of
 from fusion_compiler.runtime.binding import Gpu
@@ -52,8 +53,7 @@ class AtStep:
         self.fused = fused
 
     def step(self) -> None:
-        groups: list[dict[str, Any]] = self.fused.optimizer.param_groups
-        self.fused.update([(group, group["params"]) for group in groups])
+        self.fused.update([(group, group["params"]) for group in self.fused.groups])
 
     def finish(self) -> None:
         pass
@@ -93,6 +93,8 @@ class FusedOptimizer:
         self._assemblies: dict[tuple[int, ...], Assembly] = {}
         self._kinds: dict[Kind, Kind] = {}
         self._numbers: dict[int, tuple[list[str], list[Any], Numbers | Refused]] = {}
+        self.clip: Clip | None = None  # of the gradients that there are, until they are taken by a step
+        self._clipping: Clip | None = None  # of the step that is made
 
     # -- what is asked of it -----------------------------------------------------------------------
 
@@ -108,6 +110,11 @@ class FusedOptimizer:
         lines += [f"  {line}" for line in self.timing.lines()]
         lines += [f"  {name}: {kind}'s own step: {why}" for name, why in self.own.items()]
         return "\n".join(lines)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The optimizer's, which are others after each `load_state_dict`."""
+        return self.optimizer.param_groups
 
     @property
     def is_pytorchs(self) -> bool:
@@ -133,8 +140,31 @@ class FusedOptimizer:
             hooked._wrapped_by_lr_sched = True
         self._before = {name: own[name] for name in REPLACED if name in own}
         optimizer.step = MethodType(hooked, optimizer)
-        self._loading = optimizer.register_load_state_dict_pre_hook(lambda *_: self._assemblies.clear())
+        self._loading = optimizer.register_load_state_dict_pre_hook(lambda *_: self._forget())
         own["_step_supports_amp_scaling"] = False  # a GradScaler then unscales gradients before the step
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` for all gradients of the optimizer, which are not written: the
+        next `step()` takes them times the factor, in the precision that it computes in.
+
+        Returns the norm before. Until `step()` gradients are what they were; one that is written in between
+        makes `step()` an OptimizerStepError, and gradients that are dropped take the factor with them. Where
+        a parameter takes the class's own step, its gradient is written then. Raises RuntimeError for a norm
+        that is not finite where `error_if_nonfinite`, and OptimizerStepError where a backward pass has
+        updated already.
+        """
+        if (before := self._clip_of_now()) is not None:  # the second norm is of what is clipped
+            before.write(self._params())
+        options: dict[str, Any] = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        with torch.no_grad():
+            self.clip = Clip(self._params(), float(max_norm), **options, foreach=foreach)
+        return self.clip.norm
 
     def finish(self) -> None:
         """Carries out the updates that `when="forward"` put off, before a parameter or a state that is held
@@ -149,13 +179,41 @@ class FusedOptimizer:
             self.optimizer.__dict__.pop(name, None)
         self.optimizer.__dict__.update(self._before)
 
+    def _forget(self) -> None:
+        """Lets go of groups and states that others take the place of."""
+        self._assemblies.clear()
+        self._numbers.clear()
+
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> None:
         if closure is not None:
             self.refuse(
                 "a closure is given, which computes gradients again", "call loss.backward() before step(), or"
             )
         optimizer._opt_called = True  # which learning-rate schedulers ask for
-        self.timing.step()
+        self._clipping = self._clip_of_now()
+        try:
+            self.timing.step()
+            self.clip = None
+        finally:
+            self._clipping = None
+
+    def _clip_of_now(self) -> Clip | None:
+        """What `clip_grad_norm_` was called for, unless its gradients are gone."""
+        if self.clip is not None and self.clip.is_of(self._params(), self._refuse_written):
+            return self.clip
+        self.clip = None
+        return None
+
+    def _refuse_written(self, param: Tensor) -> NoReturn:
+        self.clip = None
+        self.refuse(
+            f"the gradient of {self.name_of(param)} was written or made between clip_grad_norm_ and step(), "
+            "which is left to multiply it",
+            "call step() right after it, or take torch.nn.utils.clip_grad_norm_, or",
+        )
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.groups for param in group["params"]]
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -172,25 +230,33 @@ class FusedOptimizer:
     @torch.no_grad()
     def prepare(self, chosen: Chosen) -> Prepared:
         """What `update` is about to do; raises as it does."""
-        chosen = [(g, [p for p in params if p.grad is not None]) for g, params in chosen]
-        numbers = {id(group): self._numbers_of(group) for group, _ in chosen}
-        key = (*numbers, *map(id, chain.from_iterable([params for _, params in chosen])))
+        params = list(chain.from_iterable([params for _, params in chosen]))
+        grads: list[Any] = [param.grad for param in params]
+        if type(None) in map(type, grads):
+            chosen = [(group, [p for p in params if p.grad is not None]) for group, params in chosen]
+            params = list(chain.from_iterable([params for _, params in chosen]))
+            grads = [grad for grad in grads if grad is not None]
+        groups = {id(group): group for group, _ in chosen}  # which may be given with one parameter each
+        numbers = {key: self._numbers_of(group) for key, group in groups.items()}
+        key = (*chain.from_iterable([(id(g), len(p)) for g, p in chosen]), *map(id, params))
         assembly = self._assemblies.pop(key, None)
-        updates = None if assembly is None else self._again(assembly, numbers)
+        updates = None if assembly is None else self._again(assembly, numbers, grads)
         if assembly is None or updates is None:
-            assembly, updates, begun = self._anew(chosen, numbers)
+            each = [(at, g, p) for at, (g, p) in enumerate((g, p) for g, ps in chosen for p in ps)]
+            assembly, updates, begun = self._anew(each, numbers, grads)
             own = assembly.own
         else:
-            left = [(group, [param]) for group, param in assembly.own]
-            now, more, begun = self._anew(left, numbers)  # its reason may be over
+            now, more, begun = self._anew(assembly.own, numbers, grads)  # its reason may be over
             updates, own = updates + more, now.own
         if begun and len(own) == len(assembly.own):
             self._assemblies[key] = assembly
             if len(self._assemblies) > MOST_ASSEMBLIES:
                 del self._assemblies[next(iter(self._assemblies))]
-        return Prepared(updates, [param for _, param in own])
+        return Prepared(updates, [param for _, _, param in own])
 
-    def _again(self, assembly: Assembly, numbers: Mapping[int, Numbers | Refused]) -> list[Update] | None:
+    def _again(
+        self, assembly: Assembly, numbers: Mapping[int, Numbers | Refused], grads: Sequence[Tensor]
+    ) -> list[Update] | None:
         """The next step of what is assembled; None where anything has changed but values."""
         attributes = () if self.is_pytorchs else attributes_of(self.optimizer)
         updates: list[Update] = []
@@ -198,59 +264,78 @@ class FusedOptimizer:
             if not batch.has(numbers) or batch.kind.structure.attributes != attributes:
                 return None
             try:
-                updates.append(self._next(batch))
+                updates.append(self._next(batch, grads))
             except (Refused, FusionError):
                 return None
         return updates
 
     def _anew(
-        self, chosen: Chosen, numbers: Mapping[int, Numbers | Refused]
+        self,
+        each: Sequence[tuple[int, Group, Tensor]],
+        numbers: Mapping[int, Numbers | Refused],
+        grads: Sequence[Tensor],
     ) -> tuple[Assembly, list[Update], bool]:
         """(batches, their next step, whether all have taken a step before) of parameters, each looked at."""
-        each = [(group, param) for group, params in chosen for param in params]
-        for _, param in each:
+        for _, _, param in each:
             self._check(param)
         assembly, begun = Assembly(), True
-        for group, param in each:
+        for at, group, param in each:
             try:
                 now = numbers[id(group)]
                 if isinstance(now, Refused):
                     raise now
-                assembly.add(group, *self._ready(param, now), now.values)
+                shape = SHAPE if self.is_pytorchs else tuple(param.shape)
+                assembly.add(at, group, *self._ready(param, now), shape, now.values)
             except _First:
-                assembly.own.append((group, param))
+                assembly.own.append((at, group, param))
                 begun = False
             except Refused as error:
                 self._fall_back(param, error)
-                assembly.own.append((group, param))
+                assembly.own.append((at, group, param))
         updates: list[Update] = []
-        for batch in list(assembly.batches):
-            params = [ready.param for _, ready in batch.members]
-            batch.close()
-            try:
-                updates.append(self._next(batch))
-            except (Refused, FusionError) as error:
-                for param in params:
-                    self._fall_back(param, error)
-                assembly.leave(batch)
-            else:
-                self._updated |= set(map(id, params))
-                for param in params:
-                    self.own.pop(self.name_of(param), None)
+        for batch in assembly.gathered:
+            updates += self._settled(batch, assembly, grads)
         return assembly, updates, begun
 
-    def _next(self, batch: Batch) -> Update:
+    def _settled(self, batch: Batch, assembly: Assembly, grads: Sequence[Tensor]) -> list[Update]:
+        """The first step of a batch, or of its sets one by one where no kernel takes all of them."""
+        params = [ready.param for _, ready in batch.members]
+        batch.close()
+        try:
+            update = self._next(batch, grads)
+        except (Refused, FusionError) as error:
+            if len(batch.sets) > 1:
+                return [u for part in batch.split() for u in self._settled(part, assembly, grads)]
+            for param in params:
+                self._fall_back(param, error)
+            assembly.leave(batch)
+            return []
+        assembly.batches.append(batch)
+        self._updated |= set(map(id, params))
+        for param in params:
+            self.own.pop(self.name_of(param), None)
+        return [update]
+
+    def _next(self, batch: Batch, grads: Sequence[Tensor]) -> Update:
         """Raises Refused where anything has changed but values, and what `Kernels.find` does."""
-        rows = batch.rows(self.optimizer.state)
+        rows = batch.rows(self.optimizer.state, [grads[at] for at in batch.at])
         if rows is None:
             raise Refused("it has changed since it was looked at")
-        values = (*batch.values, *batch.counts)
+        values, multi = batch.values(), batch.multi
         self._kernels.backend_for(batch.kind.device)
-        if batch.multi is None or not batch.multi.formula.holds(*values):
-            batch.multi = self._kernels.find(batch.group, batch.kind, batch.aligned, values)
+        factor = None if self._clipping is None else self._clipping.factor
+        if (
+            multi is None
+            or multi.variant.clipped is (factor is None)
+            or not all(multi.formulas[way].holds(*v) for way, v in zip(batch.ways, values, strict=True))
+        ):
+            multi, batch.ways = self._kernels.find(batch, values, factor is not None)
+            batch.multi = multi
         # Of the generator that torch.manual_seed seeds.
-        seed = int(torch.empty((), dtype=torch.int64).random_()) if batch.multi.stochastic else 0
-        return Update(batch, batch.multi, rows, *batch.multi.formula.numbers(*values), seed)
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if multi.variant.stochastic else 0
+        made = [multi.formulas[way].numbers(*v) for way, v in zip(batch.ways, values, strict=True)]
+        given = [(way, numbers) for way, (numbers, _) in zip(batch.ways, made, strict=True)]
+        return Update(batch, multi, rows, given, [counts for _, counts in made], factor, seed)
 
     def _numbers_of(self, group: Group) -> Numbers | Refused:
         """Found once for the same objects, where these cannot change."""
@@ -300,8 +385,8 @@ class FusedOptimizer:
         self._kernels.backend_for(param.device)
         ready, kind = ready_of(param, state, numbers)
         if not self.is_pytorchs:  # another's may look at these
-            shape, attributes = tuple(param.shape), attributes_of(self.optimizer)
-            kind = replace(kind, structure=replace(kind.structure, shape=shape, attributes=attributes))
+            attributes = attributes_of(self.optimizer)
+            kind = replace(kind, structure=replace(kind.structure, attributes=attributes))
         return ready, self._kinds.setdefault(kind, kind)
 
     @torch.no_grad()
@@ -309,18 +394,19 @@ class FusedOptimizer:
         """The class's own step of some parameters."""
         if not params:
             return
+        if self._clipping is not None:
+            self._clipping.write(params)
         chosen = {id(param) for param in params}
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        before = [(group["params"], group.get("fused")) for group in groups]
+        before = [(group["params"], group.get("fused")) for group in self.groups]
         try:
-            for group in groups:
+            for group in self.groups:
                 group["params"] = [p for p in group["params"] if id(p) in chosen]
-                if group.get("fused"):  # whose counters are on the device
-                    group["fused"] = False
+                if group.get("fused"):  # whose counters are on the device; None: foreach where that is usual
+                    group["fused"] = None
             own_step(self.optimizer)(self.optimizer)
             self._without_state |= {id(param) for param in params if not self.optimizer.state.get(param)}
         finally:
-            for group, (all_of_them, fused) in zip(groups, before, strict=True):
+            for group, (all_of_them, fused) in zip(self.groups, before, strict=True):
                 group["params"] = all_of_them
                 if "fused" in group:
                     group["fused"] = fused

@@ -1,10 +1,14 @@
-"""The kernel of a formula, over any number of parameters of any sizes.
+"""The kernel of some formulas, over any number of parameters of any sizes.
 
 A program takes one block of one parameter. Where that lies is in two tables: `blocks`, of which block of
-which parameter, and `places`, of the addresses of each parameter's tensors and its number of elements:
+which parameter, and `places`, of the addresses of each parameter's tensors, its number of elements, which set
+of numbers it takes, and which of the formulas, as of groups with and without weight decay:
 
     blocks[program] = (parameter, block)      int32
-    places[parameter] = (address of each tensor, elements)      int64
+    places[parameter] = (address of each tensor, elements, set, formula)      int64
+
+One set's numbers are arguments. Those of several, as of groups with learning rates of their own, are a third
+table, numbers[set], in float32 or float64.
 
 Whole blocks go one way, without masks, and what is left at a parameter's end another. Both are the same tile
 program, printed twice: a mask's bound would hide that addresses are multiples of 16 bytes, and nothing would
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,7 +32,7 @@ from fusion_compiler.codegen.regions import whole_block
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import COLS, Index, Load, LoopNest
-from fusion_compiler.optimizer.formula import Formula, Refused
+from fusion_compiler.optimizer.formula import GRAD, Formula, Refused
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
@@ -36,27 +40,81 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
 BLOCK, WARPS = 1024, 4  # measured: .99 of the copy bandwidth over one flat tensor (AdamW in bfloat16, H200)
-COUNT = "count"
+COUNT, FACTOR = "count", "factor"
 # What stochastic rounding adds to the arguments of a block's program: the key of this step, which parameter
 # it is, and which of its elements is the block's first.
 RANDOM = ("seed", "parameter", "first")
 
 
-def kernel_of(
-    formula: Formula,
-    dtypes: Sequence[torch.dtype],
-    name: str,
-    aligned: bool = True,
-    stochastic: bool = False,
-) -> Kernel:
-    """The kernel of a formula for tensors of some dtypes, in the order of `formula.structure.tensors`.
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is made for besides its formulas and dtypes.
 
-    Its arguments are the tables and the formula's numbers; its grid is the caller's, one program for each row
-    of `blocks`. aligned: every address is a multiple of 16 bytes. stochastic: the parameter, in bfloat16, is
-    rounded at random, by the key that is the last argument. Raises Refused where a dtype has no kernel.
+    aligned: every address is a multiple of 16 bytes. table: of several sets of numbers, each with its
+    formula. clipped: gradients are multiplied by a factor in the device's memory. stochastic: the parameter,
+    in bfloat16, is rounded at random.
+    """
+
+    aligned: bool = True
+    table: bool = False
+    clipped: bool = False
+    stochastic: bool = False
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A formula's two functions. tensors: their names there. used: those that it touches. numbers: their
+    names, in order, and what they are. given: what the functions take."""
+
+    name: str
+    tensors: tuple[str, ...]
+    used: tuple[str, ...]
+    numbers: Mapping[str, str]
+    given: str
+    source: str
+
+
+def kernel_of(
+    formulas: Sequence[Formula], dtypes: Sequence[torch.dtype], name: str, variant: Variant
+) -> Kernel:
+    """The kernel of formulas of one structure, for tensors of some dtypes in the order of its `tensors`.
+
+    Its arguments are the tables, of a single set the formula's numbers, the address of the gradients' factor
+    and the key of random numbers; its grid is the caller's, one program for each row of `blocks`. Raises
+    Refused where a dtype has no kernel.
     """
     if unknown := [d for d in dtypes if d not in TRITON_TYPES]:
         raise Refused(f"no kernel holds {unknown[0]}")
+    alone = len(formulas) == 1
+    bodies = [
+        _body(formula, dtypes, name if alone else f"{name}_{i}", variant)
+        for i, formula in enumerate(formulas)
+    ]
+    structure = formulas[0].structure
+    arguments = [
+        Argument("places_ptr", Role.INPUT, 0, torch.int64),
+        Argument("blocks_ptr", Role.INPUT, 1, torch.int32),
+    ]
+    if variant.table:
+        arguments.append(Argument("numbers_ptr", Role.INPUT, 2, structure.dtype))
+    if variant.clipped:
+        arguments.append(Argument(f"{FACTOR}_ptr", Role.INPUT, 3, structure.dtype, aligned=False))
+    numbers = () if variant.table else tuple(bodies[0].numbers)
+    scalars = [(number, structure.dtype) for number in numbers]
+    scalars += [(seed, torch.int64) for seed in RANDOM[:1] if variant.stochastic]
+    arguments += [Argument(n, Role.NUMBER, i, dtype, aligned=False) for i, (n, dtype) in enumerate(scalars)]
+    source = (
+        f"{HEADER}{''.join(body.source for body in bodies)}"
+        f"@triton.jit\ndef {name}({', '.join(argument.name for argument in arguments)}):\n"
+        f"{_doc(name, bodies)}"
+        f"{_entry(dtypes, bodies, variant)}"
+    )
+    wrong = problem(source)
+    assert wrong is None, f"the text of {name} is no kernel: {wrong}"
+    return Kernel(name, source, tuple(arguments), (1,), WARPS)
+
+
+def _body(formula: Formula, dtypes: Sequence[torch.dtype], name: str, variant: Variant) -> _Body:
     dag = build(formula.body, lambda node: None)
     tensors, numbers = dag.inputs[: len(dtypes)], dag.inputs[len(dtypes) :]
     loops = _loops(dag)
@@ -67,27 +125,18 @@ def kernel_of(
     held |= {out: held[tensor] for out, tensor in changed.items()}
     touched = {home[buffer] for buffer in _buffers(loops) if buffer in home}
     used = tuple(tensor for tensor in tensors if tensor in touched)
-    given = ", ".join([*(f"{t}_ptr" for t in used), *numbers, *(RANDOM if stochastic else ())])
-    rounded = dag.outputs[formula.updated.index(0)] if stochastic else None
-    block, rest = (_body(loops, pointers, held, numbers, masked, rounded) for masked in (False, True))
-    seeds = RANDOM[:1] if stochastic else ()
+    factor = (FACTOR,) if variant.clipped else ()
+    given = ", ".join([*(f"{t}_ptr" for t in used), *numbers, *factor, *RANDOM[: 3 * variant.stochastic]])
+    clipped = tensors[formula.structure.tensors.index(GRAD)] if variant.clipped else None
+    rounded = dag.outputs[formula.updated.index(0)] if variant.stochastic else None
+    block, rest = (
+        _program(loops, pointers, held, numbers, masked, clipped, rounded) for masked in (False, True)
+    )
     source = (
-        f"{HEADER}"
         f"@triton.jit\ndef {name}_block({given}):\n{block}\n\n\n"
         f"@triton.jit\ndef {name}_rest({given}, {COUNT}):\n{rest}\n\n\n"
-        f"@triton.jit\ndef {name}({', '.join(('places_ptr', 'blocks_ptr', *numbers, *seeds))}):\n"
-        f"{_doc(name, dict(zip(numbers, formula.meanings, strict=True)))}"
-        f"{_entry(name, tensors, dtypes, used, given, aligned)}"
     )
-    wrong = problem(source)
-    assert wrong is None, f"the text of {name} is no kernel: {wrong}"
-    arguments = (
-        Argument("places_ptr", Role.INPUT, 0, torch.int64),
-        Argument("blocks_ptr", Role.INPUT, 1, torch.int32),
-        *(Argument(n, Role.NUMBER, i, formula.structure.dtype, aligned=False) for i, n in enumerate(numbers)),
-        *(Argument(n, Role.NUMBER, len(numbers), torch.int64, aligned=False) for n in seeds),
-    )
-    return Kernel(name, source, arguments, (1,), WARPS)
+    return _Body(name, tuple(tensors), used, dict(zip(numbers, formula.meanings, strict=True)), given, source)
 
 
 def _loops(dag: OpDag) -> LoopNest:
@@ -108,15 +157,17 @@ def _buffers(loops: LoopNest) -> set[str]:
     return {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
 
 
-def _body(
+def _program(
     loops: LoopNest,
     pointers: dict[str, str],
     dtypes: dict[str, torch.dtype],
     numbers: Sequence[str],
     masked: bool,
+    clipped: str | None,
     rounded: str | None,
 ) -> str:
-    """The tile program of a block, masked where it may end within. rounded: what is rounded at random."""
+    """The tile program of a block, masked where it may end within. clipped: what is multiplied by the factor.
+    rounded: what is rounded at random."""
     b = Builder(Analysis(loops), Schedule(1, BLOCK, Cols.GRID, num_warps=WARPS), pointers, dtypes)
     b.rough = frozenset()  # what is trained by it adds up over many steps
     for i, node in enumerate(loops.nodes):
@@ -126,6 +177,10 @@ def _body(
     if masked:
         b.define("col_inside", f"col < {COUNT}")
         b.tile = replace(b.tile, col_mask="col_inside")
+    for i, node in enumerate(loops.nodes):
+        if isinstance(node, Load) and node.buffer == clipped:
+            build_nodes(b, b.need((i,)))
+            b.env[i] = b.let("clipped", f"{b.env[i]} * {FACTOR}")
     for value in (store.value for store in loops.stores if store.buffer == rounded):
         build_nodes(b, b.need((value,)))
         words = f"fm.words_block(seed, first // 4 + tl.arange(0, {BLOCK // 4}), parameter)"
@@ -134,40 +189,53 @@ def _body(
     return text_of(b)
 
 
-def _doc(name: str, numbers: Mapping[str, str]) -> str:
+def _doc(name: str, bodies: Sequence[_Body]) -> str:
     """What the kernel does, and what its numbers are."""
-    lines = [f"{number} = {meaning}" for number, meaning in numbers.items()]
-    wrapped = (part for line in lines for part in textwrap.wrap(line, 104, subsequent_indent="    "))
-    text = "\n    ".join(wrapped)
+    lines: list[str] = []
+    for body in bodies:
+        if len(bodies) > 1:
+            lines.append(f"{body.name}:")
+        for number, meaning in body.numbers.items():
+            lines += textwrap.wrap(f"{number} = {meaning}", 104, subsequent_indent="    ")
+    text = "\n    ".join(lines)
     return f'    """One step of {name} for a block of one parameter.\n\n    {text}\n    """\n'
 
 
-def _entry(
-    name: str,
-    tensors: Sequence[str],
-    dtypes: Sequence[torch.dtype],
-    used: Sequence[str],
-    given: str,
-    aligned: bool,
-) -> str:
+def _entry(dtypes: Sequence[torch.dtype], bodies: Sequence[_Body], variant: Variant) -> str:
     """What finds a program's block and hands it on, with what a block's program is given."""
-    width = len(tensors) + 1
+    tensors = bodies[0].tensors
+    width = len(tensors) + 3
     lines = [
         "program = tl.program_id(0)",
         "parameter = tl.load(blocks_ptr + 2 * program)",
         f"place = places_ptr + parameter.to(tl.int64) * {width}",
         f"first = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * {BLOCK}",
-        f"{COUNT} = tl.load(place + {width - 1}) - first",
+        f"{COUNT} = tl.load(place + {width - 3}) - first",
     ]
-    for tensor in used:
-        at = tensors.index(tensor)
-        kind = f"tl.pointer_type({TRITON_TYPES[dtypes[at]]})"
-        pointer = f"tl.load(place + {at}).to({kind}) + first"
-        lines.append(f"{tensor}_ptr = {f'tl.multiple_of({pointer}, 16)' if aligned else pointer}")
-    lines += [
-        f"if {COUNT} >= {BLOCK}:",
-        f"    {name}_block({given})",
-        "else:",
-        f"    {name}_rest({given}, {COUNT})",
-    ]
+    for at, tensor in enumerate(tensors):
+        if any(tensor in body.used for body in bodies):
+            kind = f"tl.pointer_type({TRITON_TYPES[dtypes[at]]})"
+            pointer = f"tl.load(place + {at}).to({kind}) + first"
+            lines.append(f"{tensor}_ptr = {f'tl.multiple_of({pointer}, 16)' if variant.aligned else pointer}")
+    if variant.table:
+        most = max(bodies, key=lambda body: len(body.numbers)).numbers
+        lines.append(f"numbers = numbers_ptr + tl.load(place + {width - 2}) * {len(most)}")
+        lines += [f"{number} = tl.load(numbers + {i})" for i, number in enumerate(most)]
+    if variant.clipped:
+        lines.append(f"{FACTOR} = tl.load({FACTOR}_ptr)")
+    if len(bodies) == 1:
+        lines += _calls(bodies[0])
+    else:
+        lines.append(f"formula = tl.load(place + {width - 1})")
+        for i, body in enumerate(bodies):
+            lines += [f"if formula == {i}:", *(f"    {line}" for line in _calls(body))]
     return "".join(f"    {line}\n" for line in lines)
+
+
+def _calls(body: _Body) -> list[str]:
+    return [
+        f"if {COUNT} >= {BLOCK}:",
+        f"    {body.name}_block({body.given})",
+        "else:",
+        f"    {body.name}_rest({body.given}, {COUNT})",
+    ]

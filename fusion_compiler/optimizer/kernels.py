@@ -1,8 +1,8 @@
-"""The kernels of one optimizer: one for each way that its step goes and each combination of dtypes."""
+"""The kernels of one optimizer: for the ways that its step goes, and for each combination of dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,11 +10,13 @@ import torch
 from torch.optim import Optimizer
 
 from fusion_compiler.errors import FusionError
+from fusion_compiler.optimizer.batch import Batch
 from fusion_compiler.optimizer.formula import Formula, Refused, Structure, trace
+from fusion_compiler.optimizer.kernel import Variant
 from fusion_compiler.optimizer.launch import Backend, MultiTensor
-from fusion_compiler.optimizer.ready import Kind
 from fusion_compiler.runtime.binding import Gpu
 
+Values = tuple[float, ...]
 MOST_FORMULAS = 8  # ways that one structure's step may go; more are a number that the step made its own
 
 
@@ -32,6 +34,7 @@ class Kernels:
         self.made: dict[tuple[Any, ...], MultiTensor] = {}
         self._gpus = gpus
         self._formulas: dict[Structure, list[Formula]] = {}
+        self._order: dict[Formula, int] = {}  # in which they were found
         self._refused: dict[Structure, str] = {}
         self._alike: dict[tuple[Structure, str], Formula] = {}
         self._failed: dict[tuple[Any, ...], Exception] = {}
@@ -47,33 +50,38 @@ class Kernels:
         return "triton"
 
     def find(
-        self, group: Mapping[str, Any], kind: Kind, aligned: bool, values: tuple[float, ...]
-    ) -> MultiTensor:
-        """values: of the floats and the counters. Raises Refused or KernelError where there is no kernel."""
+        self, batch: Batch, values: Sequence[Values], clipped: bool
+    ) -> tuple[MultiTensor, tuple[int, ...]]:
+        """(what updates a batch, which of its formulas goes with each set).
+
+        values: of each set's floats and counters. Raises Refused or KernelError where there is no kernel.
+        """
+        kind = batch.kind
         backend = self.backend_for(kind.device)
-        formula = self._formula(group, kind.structure, values)
-        key = (formula, kind.dtypes, kind.device, aligned)
+        asked = zip(batch.asked(), values, strict=True)
+        formulas = [self._formula(group, structure, v) for (group, structure), v in asked]
+        distinct = tuple(sorted(set(formulas), key=self._order.__getitem__))
+        stochastic = (
+            self.rounding == "stochastic"
+            and kind.dtypes[0] is torch.bfloat16
+            and kind.structure.dtype is torch.float32
+        )
+        variant = Variant(batch.aligned, len(values) > 1, clipped, stochastic)
+        key = (distinct, kind.dtypes, kind.device, variant)
         if key in self._failed:
             raise self._failed[key]
         if key not in self.made:
             name = type(self.optimizer).__name__.lower()
             try:
                 self.made[key] = MultiTensor(
-                    formula,
-                    kind.dtypes,
-                    kind.device,
-                    backend,
-                    name,
-                    aligned,
-                    self.rounding == "stochastic",
-                    self._gpus,
+                    distinct, kind.dtypes, kind.device, backend, name, variant, self._gpus
                 )
             except (Refused, FusionError) as error:
                 self._failed[key] = error
                 raise
-        return self.made[key]
+        return self.made[key], tuple(map(distinct.index, formulas))
 
-    def _formula(self, group: Mapping[str, Any], structure: Structure, values: tuple[float, ...]) -> Formula:
+    def _formula(self, group: Mapping[str, Any], structure: Structure, values: Values) -> Formula:
         if structure in self._refused:
             raise Refused(self._refused[structure])
         known = self._formulas.setdefault(structure, [])
@@ -89,6 +97,7 @@ class Kernels:
             made = trace(self.optimizer, group, structure, values)
             alike = replace(structure, shape=(), attributes=())
             known.append(self._alike.setdefault((alike, made.text), made))
+            self._order.setdefault(known[-1], len(self._order))
         except Refused as error:
             self._refused[structure] = str(error)
             raise

@@ -1,4 +1,4 @@
-"""Runs the kernel of a formula over many parameters: their places in tables, and one launch."""
+"""Runs the kernel of some formulas over many parameters: their places in tables, and one launch."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ from fusion_compiler.errors import FusionError, KernelError, MissingTritonError
 from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.ir.random import philox
 from fusion_compiler.optimizer.formula import Formula
-from fusion_compiler.optimizer.kernel import BLOCK, kernel_of
+from fusion_compiler.optimizer.kernel import BLOCK, Variant, kernel_of
 from fusion_compiler.runtime.binding import Entry, Gpu
-from fusion_compiler.runtime.launch import find_gpu
 from fusion_compiler.runtime.target import argument_type, build_of
 
 Backend = Literal["triton", "interpret", "eager"]
-MOST_PLACES = 64  # tables of addresses that are kept: gradients come back to the same few
+MOST_PLACES = 16  # tables of a batch that are kept: its gradients come back to the same few addresses
+Set = tuple[int, tuple[float, ...]]  # which formula, and its numbers
 
 
 @dataclass(frozen=True)
 class Rows:
     """The tensors of some parameters, of which no two begin at one address.
 
-    columns: for each tensor of the formula's structure that of all parameters. places: the addresses of the
-    first column, of the second, ... elements: how many each parameter has.
+    columns: for each tensor of the formulas' structure that of all parameters. addresses: of the gradients,
+    the second column; the others' stay what they are as long as `places` is kept: by those of the gradients,
+    which formulas the sets take, and the table. elements: how many each parameter has. sets: which numbers
+    each takes.
     """
 
     columns: Sequence[Sequence[Tensor]]
-    places: tuple[int, ...]
+    addresses: tuple[int, ...]
     elements: tuple[int, ...]
+    sets: tuple[int, ...]
+    places: dict[tuple[int, ...], tuple[tuple[int, ...], Tensor]]
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,53 +52,41 @@ def _blocks(elements: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class MultiTensor:
-    """A formula for tensors of some dtypes on one device: `run(items, numbers)` updates them all in one
-    launch.
+    """Formulas for tensors of some dtypes on one device: `run(rows, sets)` updates them all in one launch.
 
-    kernel: None where nothing is launched. stochastic: parameters in bfloat16 are rounded at random. Raises
-    Refused or KernelError where there is no kernel.
+    kernel: None where nothing is launched. Raises Refused or KernelError where there is no kernel.
     """
 
     def __init__(
         self,
-        formula: Formula,
+        formulas: tuple[Formula, ...],
         dtypes: tuple[torch.dtype, ...],
         device: torch.device,
         backend: Backend,
         name: str,
-        aligned: bool = True,
-        stochastic: bool = False,
-        gpus: Callable[[torch.device | None], Gpu] = find_gpu,
+        variant: Variant,
+        gpus: Callable[[torch.device | None], Gpu],
     ) -> None:
-        self.formula, self.dtypes, self.device, self.backend = formula, dtypes, device, backend
+        self.formulas, self.dtypes, self.device, self.backend = formulas, dtypes, device, backend
+        self.variant = variant
         self.kernel: Kernel | None = None
-        self.stochastic = (
-            stochastic and dtypes[0] is torch.bfloat16 and formula.structure.dtype is torch.float32
-        )
-        self._gpus = gpus
-        self._places: dict[tuple[int, ...], Tensor] = {}
+        self._dtype = formulas[0].structure.dtype
         self._entry: Entry | None = None
         self._gpu: Gpu | None = None
         if backend == "eager":
             return
-        self.kernel = kernel_of(formula, dtypes, name, aligned, self.stochastic)
+        self.kernel = kernel_of(formulas, dtypes, name, variant)
         if backend == "triton":
             self._gpu = self._found(gpus)
             self._entry = self._loaded(self._gpu, self.kernel)
 
     def __str__(self) -> str:
-        pairs = zip(self.formula.structure.tensors, self.dtypes, strict=True)
+        pairs = zip(self.formulas[0].structure.tensors, self.dtypes, strict=True)
         held = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in pairs)
-        where = "" if not self.formula.guards else f"; where {' and '.join(self.formula.guards)}"
-        return f"{'ATen' if self.kernel is None else self.kernel.name} on {self.device}: {held}{where}"
-
-    def _found(self, gpus: Callable[[torch.device | None], Gpu]) -> Gpu:
-        try:
-            return gpus(self.device)
-        except FusionError:
-            raise
-        except Exception as error:
-            raise KernelError(kernel="optimizer", action="launch", detail=error) from error
+        ways = " or ".join(" and ".join(formula.guards) for formula in self.formulas if formula.guards)
+        name = "ATen" if self.kernel is None else self.kernel.name
+        kind = (", clipped" if self.variant.clipped else "") + (", by sets" if self.variant.table else "")
+        return f"{name} on {self.device}: {held}{kind}" + (f"; where {ways}" if ways else "")
 
     @staticmethod
     def _loaded(gpu: Gpu, kernel: Kernel) -> Entry:
@@ -104,63 +96,82 @@ class MultiTensor:
             detail = f"{type(error).__name__}: {error}"
             raise KernelError(kernel=kernel.name, action="compile", detail=detail) from error
 
+    def _found(self, gpus: Callable[[torch.device | None], Gpu]) -> Gpu:
+        try:
+            return gpus(self.device)
+        except FusionError:
+            raise
+        except Exception as error:
+            raise KernelError(kernel="optimizer", action="launch", detail=error) from error
+
     @torch.no_grad()
-    def run(self, rows: Rows, numbers: tuple[float, ...], seed: int = 0) -> None:
+    def run(self, rows: Rows, sets: Sequence[Set], factor: Tensor | None = None, seed: int = 0) -> None:
         """One update of all rows.
 
-        numbers: what the formula makes of the step's floats and counters. seed: the key of random numbers.
+        sets: what a formula makes of each set's floats and counters. factor: of the gradients, where they are
+        clipped. seed: the key of random numbers.
         """
+        if factor is not None:
+            factor = factor.to(self.device, self._dtype)
         if self.backend == "eager":
-            self._by_aten(rows, numbers, seed)
+            self._by_aten(rows, sets, factor, seed)
             return
         if not rows.elements:
             return
-        places, blocks = self._table(rows), _blocks(rows.elements, self.device)
-        scalars = (*numbers, seed) if self.stochastic else numbers
-        if self.backend == "interpret":
-            self._interpret(places, blocks, scalars)
-        else:
-            self._launch(places, blocks, scalars)
-        # Autograd has to know of what was saved for a backward pass and is no more.
-        increment_version([tensor for i in self.formula.updated for tensor in rows.columns[i]])
+        tables = [self._table(rows, tuple(way for way, _ in sets)), _blocks(rows.elements, self.device)]
+        if self.variant.table:
+            tables.append(self._numbers(sets))
+        if factor is not None:
+            tables.append(factor)
+        scalars = () if self.variant.table else sets[0][1]
+        given = (*map(Tensor.data_ptr, tables), *scalars, *((seed,) if self.variant.stochastic else ()))
+        (self._interpret if self.backend == "interpret" else self._launch)(len(tables[1]), given)
+        increment_version(rows.columns[0])  # autograd has to know of what was saved for a backward pass
 
-    def _table(self, rows: Rows) -> Tensor:
-        key = (*rows.places, *rows.elements)
-        found = self._places.pop(key, None)
-        if found is None:
-            table = torch.tensor(key, dtype=torch.int64).view(-1, len(rows.elements)).t().contiguous()
+    def _table(self, rows: Rows, ways: tuple[int, ...]) -> Tensor:
+        found = rows.places.pop(rows.addresses, None)
+        if found is None or found[0] != ways:
+            columns = [list(map(Tensor.data_ptr, column)) for column in rows.columns]
+            formulas = [ways[which] for which in rows.sets]
+            table = torch.tensor([*columns, rows.elements, rows.sets, formulas]).t().contiguous()
             # Memory that is not pinned is copied before the call returns, and the host waits for nothing.
-            found = table.to(self.device, non_blocking=True)
-        self._places[key] = found  # the last used comes last
-        if len(self._places) > MOST_PLACES:
-            del self._places[next(iter(self._places))]
-        return found
+            found = ways, table.to(self.device, non_blocking=True)
+        rows.places[rows.addresses] = found  # the last used comes last
+        if len(rows.places) > MOST_PLACES:
+            del rows.places[next(iter(rows.places))]
+        return found[1]
 
-    def _launch(self, places: Tensor, blocks: Tensor, scalars: tuple[float, ...]) -> None:
+    def _numbers(self, sets: Sequence[Set]) -> Tensor:
+        most = max(len(formula.meanings) for formula in self.formulas)
+        table = [(*numbers, *(0.0,) * (most - len(numbers))) for _, numbers in sets]
+        return torch.tensor(table, dtype=self._dtype).to(self.device, non_blocking=True)
+
+    def _launch(self, programs: int, given: tuple[float, ...]) -> None:
         gpu, entry = self._gpu, self._entry
         assert gpu is not None and entry is not None
         with gpu.active():
             stream = gpu.current_stream(gpu.index)
-            fixed = (entry.function, entry.packed, None, None, None)
-            entry.run(len(blocks), 1, 1, stream, *fixed, places.data_ptr(), blocks.data_ptr(), *scalars)
+            entry.run(programs, 1, 1, stream, entry.function, entry.packed, None, None, None, *given)
 
-    def _interpret(self, places: Tensor, blocks: Tensor, scalars: tuple[float, ...]) -> None:
+    def _interpret(self, programs: int, given: tuple[float, ...]) -> None:
         try:
             from fusion_compiler.runtime.interpreter import run_source
         except ImportError as error:
             raise MissingTritonError(detail=error) from error
         assert self.kernel is not None
         types = [argument_type(argument) for argument in self.kernel.arguments]
-        values = [places.data_ptr(), blocks.data_ptr(), *scalars]
-        run_source(self.kernel.source, self.kernel.name, types, values, (len(blocks),))
+        run_source(self.kernel.source, self.kernel.name, types, list(given), (programs,))
 
-    def _by_aten(self, rows: Rows, numbers: tuple[float, ...], seed: int) -> None:
-        dtype = self.formula.structure.dtype
+    def _by_aten(self, rows: Rows, sets: Sequence[Set], factor: Tensor | None, seed: int) -> None:
         for i, tensors in enumerate(zip(*rows.columns, strict=True)):
-            new = self.formula.body(*(tensor.to(dtype) for tensor in tensors), *numbers)
-            for position, value in zip(self.formula.updated, new, strict=True):
-                rounded = _stochastic(value, seed, i) if self.stochastic and position == 0 else value
-                tensors[position].copy_(rounded)
+            way, numbers = sets[rows.sets[i]]
+            wide = [tensor.to(self._dtype) for tensor in tensors]
+            if factor is not None:
+                wide[1] = wide[1] * factor
+            new = self.formulas[way].body(*wide, *numbers)
+            for position, value in zip(self.formulas[way].updated, new, strict=True):
+                at_random = self.variant.stochastic and position == 0
+                tensors[position].copy_(_stochastic(value, seed, i) if at_random else value)
 
 
 def _stochastic(value: Tensor, seed: int, parameter: int) -> Tensor:

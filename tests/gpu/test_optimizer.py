@@ -7,45 +7,69 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW, Optimizer
 
 import fusion_compiler as fc
-from tests.optimizers import OPTIMIZERS, Sizes, check_close, copies, give, gradients, values
+from fusion_compiler.options import When
+from tests.optimizers import (
+    OPTIMIZERS,
+    Layers,
+    Sizes,
+    check,
+    check_same,
+    give,
+    schedule,
+    take_steps,
+    three,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_as_close_to_the_truth_as_eager(name: str, dtype: torch.dtype) -> None:
-    ours = Sizes(dtype).cuda()
-    models = (ours, *copies(ours))
-    optimizers = [OPTIMIZERS[name](model.groups()) for model in models]  # type: ignore[operator]
-    fused = fc.fuse_optimizer(ours, optimizers[0], strict=True)
-    for step in range(20):
-        grads = gradients(ours, step)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            give(model, grads)
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * 0.9
-            optimizer.step()
-    check_close(*(values(model, o) for model, o in zip(models, optimizers, strict=True)))
+    pairs = three(Sizes(dtype).cuda(), OPTIMIZERS[name], Sizes.groups)
+    fused = fc.fuse_optimizer(*pairs[0], strict=True)
+    take_steps(pairs, 20, schedule)
+    check(*pairs)
     assert not fused.own
 
 
-def test_in_a_backward_pass_the_same_as_at_its_end() -> None:
+@pytest.mark.parametrize(("when", "flag"), [("backward", True), ("forward", None)])
+def test_whenever_parameters_are_updated_they_are_the_same(when: When, flag: bool | None) -> None:
+    """To the bit, the first step as well: that is the class's own, by foreach, whatever `fused` says."""
     layers = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6))).cuda()
     other = copy.deepcopy(layers)
-    pairs = [(layers, AdamW(layers.parameters())), (other, AdamW(other.parameters(), fused=True))]
-    fc.fuse_optimizer(layers, pairs[0][1], when="backward", strict=True)
-    fc.fuse_optimizer(other, pairs[1][1], strict=True)
+    pairs = [(layers, AdamW(layers.parameters())), (other, AdamW(other.parameters(), fused=flag))]
+    for (model, optimizer), moment in zip(pairs, (when, "step"), strict=True):
+        fc.fuse_optimizer(model, optimizer, when=moment, strict=True)
     for _ in range(5):
         x = torch.randn(16, 300, device="cuda")
         for model, optimizer in pairs:
-            optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    for one, two in zip(layers.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=0)
-        assert one.grad is None
+            if (model, when) == (layers, "backward"):
+                assert all(param.grad is None for param in model.parameters())
+            optimizer.zero_grad()
+    check_same(*(dict(model.named_parameters()) for model, _ in pairs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clipped_in_the_update_as_close_to_the_truth_as_eager(dtype: torch.dtype) -> None:
+    """In groups with and without weight decay, in one launch."""
+    pairs = three(Layers(dtype).cuda(), lambda p: AdamW(p, lr=0.01), Layers.by_decay)
+    fused = fc.fuse_optimizer(*pairs[0], strict=True)
+
+    def clip(_: int, model: nn.Module, optimizer: Optimizer) -> None:
+        if model is pairs[0][0]:
+            fused.clip_grad_norm_(2.0)
+        else:
+            clip_grad_norm_(model.parameters(), 2.0)
+
+    take_steps(pairs, 10, clip, all_of_them=True)
+    check(*pairs)
+    (kernel,) = fused.kernels
+    assert "adamw_1_block" in kernel.source
 
 
 def test_a_checkpoint_of_torchs_fused_optimizer_goes_on_and_back() -> None:
@@ -72,22 +96,6 @@ def test_a_checkpoint_of_torchs_fused_optimizer_goes_on_and_back() -> None:
     for one, two in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
     assert back.state[model.weight]["step"] == 9
-
-
-def test_before_the_next_use_the_same_as_at_the_step() -> None:
-    layers = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6))).cuda()
-    other = copy.deepcopy(layers)
-    pairs = [(layers, AdamW(layers.parameters())), (other, AdamW(other.parameters()))]
-    for (model, optimizer), when in zip(pairs, ("forward", "step"), strict=True):
-        fc.fuse_optimizer(model, optimizer, when=when, strict=True)  # type: ignore[arg-type]
-    for _ in range(5):
-        x = torch.randn(16, 300, device="cuda")
-        for model, optimizer in pairs:
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for one, two in zip(layers.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
 def test_stochastic_rounding_draws_what_aten_draws() -> None:

@@ -1,0 +1,48 @@
+"""Gradients clipped by their norm without being written: the update multiplies them by the factor.
+
+torch.nn.utils.clip_grad_norm_    read gradients | read and write gradients | step(): read them
+FusedOptimizer.clip_grad_norm_    read gradients | step(): read them, times a factor in the device's memory
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+class Clip:
+    """What the gradients of some parameters are to be multiplied by.
+
+    norm: of all of them, PyTorch's own. factor: at most one; nothing has waited for its value.
+    """
+
+    def __init__(self, params: Sequence[Tensor], max_norm: float, **options: Any) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        self.norm, self.max_norm = get_total_norm(grads, **options), max_norm
+        whole: Any = self.norm
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole  # of all processes
+        self.factor = (max_norm / (whole + 1e-6)).clamp(max=1.0)
+        self._versions = [(weakref.ref(grad), grad._version) for grad in grads]
+
+    def is_of(self, params: Sequence[Tensor], refuse: Callable[[Tensor], NoReturn]) -> bool:
+        """Whether they have the gradients of then: all, as they were, or none.
+
+        Calls `refuse` with a parameter whose gradient has been written since, or was not there.
+        """
+        then = {id(grad): version for ref, version in self._versions if (grad := ref()) is not None}
+        if not any(id(param.grad) in then for param in params):
+            return False
+        for param in params:
+            if param.grad is not None and then.get(id(param.grad)) != param.grad._version:
+                refuse(param)
+        return True
+
+    def write(self, params: Sequence[Tensor]) -> None:
+        """Multiplies gradients, as PyTorch's function does."""
+        with torch.no_grad():
+            clip_grads_with_norm_(list(params), self.max_norm, self.norm)
