@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -45,6 +46,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="only contenders whose name matches this expression")
     parser.add_argument("--backend", default="auto", help="ours: auto, interpret or eager")
     parser.add_argument("--budget", type=float, default=90, help="seconds for one contender in one row")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=math.inf,
+        help="models, optimizer: seconds after which no cell is begun",
+    )
     parser.add_argument("--limit", type=int, default=40, help="schedules: how many of the grid to begin with")
     parser.add_argument(
         "--from", type=Path, dest="timed", help="schedules: rank those that this file has timed; no GPU"

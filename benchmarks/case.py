@@ -16,6 +16,7 @@ FIRST_TABLE, LONG_ROWS, ODD_NORMS, DROPOUT = "first table", "long rows", "odd no
 FEW_LONG, MANY_SHORT, SUMS = "few long rows", "many short rows", "sums"
 TRANSPOSING, CAT, UNFRIENDLY = "transposing", "cat and split", "unfriendly sizes"
 BLOCK_SCALED = "block-scaled"
+MATRIX_VECTOR = "matrix-vector"
 
 # Fractions of the copy bandwidth to reach, forward and forward + backward.
 BARS: Mapping[str, tuple[float, float | None]] = {
@@ -29,6 +30,7 @@ BARS: Mapping[str, tuple[float, float | None]] = {
     TRANSPOSING: (0.85, 0.85),
     CAT: (0.85, 0.85),
     BLOCK_SCALED: (0.90, None),
+    MATRIX_VECTOR: (0.80, None),
 }
 # Times faster than a peer, as geometric means over all cases.
 RATIOS: Mapping[str, tuple[float, float]] = {"compile": (1.6, 1.5), "autotune": (1.4, 1.25)}

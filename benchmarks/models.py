@@ -207,9 +207,10 @@ def tasks_of(options: argparse.Namespace) -> list[Task]:
 def main(options: argparse.Namespace) -> Record:
     record = Record(options.benchmark, environment(torch.device(options.device)), options.json)
     tasks = tasks_of(options)
-    results = in_turn("benchmarks.models", [vars(t) for t in tasks], options.budget, options.jobs or 1)
+    given, jobs = [vars(t) for t in tasks], options.jobs or 1
+    results = in_turn("benchmarks.models", given, options.budget, jobs, within=options.within)
     rows: dict[int, dict[str, Any]] = {}
-    for task, cell in zip(tasks, results, strict=True):
+    for task, cell in zip(tasks, results, strict=False):
         if task.workload not in rows:
             rows[task.workload] = {"workload": ALL[task.workload].name, "cells": {}}
             record.add(rows[task.workload])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import subprocess
@@ -29,17 +30,22 @@ def in_turn(
     jobs: int = 1,
     *,
     one_cache: bool = False,
+    within: float = math.inf,
 ) -> Iterator[Result]:
     """What `python -m module <task as JSON>` prints as its last line, JSON, for each task, in order.
 
     {"failed": why} where there is nothing. Caches are empty, or in the folder that a task has as "caches",
     which the module is not given. So many jobs get ready side by side (`my_turn`), and measure one after the
     other while the rest wait. seconds: of one task, without waiting for its turn. one_cache: what one has
-    compiled the others find, where seconds of compilation are not measured.
+    compiled the others find, where seconds of compilation are not measured. within: seconds from now, after
+    which none is begun: the last tasks then have no result.
     """
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="benchmarks-", ignore_cleanup_errors=True) as shared:
         home = shared if one_cache else None
         for start in range(0, len(tasks), jobs):
+            if time.monotonic() - begin > within:
+                return
             begun = [_Process(module, task, seconds, home) for task in tasks[start : start + jobs]]
             for process in begun:
                 process.prepare()
@@ -54,8 +60,9 @@ def my_turn() -> None:
 
 
 def only(measure: Callable[[dict[str, Any]], Any]) -> None:
-    """The main function of such a process."""
-    print(json.dumps(measure(json.loads(sys.argv[1]))))
+    """The main function of such a process. It ends at once: the next one waits for that."""
+    print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
+    os._exit(0)
 
 
 class _Process:

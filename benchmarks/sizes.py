@@ -21,6 +21,7 @@ from benchmarks.clusters import (
     softmax,
 )
 from benchmarks.families import FAMILIES, rows_of
+from benchmarks.matvec import MATVEC_CASES
 
 Make = Callable[..., dict[str, Tensor]]
 
@@ -105,4 +106,4 @@ def once(*cases: Case) -> tuple[Case, ...]:
     return tuple(found.values())
 
 
-ALL_CASES = once(*CASES, *FAMILIES, *BLOCK_SCALED_CASES, *UNFRIENDLY_CASES)
+ALL_CASES = once(*CASES, *FAMILIES, *BLOCK_SCALED_CASES, *MATVEC_CASES, *UNFRIENDLY_CASES)

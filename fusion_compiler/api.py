@@ -27,6 +27,7 @@ from fusion_compiler.capture.autograd_cache import source_digest
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.graphs import copied
+from fusion_compiler.capture.in_place import written_in_place
 from fusion_compiler.capture.module import Plans, compiled_class, plain, wrap
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.codegen.emit import emit
@@ -54,6 +55,7 @@ from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.sources import source_of
+from fusion_compiler.ir.writes import base_of
 from fusion_compiler.optimizer.fuse import fuse_anew
 from fusion_compiler.options import Options, When
 from fusion_compiler.passes.chunks.body import examples
@@ -224,7 +226,9 @@ class Compiler:
             info = replace(info, rewrites=(*info.rewrites, *chunks))
         gm = self.with_chunks(gm, info)
         self.stages.enter("read")
-        dag = build(gm, source_of)
+        written, writes = written_in_place(gm)
+        info = replace(info, rewrites=(*info.rewrites, *writes))
+        dag = build(written, source_of)
         self.progress.say(f"captured {info.name} ({len(dag.order) - len(dag.inputs)} ops)")
         kind = device_type(dag)
         device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
@@ -412,6 +416,7 @@ class Compiler:
                 coarsest(plan.dag, c.ops),
                 table,
                 self.warned,
+                frozenset(c.inputs.index(b) for n in c.outputs if (b := base_of(plan.dag, n)) is not None),
             )
             for c in plan.clusters
         }

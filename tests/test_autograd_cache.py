@@ -21,6 +21,7 @@ import fusion_compiler as fc
 from fusion_compiler import api
 from fusion_compiler.capture import autograd_cache, graph_text
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.passes.rewrites import innermost_channels
 from tests import models
 
 ROOT = Path(__file__).parent.parent
@@ -267,6 +268,18 @@ def test_an_inference_graph_is_found_again() -> None:
         with torch.no_grad():
             torch.testing.assert_close(again(x), model(x))
         assert captured(again) == {expected}
+
+
+def test_operators_of_our_own_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(innermost_channels, "has_tensor_units", lambda x: True)
+    x = torch.randn(2, 8, 5, 5)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1))
+    for expected in ("anew", "from disk"):
+        again = compiled(net)
+        torch.testing.assert_close(step(again, x), step(net, x))
+        assert captured(again) == {expected}
+        assert again.plan[0].notes["channels innermost"].startswith("done")
 
 
 def test_a_gradient_that_nobody_sends_is_left_out_of_a_graph_from_disk() -> None:

@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -470,6 +472,39 @@ def test_updates_and_steps_are_timed_for_each_optimizer(tmp_path: Path) -> None:
         assert all(cell.get("ms", 0) > 0 for cell in row["cells"].values()), row
 
 
+def test_a_run_that_was_cut_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[str] = []
+
+    def in_turn(_: str, tasks: list[dict[str, Any]], *__: Any, **___: Any) -> Iterator[dict[str, Any]]:
+        for task in tasks[:2]:  # the time is over
+            begun.append(task["contender"])
+            yield {"ms": 1.0, "of copy": 0.9, "launches": 1}
+
+    monkeypatch.setattr(optimizer, "in_turn", in_turn)
+    monkeypatch.setenv("BENCH_COMMIT", "one")
+    chosen = ("--filter", "parameters.*AdamW", "--json", str(tmp_path / "cells.json"), "--resume")
+    for left in (3, 1, 0):
+        optimizer.main(options(tmp_path, "optimizer", *chosen))
+        assert capsys.readouterr().out.count("not measured: Llama-1B parameters, AdamW") == left
+    assert begun == ["compiled step", "for-loop", "foreach", "fused", "ours"]
+    monkeypatch.setenv("BENCH_COMMIT", "another")
+    optimizer.main(options(tmp_path, "optimizer", *chosen))
+    assert begun[5:] == ["ours"]
+
+
+def test_what_compiles_goes_first(tmp_path: Path) -> None:
+    tasks = optimizer.in_order(list(optimizer.tasks_of(options(tmp_path, "optimizer", "--filter", "AdamW"))))
+    first = [(task.workload, task.contender) for task in tasks[:16]]
+    assert {(n, c) for n in range(5) for c in ("torch.compile", "for-loop")} == set(first[:10])
+    assert {c for _, c in first[10:]} == {"compiled step"} and len(tasks) == 50
+
+
+def test_nothing_is_begun_when_the_time_is_over() -> None:
+    assert list(in_turn("benchmarks.optimizer", [{}, {}], 1.0, within=-1.0)) == []
+
+
 def optimizer_row(case: str, **ms: float) -> dict[str, Any]:
     cells = {n: {"ms": v, "gpu_ms": v, "peak_gb": 8.0, "gradients_gb": 1.5} for n, v in ms.items()}
     return {"case": case, "phase": "AdamW", "cells": cells}
@@ -484,5 +519,6 @@ def test_bars_of_optimizers() -> None:
     assert [met for _, met in found.values()] == [True, True, False, False, True]
     assert [round(value, 2) for value, _ in found.values()] == [1.3, 0.93, 0.91, 0.9, 0.5]
     text = optimizer_bars.show([short, slow, update], "list")
-    assert "3 of 5 bars met" in text and "not ViT, AdamW: x torch.compile and fused >= 1.0: 0.91" in text
+    assert "3 of 5 bars met" in text and text.count("  met") == 3
+    assert re.search(r"ViT, AdamW: x torch.compile and fused >= 1.0 +0.91  MISSED", text)
     assert optimizer_bars.means([short, slow])["vs torch.compile"] == pytest.approx((1.3 * 10 / 11) ** 0.5)

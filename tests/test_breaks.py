@@ -209,7 +209,7 @@ def test_a_number_that_the_host_reads_stays_in_the_graph_where_none_may_break() 
 
 class Trained(nn.Module):
     """Every library call that is one on purpose: products, a convolution, attention, an embedding's gradient,
-    batch statistics that are written back, a seed, a kernel of the user's, an operator of another library."""
+    a seed, a kernel of the user's, an operator of another library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,5 +232,5 @@ def test_strict_lets_library_calls_be() -> None:
     fast = fc.compile(Trained(), backend="interpret", strict=True, patterns=(own, *fc.DEFAULT_PATTERNS))
     fast(torch.randint(0, 2, (2, 4))).backward()
     left = {x.target: x.reason for plan in fast.plan for x in plan.leftovers}
-    assert {"aten.embedding_dense_backward.default", "aten.copy_.default"} <= {*left}
+    assert "aten.embedding_dense_backward.default" in left and "aten.copy_.default" not in left
     assert "no row in the operator table" not in left.values(), left

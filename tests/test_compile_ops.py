@@ -50,6 +50,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 EAGER = {  # ATen calls that remain, and why
     "aten.index_put.default": "a scatter with any number of values for one place",
     "aten.scatter_add.default": "a scatter with any number of values for one place",
+    "aten.index_put_.default": "the same into memory that nothing else reads",
+    "aten.scatter_add_.default": "the same into memory that nothing else reads",
     "aten.scatter.src": "a scatter with any number of values for one place",
     "aten.scatter.value": "a scatter with any number of values for one place",
     "aten.index_add.default": "a scatter with any number of values for one place",

@@ -39,6 +39,13 @@ def with_item(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
+def with_names(graph: fx.GraphModule) -> fx.GraphModule:
+    """The first result is one by name, as those of a user's Triton kernel are."""
+    node = next(node for node in graph.graph.nodes if node.op == "call_function")
+    node.meta["val"] = {"out": node.meta["val"]}
+    return graph
+
+
 def writes(x: Tensor, y: Tensor) -> Tensor:
     x.mul_(y)
     return y + 1
@@ -55,6 +62,8 @@ def writes(x: Tensor, y: Tensor) -> Tensor:
         (lambda: traced(lambda x, y: (x + 1, y + 1), "cuda:0", "cuda:1"), (), "cuda:0 and cuda:1"),
         (lambda: make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.randn(4, 4)), (), "sizes differ"),
         (lambda: with_item(traced(lambda x: x.sum() + 1, "cuda")), (), "sum_1 (aten.sum.default) waits"),
+        (lambda: with_names(traced(lambda x: x + 1, "cuda")), (), None),
+        (lambda: with_names(traced(lambda x: x.cpu() + 1, "cuda")), (), "on cpu"),
         (lambda: traced(lambda: None), (), "no device"),
     ],
 )

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fusion_compiler as fc
+from fusion_compiler.capture import decompositions
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.ops import Kind, spec_of
 from tests.exactness import Compiled
@@ -425,3 +426,35 @@ def test_interpolation_is_fused_and_its_gradient_is_eagers(mode: str, rank: int,
     left = [item.target for plan in fast.plan for item in plan.leftovers]
     assert len(left) == calls and all(target.endswith("_backward.default") for target in left)
     assert torch.ops.aten.upsample_nearest2d.vec.py_kernels  # others trace as before
+
+
+def far_off(x: Tensor) -> Tensor:
+    """The part that is looked at beforehand is as far from the rest as it can be."""
+    x[0] += 1e4
+    return x
+
+
+COLUMNS = {
+    "plain": lambda x: x,
+    "large mean": lambda x: x * 0.1 + 300,
+    "constant": lambda x: torch.full_like(x, 0.3),
+    "far off": far_off,
+    "not a number": lambda x: x.index_fill(0, torch.tensor([3]), math.nan),
+    "infinite": lambda x: x.index_fill(0, torch.tensor([3]), math.inf),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_the_variance_of_large_columns_takes_one_reading(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a value near the mean: no second look at what no cache holds, and no digits lost."""
+    monkeypatch.setattr(decompositions, "LARGE", 1 << 12)
+    x = COLUMNS[kind](torch.randn(128, 5, 3, 7)).to(memory_format=torch.channels_last)
+    fn = fc.compile(lambda x: torch.var_mean(x, (0, 2, 3)), backend="interpret", strict=True)
+    (var, mean), (true_var, true_mean) = fn(x), torch.var_mean(x.double(), (0, 2, 3))
+    grown = decompositions.SAMPLE if kind == "far off" else 1  # what rounding errors grow by
+    for ours, true, size in ((var, true_var, true_var), (mean, true_mean, true_mean.abs() + true_var.sqrt())):
+        finite = true.isfinite()
+        assert torch.equal(finite, ours.isfinite())
+        assert ((ours - true).abs() <= grown * 2**-21 * size + 1e-12)[finite].all()
+    sums = [n for plan in fn.plan for n in plan.dag.order if "sum" in n]
+    assert len(sums) == 3, "a part's mean, and two sums of one reading"

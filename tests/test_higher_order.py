@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor.lowering import lowerings
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils import _pytree as pytree
 
 import fusion_compiler as fc
+from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.stitch.higher_order import Lowered, lowered
 
@@ -74,7 +77,10 @@ def test_other_higher_order_operators_stay_calls(grad: bool) -> None:
 def call(*values: Any, results: Any) -> tuple[fx.Node, fx.GraphModule]:
     """A graph with one call of FlexAttention on those values, None for a graph of its own."""
     graph, module = fx.Graph(), torch.nn.Module()
-    module.score = fx.symbolic_trace(lambda s, b, h, i, j: s * 2)
+    with FakeTensorMode():
+        numbers = [torch.empty((), dtype=dtype) for dtype in (torch.bfloat16, *[torch.int32] * 4)]
+    table = decomposition_table()  # of which some operators are none of Inductor's
+    module.score = make_fx(lambda s, b, h, i, j: 1 - s.float(), decomposition_table=table)(*numbers)
     nodes: list[fx.Node] = []
     for i, value in enumerate(values):
         nodes.append(graph.get_attr("score") if value is None else graph.placeholder(f"x{i}"))
@@ -107,7 +113,10 @@ def test_a_call_becomes_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     ((gm, inputs),) = seen
     assert inputs == [a, b]
     (inner,) = gm.graph.find_nodes(op="call_function", target=HIGHER.flex_attention)
-    assert inner.args[1][1] == 7 and inner.args[1][0][0].op == "get_attr" and gm.score is module.score
+    assert inner.args[1][1] == 7 and inner.args[1][0][0].op == "get_attr"
+    for graph, known in ((module.score.graph, False), (gm.score.graph, True)):
+        calls = [n for n in graph.nodes if n.op == "call_function"]
+        assert calls and all(n.target in lowerings for n in calls) == known
     results = gm.graph.output_node().args[0]
     assert [r and (r.target, r.args[1]) for r in results] == [
         (operator.getitem, 0), (operator.getitem, 0), None, (operator.getitem, 2),

@@ -47,6 +47,18 @@ class Images(nn.Module):
         return wide, self.two(wide).sin(), wide.transpose(1, 3)
 
 
+class Grouped(nn.Module):
+    """As in diffusion: norms of groups, with weights and without, one beside a residual path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+        self.first, self.second = nn.GroupNorm(4, 16), nn.GroupNorm(2, 8, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.two(F.silu(self.first(self.one(x)))) + x)
+
+
 class Sequence(nn.Module):
     """As a speech encoder begins."""
 
@@ -70,6 +82,7 @@ class Video(nn.Module):
 CASES: dict[type[nn.Module], tuple[int, ...]] = {
     Residual: (2, 3, 16, 16),
     Images: (2, 8, 7, 9),
+    Grouped: (2, 8, 6, 5),
     Sequence: (2, 8, 12),
     Video: (2, 8, 3, 6, 5),
 }
@@ -104,7 +117,7 @@ def steps(x: Tensor) -> list[int]:
     return [step for step, size in zip(x.stride(), x.shape, strict=True) if size != 1]
 
 
-@pytest.mark.parametrize("net", [Residual, Sequence, Video], ids=lambda n: n.__name__)
+@pytest.mark.parametrize("net", [Residual, Grouped, Sequence, Video], ids=lambda n: n.__name__)
 def test_all_that_convolutions_read_is_turned(net: type[nn.Module]) -> None:
     model = net().eval()
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -123,6 +136,25 @@ def test_all_that_convolutions_read_is_turned(net: type[nn.Module]) -> None:
         assert all((v.stride(1) == 1) == turned for v in read if max(v.shape[2:]) > 1)
         before, after = (g.graph.output_node().all_input_nodes[0].meta["val"] for g in (gm, new))
         assert before.stride() == after.stride()
+
+
+def test_norms_of_groups_copy_no_image_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(innermost_channels, "has_tensor_units", lambda x: True)
+    model = Grouped()
+    fast: Any = fc.compile(model, backend="eager")
+    fast(torch.randn(CASES[Grouped])).sum().backward()
+    found = [op.outputs[0] for plan in fast.plan for op in map(plan.dag.op, plan.dag.order) if op.outputs]
+    images = [value.stride for value in found if value.shape[1:] == (16, 6, 5)]
+    assert images and all(stride[1] == 1 for stride in images)
+
+
+def test_a_net_that_returns_a_part_of_an_image_stays() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops.aten.slice.Tensor(F.conv2d(x, w), 2, 0, 6, 2)
+
+    gm = traced_on_cuda(function, *on_cuda((2, 8, 8, 8), (8, 8, 3, 3)))
+    new, notes = turn_channels(gm)
+    assert new is gm and not notes[0].applied and "part of a larger tensor" in notes[0].reason
 
 
 def test_a_net_that_is_turned_already_stays() -> None:

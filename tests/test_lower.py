@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from fusion_compiler.codegen.emit import schedules_of
-from fusion_compiler.ir.loops import Reduce
+from fusion_compiler.ir.loops import ROWS, Load, Reduce
+from fusion_compiler.passes.lower.simplify import LONG_ROW
 from tests.exactness import Compiled, Schedules, cramped, not_as_close, rounding_noise, wide
 
 FIRST = torch.tensor([2, 0, 1, -1])
@@ -131,6 +132,29 @@ def test_views_between_a_value_and_its_copy_cut_no_axis() -> None:
     compiled(x(2, 32, 64))
     (cluster,) = compiled.plans[0].clusters
     assert [a.size for a in cluster.loops.axes] == [2, 64, 32]
+
+
+@pytest.mark.parametrize("padded", [0, 3])
+@pytest.mark.parametrize("columns", [LONG_ROW, LONG_ROW + 5, 64])
+def test_long_rows_read_their_own_values_once(columns: int, padded: int) -> None:
+    """Also where they count in some columns alone: a value of the row is no tile of loads."""
+
+    def fn(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return F.pad((a - b) * c, (0, padded), value=1.0)
+
+    given = (torch.randn(3, columns), torch.randn(3, 1), torch.randn(3, 1))
+    compiled = Compiled(fn)
+    torch.testing.assert_close(compiled(*given), fn(*given), rtol=1e-6, atol=1e-6)
+    ((loops,),) = (cluster.nests for cluster in compiled.plans[0].clusters)
+    (runner,) = compiled.compiler.runners.values()
+    assert any(axis.group == ROWS for axis in loops.axes) == (columns >= LONG_ROW)
+    if columns < LONG_ROW:
+        return
+    text = runner.candidates[0].kernels[0].source
+    loads = [line for line in text.splitlines() if "tl.load(" in line]
+    assert len(loads) == len([n for n in loops.nodes if isinstance(n, Load)]) == 3
+    of_rows = [line for line in loads if "col" not in line]
+    assert len(of_rows) == 2 and not any("mask=" in line for line in of_rows)
 
 
 def test_what_is_broadcast_is_not_stored_for_every_element() -> None:

@@ -243,7 +243,7 @@ def test_parts_of_a_launch_have_a_candidate_for_inputs_that_begin_anywhere() -> 
     def siblings(s: Tensor, u: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         (row,) = s @ u
         x, y = x * row, y * row
-        return x / x.abs().sum(-1, keepdim=True) + x.amax(-1, keepdim=True), y.sum(-1)
+        return x / x.abs().sum(-1, keepdim=True) + x.amax(-1, keepdim=True), y.abs().sum(-1)
 
     shapes = ((1, 4), (4, 5001), (3, 5001), (5, 5001))
     begins = [torch.randn(torch.Size(shape).numel() + 1) for shape in shapes]

@@ -48,7 +48,9 @@ STEP = 1e-3
 NOT_A_TILE_PROGRAM = {
     "aten.embedding_dense_backward.default",
     "aten.index_put.default",
+    "aten.index_put_.default",
     "aten.scatter.src",
+    "aten.scatter_.src",
     "aten.histc.default",
     "aten.sort.default",
     "aten.topk.default",

@@ -24,6 +24,7 @@ MEAN = 1.25
 STAYS = {
     "aten.topk.default", "aten.sort.default", "aten.cumsum.default", "aten.histc.default",
     "aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.index_put.default",
+    "aten.scatter_.src", "aten.scatter_add_.default", "aten.index_put_.default",
     "aten.embedding_dense_backward.default", "transformers.grouped_mm_fallback.default",
     "transformers.grouped_mm_fallback_backward.default", "aten.max_pool2d_with_indices.default",
     "aten.max_pool2d_with_indices_backward.default", "aten.copy_.default",

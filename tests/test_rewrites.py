@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.ir.layout import VIEWS
 from fusion_compiler.passes.rewrites import (
     DEFAULT_REWRITES,
     RewriteNote,
@@ -293,6 +294,32 @@ def test_grouped_queries(repeat: Callable[[torch.Tensor, int], torch.Tensor]) ->
     assert note.applied and targets(new) == [SDPA]
     args = [torch.randn(s, dtype=torch.float64) for s in shapes]
     torch.testing.assert_close(new(*args), attention(*args), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", [(1, 16), (2, 1, 1, 16)], ids=str)
+def test_one_query_of_each_head_is_one_of_several_of_its_key(mask: tuple[int, ...]) -> None:
+    def attention(*given: torch.Tensor) -> torch.Tensor:
+        q, k, v, allowed = given
+        return F.scaled_dot_product_attention(q, _repeat_kv(k, 3), _repeat_kv(v, 3), attn_mask=allowed)
+
+    shapes = (2, 6, 1, 8), (2, 2, 16, 8), (2, 2, 16, 8), mask
+    new, (note,) = group_queries(traced_on_cuda(attention, *on_cuda(*shapes)))
+    assert note.applied
+    assert [t for t in targets(new) if t not in VIEWS] == [SDPA]
+    for kind in (torch.bool, torch.float64):
+        args = [torch.randn(s, dtype=torch.float64) for s in shapes]
+        args[3] = args[3] > -1 if kind is torch.bool else args[3]
+        torch.testing.assert_close(new(*args), attention(*args), rtol=1e-12, atol=1e-12)
+
+
+def test_a_mask_that_tells_heads_apart_keeps_them_repeated() -> None:
+    def attention(*given: torch.Tensor) -> torch.Tensor:
+        q, k, allowed = given
+        return F.scaled_dot_product_attention(q, _repeat_kv(k, 3), _repeat_kv(k, 3), attn_mask=allowed)
+
+    gm = traced_on_cuda(attention, *on_cuda((2, 6, 1, 8), (2, 2, 16, 8), (1, 6, 1, 16)))
+    new, (note,) = group_queries(gm)
+    assert new is gm and "a mask" in note.reason
 
 
 def test_grouped_queries_are_refused() -> None:

@@ -238,3 +238,22 @@ def test_rows_that_do_not_exist_add_nothing_to_sums_over_rows() -> None:
     for got, want in zip(compiled(x, y), fn(x.double(), y.double()), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     assert kernels_of(compiled)[0].source.count("tl.where(row_inside") == 3
+
+
+@pytest.mark.parametrize(("inside", "at_once"), [(64, True), (48, True), (49, False)])
+def test_a_value_of_some_rows_and_columns_is_loaded_once_for_them(inside: int, at_once: bool) -> None:
+    """Where blocks of rows cross from one such value to the next it is gathered, and not copied ahead."""
+
+    def fn(x: Tensor, mean: Tensor) -> Tensor:
+        return (x.unflatten(-1, (4, 6)) - mean[:, None, :, None]).abs().sum((0, 1))
+
+    x, mean = torch.randn(5, inside, 24), torch.randn(5, 4)
+    loop = Schedule(16, 32, Cols.GRID, programs=2, num_warps=1, num_stages=3)
+    compiled = Compiled(fn, schedules=lambda *_: (loop,))
+    want = fn(x.double(), mean.double())
+    for runs in (compiled, Compiled(fn)):
+        torch.testing.assert_close(runs(x, mean).double(), want, rtol=1e-5, atol=1e-5)
+    assert ("block_row_0 = " in kernels_of(compiled)[0].source) == at_once
+    nest = compiled.compiler.plans[0].clusters[0].loops
+    tall = [s for s in schedules_of(nest, "", device_spec("h200")) if s.block_rows == 16 and s.programs]
+    assert tall and all((s.num_stages > 1) <= at_once for s in tall)

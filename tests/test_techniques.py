@@ -94,6 +94,10 @@ def quantised_rms_norm(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return groups_of_128(F.rms_norm(x, w.shape, w))
 
 
+def residual_product(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+    return residual + F.linear(x, w)
+
+
 def add_rms_norm(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     total = x + y
     return total, F.rms_norm(total, w.shape, w)
@@ -118,6 +122,12 @@ def dropout(x: Tensor) -> Tensor:
 
 def embedding_rms_norm(tokens: Tensor, table: Tensor, w: Tensor) -> Tensor:
     return F.rms_norm(table[tokens], w.shape, w)
+
+
+def store_keys(cache: Tensor, key: Tensor, cos: Tensor, sin: Tensor, at: Tensor) -> Tensor:
+    turned = torch.cat([-key[..., 64:], key[..., :64]], -1)
+    cache.index_copy_(1, at, key * cos + turned * sin)
+    return cache.sum(-1)
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,10 @@ EXAMPLES = {
     "Several rows a program": Example(softmax, "bfloat16 [65536, 64]"),
     "Merged axes": Example(add_heads, "bfloat16 [8, 1024, 4096], bfloat16 [8, 1024, 4096]"),
     "Index-set splitting": Example(concatenation, "bfloat16 [8192, 4096], bfloat16 [8192, 4096]"),
+    "Stores into memory that exists": Example(
+        store_keys,
+        "bfloat16 [32, 8192, 128], bfloat16 [32, 1, 128], bfloat16 [128], bfloat16 [128], int64 [1]",
+    ),
     "Block window": Example(bias_of_channels, "bfloat16 [32, 512, 64, 64], bfloat16 [512]"),
     "Interleaved": Example(
         rotary_of_pairs, "bfloat16 [4, 2048, 32, 128], bfloat16 [2048, 1, 64], bfloat16 [2048, 1, 64]"
@@ -179,6 +193,9 @@ EXAMPLES = {
     "Rematerialization": Example(softmax, "bfloat16 [4096, 32768]", gradients=True),
     "Shared rows": Example(rms_norm, "bfloat16 [512, 65536], bfloat16 [65536]", gradients=True),
     "Segments of a row": Example(quantised_rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]"),
+    "Matrix-vector products": Example(
+        residual_product, "bfloat16 [2, 2048], bfloat16 [8192, 2048], bfloat16 [2, 8192]"
+    ),
     "Horizontal fusion": Example(
         bias_gradients, "bfloat16 [4096, 1024], bfloat16 [1024, 1024], bfloat16 [1024, 256]"
     ),

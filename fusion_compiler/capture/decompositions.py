@@ -28,10 +28,13 @@ from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.capture import image_decompositions
-from fusion_compiler.ir import random, running
+from fusion_compiler.ir import group_norm, max_pool, random, running
 from fusion_compiler.ir.ops import Kind, spec_of
 
 aten = torch.ops.aten
+
+LARGE = 1 << 24  # elements that no cache holds until they are read again
+SAMPLE = 64  # rows of which one is looked at beforehand
 
 # Contractions and scatters that core ATen would take apart. They stay library calls.
 _WHOLE = (
@@ -90,7 +93,7 @@ def _shared() -> dict[OpOverload, Callable[..., Any]]:
         spec = spec_of(target)
         if target in _WHOLE or (spec is not None and spec.kind is not Kind.LAYOUT):
             del table[target]
-    ours = _OURS | image_decompositions.TABLE
+    ours = _OURS | image_decompositions.TABLE | max_pool.FORMULAS
     return table | {target: _for_real(function) for target, function in ours.items()}
 
 
@@ -163,12 +166,34 @@ def _var_mean(
 ) -> tuple[Tensor, Tensor]:
     dims, wide = _axes(x, dim), _wide(x)
     count = _count(x, dims)
-    mean = _sum(wide, dims, True) / count
-    centred = wide - mean
+    near = _near_mean(wide, dims)
+    mean = _sum(wide if near is None else wide - near, dims, True) / count
+    centred = wide - (mean if near is None else near)
+    squares = _sum(centred * centred, dims, True)
+    if near is not None:
+        squares, mean = (squares - count * mean * mean).clamp_min(0), near + mean
     freedom = torch.sym_max(count - (1 if correction is None else correction), 0)
-    var = _sum(centred * centred, dims, keepdim) / freedom
-    mean = mean if keepdim else mean.squeeze(dims)
+    var = squares / freedom
+    if not keepdim:
+        var, mean = var.squeeze(dims), mean.squeeze(dims)
     return var.to(x.dtype), mean.to(x.dtype)
+
+
+def _near_mean(x: Tensor, dims: Sequence[int]) -> Tensor | None:
+    """The mean of one in `SAMPLE` rows, for a large tensor whose columns are reduced; else None.
+
+    A row's programs hold it until its mean is known; of columns all are read before, and a second time for
+    the variance. Taken from a value near the mean both sums are made at once: the square of its distance,
+    at most SAMPLE - 1 variances for the mean of such a part, is what rounding errors grow by (Chan, Golub
+    and LeVeque 1983, on shifted data).
+    """
+    kept = [d for d in range(x.ndim) if d not in dims and not statically_known_true(x.shape[d] == 1)]
+    across = any(statically_known_true(x.stride(d) == 1) for d in kept)
+    if not across or not statically_known_true(x.numel() >= LARGE):
+        return None
+    outermost = max((d for d in dims if not statically_known_true(x.shape[d] == 1)), key=x.stride)
+    part = x.narrow(outermost, 0, -(-x.shape[outermost] // SAMPLE))
+    return _sum(part, dims, True) / _count(part, dims)
 
 
 def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
@@ -367,11 +392,40 @@ def _per_channel(x: Tensor, values: Tensor | None) -> Tensor | None:
 def _group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hw: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    unit, mean, rstd = _normalized(_wide(x).reshape(n, groups, c // groups * hw), [2], eps)
-    out = _affine(unit.view(x.shape), _per_channel(x, weight), _per_channel(x, bias)).to(x.dtype)
+    shape = _group_shape(x, groups)
+    inner = list(range(2, len(shape)))
+    unit, mean, rstd = _normalized(_wide(x).reshape(shape), inner, eps)
+    out = _affine(unit.reshape(x.shape), _per_channel(x, weight), _per_channel(x, bias)).to(x.dtype)
     dtype = _statistics_dtype(x, weight)
     out = out.contiguous(memory_format=suggest_memory_format(x))
-    return out, mean.squeeze(2).to(dtype), rstd.squeeze(2).to(dtype)
+    return out, mean.squeeze(inner).to(dtype), rstd.squeeze(inner).to(dtype)
+
+
+def _group_norm_as_it_lies(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _group_norm(x, weight, bias, *group_norm.sizes(x), groups, eps)
+
+
+def _group_norm_as_it_lies_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    sizes = group_norm.sizes(x)
+    found = _group_norm_backward(grad, x, mean, rstd, weight, *sizes, groups, output_mask)
+    return tuple(x.new_empty(0) if t is None else t for t in found)
+
+
+def _group_shape(x: Tensor, groups: int) -> tuple[int, ...]:
+    """In which x [n, c, ...] is a view with a group's values last: one dimension where they lie together."""
+    if x.is_contiguous():
+        return x.shape[0], groups, x.shape[1] // groups * math.prod(x.shape[2:])
+    return x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]
 
 
 def _group_norm_backward(
@@ -386,18 +440,20 @@ def _group_norm_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    grouped = (n, groups, c // groups * hw)
-    wide_grad, mean, rstd = _wide(grad), _wide(mean).unsqueeze(2), _wide(rstd).unsqueeze(2)
-    unit = (_wide(x).reshape(grouped) - mean) * rstd
+    shape = _group_shape(x, groups)
+    inner = list(range(2, len(shape)))
+    wide_grad = _wide(grad)
+    mean, rstd = (_wide(v).view([n, groups] + [1] * len(inner)) for v in (mean, rstd))
+    unit = (_wide(x).reshape(shape) - mean) * rstd
     dx = dweight = dbias = None
     if output_mask[0]:
-        scaled = _affine(wide_grad, _per_channel(x, weight), None).reshape(grouped)
-        dx = _normalized_backward(scaled, unit, rstd, [2]).view(x.shape).to(x.dtype)
+        scaled = _affine(wide_grad, _per_channel(x, weight), None).reshape(shape)
+        dx = _normalized_backward(scaled, unit, rstd, inner).reshape(x.shape).to(x.dtype)
         dx = dx.contiguous(memory_format=suggest_memory_format(x))
     rest = [dim for dim in range(x.ndim) if dim != 1]
     dtype = x.dtype if weight is None else weight.dtype
     if output_mask[1]:
-        dweight = _sum(wide_grad * unit.view(x.shape), rest).to(dtype)
+        dweight = _sum(wide_grad * unit.reshape(x.shape), rest).to(dtype)
     if output_mask[2]:
         dbias = _sum(wide_grad, rest).to(dtype)
     return dx, dweight, dbias
@@ -652,6 +708,10 @@ def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
 # Random numbers
 
 
+_FEWER_BITS = (torch.float32, torch.bfloat16, torch.float16)  # than eager has for float64
+_NOT_PROBABILITIES = "probability tensor contains `inf`, `nan` or an element < 0, or its sum is not positive"
+
+
 def _random(salts: Iterator[int]) -> dict[OpOverload, Callable[..., Any]]:
     def numbers(shape: Sequence[int], device: torch.device) -> Tensor:
         return random.uniform(random.seed(device), shape, next(salts))
@@ -679,7 +739,27 @@ def _random(salts: Iterator[int]) -> dict[OpOverload, Callable[..., Any]]:
     def rand_like(x: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
         return rand(x.shape, dtype=dtype or x.dtype, device=device or x.device)
 
+    def exponential(x: Tensor, lambd: float = 1, *, generator: object = None) -> Any:
+        if generator or x.dtype not in _FEWER_BITS:
+            return NotImplemented
+        u = numbers(x.shape, x.device)
+        least = 2**-25  # is never 0, as in eager
+        return (torch.where(u > 0, -torch.log1p(-u), least) / lambd).to(x.dtype)
+
+    def multinomial(p: Tensor, n: int, replacement: bool = False, *, generator: object = None) -> Any:
+        """Where exponential variables over p are least: what eager computes too, there with a host that waits
+        for the checks."""
+        if generator or p.dtype not in _FEWER_BITS or (replacement and n > 1):
+            return NotImplemented
+        wide = p.float()
+        times = wide / exponential(wide)
+        finite = (wide.amax(-1) < math.inf) & (wide.amin(-1) >= 0)
+        aten._assert_async.msg((finite & (wide.sum(-1) > 0)).all(), _NOT_PROBABILITIES)
+        return times.argmax(-1, keepdim=True) if n == 1 else times.topk(n, -1).indices
+
     return {
+        aten.exponential.default: exponential,
+        aten.multinomial.default: multinomial,
         aten.native_dropout.default: native_dropout,
         aten.bernoulli.default: bernoulli,
         aten.bernoulli.p: bernoulli_p,
@@ -723,6 +803,8 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten._fused_rms_norm.default: _rms_norm,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.native_group_norm.default: _group_norm,
+    group_norm.group_norm: _group_norm_as_it_lies,
+    group_norm.group_norm_backward: _group_norm_as_it_lies_backward,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten._softmax.default: _softmax,
     aten._softmax_backward_data.default: _softmax_backward,

@@ -21,9 +21,10 @@ from torch.amp import autocast_mode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusion_compiler.ir import record
+from fusion_compiler.ir import random, record, running
 from fusion_compiler.ir.chunks import Chunked
-from fusion_compiler.ir.random import seed, uniform
+from fusion_compiler.ir.group_norm import group_norm, group_norm_backward
+from fusion_compiler.ir.max_pool import max_pool, max_pool_backward
 from fusion_compiler.ir.record import NotWritable
 
 NAMESPACES = ("aten", "prims")  # whose operators mean the same in every process of one version of PyTorch
@@ -231,6 +232,10 @@ class _Reader:
         return FakeTensor(self._mode, memory, torch.device(device))
 
 
+# Operators whose names say what they do, as PyTorch's own do; by those, as nodes hold copies of overloads.
+_RUNNING = (running.largest, running.smallest, running.where_largest, running.where_smallest)
+_IMAGES = (group_norm, group_norm_backward, max_pool, max_pool_backward)
+_OWN = frozenset(map(str, (random.seed, random.uniform, *_RUNNING, *_IMAGES)))
 _OF_LOOPS = ("name", "rows", "chunk", "inputs", "results", "saved", "unit")
 
 
@@ -255,7 +260,7 @@ def target_name(target: Any) -> str:
     """
     if name := next((n for n, known in _FUNCTIONS.items() if known is target), None):
         return name
-    if isinstance(target, OpOverload) and (target.namespace in NAMESPACES or target in (seed, uniform)):
+    if isinstance(target, OpOverload) and (target.namespace in NAMESPACES or str(target) in _OWN):
         return f"{target._schema.name}.{target._overloadname}"
     raise NotWritable(f"what {target} does may change from process to process")
 

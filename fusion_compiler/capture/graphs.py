@@ -124,7 +124,7 @@ def _viewed(node: fx.Node) -> list[Any]:
     return [named[a.name] for a in node.target._schema.arguments if a.alias_info is not None]
 
 
-def emit(like: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+def emit(like: fx.Node, target: OpOverload | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
     """A call at the graph's insertion point that comes from where `like` does, its value traced."""
     node = like.graph.call_function(target, args, kwargs)
     node.meta = {k: copy.copy(v) for k, v in like.meta.items() if k in _ORIGIN}

@@ -146,7 +146,7 @@ def replaced() -> Iterator[str]:
     PyTorch's may reach them by a way that it does not show."""
     for space, module in _NAMESPACES.items():
         for name, value in vars(module).items():
-            if callable(value) and not isinstance(value, type) and not _is_own(value):
+            if callable(value) and not isinstance(value, type) and not _is_pytorchs(value):
                 yield f"{space}.{name}"
 
 
@@ -156,7 +156,7 @@ _OWNERS = frozenset(
 )
 
 
-def _is_own(value: Any) -> bool:
+def _is_pytorchs(value: Any) -> bool:
     value = getattr(value, "__func__", value)
     if isinstance(value, functools._lru_cache_wrapper):
         value = value.__wrapped__

@@ -140,8 +140,8 @@ def read_wide_statistics(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-_NORMS = ("native_layer_norm", "native_group_norm")
-_NORMS_BACKWARD = ("native_layer_norm_backward", "native_group_norm_backward")
+_NORMS = ("native_layer_norm", "native_group_norm", "group_norm")
+_NORMS_BACKWARD = tuple(f"{name}_backward" for name in _NORMS)
 
 
 def _casts(node: fx.Node, operators: tuple[str, ...]) -> bool:

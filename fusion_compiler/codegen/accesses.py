@@ -2,7 +2,7 @@
 
 window                          of what
 windows/interleaved.py          every other element and its right neighbour, moved together
-windows/block.py                one element that serves all lanes of a block
+windows/block.py                one element that serves all lanes of a block, or one row that serves all
 windows/misaligned.py           whole words of rows that begin anywhere
 segments.py                     one element for each segment of a row
 here                            any address for each lane
@@ -31,6 +31,8 @@ def load(b: Builder, number: int, then: str) -> Expression:
         return f"tl.full({b.shape(groups)}, 0, {TRITON_TYPES[node.dtype]})"
     if block.is_same(b, node):
         return f"tl.broadcast_to({block.loaded_once(b, number, node)}, {b.shape(groups)})"
+    if block.is_same_in_rows(b, node):
+        return f"tl.broadcast_to({block.row_loaded_once(b, number, node)}, {b.shape(groups)})"
     pointer = f"{b.pointers[node.buffer]} + {b.index(node.index)}"
     if not node.index.terms and node.index.const == 0:
         pointer = b.pointers[node.buffer]

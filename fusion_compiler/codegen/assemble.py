@@ -66,9 +66,11 @@ class Signature:
 
 
 def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> Signature:
-    """Inputs in order of first load, outputs in order of first store, symbols in order of name."""
+    """Inputs in order of first load, then what is written into; outputs in order of first store, symbols in
+    order of name."""
     loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
     stored = dict.fromkeys(s.buffer for loops in nests for s in loops.stores)
+    loaded |= dict.fromkeys(over for b in stored if (over := buffers[b].over) is not None)
     tensors = [(*buffers[name].shape, *buffers[name].stride) for name in (*loaded, *stored)]
     salts = [n.salt for loops in nests for n in loops.nodes if isinstance(n, Random)]
     streams = dict.fromkeys(s for s in salts if isinstance(s, sympy.Symbol))
@@ -225,7 +227,11 @@ class _Assembly:
         ):
             for i, buffer in enumerate(buffers):
                 parameter = f"{PREFIX[role]}{i}_ptr" if role is not Role.SCRATCH else f"{buffer.name}_ptr"
-                self.parameters[buffer.name] = Argument(parameter, role, i, buffer.dtype)
+                own = Argument(parameter, role, i, buffer.dtype)
+                if buffer.over is not None:
+                    given = self.parameters[buffer.over]
+                    own = replace(given, name=parameter)
+                self.parameters[buffer.name] = own
         for i, symbol in enumerate((*signature.sizes, *(symbol for symbol, _ in signature.derived))):
             self.parameters[f"size {symbol.name}"] = Argument(
                 symbol.name, Role.SIZE, i, torch.int64, aligned=False

@@ -86,6 +86,8 @@ def _rows_from(b: Builder, start: str) -> None:
     if b.s.splits > 1 and start != "first_row":  # which the exchange asks for
         b.define("first_row", start)
         start = "first_row"
+    if apart == 1:
+        b.tile = replace(b.tile, first_row=start if start.isidentifier() else f"({start})")
     b.define("row", f"{start} + tl.arange(0, {rows})[:, None]{f' * {apart}' if apart > 1 else ''}")
     if size == 0 or quotient(size, rows * apart) is None:
         b.define("row_inside", f"row < {dim_text(size)}")

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -45,13 +45,14 @@ class Tile:
     """Where the tile at hand lies.
 
     flat: it is a vector over the columns of one row. lanes: its columns. start: where they begin; None where
-    there is no other tile. row_mask, col_mask: the variables that say which rows and columns exist; None
-    where all do. last_pass: nothing that it reads of the row is read again.
+    there is no other tile. first_row: of several side by side. row_mask, col_mask: the variables that say
+    which rows and columns exist; None where all do. last_pass: nothing that it reads of a row is read again.
     """
 
     flat: bool
     lanes: int
     start: str | None = None
+    first_row: str | None = None
     row_mask: str | None = None
     col_mask: str | None = None
     last_pass: bool = True
@@ -192,10 +193,11 @@ class Builder:
             self.named[key] = axis.name
         return self.named[key]
 
-    def index(self, index: Index) -> str:
-        """Element index as text."""
+    def index(self, index: Index, axis: Callable[[int], str] | None = None) -> str:
+        """Element index as text. axis: the variable of one axis, where that is not each lane's own."""
         merged, whole = self.a.merged(index)
-        return index_text(merged, lambda k: BASES[whole[k]] if k in whole else self.axis(k), self.place)
+        of = axis or self.axis
+        return index_text(merged, lambda k: BASES[whole[k]] if k in whole else of(k), self.place)
 
     def place(self, number: int) -> str:
         """A value that says where to read: times a stride it may leave 32 bits."""

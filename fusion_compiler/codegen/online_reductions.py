@@ -42,10 +42,15 @@ class Plain:
         return (self.total,)
 
     def start(self, b: Builder) -> tuple[str, ...]:
-        return (accumulator(b, self.total, b.a.groups[b.reduction(self.total).operand] | ALONG),)
+        word = word_of(b, self.total)
+        return (accumulator(b, self.total, b.a.groups[b.reduction(self.total).operand] | ALONG, word),)
 
     def step(self, b: Builder, names: Sequence[str]) -> None:
-        b.line(step_text(b.reduction(self.total), names[0], self._elements(b)))
+        tile, word = self._elements(b), word_of(b, self.total)
+        if word > 1:
+            rows, axis = ("", 1) if b.tile.flat else (f"{b.s.block_rows}, ", 2)
+            tile = f"tl.sum(tl.reshape({tile}, [{rows}{b.tile.lanes // word}, {word}]), axis={axis})"
+        b.line(step_text(b.reduction(self.total), names[0], tile))
 
     def single(self, b: Builder, names: Sequence[str]) -> None:
         b.set(names[0], self._elements(b))
@@ -223,11 +228,25 @@ class Moments:
 Running = Plain | Softmax | Moments
 
 
-def accumulator(b: Builder, number: int, groups: frozenset[str]) -> str:
-    """The variable in which a reduction is accumulated over a tile of these groups."""
+def accumulator(b: Builder, number: int, groups: frozenset[str], word: int = 1) -> str:
+    """The variable in which a reduction is accumulated over a tile of these groups, with one lane for each
+    word of so many columns."""
     reduce = b.reduction(number)
     dtype = TRITON_TYPES[accumulator_dtype(reduce)]
-    return b.let(b.base_of(number), f"tl.full({b.shape(groups)}, {neutral_text(reduce)}, {dtype})")
+    with b.inside(None, b.tile.lanes // word):
+        shape = b.shape(groups)
+    return b.let(b.base_of(number), f"tl.full({shape}, {neutral_text(reduce)}, {dtype})")
+
+
+def word_of(b: Builder, number: int) -> int:
+    """Columns of which a pass adds up a product's terms at once: those that a thread loads together, so that
+    its registers hold the sums of many products of one matrix."""
+    if number not in b.a.weighted:
+        return 1
+    whole = frozenset({ROWS, COLS})
+    loads = (n for i, n in enumerate(b.loops.nodes) if isinstance(n, Load) and b.a.groups[i] == whole)
+    widest = max((b.dtypes[n.buffer].itemsize for n in loads), default=4)
+    return min(2 * WORD // widest, WORD, b.tile.lanes)
 
 
 def _lanes(b: Builder) -> int:

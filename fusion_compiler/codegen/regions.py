@@ -24,7 +24,7 @@ from fusion_compiler.codegen.online_reductions import (
 from fusion_compiler.codegen.partial_reductions import partial_results
 from fusion_compiler.codegen.rematerialize import rematerialize
 from fusion_compiler.codegen.sums_over_rows import Sums
-from fusion_compiler.ir.loops import COLS, Load, Store, operands_of, store_operands
+from fusion_compiler.ir.loops import COLS, ROWS, Load, Store, operands_of, store_operands
 from fusion_compiler.schedule.analysis import end_lanes, inner_cols
 from fusion_compiler.schedule.schedule import Cols
 
@@ -34,10 +34,20 @@ def whole_block(b: Builder) -> None:
     partial_results(b, b.a.segmented)
     stores = b.stores_of("main")
     roots = [*(o for s in stores for o in store_operands(s)), *b.accumulated()]
+    build_nodes(b, _matrices(b, roots))
     build_row_values(b, roots)
     build_nodes(b, _pairs_last(b, b.need(roots)))
     build_nodes(b, b.need(roots))  # what was made of a mean that was corrected since
     store_all(b, stores)
+
+
+def _matrices(b: Builder, roots: Sequence[int]) -> list[int]:
+    """Of products the loads of matrices, which a norm of the vectors would keep waiting."""
+    whole, nodes = frozenset({ROWS, COLS}), b.loops.nodes
+    if not b.a.weighted:
+        return []
+    loads = (n for n in b.need(roots) if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
+    return [n for n in loads if b.a.groups[n] == whole]
 
 
 def _pairs_last(b: Builder, numbers: list[int]) -> list[int]:

@@ -11,6 +11,7 @@ from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import Load, LoopNest, Node, Random
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.schema import short_name
+from fusion_compiler.ir.writes import base_of
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
     short = {name: f"buffer{i}" for i, name in enumerate(names)}
     salts = {salt: sympy.Symbol(f"salt{i}", integer=True) for i, salt in enumerate(salts_of(cluster))}
     nests = tuple(_renamed(loops, short, salts) for loops in cluster.nests)
-    metas = [(short[name], dag.op(name).outputs[0]) for name in names]
-    buffers = tuple(Buffer(n, m.shape, m.stride, m.dtype) for n, m in metas)
+    over = {name: short[base] for name in cluster.outputs if (base := base_of(dag, name)) is not None}
+    metas = [(name, dag.op(name).outputs[0]) for name in names]
+    buffers = tuple(Buffer(short[n], m.shape, m.stride, m.dtype, over=over.get(n)) for n, m in metas)
     return Canonical(nests, buffers, dag.op(cluster.outputs[0]).outputs[0].device)
 
 

@@ -18,6 +18,7 @@ from fusion_compiler.ir.calls import EagerCall, call_of, name_of
 from fusion_compiler.ir.dims import Dim, hint, numel, simple
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.pinned import pinned_values
+from fusion_compiler.ir.schema import written
 
 aten = torch.ops.aten
 
@@ -107,7 +108,7 @@ class OpDag:
         return tuple(self.graph.successors(name))
 
 
-# Library calls: their arithmetic is worth more than any fusion around them.
+# Library calls, where their arithmetic is worth more than any fusion around them.
 CONTRACTIONS = frozenset({
     "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "_addmm_activation",
     "_scaled_mm", "_grouped_mm", "matmul", "einsum",
@@ -249,6 +250,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
         reads = [metas_of(n.meta.get("val")) for n in node.all_input_nodes]
         flat = [m for r in reads for m in r]
         is_input = node.op in ("placeholder", "get_attr")
+        moved = (*metas, *flat) if not written(node.target) else [m for r in reads[1:] for m in r]
         if is_input:
             inputs.append(node.name)
         op = Op(
@@ -260,7 +262,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             args=tuple(_argument(a) for a in node.args),
             kwargs=tuple((k, _argument(v)) for k, v in node.kwargs.items()),
             flops=0 if is_input else _work(node, metas, flat),
-            bytes=0 if is_input else sum(map(_bytes, metas)) + sum(map(_bytes, flat)),
+            bytes=0 if is_input else sum(map(_bytes, moved)),
             source=None if is_input else source_of(node),
             call=None if is_input else call_of(node),
             pinned=node in pinned,

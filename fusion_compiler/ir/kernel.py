@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -69,13 +70,17 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor that a program reads, writes or needs as scratch: shape and strides in elements."""
+    """A tensor that a program reads, writes or needs as scratch: shape and strides in elements.
+
+    over: of an output, the name of the input into which it is written; its memory is that one's.
+    """
 
     name: str
     shape: tuple[Dim, ...]
     stride: tuple[Dim, ...]
     dtype: torch.dtype
     zeroed: bool = False  # scratch only: zero before the first launch; kernels leave it zero
+    over: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,17 @@ class Program:
     derived: tuple[tuple[sympy.Symbol, sympy.Expr], ...] = ()
     schedule: str = ""
     word: int = 0
+
+    def given(self, output: Buffer) -> int | None:
+        """The position of the input whose memory an output is; None of one that is allocated."""
+        return next((i for i, b in enumerate(self.inputs) if b.name == output.over), None)
+
+    @property
+    def updated(self) -> frozenset[int]:
+        """The positions of the inputs that kernels read and write: a second launch gives something else."""
+        inputs = {a for kernel in self.kernels for a in kernel.arguments if a.role is Role.INPUT}
+        names = Counter(position for position, _ in {(a.position, a.name) for a in inputs})
+        return frozenset(position for position, count in names.items() if count > 1)
 
     @property
     def symbols(self) -> tuple[sympy.Symbol, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch import fx
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref
 from fusion_compiler.ir.index import ZERO, Extents, NotExpressible, combine, regroup, shifted
@@ -29,6 +30,12 @@ VIEWS = frozenset({
 def is_view(op: Op) -> bool:
     """Whether the op only reads its operand at other coordinates."""
     return op.target in VIEWS or (op.target is operator.getitem and op.kind == "layout")
+
+
+def is_view_node(node: fx.Node) -> bool:
+    """The same of an fx node."""
+    part = node.target is operator.getitem
+    return (node.args[0].target if part else node.target) in VIEWS  # type: ignore[union-attr]
 
 
 def argument(op: Op, position: int, name: str, default: object = None) -> object:

@@ -279,6 +279,35 @@ def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
     return tuple(out)
 
 
+def axes_of(loops: LoopNest) -> tuple[frozenset[int], ...]:
+    """The axes that each node varies over, as far as loads and coordinates tell: reductions keep theirs."""
+    out: list[frozenset[int]] = []
+    for node in loops.nodes:
+        found = frozenset[int]().union(*(out[o] for o in operands_of(node)))
+        if isinstance(node, Load | Coordinate | InRange | Random):
+            found |= {k for k, _ in node.index.terms if k >= 0}
+        out.append(found)
+    return tuple(out)
+
+
+def stays_in_place(loops: LoopNest, load: int, buffer: str) -> bool:
+    """Whether a loaded element is used for nothing but what is stored in `buffer` in its very place, each
+    element computed alone: then whatever program loads it, that which stores it has loaded it before."""
+    reached = {load}
+    for number, node in enumerate(loops.nodes):
+        if not reached.isdisjoint(operands_of(node)):
+            if not isinstance(node, Compute):
+                return False
+            reached.add(number)
+    place = loops.nodes[load]
+    assert isinstance(place, Load)
+    stores = [s for s in loops.stores if not reached.isdisjoint(store_operands(s))]
+    return all(
+        s.buffer == buffer and s.index == place.index and not reached & {*store_operands(s)[1:]}
+        for s in stores
+    ) and all(k >= 0 for k, _ in place.index.terms)
+
+
 def resized(loops: LoopNest, size: Callable[[Dim], Dim]) -> LoopNest:
     """A loop nest with `size` of each of its sizes in that one's place; salts are none."""
 

@@ -28,7 +28,7 @@ from enum import StrEnum
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import random, running
+from fusion_compiler.ir import put, random, running
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -37,7 +37,7 @@ prims = torch.ops.prims
 class Kind(StrEnum):
     """Operator classes of Ivanov et al. (2021), with scan, layout, random and opaque beside them."""
 
-    CONTRACTION = "contraction"  # matrix products, convolution, attention: stays a library call
+    CONTRACTION = "contraction"  # matrix products, convolution, attention: a library call, but of few rows
     NORMALIZATION = "normalization"  # a reduction whose result is broadcast back
     REDUCTION = "reduction"
     SCAN = "scan"  # a reduction of all elements up to each, in order
@@ -570,6 +570,8 @@ _LAYOUTS = _layout(
     aten.flip.default,
 )
 
+_WRITES = _layout(put.put)  # into memory that exists: stores at other places than those of their results
+
 OPS: tuple[OpSpec, ...] = (
     *_ARITHMETIC,
     *_COMPARISONS,
@@ -581,6 +583,7 @@ OPS: tuple[OpSpec, ...] = (
     *_REDUCTIONS,
     *_SCANS,
     *_LAYOUTS,
+    *_WRITES,
     OpSpec(random.uniform, Kind.RANDOM, flops=16),
 )
 

@@ -23,3 +23,9 @@ def short_name(target: object) -> str:
         name = target._schema.name.split("::")[-1]
         return _SHORT.get(name, name)
     return getattr(target, "__name__", None) or str(target)
+
+
+def written(overload: object) -> tuple[int, ...]:
+    """Positions of the arguments that an operator writes into."""
+    arguments = overload._schema.arguments if isinstance(overload, OpOverload) else ()
+    return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)

@@ -354,12 +354,15 @@ def _write_grids(
 
 
 def _write_buffers(text: _Text, program: Program, gpu: Gpu) -> None:
-    """Allocates outputs y0, y1, ... and scratch s0, s1, ..."""
+    """Allocates outputs y0, y1, ..., but those that are written into inputs, and scratch s0, s1, ..."""
     text.bind("empty", gpu.empty)
     text.add(f"stream = {text.bind('current_stream', gpu.current_stream)}({gpu.index})")
     zeroed = [i for i, buffer in enumerate(program.scratch) if buffer.zeroed]
     plain = [(f"s{i}", b) for i, b in enumerate(program.scratch) if not b.zeroed]
     for name, buffer in [*((f"y{i}", b) for i, b in enumerate(program.outputs)), *plain]:
+        if (given := program.given(buffer)) is not None:
+            text.add(f"{name} = x{given}")
+            continue
         shape = _tuple_source(buffer.shape, program.symbols)
         stride = _tuple_source(buffer.stride, program.symbols)
         dtype = text.bind(str(buffer.dtype).removeprefix("torch."), buffer.dtype)

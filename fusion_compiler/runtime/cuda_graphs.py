@@ -13,13 +13,14 @@ one's backward, a graph that the user records, a profile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.runtime.binding import unkept_scratch
@@ -40,18 +41,21 @@ def refusal(gm: fx.GraphModule, static_inputs: Sequence[int]) -> str | None:
     static_inputs: positions of the arguments whose addresses stay the same.
     """
     from torch._dynamo.backends.cudagraphs import find_input_mutations
-    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     inputs = gm.graph.find_nodes(op="placeholder")
     if any(not isinstance(node.meta.get("val"), torch.Tensor) or _symbolic(node) for node in inputs):
         return "its sizes differ from call to call; compile with dynamic=False to record one graph for each"
-    tensors = [(n.name, t) for n in gm.graph.nodes for t in _tensors(n.meta.get("val"))]
-    other = next((f"{name} is on {t.device}" for name, t in tensors if t.device.type != "cuda"), None)
+    values = _values(gm)
+    tensors = [(n, value) for n, value in values if isinstance(value, torch.Tensor)]
+    other = next((f"{n.name} is on {t.device}" for n, t in tensors if t.device.type != "cuda"), None)
     if other is not None:
         return f"{other}: what the host computes is not recorded"
     if len(devices := sorted({str(t.device) for _, t in tensors})) != 1:
         return f"it is on {' and '.join(devices) or 'no device'}"
-    unsafe = get_first_incompatible_cudagraph_node(gm)
+    unsized = (n for n, value in values if value is not None and free_unbacked_symbols(value))
+    unsafe = next(filter(is_cudagraph_unsafe_fx_node, gm.graph.nodes), None) or next(unsized, None)
     if unsafe is not None:
         return f"{unsafe.name} ({unsafe.target}) waits for the device, or its result's size depends on data"
     moving = sorted(find_input_mutations(gm.graph) - set(static_inputs))
@@ -70,12 +74,9 @@ def _symbolic(node: fx.Node) -> bool:
     return not all(isinstance(n, int) for n in numbers)
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+def _values(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
+    """Each value of a graph, those of a node with several one by one, and its node."""
+    return [(n, value) for n in gm.graph.nodes for value in tree_leaves(n.meta.get("val"))]
 
 
 _pauses = 0
@@ -253,7 +254,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _device_index(gm: fx.GraphModule) -> int:
-    device = next(t.device for n in gm.graph.nodes for t in _tensors(n.meta.get("val")))
+    device = next(t.device for _, t in _values(gm) if isinstance(t, torch.Tensor))
     return int(device.index or 0)  # FakeTensors have one
 
 

@@ -209,8 +209,10 @@ class Runner:
                 continue  # `_decide` reports it, if no other can be launched
         if len(launchers) < 2:
             return next(iter(launchers), 0)
+        updated = frozenset[int]().union(*(self.candidates[i].updated for i in launchers))
         try:
-            times = gpu.times([functools.partial(launcher, *arguments) for launcher in launchers.values()])
+            given = [_again(a) if i in updated else a for i, a in enumerate(arguments)]
+            times = gpu.times([functools.partial(launcher, *given) for launcher in launchers.values()])
         except torch.OutOfMemoryError:
             return next(iter(launchers))
         bar = min(times) * (1 + NOISE)
@@ -271,6 +273,14 @@ def _brief(error: KernelError) -> str:
         return str(error).splitlines()[0]
     lines = [line.strip() for line in str(error.fields["detail"]).splitlines() if line.strip()]
     return " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else type(error).__name__
+
+
+def _again(argument: torch.Tensor | int) -> torch.Tensor | int:
+    """A tensor of the same values at the same strides, in which candidates may write over each other."""
+    assert isinstance(argument, torch.Tensor)
+    return torch.empty_strided(
+        argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device
+    ).copy_(argument)
 
 
 class _Bound:
@@ -413,7 +423,8 @@ def interpret(
         empty = torch.empty_strided(shape, stride, dtype=buffer.dtype)
         return empty.zero_() if buffer.zeroed else empty
 
-    outputs = [allocate(buffer) for buffer in program.outputs]
+    places = [(program.given(buffer), buffer) for buffer in program.outputs]
+    outputs = [allocate(buffer) if given is None else inputs[given] for given, buffer in places]
     scratch = [allocate(buffer) for buffer in program.scratch]
     sizes = evaluate(program.symbols, program, sizes)
     values = {Role.INPUT: inputs, Role.OUTPUT: outputs, Role.SCRATCH: scratch, Role.SIZE: sizes}

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch.utils._sympy.functions import FloorDiv
 
-from fusion_compiler.ir.dims import Dim, hint, product
+from fusion_compiler.ir.dims import Dim, hint, product, quotient
 from fusion_compiler.ir.loops import (
     COLS,
     ROWS,
@@ -43,6 +43,7 @@ aten = torch.ops.aten
 KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # of zeros they make zero
 HALVES = (str(torch.float16), str(torch.bfloat16))
 SHORT = (*HALVES, str(torch.float8_e4m3fn), str(torch.float8_e5m2))  # with at most 11 significant bits
+FEW_SUMS = 2  # over rows, of which a program keeps a tile each
 # Operators whose expressions multiply, by name.
 PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
 
@@ -107,6 +108,29 @@ class Analysis:
                     votes[self.loops.axes[key].group] += 1
         return votes
 
+    def is_outer(self, index: Index, group: str, block: int) -> bool:
+        """Whether an access moves with outer axes of a group alone: it is the same within each block."""
+        axes, first = self.axes[group], self.first[group]
+        moving = [key - first for key, _ in index.terms if first <= key < first + len(axes)]
+        inner = product(a.size for a in axes[max(moving, default=0) + 1 :])
+        return bool(moving) and inner != 0 and quotient(inner, block) is not None
+
+    def gathers(self, rows: int, cols: int) -> bool:
+        """Whether lanes of such a tile load elements from here and there, as of a mean of some rows and some
+        columns each, or lanes of one what those of another do, as windows that overlap."""
+        loads = [n for n in self.loops.nodes if isinstance(n, Load)]
+        spread = (n.index for n in loads if self._is_gathered(n.index))
+        found = Counter(n.buffer for n in loads if any(k < 0 for k, _ in n.index.terms))
+        return max(found.values(), default=0) > 1 or any(
+            not self.is_outer(i, ROWS, rows) and not self.is_outer(i, COLS, cols) for i in spread
+        )
+
+    def _is_gathered(self, index: Index) -> bool:
+        if {self.loops.axes[k].group for k, _ in index.terms if k >= 0} != {ROWS, COLS}:
+            return False
+        steps = dict(index.terms)
+        return all(steps.get(self.first[g] + len(self.axes[g]) - 1) != 1 for g in (ROWS, COLS))
+
     @cached_property
     def pairs(self) -> dict[int, int]:
         """Loads of every other element, with the loads of their right neighbours."""
@@ -115,8 +139,8 @@ class Analysis:
 
     @property
     def tall(self) -> bool:
-        """Whether most full-size accesses are contiguous along the rows: a tile needs several of them."""
-        return self.contiguous[ROWS] > self.contiguous[COLS]
+        """Whether full-size accesses are contiguous along the rows: a tile needs several of them."""
+        return self.contiguous[ROWS] > 0
 
     @property
     def mixed(self) -> bool:
@@ -168,6 +192,31 @@ class Analysis:
         together = {*self.online, *self.moments, *(total for total, _ in self.moments.values())}
         late = self.finish | together
         return tuple(i for i in self.reductions if self.is_sum(i) and COLS in self.over(i) and i not in late)
+
+    @cached_property
+    def weighted(self) -> frozenset[int]:
+        """Sums along the row of what a vector weights, where rows are only reduced: each is the product of a
+        matrix and that vector."""
+        if self.stores_rows:
+            return frozenset()
+        return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i))
+
+    @cached_property
+    def weighted_columns(self) -> frozenset[int]:
+        """Sums over the rows of what vectors weight, too many for each to keep a tile: products whose matrix
+        lies in memory the other way."""
+        found = (i for i in self.reductions if self.is_sum(i) and self._is_weighted(i, ROWS))
+        sums = frozenset() if self.reads_rows else frozenset(found)
+        return sums if len(sums) > FEW_SUMS else frozenset()
+
+    def _is_weighted(self, number: int, along: str = COLS) -> bool:
+        (operand,) = operands_of(self.loops.nodes[number])
+        term = self.loops.nodes[operand]
+        if not isinstance(term, Compute) or term.target is not aten.mul.Tensor:
+            return False
+        factors = [self.groups[n] for n in operands_of(term)]
+        own = frozenset({along})
+        return self.over(number) == own and sorted(map(len, factors)) == [1, 2] and own in factors
 
     @cached_property
     def reads_rows(self) -> bool:
@@ -461,7 +510,7 @@ def accumulated_groups(a: Analysis, s: Schedule, number: int) -> frozenset[str]:
     """
     (operand,) = operands_of(a.loops.nodes[number])
     groups = a.groups[operand] | a.over(number)
-    return groups - {ROWS} if s.splits > 1 else groups
+    return groups - {ROWS} if s.splits > 1 or number in a.weighted_columns else groups
 
 
 def inner_cols(a: Analysis, s: Schedule) -> Dim:

@@ -18,6 +18,8 @@ from fusion_compiler.schedule.shapes import padded, powers, warps_of
 WARPS = 16  # of a multiprocessor: with 32 elements a thread, three times, enough in flight
 SQUARE = ((64, 64, 8, 2), (32, 128, 8, 2), (128, 32, 8, 2))  # both memory orders touch whole sectors
 ALL = ((8192, 4, 8), (4096, 8, 4), (2048, 8, 4), (16384, 2, 16))  # of one column: elements, share, warps
+# Products: a thread has a word of every row of the tile, and adds these up by itself.
+PRODUCTS = ((8, 256, 1, 4), (8, 512, 2, 2), (4, 256, 1, 8), (16, 256, 1, 2))
 WHOLE = (1, 0, 8, 2)  # what is stored besides goes row by row
 
 
@@ -34,6 +36,8 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
     if width == 1:
         return _one_column(device, count)
+    if a.weighted_columns:
+        return made(a, device, PRODUCTS)
     stored = any(s.value not in a.finish for s in a.loops.stores)
     by_row = stored and not a.mixed and isinstance(a.size(COLS), int) and 1024 <= padded(width) <= 8192
     tiles = SQUARE if a.mixed else tuple(_tiles(width, count, device))
@@ -45,7 +49,7 @@ def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    if hint(a.size(COLS)) <= 1:
+    if hint(a.size(COLS)) <= 1 or a.weighted_columns:
         return ()
     shapes = ((32 * w * 32 // cols, cols, w, 2) for cols in powers(32, 1024) for w in powers(1, 16))
     return made(a, device, tuple(s for s in shapes if s[0]))

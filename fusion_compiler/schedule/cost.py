@@ -12,7 +12,7 @@ model to, and from the timings of benchmarks/results/schedules.json. It foresees
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import sympy
@@ -21,7 +21,7 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule.schedule import Cols, Schedule
-from fusion_compiler.schedule.work import BufferInfo, Work
+from fusion_compiler.schedule.work import BufferInfo, Vectors, Work
 
 SEGMENT_BLOCK = 16  # segments of which one program adds up the partial results,
 ADDENDS = 256  # as many of each at a time
@@ -56,6 +56,7 @@ SHARED_FULL, SHARED_HALF = 16384, 3500  # the same where programs wait for each 
 SHARED_STALL = 0.16  # during which another program of the multiprocessor goes on
 RUN_ELEMENTS = 6  # that it costs to go from one row of a narrow tile to the next
 MESSAGE_BYTES = 128  # of L2, for what one program that shares a row tells another
+L1_BYTES = 64  # of a product's vectors that a multiprocessor's first level of cache delivers in a cycle
 SHARP = 8  # how little the start of programs adds to the time while something else takes longer
 
 
@@ -63,10 +64,11 @@ SHARP = 8  # how little the start of programs adds to the time while something e
 class Run:
     """What a schedule does with the memory system.
 
-    programs: of the grid. share: of the bandwidth, with programs enough. rereads: times that the loads
-    in `work.early` are read after the first. flight: rows that are in work at once. slots: programs that
-    run at once where each takes long enough for the last, incomplete round to count; else 0.
-    after_us: of exchanges between programs and kernels that finish. messages: bytes of L2 for the exchanges.
+    programs: of the grid. share: of the bandwidth, with programs enough. unused: bytes that come along in
+    sectors. rereads: times that the loads in `work.early` are read after the first. flight: rows that are in
+    work at once. slots: programs that run at once where each takes long enough for the last, incomplete round
+    to count; else 0. after_us: of exchanges between programs and kernels that finish. messages: bytes of L2
+    for the exchanges.
     """
 
     programs: int
@@ -76,6 +78,16 @@ class Run:
     slots: int = 0
     after_us: float = 0.0
     messages: int = 0
+    unused: float = 0.0
+
+
+def _vectors(vectors: Vectors, blocks: int, device: DeviceSpec) -> tuple[float, float]:
+    """Microseconds of (arithmetic, first level of cache) for the vectors that a matrix is multiplied by: each
+    block of its rows finds them there, and makes of them what it needs."""
+    issued = FMA_SHARE * vectors.fp32 + vectors.special
+    arithmetic = max(issued / device.fp32_per_s, vectors.special / device.special_per_s)
+    near = vectors.bytes / (L1_BYTES * device.sms * device.clock)
+    return 1e6 * (blocks - 1) * arithmetic, 1e6 * (blocks - 1) * near
 
 
 def _run(work: Work, s: Schedule, device: DeviceSpec) -> Run:
@@ -170,6 +182,7 @@ class Roofline:
         self.tensors_again = len(early)
         self.bytes_again = sum(work.bytes_of(work.reads, name, device) for name in early)
         self.arithmetic_us = _arithmetic_us(work, device)
+        self.vectors = work.vectors()
         self.segments_us = _segments_us(work, device)
 
     @property
@@ -181,18 +194,24 @@ class Roofline:
         """Of one kernel with what finishes it; nothing where there is nothing to launch."""
         if self.empty:
             return 0.0
-        run = _run(self.work, schedule, self.device)
-        return self._us(self._body_us(run, self._memory_us(run)[0]))
+        run = self._run(schedule)
+        memory, arithmetic = self._memory_us(run)[0], self.arithmetic_us
+        if self.vectors is not None:
+            memory, arithmetic = self._with_vectors(self.vectors, schedule, memory)
+        return self._us(self._body_us(run, memory, arithmetic))
 
     def cost(self, schedule: Schedule) -> Cost:
         """The same with its traffic and what bounds it."""
         if self.empty:
             return Cost(0.0, 0, 0, 0, "launch")
-        device, work, run = self.device, self.work, _run(self.work, schedule, self.device)
+        device, work, run = self.device, self.work, self._run(schedule)
         memory, extra = self._memory_us(run)
-        body = self._body_us(run, memory)
+        arithmetic = self.arithmetic_us
+        if self.vectors is not None:
+            memory, arithmetic = self._with_vectors(self.vectors, schedule, memory)
+        body = self._body_us(run, memory, arithmetic)
         us, parallel = self._us(body), min(1.0, run.programs / device.sms)
-        bound = "arithmetic" if self.arithmetic_us / parallel > memory else "memory"
+        bound = "arithmetic" if arithmetic / parallel > memory else "memory"
         if body <= 2 * device.floor_us:
             bound = "launch"
         elif parallel < 1.0:
@@ -200,12 +219,23 @@ class Roofline:
         flops = work.fp32 + work.fp64 + work.special + work.integer
         return Cost(us, int(self.dram + extra), int(self.written), flops, bound)
 
+    def _run(self, schedule: Schedule) -> Run:
+        run = _run(self.work, schedule, self.device)
+        unused = self.work.beside(schedule.block_rows)
+        return replace(run, unused=unused) if unused else run
+
     def _us(self, body: float) -> float:
         return self.device.launch_us - self.device.floor_us + max(self.device.floor_us, body)
 
-    def _body_us(self, run: Run, memory: float) -> float:
+    def _with_vectors(self, vectors: Vectors, schedule: Schedule, memory: float) -> tuple[float, float]:
+        """(memory, arithmetic), with what is read and made again for each block of a matrix's rows."""
+        blocks = ceil(self.work.count[1] / schedule.block_rows)
+        arithmetic, near = _vectors(vectors, blocks, self.device)
+        return max(memory, near), self.arithmetic_us + arithmetic
+
+    def _body_us(self, run: Run, memory: float, arithmetic: float) -> float:
         device = self.device
-        arithmetic = self.arithmetic_us / min(1.0, run.programs / device.sms)
+        arithmetic /= min(1.0, run.programs / device.sms)
         busy, starts = max(memory, arithmetic), run.programs * START_US / device.sms
         if 2 * starts > busy:
             busy = (busy**SHARP + starts**SHARP) ** (1 / SHARP)
@@ -229,7 +259,7 @@ class Roofline:
         left = run.programs % run.slots if run.programs > run.slots > 0 else 0
         idle = max(0.0, device.sms / SM_SHARE - left) if left else 0.0  # in the last round, too few draw
         tail = idle / max(1, run.programs)
-        seconds = (moved + extra) * (1 + tail) / (device.copy_bandwidth * run.share * parallel)
+        seconds = (moved + extra + run.unused) * (1 + tail) / (device.copy_bandwidth * run.share * parallel)
         return 1e6 * (seconds + (self.near + again + run.messages) / (device.l2_bandwidth * parallel)), extra
 
 

@@ -11,15 +11,18 @@ from fusion_compiler.schedule.schedule import Cols, Schedule
 # Of the 255 that a thread can have, those that hold tiles: addresses, masks and what is computed between
 # take the others. Measured on the golden kernels, of which the ones above it spill and the others do not.
 MOST = 200
+WORD_SUMS = 4  # elements of a product's terms that a loop adds up at once, at least
 
 
 def tile_registers(a: Analysis, s: Schedule) -> float:
     """32-bit registers of a thread for the values that exist at the same time, at their most.
 
-    A loop over columns keeps a tile for every reduction that its pass makes, and two beside them.
+    A loop over columns keeps a tile for every reduction that its pass makes, of products a word's sums alone,
+    and two beside them.
     """
     if s.cols is Cols.LOOP:
-        return (_reductions_in_a_pass(a) + 2) * _registers(a, s, frozenset({ROWS, COLS}), 4)
+        tiles = len(a.weighted) / WORD_SUMS if a.weighted else _reductions_in_a_pass(a)
+        return (tiles + 2) * _registers(a, s, frozenset({ROWS, COLS}), 4)
     last: dict[int, int] = {}
     for i, node in enumerate(a.loops.nodes):
         last.update(dict.fromkeys(operands_of(node), i))

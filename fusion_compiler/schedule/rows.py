@@ -3,6 +3,9 @@
 A shape is (rows, columns, warps) or (rows, columns, warps, programs a multiprocessor): -n rows are as many as
 have n elements; of no columns the tile is the whole row, else there is a loop over blocks of so many; with
 programs that go through the rows in turn, the next ones are loaded ahead.
+
+A matrix that few vectors multiply is rows that are only reduced. What a program loads of the vectors serves
+all of its rows, and each of its threads has a word of every row and adds up the word's terms at once.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import replace
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.ir.loops import COLS, ROWS, Load
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis, enough
 from fusion_compiler.schedule.measured import Shape
@@ -21,6 +24,10 @@ from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 64  # that a multiprocessor holds
+TALLEST = 2048  # columns of a block of several rows, which lie side by side in memory
+PRODUCT_COLS = 256  # of a matrix's row: a word for each thread of a warp, so that no warp waits for another
+PRODUCT_SUMS = 64  # that a thread of a product keeps, of its rows and vectors
+IN_FLIGHT = 24576  # elements of matrices that a multiprocessor has to wait for at once
 MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the others are done
 
 
@@ -30,24 +37,45 @@ def suits(a: Analysis) -> bool:
 
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     width = a.size(COLS)
-    if not isinstance(width, int) or width > ALONE:
+    if not isinstance(width, int) or (width > ALONE and not a.weighted):
         return f"rows of {width} columns do not fit in registers ({ALONE})"
     unknown = bool(a.across_rows) and not isinstance(a.size(ROWS), int)
     return "an unknown number of wide rows is summed" if unknown else None
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, table.shapes("rows", a))
+    return made(a, device, _products(a, device) if a.weighted else table.shapes("rows", a))
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    if a.weighted:
+        return measured(a, device)
     block = padded(hint(a.size(COLS)))
     shapes: list[Shape] = [(-max(1024, block), 0, max(1, block // 512)), (1, 0, max(1, block // 1024))]
+    if a.tall and block <= TALLEST:
+        shapes.append((16, 0, 16))  # of whole sectors
     return made(a, device, tuple(shapes))
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, tuple(_tiles(padded(hint(a.size(COLS))))))
+    return () if a.weighted else made(a, device, tuple(_tiles(padded(hint(a.size(COLS))))))
+
+
+def _products(a: Analysis, device: DeviceSpec) -> tuple[Shape, ...]:
+    """Not a table: the fewer rows a matrix has, the more of each a program has to have under way."""
+    count, width = max(1, hint(a.size(ROWS))), padded(hint(a.size(COLS)))
+    tallest = max(1, min(8, PRODUCT_SUMS // len(a.weighted)))
+    bytes_each = (n.dtype.itemsize for n in a.loops.nodes if isinstance(n, Load) and len(n.index.terms) > 1)
+    warp = PRODUCT_COLS * (2 if 1 in bytes_each else 1)  # a word has twice as many elements of one byte
+    needed = padded(-(-IN_FLIGHT * device.sms // (count * max(1, a.full_loads))))
+    cols = max(warp, min(needed, width, 8 * warp))
+    rows = max(1, min(tallest, 4, padded(count // device.sms)))
+    other = cols // 4 if cols > 2 * warp else 2 * cols
+    tiles = ((rows, cols), (max(1, rows // 2), cols), (rows, other), (tallest, min(cols, other)), (1, cols))
+    shapes: list[Shape] = [(r, c, c // warp) for r, c in tiles if c <= max(width, warp)]
+    if len(a.sums_along) > len(a.weighted) and width <= 8 * warp:  # of what the vectors are made
+        shapes.insert(int(cols < width), (max(1, rows // 2), 0, max(1, width // warp)))
+    return tuple(dict.fromkeys(shapes))
 
 
 def _tiles(block: int) -> Iterator[Shape]:

@@ -14,7 +14,8 @@ first one's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import ModuleType
 
 import sympy
@@ -56,9 +57,9 @@ def schedules(
     """
     a = Analysis(loops)
     kinds = _kinds(a, device)
-    known = tuple(dict.fromkeys(s for kind in kinds for s in _runnable(kind.measured(a, device), device)))
+    known = tuple(dict.fromkeys(s for kind in kinds for s in _runnable(a, kind.measured(a, device), device)))
     more = (s for kind in kinds for s in (*kind.typical(a, device), *kind.others(a, device)))
-    others = tuple(s for s in dict.fromkeys(_runnable(more, device)) if s not in known)
+    others = tuple(s for s in dict.fromkeys(_runnable(a, more, device)) if s not in known)
     roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
     us = {s: roofline.us(s) for s in others}
     us |= {s: (ELSEWHERE + i * PLACE) * roofline.us(s) for i, s in enumerate(known)}
@@ -77,7 +78,7 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
     if roofline.empty:
         return Cost(0.0, 0, 0, 0, "launch")
     found = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
-    best = min(_runnable(found, roofline.device), key=roofline.us, default=None)
+    best = min(_runnable(a, found, roofline.device), key=roofline.us, default=None)
     if best is None:
         raise LookupError(refusal(a, roofline.device) or "no schedule")
     return roofline.cost(best)
@@ -92,8 +93,13 @@ def _kinds(a: Analysis, device: DeviceSpec) -> list[ModuleType]:
     return [kind for kind in KINDS if fits(kind, a, device)]
 
 
-def _runnable(found: Iterator[Schedule] | tuple[Schedule, ...], device: DeviceSpec) -> Iterator[Schedule]:
-    return (s for s in found if s.num_warps * device.warp_size <= MOST_THREADS)
+def _runnable(a: Analysis, found: Iterable[Schedule], device: DeviceSpec) -> Iterator[Schedule]:
+    """Those schedules that a device has threads for. No loop copies ahead what lanes gather: such copies, of
+    four bytes each or past the cache, take longer than the loads, and room for as many whole tiles."""
+    for s in found:
+        if s.num_warps * device.warp_size <= MOST_THREADS:
+            gathers = s.num_stages > 1 and a.gathers(s.block_rows, s.block_cols)
+            yield replace(s, num_stages=1) if gathers else s
 
 
 def buffers_of(loops: LoopNest) -> dict[str, BufferInfo]:

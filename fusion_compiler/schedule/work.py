@@ -22,7 +22,7 @@ from fusion_compiler.ir.loops import (
     ROWS,
     Checked,
     Compute,
-    Constant,
+    Coordinate,
     Index,
     InRange,
     Load,
@@ -39,6 +39,7 @@ from fusion_compiler.ir.loops import (
 )
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
+MUL = torch.ops.aten.mul.Tensor
 SECTOR = 32  # bytes: the smallest piece of device memory that is moved
 PIECE = 4096  # columns of a row that a program adds up before it stores what they come to, at most
 SCAN_OPERATIONS = 8  # of an element: with those of its thread, and of the threads with each other
@@ -54,6 +55,15 @@ class BufferInfo:
     numel: Dim
     itemsize: int
     in_l2: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Operations by class and bytes, of what varies along the columns alone."""
+
+    fp32: int
+    special: int
+    bytes: int
 
 
 @cache
@@ -72,6 +82,7 @@ class Work:
     """
 
     def __init__(self, loops: LoopNest, buffers: Mapping[str, BufferInfo], hints: Mapping[sympy.Symbol, int]):
+        self.loops = loops
         self.buffers = buffers
         self.hints = hints
         sizes = (axis.size for axis in loops.axes)  # those that are estimated may come out below zero
@@ -89,12 +100,14 @@ class Work:
         self.partials = 0  # of sums over segments: results of single rows, which a second kernel adds up
         self.totals = self.addends = 0  # the sums that it makes of them, and how many partials one has
         self.row_of_sums = False  # whether a sum over the rows is one for each column
+        self.sums: list[int] = []  # what is reduced along the rows
         self.phases = 0  # the longest chain of reductions
         self.row_bytes = 4  # of the widest value in a row
         self.early = self.late = 0  # tile loads that are reduced; that a stored value needs after that
         self.tile_loads: list[str] = []
         self.reads: dict[str, float] = {}  # elements moved from each buffer
         self.writes: dict[str, float] = {}  # to each, the same sector again and again where stores share it
+        self.upright: dict[str, float] = {}  # elements of accesses that are contiguous along the rows
         self.gathered: set[str] = set()
         self.seen: set[object] = set()
         self.inside: dict[int, float] = {}  # part of the space in which a condition holds
@@ -108,7 +121,8 @@ class Work:
                 self._add(*self._reduce_segments(node))
             else:
                 self._other(node)
-        pairs = right_neighbours(loops.axes, enumerate(loops.stores))
+        several = len(loops.stores) > 1
+        pairs = right_neighbours(loops.axes, enumerate(loops.stores)) if several else {}
         for number, store in enumerate(loops.stores):
             varies, axes, _ = self._index(store.index)
             self.moves += self.count[varies]
@@ -149,7 +163,7 @@ class Work:
 
     def _other(self, node: Node) -> None:
         varies = axes = needs = phase = 0
-        if isinstance(node, Load):
+        if type(node) is Load:
             varies, axes, phase = self._index(node.index)
             self.moves += self.count[varies]
             self._touch(False, node.buffer, node.index, axes, node.within)
@@ -158,9 +172,9 @@ class Work:
                 self.tile_loads.append(node.buffer)
             if node.dtype is torch.float64:
                 self.row_bytes = 8
-        elif isinstance(node, Reduce):
+        elif type(node) is Reduce:
             varies, axes, phase = self._reduce(node)
-        elif isinstance(node, Scan):
+        elif type(node) is Scan:
             varies, axes, needs, phase = self._scan(node)
         elif isinstance(node, Random):
             varies, axes, phase = self._index(node.index)
@@ -168,7 +182,7 @@ class Work:
         elif isinstance(node, Checked):
             varies, axes, needs, phase = self._together(operands_of(node))
             self.integer += self.count[self.varies[node.position]]
-        elif not isinstance(node, Constant | Compute):
+        elif isinstance(node, Coordinate | InRange):
             varies, axes, phase = self._index(node.index)
             self.integer += self.count[varies]
             if isinstance(node, InRange):
@@ -193,10 +207,34 @@ class Work:
                 axes &= ~(1 << axis)
         phase = self.phase[operand]
         if over & 2:
+            if over == 2:
+                self.sums.append(operand)
             phase += 1
             self.early |= self.needs[operand]
             self.phases = max(self.phases, phase)
         return self.varies[operand] & ~over, axes, phase
+
+    def vectors(self) -> Vectors | None:
+        """What is made for each block of the rows that a vector weights; None where rows are no matrix of a
+        product (`Analysis.weighted`)."""
+        if not any(map(self._is_weighted, self.sums)):
+            return None
+        flops = special = moved = 0
+        for node, varies in zip(self.loops.nodes, self.varies, strict=True):
+            if varies == 2 and isinstance(node, Compute):
+                own = _weights(node.target)
+                flops, special = flops + own[0], special + own[1]
+            elif varies == 2 and isinstance(node, Load):
+                flops, moved = flops + 1, moved + self.buffers[node.buffer].itemsize  # and its conversion
+        cols = self.count[2]
+        return Vectors(flops * cols, special * cols, moved * cols)
+
+    def _is_weighted(self, number: int) -> bool:
+        term = self.loops.nodes[number]
+        if type(term) is not Compute or term.target is not MUL:
+            return False
+        factors = {self.varies[a.node] for _, a in term.operands if type(a) is Value}
+        return factors == {2, 3}
 
     def _scan(self, node: Scan) -> tuple[int, int, int, int]:
         """As long as a reduction, and as wide as what it is made of."""
@@ -278,15 +316,19 @@ class Work:
         if exact in self.seen:
             return
         self.seen.add(exact)
-        moved, run = 1.0, 1
+        moved, run, upright, along = 1.0, 1, False, False
         for axis, size in enumerate(self.sizes):
             if axes >> axis & 1:
                 moved *= size
         for key, coefficient in index.terms:
             if key < 0:
                 self.gathered.add(buffer)
-            elif coefficient == 1:
-                run = self.sizes[key]
+                continue
+            along = along or self.group_of[key] == 2
+            if coefficient == 1:
+                run, upright = self.sizes[key], self.group_of[key] == 1
+        if upright and along:
+            self.upright[buffer] = self.upright.get(buffer, 0.0) + moved
         itemsize = self.buffers[buffer].itemsize
         if run * itemsize < SECTOR:
             moved *= self._waste(index, itemsize, together)
@@ -320,6 +362,14 @@ class Work:
         return sum(
             max(0.0, moved - whole[name]) * self.buffers[name].itemsize for name, moved in self.writes.items()
         )
+
+    def beside(self, rows: int) -> float:
+        """Bytes of sectors of which blocks of so many rows need a part: what is contiguous along the rows."""
+        unused = 0.0
+        for name, moved in self.upright.items():
+            itemsize = self.buffers[name].itemsize
+            unused += moved * max(0.0, SECTOR / min(rows, self.count[1]) - itemsize)
+        return unused
 
     def bytes_of(self, table: dict[str, float], buffer: str, device: DeviceSpec) -> float:
         """Bytes that an entry of reads or writes moves: no more than the buffer has, unless it is gathered

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 _HIGHER = torch.ops.higher_order
@@ -41,9 +42,23 @@ class Lowered:
     def _compiled(self) -> Callable[[list[Any]], Sequence[Any]]:
         from torch._inductor.compile_fx import compile_fx_inner
 
-        fakes = [node.meta["val"] for node in self._gm.graph.find_nodes(op="placeholder")]
+        for name, part in self._gm.named_children():
+            setattr(self._gm, name, in_its_operators(part))
+        fakes = _inputs(self._gm)
         with tracing(TracingContext(detect_fake_mode(fakes))):
             return compile_fx_inner(self._gm, fakes)  # type: ignore[return-value]
+
+
+def in_its_operators(part: nn.Module) -> fx.GraphModule:
+    """A graph that an operator takes, of those operators that Inductor compiles: ours are others."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return make_fx(part, decomposition_table=select_decomp_table())(*_inputs(part))
+
+
+def _inputs(part: nn.Module) -> list[Any]:
+    assert isinstance(part, fx.GraphModule)
+    return [node.meta["val"] for node in part.graph.find_nodes(op="placeholder")]
 
 
 def lowered(node: fx.Node, module: fx.GraphModule) -> tuple[Lowered, list[fx.Node]]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -21,6 +20,8 @@ from fusion_compiler.ir.dag import Op, OpDag, Ref, TensorMeta
 from fusion_compiler.ir.dims import numel
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.schema import written
+from fusion_compiler.ir.writes import base_of, memory, root
 
 COLUMNS, SHOWN = 40, 4  # of a memory curve, and tensors named at its peak
 BARS = "▁▂▃▄▅▆▇█"
@@ -70,13 +71,16 @@ def ordered(plan: FusionPlan, owned: Iterable[str] = ()) -> Order:
     owned: inputs that are freed at their last use because the caller gives them up.
     Raises RuntimeError where clusters and calls read each other in a circle.
     """
-    impure = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
-    steps = _needed(plan, _steps(plan), impure)
+    changing = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
+    steps = _steps(plan)
+    impure = {step.name for step in steps if step.name in changing or not changing.isdisjoint(step.makes)}
+    steps = _needed(plan, steps, impure)
     read = {name for step in steps for name in step.reads}
     held = {name: _bytes(plan.dag.op(name).outputs) for name in owned if name in read}
-    returned = frozenset(root(plan.dag, name) for name in plan.dag.outputs)
+    returned = frozenset(memory(plan.dag, name) for name in plan.dag.outputs)
     kinds = itertools.product((False, True), repeat=2)
     waits = _waits(plan, steps, impure)
+    steps = [replace(step, reads=_memories(plan.dag, step.reads)) for step in steps]
     orders = [_order(plan, steps, waits, held, returned, late, eager) for late, eager in kinds]
     curves = [curve(order, held, returned) for order in orders]
     peaks = [max(c) for c in curves]
@@ -85,11 +89,9 @@ def ordered(plan: FusionPlan, owned: Iterable[str] = ()) -> Order:
     return Order(orders[best], curves[best], alive)
 
 
-def root(dag: OpDag, name: str) -> str:
-    """The tensor that a chain of views shows."""
-    while is_view(dag.op(name)):
-        name = dag.op(name).inputs[0]
-    return name
+def _memories(dag: OpDag, names: Iterable[str]) -> tuple[str, ...]:
+    """What is held while these are read."""
+    return tuple(dict.fromkeys(memory(dag, name) for name in names))
 
 
 def curve(steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str]) -> tuple[int, ...]:
@@ -121,23 +123,16 @@ def _alive(
     return tuple(sorted(kept, key=lambda item: -item[1]))
 
 
-def written(overload: Any) -> tuple[int, ...]:
-    """Positions of the arguments that an operator writes into."""
-    schema = getattr(overload, "_schema", None)
-    arguments = schema.arguments if schema is not None else ()
-    return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
 def is_impure(node: fx.Node) -> bool:
     """A node that changes something, so that it runs whoever reads it, and in the program's order."""
     return node.op == "call_function" and node.is_impure()
 
 
 def _overwritten(plan: FusionPlan, name: str) -> set[str]:
-    """The tensors that own the memory that a step writes into."""
+    """The tensors that had the memory first that a call writes into."""
     op = plan.dag.op(name)
     operands = [op.args[i] for i in written(op.target) if i < len(op.args)]
-    return {root(plan.dag, operand.name) for operand in operands if isinstance(operand, Ref)}
+    return {memory(plan.dag, operand.name) for operand in operands if isinstance(operand, Ref)}
 
 
 def _bytes(metas: Sequence[TensorMeta]) -> int:
@@ -159,7 +154,8 @@ def _steps(plan: FusionPlan) -> list[Step]:
             continue
         else:
             makes, reads = tuple(_results(dag, name)), op.inputs
-        sizes = tuple(_bytes(dag.op(n).outputs) if len(dag.op(n).outputs) == 1 else 0 for n in makes)
+        own = {n for n in makes if len(dag.op(n).outputs) == 1 and base_of(dag, n) is None}
+        sizes = tuple(_bytes(dag.op(n).outputs) if n in own else 0 for n in makes)
         reads = tuple(dict.fromkeys(root(dag, i) for i in reads))
         steps.append(Step(name, reads, makes, sizes, _beside(op) if name in makes else 0))
     return steps
@@ -237,13 +233,20 @@ def _waits(plan: FusionPlan, steps: Sequence[Step], impure: Container[str]) -> l
     """For each step the numbers of those that have to run before it."""
     makers = {name: i for i, step in enumerate(steps) for name in step.makes}
     waits = [{makers[name] for name in step.reads if name in makers} for step in steps]
-    changing = [i for i, step in enumerate(steps) if step.name in impure]
+    dag = plan.dag
+    into = [{base_of(dag, name) for name in step.makes} - {None} for step in steps]
+    changing = [i for i, step in enumerate(steps) if step.name in impure and not into[i]]
+    over = {i: _overwritten(plan, steps[i].name) for i in changing}
+    for i, bases in enumerate(into):  # who reads what a base was comes first, who reads the result later
+        for j, step in enumerate(steps) if bases else ():
+            if j != i and not (bases - over.get(j, set())).isdisjoint(step.reads):
+                waits[i].add(j)
     for before, after in itertools.pairwise(changing):
         waits[after].add(before)
-    for i in changing:
-        for name in _overwritten(plan, steps[i].name):
+    for i, names in over.items():
+        for name in names:
             for j, step in enumerate(steps):
-                if name in step.reads and j != i:
+                if j != i and any(memory(dag, read) == name for read in step.reads):
                     waits[max(i, j)].add(min(i, j))
     return waits
 

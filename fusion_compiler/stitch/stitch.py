@@ -21,10 +21,10 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.ir.writes import base_of, root
 from fusion_compiler.stitch.graph_source import GraphSource, quick
 from fusion_compiler.stitch.higher_order import LOWERED, lowered
-from fusion_compiler.stitch.inplace import in_place, together
-from fusion_compiler.stitch.order import Order, Step, root
+from fusion_compiler.stitch.order import Order, Step
 
 aten = torch.ops.aten
 
@@ -121,10 +121,6 @@ def _laid(value: Any, strides: tuple[int, ...] | None) -> Any:
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _copy_together(targets: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-    torch._foreach_copy_(targets, results)
-
-
 def _strides(value: Any) -> tuple[int, ...] | None:
     """What is known of a result's strides beforehand: all, or nothing."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -156,23 +152,13 @@ class _Stitcher:
         for node in self.source.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.copy(node)
-        steps = self.order.steps
-        writing, copies = in_place(self.plan, steps)
-        small = together(self.plan, steps, copies)
-        for step in steps:
+        for step in self.order.steps:
             if step.name in self.clusters:
                 self.call(self.clusters[step.name])
-            elif step.name in small:
-                continue
-            elif step.name in copies:
-                self.env[step.name] = self.value(copies[step.name])
             else:
                 self.library(step)
-                if step.name in writing:
-                    self.env[step.name].target = writing[step.name]
-                else:
+                if base_of(self.plan.dag, step.name) is None:
                     self.look(self.env[step.name])
-        self.write_together([self.nodes[step.name] for step in steps if step.name in small])
         self.returned()
         calls_of_units = {unit: node.name for unit, node in self.units.items()}
 
@@ -206,18 +192,6 @@ class _Stitcher:
             made.meta = dict(node.meta)
             self.views[base, place] = made
         return self.views[base, place]
-
-    def write_together(self, copies: Sequence[fx.Node]) -> None:
-        """One call for copies into arguments, of each device and dtype."""
-        groups: dict[object, tuple[list[fx.Node], list[fx.Node]]] = {}
-        for copy in copies:
-            target, result = copy.all_input_nodes
-            value = target.meta["val"]
-            targets, results = groups.setdefault((value.device, value.dtype), ([], []))
-            targets.append(self.value(target.name))
-            results.append(self.value(result.name))
-        for targets, results in groups.values():
-            self.graph.call_function(_copy_together, (targets, results))
 
     def returned(self) -> None:
         """The output. What the program returns as separate tensors stays separate."""

@@ -13,7 +13,7 @@ import fusion_compiler as fc
 
 
 @triton.jit
-def doubled(x_ptr: Any, y_ptr: Any, n: Any, BLOCK: tl.constexpr) -> None:  # noqa: N803
+def doubled(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # noqa: N803
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) * 2, mask=i < n)
 

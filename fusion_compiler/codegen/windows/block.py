@@ -1,32 +1,52 @@
-"""The window of a load that moves with outer columns alone: one element serves all lanes of the block."""
+"""The window of a load that moves with outer columns alone, or with outer rows: one element serves all lanes
+of the block, or one of each column all its rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import convert, decompose, dim_text, index_text
+from fusion_compiler.codegen.expression import convert, decompose, dim_text
 from fusion_compiler.codegen.tile import Load as LoadValue
-from fusion_compiler.ir.dims import product, quotient
 from fusion_compiler.ir.loops import COLS, ROWS, Load
 
 
 def is_same(b: Builder, node: Load) -> bool:
     """Whether all lanes of the block load the same element of each row."""
-    axes, first = b.a.axes[COLS], b.a.first[COLS]
-    cols = [key for key, _ in node.index.terms if key >= first]
-    inner = product(a.size for a in axes[max(cols, default=first) - first + 1 :])
-    alone = node.within is None and not b.s.misaligned and b.tile.start is not None
+    alone = _is_alone(b, node) and b.tile.start is not None
+    return alone and b.a.is_outer(node.index, COLS, b.tile.lanes)
+
+
+def is_same_in_rows(b: Builder, node: Load) -> bool:
+    """Whether all rows of the block load the same elements, one for each column."""
+    alone = _is_alone(b, node) and b.tile.first_row is not None
+    both = b.index_groups(node.index) == frozenset({ROWS, COLS})
+    return alone and both and b.a.is_outer(node.index, ROWS, b.s.block_rows)
+
+
+def _is_alone(b: Builder, node: Load) -> bool:
     direct = all(key >= 0 for key, _ in node.index.terms)
-    return bool(cols) and alone and direct and quotient(inner, b.tile.lanes) is not None
+    return direct and node.within is None and not b.s.misaligned
 
 
 def loaded_once(b: Builder, number: int, node: Load) -> str:
     """The variable of the one element that each row of the block has: for each lane it were a load."""
+    masks = [b.tile.row_mask] if b.tile.row_mask and ROWS in b.a.groups[number] else []
+    masks += [f"({b.tile.start} < {dim_text(b.a.size(COLS))})"] if b.tile.col_mask else []
+    return _once(b, number, node, masks, lambda k: _axis(b, k))
+
+
+def row_loaded_once(b: Builder, number: int, node: Load) -> str:
+    """The variable of the one row of elements that all rows of the block have."""
+    masks = [b.tile.col_mask] if b.tile.col_mask else []
+    return _once(b, number, node, masks, lambda k: _row_axis(b, k))
+
+
+def _once(b: Builder, number: int, node: Load, masks: list[str], axis: Callable[[int], str]) -> str:
     key = ("once", number)
     if key in b.named:
         return b.named[key]
-    pointer = f"{b.pointers[node.buffer]} + {index_text(node.index, lambda k: _axis(b, k), b.variable)}"
-    masks = [b.tile.row_mask] if b.tile.row_mask and ROWS in b.a.groups[number] else []
-    masks += [f"({b.tile.start} < {dim_text(b.a.size(COLS))})"] if b.tile.col_mask else []
+    pointer = f"{b.pointers[node.buffer]} + {b.index(node.index, axis)}"
     then = convert("{}", b.dtypes[node.buffer], node.dtype)
     value = LoadValue(pointer, " & ".join(masks) or None, options=b.load_options, then=then)
     b.named[key] = b.let(f"block_{b.pointers[node.buffer].removesuffix('_ptr')}", value)
@@ -39,4 +59,13 @@ def _axis(b: Builder, number: int) -> str:
     if number < first:
         return b.axis(number)
     text = decompose(axes, number - first, b.tile.start or "0")
+    return b.once(("block", number), f"block_{b.loops.axes[number].name}", text)
+
+
+def _row_axis(b: Builder, number: int) -> str:
+    """The variable of an axis, for outer rows that of the block's first row."""
+    if b.loops.axes[number].group == COLS:
+        return b.axis(number)
+    axes, first = b.a.axes[ROWS], b.a.first[ROWS]
+    text = decompose(axes, number - first, b.tile.first_row or "0")
     return b.once(("block", number), f"block_{b.loops.axes[number].name}", text)

@@ -18,10 +18,11 @@ from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
-from fusion_compiler.ir.loops import Load, LoopNest
+from fusion_compiler.ir.loops import Load, LoopNest, stays_in_place
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.plan_data import Cost, Leftover
-from fusion_compiler.passes.fuse.cost import cost_of
+from fusion_compiler.ir.writes import bases, waits
+from fusion_compiler.passes.fuse.cost import FEW_ROWS, contraction_cost, cost_of, tokens_of
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.passes.fuse.library import library_call
 from fusion_compiler.passes.fuse.memo import Memo
@@ -29,6 +30,7 @@ from fusion_compiler.passes.fuse.movement import L2_SHARE
 from fusion_compiler.passes.lower.effort import Effort
 from fusion_compiler.passes.lower.index_splits import IndexSplit, index_splits_of
 from fusion_compiler.passes.lower.lower import lower
+from fusion_compiler.passes.lower.products import has_few_rows, product_of, splits_of
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
@@ -40,6 +42,7 @@ FUSIBLE = frozenset({
 # Of the speed predicted for them, what kernels reach that choose among the pieces of a concatenation at every
 # element: measured on an H200, 0.67 to 0.85.
 CHOOSING = 0.85
+LIBRARY_MARGIN = 0.9  # of a library's time that a product's cluster may take: both are predicted
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ class Candidates:
 
     owned: ops that kernels compute. again: those of them that every reader computes for itself.
     first: the candidate of each op that needs a result in memory, by its position in the graph.
-    leftovers: ops that stay ATen calls.
+    leftovers: ops that stay ATen calls. bases: ops that write -> into what. waits: -> and what runs before.
+    once: what makes such a base, or reads it: no reader computes it for itself, when something else may have
+    been written.
     """
 
     def __init__(
@@ -97,11 +102,17 @@ class Candidates:
         self.leftovers: list[Leftover] = []
         self.memo: dict[tuple[tuple[str, ...], frozenset[str]], Candidate | Illegal] = {}
         self.priced = Memo(dag, self.price, self.settled)
-        self.again = frozenset(n for n in dag.order if self.fusible(dag.op(n)) and self.cheap(dag.op(n)))
+        self.bases, self.waits = bases(dag), waits(dag)
+        overwritten = frozenset(self.bases.values())
+        self.once = overwritten | {n for n in dag.order if not overwritten.isdisjoint(self.reads.sources[n])}
+        cheap = (n for n in dag.order if self.fusible(dag.op(n)) and self.cheap(dag.op(n)))
+        self.again = frozenset(cheap) - self.once
         self.first: dict[int, Candidate] = {}
         self.start()
 
     def fusible(self, op: Op) -> bool:
+        if op.kind is Kind.CONTRACTION:
+            return self.streams(op)
         return (
             op.kind in FUSIBLE
             and not layout.is_view(op)
@@ -109,12 +120,17 @@ class Candidates:
             and spec_of(op.target) is not None
         )
 
+    def streams(self, op: Op) -> bool:
+        """Whether it is a product of few rows, which takes as long as its matrix is read."""
+        product = None if self.rounded else product_of(self.dag, op)
+        return product is not None and has_few_rows(product, FEW_ROWS)
+
     def cheap(self, op: Op) -> bool:
         """Whether computing it again costs no more than reading it: one tensor at most, not wider; random
         numbers, which take half the time in which memory delivers their four bytes."""
         if op.kind is Kind.RANDOM:
             return True
-        if op.kind in (Kind.REDUCTION, Kind.SCAN):
+        if op.kind in (Kind.REDUCTION, Kind.SCAN, Kind.CONTRACTION):
             return False
         spec = spec_of(op.target)
         tensors = [m for i in op.inputs for m in self.dag.op(i).outputs]
@@ -165,7 +181,7 @@ class Candidates:
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """The fastest loop nest of a set of ops, and what it takes. Raises Illegal."""
         found: list[tuple[float, tuple[LoopNest, Cost]]] = []
-        for split in index_splits_of(self.dag, ops, outputs):
+        for split in (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops)):
             with contextlib.suppress(Illegal):
                 pieces = self.form(ops, outputs, split)
                 found.append((pieces[1].us, pieces))
@@ -181,6 +197,7 @@ class Candidates:
         self, ops: tuple[str, ...], outputs: tuple[str, ...], split: IndexSplit | None
     ) -> tuple[LoopNest, Cost]:
         """One loop nest of a set of ops, checked and priced. Raises Illegal."""
+        self.refuse_reading(ops)
         stored = frozenset(n for n in ops if n in outputs or self.settled(n))
         lowered = lower(
             self.dag,
@@ -192,6 +209,7 @@ class Candidates:
             effort=self.effort,
         )
         loops = simplify(lowered)
+        self.refuse_race(loops, ops)
         analysis = Analysis(loops)
         refusal = first_refusal(analysis, self.device)
         if refusal is not None:
@@ -200,11 +218,34 @@ class Candidates:
         buffers |= {s.buffer: self.info(s.buffer) for s in loops.stores}
         return loops, cost_of(loops, self.device, buffers, self.hints, analysis)
 
+    def refuse_reading(self, ops: tuple[str, ...]) -> None:
+        """Raises Illegal where a kernel would make what it writes into, or read what it has written: its
+        programs run in any order."""
+        inside = set(ops)
+        for name in inside & self.bases.keys():
+            if self.bases[name] in inside:
+                raise Illegal("in place", f"{name} is written into {self.bases[name]}, which has to be there")
+            if not inside.isdisjoint(self.reads.users[name]):
+                raise Illegal("in place", f"{name} is read by what writes it")
+
+    def refuse_race(self, loops: LoopNest, ops: tuple[str, ...]) -> None:
+        """Raises Illegal where a kernel would read what it writes into, but for what it makes of each element
+        in this element's place."""
+        into = {self.bases[name]: name for name in ops if name in self.bases}
+        for number, load in enumerate(loops.nodes if into else ()):
+            if isinstance(load, Load) and (base := self.reads.base(load.buffer)) in into:
+                if load.buffer != base or not stays_in_place(loops, number, into[base]):
+                    raise Illegal("in place", f"{base} is read, and {into[base]} writes into it")
+
     def escapes(self, name: str, inside: set[str], must_store: frozenset[str]) -> bool:
         """Whether anything outside reads a value, or computes again what reads it."""
-        return name in self.reads.returned or any(
-            user not in inside or (user in self.again and self.elsewhere(user, inside, must_store))
-            for user in self.reads.users[name]
+        return (
+            name in self.reads.returned
+            or name in self.bases
+            or any(
+                user not in inside or (user in self.again and self.elsewhere(user, inside, must_store))
+                for user in self.reads.users[name]
+            )
         )
 
     def elsewhere(self, name: str, inside: set[str], must_store: frozenset[str]) -> bool:
@@ -222,6 +263,17 @@ class Candidates:
     def must_exist(self, name: str) -> bool:
         """Whether something that cannot compute it again reads a value."""
         return name in self.reads.returned or any(u not in self.owned for u in self.reads.users[name])
+
+    def replaces_its_operand(self, name: str) -> bool:
+        """Whether an op's operand, as large as its result, would be kept in memory for this op alone."""
+        sources = self.reads.sources[name]
+        return all(
+            o in self.owned
+            and not self.must_exist(o)
+            and set(self.reads.users[o]) == {name}
+            and self.bytes(o) == self.bytes(name)
+            for o in sources
+        ) and bool(sources)
 
     def settled(self, name: str) -> bool:
         """Whether a candidate that computes a value also stores it, so that all of them round it."""
@@ -279,15 +331,25 @@ class Candidates:
         for name in list(order):
             op = self.dag.op(name)
             if name not in self.owned and op.target is not operator.getitem and op.outputs:
-                self.leave(op, library_call(op) or "no row in the operator table")
+                self.leave(op, self.call_reason(op))
         counts = Counter(devices.values())
         main = max(counts, key=counts.__getitem__, default="")
         for name in order:
             reason = self.unfit(self.dag.op(name), main) if name in self.owned else None
             if reason is not None:
                 self.give_up(name, reason)
+        self.again -= {n for n in self.again if self.must_exist(n) and self.replaces_its_operand(n)}
         while not self.build_candidates(order):  # an op that is given up needs its operands to exist
             self.memo.clear()
+
+    def call_reason(self, op: Op) -> str:
+        """Why no kernel computes an op."""
+        reason = library_call(op) or "no row in the operator table"
+        if tokens_of(op, self.hints) <= FEW_ROWS and not self.rounded:
+            unknown = (size for size in op.outputs[0].shape[-2:] if not isinstance(size, int))
+            if any(self.count((size,)) <= FEW_ROWS for size in unknown):
+                return f"{reason}: it has few rows, but how many is only known at run time"
+        return reason
 
     def build_candidates(self, order: list[str]) -> bool:
         """Lower every op that needs a result in memory; False if some could not be."""
@@ -297,7 +359,8 @@ class Candidates:
                 continue
             must_store = frozenset({name}) & self.again
             try:
-                self.first[self.reads.position[name]] = self.candidate(self.closure(name), must_store)
+                candidate = self.candidate(self.closure(name), must_store)
+                self.first[self.reads.position[name]] = self.worth_it(name, candidate)
             except Illegal as error:
                 complete = complete and error.rule == "dead"
                 others = set(self.closure(name)) - {name}
@@ -306,6 +369,15 @@ class Candidates:
                     continue
                 self.give_up(name, "" if error.rule == "dead" else f"{error.rule}: {error.reason}")
         return complete
+
+    def worth_it(self, name: str, candidate: Candidate) -> Candidate:
+        """A candidate, which for a product has to be faster than a library's. Raises Illegal."""
+        op = self.dag.op(name)
+        if op.kind is Kind.CONTRACTION:
+            ours, library = candidate.cost.us, contraction_cost(op, self.device, self.hints).us
+            if ours > LIBRARY_MARGIN * library:
+                raise Illegal("library", f"it takes {library:.1f} us, a cluster {ours:.1f} us")
+        return candidate
 
     def give_up(self, name: str, reason: str) -> None:
         """An op stays an ATen call for this reason; with reason "" nothing reads it, and it is dropped."""

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 import sympy
 
@@ -21,7 +22,7 @@ from fusion_compiler.ir.plan_data import Call, Cluster, Rejected, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.schema import short_name
 from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
-from fusion_compiler.passes.fuse.cost import side_by_side
+from fusion_compiler.passes.fuse.cost import FEW_ROWS, contraction_cost, side_by_side, tokens_of
 from fusion_compiler.passes.fuse.horizontal import launches
 from fusion_compiler.passes.fuse.movement import eager_calls
 from fusion_compiler.passes.fuse.recompute import merge_and_recompute
@@ -76,7 +77,7 @@ def plan(
             unique = f"{base}_{i}"
         taken.add(unique)
         pattern = ", ".join(dict.fromkeys(m.name for m in held)) or None
-        clusters.append(replace(_cluster(unique, ops, candidates, device), pattern=pattern))
+        clusters.append(replace(_cluster(unique, ops, candidates, device, pool.bases), pattern=pattern))
     if numerics != "eager":
         clusters = _made_once(clusters, dag)
     calls = eager_calls(dag, backward, device, hints)
@@ -93,7 +94,9 @@ def plan(
         rejections,
         device.name,
         calls,
-        notes=_notes(dag) | ({} if note is None else {"search": f"ended before all was tried: {note}"}),
+        notes=_notes(dag)
+        | _phase(dag, clusters, setting)
+        | ({} if note is None else {"search": f"ended before all was tried: {note}"}),
         setting=setting,
         solved=solved,
     )
@@ -127,6 +130,23 @@ def _notes(dag: OpDag) -> dict[str, str]:
     return {"pinned": f"{count(len(rounded), '16-bit value')} rounded where made, for comparisons: {names}"}
 
 
+def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> dict[str, str]:
+    """What the plan says of a graph most of whose products have few tokens in flight, in time."""
+    tokens = {op.name: tokens_of(op, setting.hints) for op in map(dag.op, dag.order)}
+    every = [dag.op(name) for name, number in tokens.items() if number < inf]
+    few = [op for op in every if tokens[op.name] <= FEW_ROWS]
+    us = {op.name: contraction_cost(op, setting.device, setting.hints).us for op in every}
+    if 2 * sum(us[op.name] for op in few) <= sum(us.values()):
+        return {}
+    rows = sorted({int(tokens[op.name]) for op in few})
+    fused = len({n for c in clusters for n in c.ops}.intersection(op.name for op in few))
+    if not fused:
+        return {}
+    span = count(rows[0], "row") if len(rows) == 1 else f"{rows[0]} to {rows[-1]} rows"
+    products = count(len(few), "product")
+    return {"phase": f"decode: {products} of {span}, as fast as matrices are read; {fused} in clusters"}
+
+
 def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
     """The finished search, and the numbers of the candidates of each cluster of the plan, in its order."""
     pool = Candidates(dag, setting.device, setting.hints, rounded=setting.numerics == "eager")
@@ -135,11 +155,18 @@ def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
     return search, launches(search)
 
 
-def _cluster(name: str, ops: tuple[str, ...], candidates: list[Candidate], device: DeviceSpec) -> Cluster:
+def _cluster(
+    name: str,
+    ops: tuple[str, ...],
+    candidates: list[Candidate],
+    device: DeviceSpec,
+    bases: Mapping[str, str],
+) -> Cluster:
     nests = tuple(p.loops for p in candidates)
-    inputs = tuple(dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load)))
+    loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
     cost = side_by_side([p.cost for p in candidates], device)
     outputs = tuple(n for p in candidates for n in p.outputs)
+    inputs = tuple(loaded | dict.fromkeys(bases[n] for n in outputs if n in bases))
     return Cluster(name, ops, inputs, outputs, nests[0], cost, (), horizontal=nests[1:])
 
 

@@ -16,15 +16,18 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Reduce,
     Scan,
+    axes_of,
     longest_piece,
     operands_of,
     partial_reductions,
     segment_of,
+    store_operands,
 )
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.space import refusal
 
 MOST_OPS = 96
+MOST_ALIKE = 4  # times as many in a product of several rows, for compilers' sake
 MOST_BUFFERS = 24
 LEAST_PIECE = 16  # columns of a partial sum: what is stored of each is little beside what was read
 
@@ -35,8 +38,10 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
     """A kernel that people can read and compilers can schedule."""
     loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
-    if len(loops.nodes) > MOST_OPS:
-        return f"{len(loops.nodes)} operations are more than {MOST_OPS}"
+    # A product has the same for each of its rows: people read them once.
+    most = MOST_OPS * max(1, min(len(a.weighted), MOST_ALIKE))
+    if len(loops.nodes) > most:
+        return f"{len(loops.nodes)} operations are more than {most}"
     return f"{len(buffers)} tensors are more than {MOST_BUFFERS}" if len(buffers) > MOST_BUFFERS else None
 
 
@@ -50,6 +55,14 @@ def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
     for store in loops.stores:
         if store.value in late and any(k >= 0 and loops.axes[k].group == ROWS for k, _ in store.index.terms):
             return f"{store.buffer} repeats a reduction over all rows in each of them"
+    return None
+
+
+def product_rows(a: Analysis, device: DeviceSpec) -> str | None:
+    """No sum over what products give: the next product makes it of a few kilobytes while it waits for its
+    matrix, where the last program of this one would make it while nothing else runs."""
+    if a.weighted and a.across_rows:
+        return f"{a.loops.names[a.across_rows[0]]} would wait for all rows of a product"
     return None
 
 
@@ -107,6 +120,20 @@ def _no_pieces(loops: LoopNest, number: int) -> str | None:
     return None
 
 
+def known_places(a: Analysis, device: DeviceSpec) -> str | None:
+    """Where something is stored is known when it is: it waits for no reduction, and the value for none over
+    all rows or over segments of them."""
+    loops = a.loops
+    waits: list[bool] = []
+    for node in loops.nodes:
+        waits.append(isinstance(node, Reduce | Scan) or any(waits[o] for o in operands_of(node)))
+    for store in loops.stores:
+        _, *place = store_operands(store)
+        if place and (store.value in a.finish or any(waits[o] for o in place)):
+            return f"{store.buffer} is written where a reduction says"
+    return None
+
+
 def fills(a: Analysis, device: DeviceSpec) -> str | None:
     """Every result is computed once, not once in every program.
 
@@ -126,8 +153,9 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     perhaps_empty = {
         i for i, axis in enumerate(loops.axes) if axis.size == 0 or not isinstance(axis.size, int)
     }
+    behind = axes_of(loops)
     for store in loops.stores:
-        along = {k for k, _ in store.index.terms if k >= 0}
+        along = frozenset[int]().union(*({k} if k >= 0 else behind[~k] for k, _ in store.index.terms))
         if along & empty:
             continue
         if {loops.axes[k].group for k in along} & {loops.axes[k].group for k in perhaps_empty - along}:
@@ -150,6 +178,8 @@ def schedule(a: Analysis, device: DeviceSpec) -> str | None:
 LAWS: tuple[tuple[str, Law], ...] = (
     ("size", size),
     ("grid", grid_wide),
+    ("in place", known_places),
+    ("grid", product_rows),
     ("segments", segments),
     ("segments", segment_order),
     ("fill", fills),

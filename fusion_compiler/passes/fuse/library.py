@@ -8,6 +8,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.put import put
 from fusion_compiler.ir.random import seed
 from fusion_compiler.patterns import USER_NAMESPACE
 
@@ -34,10 +35,12 @@ def library_call(op: Op) -> str | None:
         return None
     if target.namespace == USER_NAMESPACE:
         return "a kernel of the user's"
-    if target.namespace not in ("aten", "prims"):
+    if target is not put and target.namespace not in ("aten", "prims"):
         return f"an operator of {target.namespace}, not of PyTorch"
     if target is torch.ops.aten.copy_.default:
         return "writes a result into an argument of the graph"
-    if target._opname in SCATTERS:
+    if target is put:
+        return "writes into memory that exists, at places that no kernel of ours counts"
+    if target._opname.rstrip("_") in SCATTERS:
         return "a scatter: data decides which places are written, and how often"
     return None

@@ -5,6 +5,10 @@
 Worth it where reading the operands of a few element-wise ops costs less than writing v and reading it:
 the gradients of a group norm's weight are sums over other axes than its input gradient, and both read
 what an activation's backward makes.
+
+Products of few rows read kilobytes beside their matrices: what makes these is computed again by each.
+
+    a = norm(x); q = a @ w; k = a @ v   ->   q = norm(x) @ w; k = norm(x) @ v
 """
 
 from __future__ import annotations
@@ -31,12 +35,57 @@ def recompute(search: Search) -> bool:
     for number in sorted(search.candidates):
         if search.pool.effort.is_spent():
             return False
+        if _absorb(search, number):
+            changed = True
+            continue
         candidate = search.candidates[number]
         large = [n for n in candidate.outputs if search.pool.bytes(n) >= LEAST_BYTES]
         chains = [c for n in large if (c := _chain(search, n, candidate)) is not None]
         together = [frozenset[str]().union(*chains)] if len(chains) > 1 else []
         changed = any(_try(search, chain, number) for chain in (*together, *chains)) or changed
     return changed
+
+
+def _absorb(search: Search, number: int) -> bool:
+    """Let products compute all of a small cluster that they alone read, if that is legal and faster."""
+    candidate, pool = search.candidates[number], search.pool
+    readers = sorted({n for op in candidate.outputs for n in search.readers(op)} - {number})
+    whole = frozenset(candidate.ops)
+    small = all(pool.bytes(op) < LEAST_BYTES for op in candidate.outputs)
+    products = all(_is_product(search, search.candidates[n]) for n in readers)
+    if not (readers and small and products) or _is_product(search, candidate):
+        return False
+    if candidate.must_store or any(pool.must_exist(op) for op in candidate.outputs):
+        return False
+    before = candidate.cost.us + sum(search.candidates[n].cost.us for n in readers)
+    undo = pool.recompute(whole)
+    try:
+        found = {n: _with_closure(search, search.candidates[n]) for n in readers}
+    except Illegal:
+        undo()
+        return False
+    if before <= sum(c.cost.us for c in found.values()):
+        undo()
+        return False
+    search.drop(number)
+    _settle(search, found, whole)
+    return True
+
+
+def _is_product(search: Search, candidate: Candidate) -> bool:
+    return any(search.dag.op(op).kind is Kind.CONTRACTION for op in candidate.ops)
+
+
+def _settle(search: Search, found: dict[int, Candidate], chain: frozenset[str]) -> None:
+    """Candidates as they are now that they compute a chain of ops themselves."""
+    for n, candidate in found.items():
+        search.candidates[n] = candidate
+        search.version[n] += 1
+    for op in chain:
+        search.owner.pop(op, None)
+    for n in found:
+        for other, saved in search.neighbours(n).items():
+            search.push(min(n, other), max(n, other), saved)
 
 
 def _try(search: Search, chain: frozenset[str], number: int) -> bool:
@@ -55,14 +104,7 @@ def _try(search: Search, chain: frozenset[str], number: int) -> bool:
     if sum(search.candidates[n].cost.us for n in affected) <= after:
         undo()
         return False
-    for n, candidate in candidates.items():
-        search.candidates[n] = candidate
-        search.version[n] += 1
-    for op in chain:
-        search.owner.pop(op, None)
-    for n in affected:
-        for other, saved in search.neighbours(n).items():
-            search.push(min(n, other), max(n, other), saved)
+    _settle(search, candidates, chain)
     return True
 
 
@@ -98,7 +140,8 @@ def _chain(search: Search, name: str, owner: Candidate) -> frozenset[str] | None
             if op == name:
                 return None
             continue
-        if op in owner.must_store or search.pool.must_exist(op) or len(found) >= MOST_OPS:
+        pool = search.pool
+        if op in owner.must_store or op in pool.once or pool.must_exist(op) or len(found) >= MOST_OPS:
             return None
         found.add(op)
         stack.extend(search.reads.sources[op])

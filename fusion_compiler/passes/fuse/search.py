@@ -53,7 +53,8 @@ class Search:
         sources: dict[int, set[int]] = {}
         for name, number in unit.items():
             ops = self.candidates[number].ops if number in self.candidates else (name,)
-            read = {unit[s] for op in ops for s in self.reads.sources[op] if s not in ops and s in unit}
+            before = (s for op in ops for s in (*self.reads.sources[op], *self.pool.waits.get(op, ())))
+            read = {unit[s] for s in before if s not in ops and s in unit}
             sources[number] = read - {number}
         return sources
 
@@ -180,6 +181,11 @@ class Search:
             self.join(first, gone)
         self.candidates[first] = union
         return True
+
+    def drop(self, number: int) -> None:
+        """A candidate goes: all who read it compute it themselves. Its place among the others stays, as what
+        it read leads to them all the same."""
+        del self.candidates[number], self.version[number]
 
     def join(self, first: int, gone: int) -> None:
         """All that belonged to the candidate `gone` belongs to `first`."""

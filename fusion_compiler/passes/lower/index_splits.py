@@ -23,6 +23,7 @@ from fusion_compiler.ir.dag import Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim, product, quotient, simple
 from fusion_compiler.ir.index import combine
 from fusion_compiler.ir.loops import Index
+from fusion_compiler.ir.writes import stored_shape
 
 aten = torch.ops.aten
 MOST_PIECES = 8  # what is computed of each is in registers until it is stored
@@ -54,7 +55,7 @@ class IndexSplit:
 
 def index_splits_of(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[IndexSplit, ...]:
     """Every index split, by an op of a cluster, of a tensor as large as one of its outputs."""
-    sizes = {product(dag.op(name).outputs[0].shape) for name in outputs}
+    sizes = {product(stored_shape(dag, dag.op(name))) for name in outputs}
     splits = (index_split_by(dag, dag.op(name)) for name in ops)
     return tuple(dict.fromkeys(c for c in splits if c is not None and product(c.shape) in sizes))
 

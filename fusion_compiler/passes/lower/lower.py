@@ -14,6 +14,7 @@ import operator
 
 import sympy
 import torch
+from torch._ops import OpOverload
 
 from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag, Ref
@@ -45,21 +46,26 @@ from fusion_compiler.ir.loops import (
     Value,
 )
 from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ir.put import put
+from fusion_compiler.ir.writes import meta_of, stored_shape
 from fusion_compiler.passes.lower import scans
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.effort import Effort
 from fusion_compiler.passes.lower.index_splits import IndexSplit
+from fusion_compiler.passes.lower.products import product_of
 from fusion_compiler.passes.lower.rounding import Rounder, Rounding, unrounded
 from fusion_compiler.passes.lower.space import (
     Coords,
     Illegal,
+    Reduced,
     Space,
     anchor_space,
     compute_dtype,
+    is_reduction,
     largest,
-    reduced_dims,
+    reduced_by,
 )
-from fusion_compiler.passes.lower.special import SPECIAL
+from fusion_compiler.passes.lower.special import SPECIAL, put_place
 
 aten = torch.ops.aten
 SEGMENTS = (8, 16, 32, 64, 128)  # columns: every block of columns has whole ones
@@ -121,28 +127,48 @@ class Lowering(Builder):
         self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in (ROWS, COLS)}
         columns = scans.Columns.of(space.axes, self.group_axes[COLS], self.group_axes[ROWS])
         self.scans = scans.Scans(self, columns)
+        products = (found for n in ops if (found := product_of(dag, dag.op(n))) is not None)
+        self.along = next((space.groups[p.reduced] for p in products), None)  # what the products reduce
 
     def run(self) -> LoopNest:
         stores: list[Store] = []
         self.seed_anchor()
         for name in self.ops:  # reductions first: they fix where everything upstream lies
-            if self.dag.op(name).kind is Kind.REDUCTION and name not in self.reduced:
+            if is_reduction(self.dag.op(name)) and name not in self.reduced:
                 coords = self.place(name)
                 for piece in self.pieces(coords) if coords is not None else ():
                     self.value(name, piece, None)
         for name in self.outputs:
-            coords = self.place(name)
-            meta = self.dag.op(name).outputs[0]
-            if coords is None or not is_bijection(coords, meta.shape, self.extents):
+            coords, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
+            if coords is None or not is_bijection(coords, shape, self.extents):
                 raise Illegal(
-                    "space", f"{name} is {list(meta.shape)}, and the others' space is {list(self.space.axes)}"
+                    "space", f"{name} is {list(shape)}, and the others' space is {list(self.space.axes)}"
                 )
-            for piece in self.pieces(coords):
-                value = unrounded(self.nodes, self.value(name, piece, None), meta.dtype)
-                stores.append(Store(name, flatten(piece, meta.stride), value))
+            stores += [self.store(name, piece) for piece in self.pieces(coords)]
         groups = self.space.axis_groups
         axes = tuple(Axis(f"a{i}", s, groups[i]) for i, s in enumerate(self.space.axes))
         return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
+
+    def store(self, name: str, coords: Coords) -> Store:
+        op = self.dag.op(name)
+        meta = op.outputs[0]
+        value = unrounded(self.nodes, self.stored(name, coords), meta.dtype)
+        if op.target is not put:
+            return Store(name, flatten(coords, meta.stride), value)
+        index, within = put_place(self, op, coords)
+        return Store(name, index, value, within)
+
+    def stored(self, name: str, coords: Coords) -> int:
+        """The node that holds what an output stores: its value, or what `put_` puts there."""
+        op = self.dag.op(name)
+        if op.target is not put:
+            return self.value(name, coords, None)
+        source = op.args[2]
+        assert isinstance(source, Ref)
+        lead = len(stored_shape(self.dag, op)) - len(meta_of(self.dag, source).shape)
+        self.placed.setdefault(name, coords)
+        node = self.value(source.name, coords[lead:], None)
+        return self.converted(node, compute_dtype(op.outputs[0].dtype), name)
 
     # -- where things lie -------------------------------------------------------------------
 
@@ -155,22 +181,24 @@ class Lowering(Builder):
                 coords = identity if stored else scans.turned(self.dag, op, identity, self.scans.columns)
                 self.value(op.name, coords, None)
                 return
-        if not any(self.dag.op(n).kind is Kind.REDUCTION for n in self.ops):
+        if not any(is_reduction(self.dag.op(n)) for n in self.ops):
             anchor, split = largest(self.dag, self.outputs), self.space.index_split
-            if split is None or anchor.outputs[0].shape == split.shape:
-                self.value(anchor.name, self.pieces(self.space.whole())[0], None)
+            if split is None or stored_shape(self.dag, anchor) == split.shape:
+                self.stored(anchor.name, self.pieces(self.space.whole())[0])
             return
-        for name in self.ops:
-            op = self.dag.op(name)
-            if op.kind is not Kind.REDUCTION:
-                continue
-            shape = self.dag.op(op.inputs[0]).outputs[0].shape
+        reductions = [op for op in map(self.dag.op, self.ops) if is_reduction(op)]
+        for op in sorted(reductions, key=lambda op: op.kind is not Kind.CONTRACTION):
+            reduced, split = reduced_by(self.dag, op), self.space.index_split
+            shape, dims = reduced.shape, reduced.dims
+            if reduced.is_product and split is not None and split.shape == shape:
+                for piece in self.pieces(self.space.whole()):
+                    self.value(op.name, _reduced_coords(op, piece, dims), None)
+                return
             if shape == tuple(product(f) for f in self.space.factors):
-                dims = reduced_dims(op, len(shape))
                 groups = {self.space.groups[d] for d in dims if shape[d] != 1}
                 kept = {self.space.groups[d] for d in range(len(shape)) if d not in dims and shape[d] != 1}
                 if not groups & kept:
-                    self.value(name, _reduced_coords(op, identity, dims), None)
+                    self.value(op.name, _reduced_coords(op, identity, dims), None)
                     return
 
     def pieces(self, coords: Coords) -> list[Coords]:
@@ -186,17 +214,18 @@ class Lowering(Builder):
         if name in self.placed:
             return self.placed[name]
         op = self.dag.op(name)
-        shape = op.outputs[0].shape
-        if op.kind is Kind.REDUCTION:
-            source = self.place_of_operand(op.inputs[0])
-            if source is not None:
-                dims = reduced_dims(op, len(source))
-                return _reduced_coords(op, source, dims)
-            return self.in_order(shape)
+        shape = stored_shape(self.dag, op)
+        if is_reduction(op):
+            reduced = reduced_by(self.dag, op)
+            if reduced.is_product:
+                source = self.in_order(reduced.shape)
+            else:
+                source = self.place_of_operand(op.inputs[0])
+            return self.in_order(shape) if source is None else _reduced_coords(op, source, reduced.dims)
         for operand in op.inputs:
             if not self.dag.op(operand).outputs or self.dag.op(operand).outputs[0].shape != shape:
                 continue
-            if layout.is_view(op) or spec_is_pointwise(op) or op.kind is Kind.SCAN:
+            if layout.is_view(op) or spec_is_pointwise(op) or op.kind is Kind.SCAN or op.target is put:
                 coords = self.place_of_operand(operand)
                 if coords is not None and is_bijection(coords, shape, self.extents):
                     return coords
@@ -304,7 +333,7 @@ class Lowering(Builder):
         return self.emit(Load(op.name, index, within, compute_dtype(meta.dtype)), op.name)
 
     def compute(self, op: Op, coords: Coords, within: int | None) -> int:
-        if op.kind is Kind.REDUCTION:
+        if is_reduction(op):
             return self.reduce(op, coords, within)
         if op.kind is Kind.SCAN:
             return self.rounder.rounded(op, self.scans.value(op, coords))
@@ -347,34 +376,34 @@ class Lowering(Builder):
     # -- reductions -----------------------------------------------------------------------------
 
     def reduce(self, op: Op, coords: Coords, within: int | None) -> int:
-        if op.name in self.reduced:
+        if op.name in self.reduced and not self.is_piece(coords):
             where, node = self.reduced[op.name]
             if where != coords:
                 raise Illegal("rows", f"{op.name} is needed at rows other than the one being reduced")
             return node
-        source = op.inputs[0]
-        shape = self.dag.op(source).outputs[0].shape
-        dims = reduced_dims(op, len(shape))
+        reduced = reduced_by(self.dag, op)
+        shape, dims = reduced.shape, reduced.dims
         split = self.space.index_split
         if split is not None and shape == split.shape:
             if split.dim in dims:
-                raise Illegal("rows", f"{op.name} reduces across the pieces of {source}")
+                raise Illegal("rows", f"{op.name} reduces across the pieces of {op.inputs[0]}")
             return self.reduce_piece(op, coords, dims)
+        if (found := product_of(self.dag, op)) is not None and found.rows != 1:
+            raise Illegal("rows", f"{op.name} is made for all of its rows at once, in a space of its own")
         keepdim = len(op.outputs[0].shape) == len(shape)
-        kept_dims = [d for d in range(len(shape)) if d not in dims]
+        kept_dims = reduced.kept
         kept = tuple(coords[d] for d in kept_dims) if keepdim else coords
-        if product(shape[d] for d in dims) == 1:
+        if product(shape[d] for d in dims) == 1 and not reduced.is_product:
             one = dict(zip(kept_dims, kept, strict=True))
-            node = self.of_one(
-                op, self.value(source, tuple(one.get(d, ZERO) for d in range(len(shape))), None)
-            )
+            source = tuple(one.get(d, ZERO) for d in range(len(shape)))
+            node = self.of_one(op, self.value(op.inputs[0], source, None))
             self.reduced[op.name] = (coords, node)
             return node
         over, kept_axes = self.reduced_groups(
             op, kept, tuple(shape[d] for d in kept_dims), tuple(shape[d] for d in dims)
         )
         axes = tuple(sorted(i for g in over for i in self.group_axes[g] if i not in kept_axes))
-        inner = self.spread_like_operand(source, axes, dims, shape)
+        inner = self.spread_like_operand(op, axes, reduced)
         full: list[Index] = [ZERO] * len(shape)
         for d, c in zip(kept_dims, kept, strict=True):
             full[d] = c
@@ -382,9 +411,13 @@ class Lowering(Builder):
             full[d] = c
         position = flatten(inner, strides_of(tuple(shape[d] for d in dims)))
         over = frozenset() if self.in_segments(op, kept_axes) else over
-        node = self.combine(op, source, tuple(full), over, kept_axes, position)
+        node = self.combine(op, tuple(full), over, kept_axes, position)
         self.reduced[op.name] = (coords, node)
         return node
+
+    def is_piece(self, kept: Coords) -> bool:
+        """Whether a reduction is of one row of those that products have, each piece's its own."""
+        return self.along is not None and not any(c.terms for c in kept)
 
     def of_one(self, op: Op, value: int) -> int:
         """A reduction of one element: the element, in the dtype of the result."""
@@ -407,17 +440,17 @@ class Lowering(Builder):
                     inner = tuple(piece[d] for d in dims)
                     sizes = tuple(product(self.space.factors[d]) for d in dims)
                     position = flatten(inner, strides_of(sizes))
-                    return self.combine(op, op.inputs[0], piece, over, frozenset(), position)
+                    return self.combine(op, piece, over, frozenset(), position)
         raise Illegal("rows", f"{op.name} does not keep whole axes")
 
     def spread_like_operand(
-        self, source: str, axes: tuple[int, ...], dims: tuple[int, ...], shape: tuple[Dim, ...]
+        self, op: Op, axes: tuple[int, ...], reduced: Reduced
     ) -> Coords:
         """Coordinates of the reduced dimensions: where the operand lies, if it covers just these axes."""
-        sizes = tuple(shape[d] for d in dims)
-        known = self.place_of_operand(source)
+        sizes = tuple(reduced.shape[d] for d in reduced.dims)
+        known = None if reduced.is_product else self.place_of_operand(op.inputs[0])
         if known is not None:
-            inner = tuple(known[d] for d in dims)
+            inner = tuple(known[d] for d in reduced.dims)
             keys = {k for c in inner for k, _ in c.terms}
             if keys == set(axes) and is_bijection(inner, sizes, self.extents):
                 return inner
@@ -427,6 +460,10 @@ class Lowering(Builder):
         self, op: Op, kept: Coords, kept_shape: tuple[Dim, ...], reduced: tuple[Dim, ...]
     ) -> tuple[frozenset[str], frozenset[int]]:
         """Which axis groups a reduction at these coordinates runs over, and which axes of them it keeps."""
+        if self.is_piece(kept):
+            assert self.along is not None
+            if simple(product(reduced)) == product(self.space.axes[i] for i in self.group_axes[self.along]):
+                return frozenset({self.along}), frozenset()
         if not is_bijection(kept, kept_shape, self.extents):
             raise Illegal("rows", f"{op.name} does not keep whole axes")
         keys = {k for c in kept for k, _ in c.terms}
@@ -454,7 +491,8 @@ class Lowering(Builder):
         """Whether a reduction keeps every row, and of the columns the outer ones: any tile of some whole
         segments of a row makes it."""
         spec, sizes = spec_of(op.target), self.space.axes
-        assert spec is not None
+        if spec is None:  # a product
+            return False
         rows, cols = ([k for k in self.group_axes[g] if sizes[k] != 1] for g in (ROWS, COLS))
         outer = [k for k in cols if k in kept]
         length = product(sizes[k] for k in cols[len(outer) :])
@@ -462,12 +500,14 @@ class Lowering(Builder):
         return whole and spec.combine in IN_SEGMENTS and length in SEGMENTS
 
     def combine(
-        self, op: Op, source: str, coords: Coords, over: frozenset[str], kept: frozenset[int], position: Index
+        self, op: Op, coords: Coords, over: frozenset[str], kept: frozenset[int], position: Index
     ) -> int:
         """The reduction node; argmax and argmin as the first position that holds the extremum."""
+        if op.kind is Kind.CONTRACTION:
+            return self.combine_product(op, coords, over)
         spec = spec_of(op.target)
         assert spec is not None and spec.combine is not None
-        value = self.value(source, coords, None)
+        value = self.value(op.inputs[0], coords, None)
         dtype = compute_dtype(op.outputs[0].dtype)
         small = self.counts_in_32_bits(over)
         if spec.combine == "sum" and dtype is torch.int64 and self.nodes[value].dtype is torch.bool and small:
@@ -495,6 +535,33 @@ class Lowering(Builder):
         first = (("condition", Value(hit)), ("self", Value(here)), ("other", Value(never)))
         candidates = self.emit(Compute(aten.where.self, first, integer), f"{op.name}_candidate")
         return self.widened(Reduce("min", candidates, over, integer, kept), op.name)
+
+    def combine_product(self, op: Op, coords: Coords, over: frozenset[str]) -> int:
+        """alpha * sum(left * right) + beta * added, at [.., m, k, n]."""
+        found = product_of(self.dag, op)
+        assert found is not None
+        *batch, m, k, n = coords
+        left = self.value(found.left, (*batch, m, k), None)
+        right = self.value(found.right, (*batch, k, n), None)
+        dtype = compute_dtype(op.outputs[0].dtype)
+        term = self.computed(aten.mul.Tensor, left, right, dtype, f"{op.name}_terms")
+        node = self.emit(Reduce("sum", term, over, dtype), op.name)
+        if found.alpha != 1:
+            alpha = self.constant(found.alpha, dtype, "alpha")
+            node = self.computed(aten.mul.Tensor, node, alpha, dtype, op.name)
+        if found.added is not None and found.beta != 0:
+            added = self.operand(op, found.added, (*batch, m, n), None)
+            if found.beta != 1:
+                beta = self.constant(found.beta, dtype, "beta")
+                added = self.computed(aten.mul.Tensor, added, beta, dtype, op.name)
+            node = self.computed(aten.add.Tensor, node, added, dtype, op.name)
+        return self.rounder.rounded(op, node)
+
+    def computed(self, target: OpOverload, left: int, right: int, dtype: torch.dtype, name: str) -> int:
+        """A binary operator of two values."""
+        more = (("alpha", 1),) if target is aten.add.Tensor else ()
+        operands = (("self", Value(left)), ("other", Value(right)), *more)
+        return self.emit(Compute(target, operands, dtype), name)
 
     def counts_in_32_bits(self, over: frozenset[str]) -> bool:
         """Whether the elements of some axis groups can be counted in int32, which programs can exchange."""

@@ -17,6 +17,8 @@ import torch
 from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim, not_above, product, simple
+from fusion_compiler.ir.put import put
+from fusion_compiler.ir.writes import meta_of
 
 aten = torch.ops.aten
 Range = tuple[Dim, Dim]
@@ -27,7 +29,8 @@ DEEPEST = 64  # ops one behind the other; what lies further back counts as unkno
 class Lookup:
     """An index of an op that is data.
 
-    dim: of the op's operand, along which the elements of the tensor `index` point to low <= i < high.
+    dim: of the op's operand, or of the view that is written, along which the elements of the tensor `index`
+        point to low <= i < high.
     unproved: whose index it is, for the error where it lies outside; "" where it is known not to.
     """
 
@@ -39,16 +42,18 @@ class Lookup:
 
 
 def lookups(dag: OpDag, op: Op) -> tuple[Lookup, ...]:
-    """The indices of a gather or its kin, in the order of its arguments; of other ops none."""
-    if op.target not in _LOOKUPS:
+    """The indices of a gather, a write or their kin, in the order of its arguments; of other ops none."""
+    if op.target not in _LOOKUPS or (op.target is put and len(op.args) < 4):
         return ()
-    shape = dag.op(op.inputs[0]).outputs[0].shape
+    source = op.args[1] if op.target is put else op.args[0]
+    shape = meta_of(dag, source).shape
     if op.target is aten.embedding.default:
         pairs = [(0, op.args[1])]
     elif op.target in (aten.gather.default, aten.index_select.default):
         pairs = [(layout.wrap(op.args[1], len(shape)), op.args[2])]  # type: ignore[arg-type]
     else:
-        pairs = [(i, a) for i, a in enumerate(op.args[1]) if a is not None]  # type: ignore[arg-type]
+        indices = op.args[3] if op.target is put else op.args[1]
+        pairs = [(i, a) for i, a in enumerate(indices) if a is not None]  # type: ignore[arg-type]
     found: list[Lookup] = []
     for dim, index in pairs:
         assert isinstance(index, Ref)
@@ -170,8 +175,8 @@ Operand = Callable[..., Range | None]  # (position, name, default) of an argumen
 
 
 def _clamped(value: Range | None, least: Range | None, most: Range | None) -> Range | None:
-    if value is None:
-        return None
+    if value is None:  # whatever it is, it lies between two bounds
+        return None if least is None or most is None else (least[0], most[1])
     low, high = value
     if least is not None:
         low, high = _greatest(low, least[0]), _greatest(high, least[1])
@@ -217,7 +222,7 @@ def _masked(of: Operand) -> Range | None:
     return (0, tops[0]) if tops else None
 
 
-_WRAP = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})  # negative indices count from the end
+_WRAP = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor, put})  # negative indices count from the end
 _LOOKUPS = _WRAP | {aten.embedding.default, aten.gather.default, aten.index_select.default}
 _SAME = frozenset({
     aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default,

@@ -12,7 +12,9 @@ from fusion_compiler.ir.dims import Dim, numel, simple, strides_of
 from fusion_compiler.ir.index import ZERO, axis, combine
 from fusion_compiler.ir.loops import COLS, ROWS, Index
 from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.writes import stored_shape
 from fusion_compiler.passes.lower.index_splits import IndexSplit
+from fusion_compiler.passes.lower.products import product_of
 
 Coords = tuple[Index, ...]
 
@@ -112,6 +114,36 @@ def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
     return () if rank == 0 else tuple(sorted(layout.wrap(d, rank) for d in dims))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Reduced:
+    """What a reduction reads as one tensor: of a product that of all terms, whose strides are its matrix's.
+
+    dims: those that it reduces, counted from the front.
+    """
+
+    shape: tuple[Dim, ...]
+    stride: tuple[Dim, ...]
+    dims: tuple[int, ...]
+    is_product: bool = False
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return tuple(d for d in range(len(self.shape)) if d not in self.dims)
+
+
+def is_reduction(op: Op) -> bool:
+    """Whether an op of a cluster reduces: contractions that a cluster holds do."""
+    return op.kind in (Kind.REDUCTION, Kind.CONTRACTION)
+
+
+def reduced_by(dag: OpDag, op: Op) -> Reduced:
+    product = product_of(dag, op)
+    if product is not None:
+        return Reduced(product.shape, product.stride, (product.reduced,), True)
+    source = dag.op(op.inputs[0]).outputs[0]
+    return Reduced(source.shape, source.stride, reduced_dims(op, len(source.shape)))
+
+
 def scanned_dim(op: Op) -> int | None:
     """The dimension along which a scan runs, counted from the front; None of a tensor without dimensions."""
     rank = len(op.outputs[0].shape)
@@ -130,14 +162,14 @@ def anchor_space(
         best = max(scans, key=lambda op: _input_size(dag, op))
         shape, dim = best.outputs[0].shape, scanned_dim(best)
         return Space(tuple((s,) for s in shape), tuple(COLS if d == dim else ROWS for d in range(len(shape))))
-    reductions = [dag.op(n) for n in ops if dag.op(n).kind is Kind.REDUCTION]
+    reductions = [dag.op(n) for n in ops if is_reduction(dag.op(n))]
     if not reductions:
-        shape = largest(dag, outputs).outputs[0].shape if split is None else split.piece
+        shape = stored_shape(dag, largest(dag, outputs)) if split is None else split.piece
         return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), split)
     inside = set(ops)
-    best = max(reductions, key=lambda op: (_is_broadcast_back(dag, op, inside), _input_size(dag, op)))
-    source = dag.op(best.inputs[0]).outputs[0]
-    reduced = reduced_dims(best, len(source.shape))
+    best = max(reductions, key=lambda op: _precedence(dag, op, inside))
+    source = reduced_by(dag, best)
+    reduced = source.dims
     contiguous = next(
         (d for d, s in enumerate(source.stride) if s == 1 and source.shape[d] != 1), len(source.shape) - 1
     )
@@ -161,11 +193,17 @@ def _long(shape: tuple[Dim, ...]) -> list[Dim]:
 
 def largest(dag: OpDag, outputs: tuple[str, ...]) -> Op:
     """The output that has the space's elements where nothing is reduced."""
-    return max((dag.op(n) for n in outputs), key=lambda op: numel(op.outputs[0].shape))
+    return max((dag.op(n) for n in outputs), key=lambda op: numel(stored_shape(dag, op)))
 
 
 def _input_size(dag: OpDag, op: Op) -> int:
-    return numel(dag.op(op.inputs[0]).outputs[0].shape)
+    return numel(reduced_by(dag, op).shape)
+
+
+def _precedence(dag: OpDag, op: Op, inside: set[str]) -> tuple[bool, bool, int]:
+    """Products before others: what they read is computed again wherever it is needed."""
+    product = op.kind is Kind.CONTRACTION
+    return product, not product and _is_broadcast_back(dag, op, inside), _input_size(dag, op)
 
 
 def _is_broadcast_back(dag: OpDag, op: Op, inside: set[str]) -> bool:
@@ -179,8 +217,8 @@ def _is_broadcast_back(dag: OpDag, op: Op, inside: set[str]) -> bool:
             consumer = dag.op(name)
             if name in seen or not (name in inside or layout.is_view(consumer)) or not consumer.outputs:
                 continue
-            if name in inside and consumer.kind is not Kind.REDUCTION:
-                if numel(consumer.outputs[0].shape) >= size:
+            if name in inside and not is_reduction(consumer):
+                if numel(stored_shape(dag, consumer)) >= size:
                     return True
             seen.add(name)
             stack.append(name)

@@ -16,9 +16,10 @@ from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, Ref
 from fusion_compiler.ir.dims import Dim, simple, strides_of
 from fusion_compiler.ir.index import ZERO, combine, divided, flatten, shifted
-from fusion_compiler.ir.loops import Checked, Compute, Coordinate, Index, Random, Value
+from fusion_compiler.ir.loops import Checked, Compute, Coordinate, Index, InRange, Random, Value
+from fusion_compiler.ir.writes import indexed
 from fusion_compiler.passes.lower.builder import Builder
-from fusion_compiler.passes.lower.ranges import lookups
+from fusion_compiler.passes.lower.ranges import Lookup, lookups
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
 
 aten = torch.ops.aten
@@ -278,9 +279,11 @@ def _indirect(build: Builder, op: Op, node: int, length: Dim, signed: bool) -> I
             Compute(aten.lt.Tensor, (("self", Value(node)), ("other", Value(zero))), torch.bool),
             f"{op.name}_negative",
         )
-        if not isinstance(length, int):
-            raise Illegal("operand", f"{op.name} wraps around a size that is only known at run time")
-        wrapped = Compute(aten.add.Tensor, (("self", Value(node)), ("other", length), ("alpha", 1)), dtype)
+        wrapped: Compute | Coordinate = Coordinate(Index(length, ((~node, 1),)), dtype)
+        if isinstance(length, int):
+            wrapped = Compute(
+                aten.add.Tensor, (("self", Value(node)), ("other", length), ("alpha", 1)), dtype
+            )
         node = build.choose(
             negative, build.emit(wrapped, f"{op.name}_wrapped"), node, dtype, f"{op.name}_index"
         )
@@ -307,16 +310,47 @@ def _index(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     """index.Tensor with integer indices; where they are not side by side their dimensions come first."""
     shape = build.dag.op(op.inputs[0]).outputs[0].shape
     found = lookups(build.dag, op)
+    inner, at = _indexed(build, op, found, len(shape), coords)
+    return _looked_up(build, op, inner, at, within)
+
+
+def _indexed(
+    build: Builder, op: Op, found: Sequence[Lookup], rank: int, coords: Coords
+) -> tuple[Coords, list[Coords]]:
+    """From coordinates of what integer indices point to: those in the indexed tensor, which has `rank`
+    dimensions and 0 along the indexed ones, and those of each index."""
     used = [lookup.dim for lookup in found]
     metas = [build.dag.op(lookup.index).outputs[0] for lookup in found]
     if any(m.dtype in (torch.bool, torch.uint8) for m in metas):
         raise Illegal("operand", f"{op.name} selects by a mask: its result has no size before it runs")
-    rank = max(len(m.shape) for m in metas)
-    start = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-    common = coords[start : start + rank]
-    whole = iter((*coords[:start], *coords[start + rank :]))
-    inner = tuple(ZERO if i in used else next(whole) for i in range(len(shape)))
-    return _looked_up(build, op, inner, [common[rank - len(meta.shape) :] for meta in metas], within)
+    start, shape = indexed(used, [meta.shape for meta in metas])
+    common = coords[start : start + len(shape)]
+    whole = iter((*coords[:start], *coords[start + len(shape) :]))
+    inner = tuple(ZERO if i in used else next(whole) for i in range(rank))
+    return inner, [common[len(shape) - len(meta.shape) :] for meta in metas]
+
+
+def put_place(build: Builder, op: Op, coords: Coords) -> tuple[Index, int | None]:
+    """Where `put_` stores what it has at `coords`: the element of its base, and the node that says whether
+    that is one. An index that may lie outside is checked, and nothing is stored by it where it does."""
+    (base, name), inside = (r.name for r in op.args[:2] if isinstance(r, Ref)), None
+    found = lookups(build.dag, op)
+    if found:
+        coords, at = _indexed(build, op, found, len(build.dag.op(name).outputs[0].shape), coords)
+        inner = list(coords)
+        for lookup, place in zip(found, at, strict=True):
+            node = build.value(lookup.index, place, None)
+            if lookup.unproved:
+                fits = build.emit(InRange(Index(0, ((~node, 1),)), lookup.low, lookup.high), "inside")
+                inside = fits if inside is None else build.both(inside, fits)
+                dtype = build.nodes[node].dtype
+                check = Checked(node, node, lookup.low, lookup.high, None, lookup.unproved, dtype)
+                node = build.emit(check, f"{op.name}_index")
+            inner[lookup.dim] = _indirect(build, op, node, lookup.high, lookup.low != 0)
+        coords = tuple(inner)
+    while name != base:
+        name, coords = layout.pull(build.dag, build.dag.op(name), coords, build.extents)
+    return flatten(coords, op.outputs[0].stride), inside
 
 
 def _uniform(build: Builder, op: Op, coords: Coords, within: int | None) -> int:

@@ -12,6 +12,8 @@ from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.innermost_channels import turn_channels
+from fusion_compiler.passes.rewrites.literals import number_literals
+from fusion_compiler.passes.rewrites.maxima import compare_windows
 from fusion_compiler.passes.rewrites.patches import multiply_patches
 from fusion_compiler.passes.rewrites.vocabulary import align_features
 from fusion_compiler.passes.rewrites.whole_pool import average_whole
@@ -31,6 +33,8 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     align_features,
     order_rows,
     average_whole,
+    compare_windows,
+    number_literals,
 )
 
 
@@ -49,9 +53,11 @@ __all__ = [
     "align_features",
     "average_whole",
     "call_attention",
+    "compare_windows",
     "drop_rows",
     "group_queries",
     "multiply_patches",
+    "number_literals",
     "order_rows",
     "read_in_place",
     "rewrites_for",

@@ -6,6 +6,10 @@ where repeat is unsqueeze-expand-reshape (repeat_kv of transformers) or repeat_i
 the heads. Only where the flash kernel, which reads each key head for n query heads, takes the
 call: 16 bits on CUDA, no mask tensor, head sizes up to 256. Elsewhere PyTorch would repeat
 them itself, in the slower math path.
+
+    sdpa(q, repeat(k, n), repeat(v, n), mask)   ->   sdpa(q as n queries of a key's head, k, v, mask)
+
+of one query a head, as in decoding, whose mask is the same for all heads: any kernel reads that.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ def group_queries(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     for call in gm.graph.find_nodes(op="call_function", target=_SDPA):
         named = arguments(call)
         if _repeated(named["key"]) is not None and _repeated(named["value"]) is not None:
-            found[call] = _refusal(call)
+            found[call] = "" if _is_one_query(call) else _refusal(call)
     notes = tuple(
         RewriteNote(RULE, call.name, not reason, reason or "repeated key and value heads are read in place")
         for call, reason in found.items()
@@ -49,14 +53,34 @@ def group_queries(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
 def _group(call: fx.Node) -> None:
     named = arguments(call)
     old = ancestors(named["key"]) | ancestors(named["value"])
-    named["key"], named["value"] = _repeated(named["key"]), _repeated(named["value"])
-    named["enable_gqa"] = True
+    key, value = (_repeated(named[n]) for n in ("key", "value"))
+    assert key is not None
+    named["key"], named["value"] = key, value
+    beside = _is_one_query(call)
+    named["enable_gqa"] = not beside
     positional = [a.name for a in _SDPA._schema.arguments if not a.kwarg_only]
+    shape = [*call.meta["val"].shape]
     with call.graph.inserting_before(call):
+        if beside:
+            heads = key.meta["val"].shape[1]
+            apart = [shape[0], heads, shape[1] // heads]
+            named["query"] = emit(call, _aten.reshape.default, named["query"], [*apart, -1])
         grouped = emit(call, _SDPA, *(named.pop(name) for name in positional), **named)
+        if beside:
+            grouped = emit(call, _aten.reshape.default, grouped, shape)
     call.replace_all_uses_with(grouped)
     call.graph.erase_node(call)
     erase_unused(old)
+
+
+def _is_one_query(call: fx.Node) -> bool:
+    """Whether a call has one query for each head, and a mask that does not tell heads apart."""
+    named = arguments(call)
+    query, mask = named["query"].meta["val"], named["attn_mask"]
+    if query.dim() != 4 or mask is None or named["is_causal"] or named["enable_gqa"]:
+        return False
+    sizes = (*query.shape, mask.meta["val"].shape[-3] if mask.meta["val"].dim() > 2 else 1)
+    return all(isinstance(n, int) for n in (sizes[1], sizes[3])) and sizes[2] == 1 and sizes[4] == 1
 
 
 def _refusal(call: fx.Node) -> str:

@@ -10,6 +10,7 @@ order for, are images of one row.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from fusion_compiler.capture.graphs import (
     refuse_strides,
     trace_again,
 )
+from fusion_compiler.ir.group_norm import group_norm
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 
 _aten = torch.ops.aten
@@ -47,6 +49,8 @@ def turn_channels(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         return gm, ()
     new, nodes = copied(gm)
     turned = {_turn(nodes[node]): node.meta["val"] for node in found}
+    norms = [node for node in _behind(new.graph, turned) if node.target is _aten.group_norm.default]
+    turned |= {_keep_order(node): node.meta["val"] for node in norms}
     behind = _behind(new.graph, turned)
     try:
         for node in behind:
@@ -109,10 +113,25 @@ def _turn(node: fx.Node) -> fx.Node:
     return made
 
 
+def _keep_order(node: fx.Node) -> fx.Node:
+    """Puts a norm of groups that takes its input as it lies in `node`'s place."""
+    named = arguments(node)
+    with node.graph.inserting_before(node):
+        norm = emit(node, group_norm, *(named[n] for n in ("input", "weight", "bias", "num_groups", "eps")))
+        made = emit(node, operator.getitem, norm, 0)
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
+    return made
+
+
 def _copy_views(behind: Sequence[fx.Node]) -> None:
     """A view of what lies in another order may have to be a copy; none is, where a write would show in it."""
+    written = mutated_nodes(behind)
     for i, node in enumerate(behind):
-        if node.target in _VIEWS and aliases(node).isdisjoint(mutated_nodes(behind[i + 1 :])):
+        if node.target not in _VIEWS:
+            continue
+        shown = aliases(node)
+        if shown.isdisjoint(written) or shown.isdisjoint(mutated_nodes(behind[i + 1 :])):
             node.target = _aten.reshape.default
 
 

@@ -1,0 +1,372 @@
+"""What a captured program writes into, such as a decoder's cache of keys and values, is written in place.
+
+AOTAutograd makes the program functional and lets it end in `copy_(argument, result)`. Where the result is the
+argument with something put into it, all of it is copied twice for a few new elements:
+
+    part = slice(cache, 2, 5, 6)                       part = slice(cache, 2, 5, 6)
+    cache_1 = slice_scatter(cache, copy(part, new))    cache_1 = put_(cache, part, new)
+    attend(cache_1)                               ->   attend(cache_1)
+    copy_(cache, cache_1)
+
+A result that becomes an argument as a whole (the running statistics of a batch norm) is put there too:
+
+    copy_(mean, mean_1)                           ->   put_(mean, mean, mean_1)
+
+A write takes the memory of its base where nothing can tell: what reads the base's old value, through
+whatever view, can run before it and does from now on, and the base is an argument that the program
+overwrites in the end, or a tensor of its own that nobody keeps. `memory_is_free` has the conditions. What
+clusters make of a tensor that they make anyway (a slice of zeros) stays as it is. Other results are not
+written over dead tensors: the allocator gives a dead tensor's memory to the next result anyway, and at the
+peak of the models that were measured nothing is dead (the logits, which the caller keeps, and their
+gradient).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from fusion_compiler.capture.graphs import aliases, arguments, copied, emit, erase_unused, fake_mode
+from fusion_compiler.ir.dag import dim_of, kind_of
+from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ir.put import put
+from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.schema import written
+
+aten = torch.ops.aten
+COPY = aten.copy_.default
+# Scatters into a view, and the view.
+PARTS = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+}
+
+
+def written_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """A copy of a functional graph in which writes have the memory of their bases; itself where none does.
+
+    Its nodes stand in an order in which every reader of a base comes before the write.
+    """
+    if not any(_begins(node) for node in gm.graph.nodes):
+        return gm, ()
+    made, _ = copied(gm)
+    notes = _Writes(made.graph).run()
+    made.recompile()
+    return made, notes
+
+
+def _begins(node: fx.Node) -> bool:
+    return node.target in PARTS or node.target is COPY or in_place_form(node) is not None
+
+
+def in_place_form(node: fx.Node) -> OpOverload | None:
+    """The operator that writes into its first operand what an operator without a kernel of ours gives:
+    `scatter_add_` for `scatter_add`."""
+    overload = node.target
+    if (
+        not isinstance(overload, OpOverload)
+        or overload.namespace != "aten"
+        or kind_of(node) is not Kind.OPAQUE
+    ):
+        return None
+    packet = getattr(aten, f"{overload._opname}_", None)
+    found = getattr(packet, overload._overloadname, None)
+    if found is None or written(found) != (0,) or torch.Tag.nondeterministic_seeded in overload.tags:
+        return None
+    same = [a.name for a in found._schema.arguments] == [a.name for a in overload._schema.arguments]
+    return found if same else None
+
+
+class _Write:
+    """`source` put where `view` lies in `base`, or where the indices point to in it.
+
+    path: the functional nodes that did this; the last is the new value of `region`, which is `base` or a view
+    of it. form: the operator in place, where that is not `put_`, with the arguments of the first of `path`.
+    """
+
+    path: list[fx.Node]
+    view: fx.Node
+    source: fx.Node
+    indices: object
+
+    def __init__(self, first: fx.Node, latest: Mapping[fx.Node, fx.Node]) -> None:
+        named = arguments(first)
+        self.path, self.region = [first], named["self"]
+        if first.target is COPY:
+            self.region = latest.get(self.region, self.region)
+        self.view = self.region
+        self.form, self.indices = in_place_form(first), None
+        self.source = named.get("src", named.get("values"))  # type: ignore[assignment]
+        if first.target is aten.index_put.default and not named["accumulate"]:
+            if not torch.are_deterministic_algorithms_enabled():  # of equal indices the last one counts then
+                self.form, self.indices = None, named["indices"]
+        elif first.target in PARTS:
+            self.view = part_of(first)
+            if self.source.target is aten.copy.default and len(self.source.users) == 1:
+                self.path.insert(0, self.source)
+                self.source = arguments(self.source)["src"]  # `put_` converts and broadcasts as well
+        self.base = root(self.region)
+        while self.form is None and self._grow():
+            pass
+
+    @property
+    def result(self) -> fx.Node:
+        return self.path[-1]
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """What is written, and where, without the base."""
+        if self.form is not None:
+            return _flat((self.path[0].args, self.path[0].kwargs))[1:]
+        return _flat((self.source, self.indices))
+
+    def _grow(self) -> bool:
+        """The write as one into a larger region, if the only reader of its result makes that of it."""
+        if len(self.result.users) != 1:
+            return False
+        (user,) = self.result.users
+        if user.target in PARTS and arguments(user)["src"] is self.result:
+            region = arguments(user)["self"]
+            if not _is_same(part_of(user), self.region):
+                return False
+        elif self.region is self.base:
+            return False
+        elif is_view_node(user) and isinstance(user.target, OpOverload) and _has_strides(user):
+            with user.graph.inserting_before(user):
+                region = emit(user, user.target, self.region, *user.args[1:], **user.kwargs)
+        else:
+            return False
+        self.path.append(user)
+        self.region = self.base if _is_same(region, self.base) else region
+        return True
+
+
+class _Writes:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.before: dict[fx.Node, list[fx.Node]] = {}  # what has to wait for a node, beside its readers
+        self.latest: dict[fx.Node, fx.Node] = {}  # what has the memory of a tensor that was written into
+        self.copies = {c.args[0]: c for c in graph.find_nodes(op="call_function", target=COPY)}
+
+    def run(self) -> Notes:
+        notes: list[RewriteNote] = []
+        seen: set[fx.Node] = set()
+        for node in list(self.graph.nodes):
+            if node in seen or not _begins(node):
+                continue
+            write = _Write(node, self.latest)
+            seen.update(write.path)
+            if self.says_nothing(write):
+                continue
+            name, home = write.result.name, owner(write.base)
+            try:
+                readers = self.memory_is_free(write)
+            except Refused as reason:
+                if home in self.copies:
+                    why = f"it is copied to where it belongs, as {reason}"
+                    notes.append(RewriteNote("in place", name, False, why))
+                continue
+            made = self.latest[home] = self.rewritten(write)
+            for reader in readers:
+                self.before.setdefault(reader, []).append(made)
+            where = "an argument" if home.op == "placeholder" else "a result that dies"
+            notes.append(RewriteNote("in place", name, True, f"written into {where}"))
+        self.in_order()
+        return tuple(notes)
+
+    def says_nothing(self, write: _Write) -> bool:
+        """Whether there is nothing to write: memory that has the result already, which all then read, or what
+        no cluster makes; or a cluster makes all of the base where it makes the rest."""
+        target = write.result.target
+        if write.form is None and write.indices is None and _is_same(write.source, write.view):
+            return self.replaced(write, write.region)
+        if target is COPY:
+            return not _is_computed(root(write.source))
+        return spec_of(target) is not None and owner(write.base) not in self.copies
+
+    def replaced(self, write: _Write, value: fx.Node) -> bool:
+        write.result.replace_all_uses_with(value)
+        for node in reversed(write.path):
+            self.graph.erase_node(node)
+        return True
+
+    def memory_is_free(self, write: _Write) -> list[fx.Node]:
+        """What reads the base's old value, and can run before the write. Raises Refused where the base's
+        memory is not the write's."""
+        base, result = write.base, write.result
+        if write.region is not base:
+            raise Refused("it is written through a view that is read besides")
+        if base.op != "placeholder" and not (isinstance(base.target, OpOverload) and _has_own_memory(base)):
+            raise Refused(f"{base.name} is not a tensor of the graph's own")
+        if not _has_strides(base) or _form(base) != _form(result) or _repeats(base):
+            raise Refused(f"{base.name} lies in memory in another way")
+        home = owner(base)
+        if home in aliases(write.operands):
+            raise Refused(f"what is written is itself a view of {home.name}")
+        after = self.after(result)
+        kept = self.copies.get(home)
+        if home.op == "placeholder" and (kept is None or kept not in after):
+            raise Refused(f"{home.name} is the caller's and stays as it is")
+        output = self.graph.output_node()
+        if home.op == "placeholder" and result is not kept and output in _readers(result):
+            raise Refused(f"{result.name} is returned beside {home.name}")
+        readers = [r for r in _readers(base) if r not in write.path]
+        if kept in readers and root(kept.args[1]) is not base:  # type: ignore[union-attr,arg-type]
+            readers.remove(kept)
+        for reader in readers:
+            if written(reader.target) and reader is not kept and root(reader.args[0]) is base:  # type: ignore[arg-type]
+                raise Refused(f"{reader.name} has its memory")
+            if reader.target is COPY:
+                raise Refused(f"{base.name} is copied into another argument")
+            if reader is output or reader in after:
+                raise Refused(f"{reader.name} reads {base.name} afterwards")
+            if not _has_own_memory(reader):
+                raise Refused(f"{reader.name} may be the same memory")
+        return readers
+
+    def after(self, node: fx.Node) -> set[fx.Node]:
+        """A node and all that runs after it."""
+        found: set[fx.Node] = set()
+        pending = [node]
+        while pending:
+            current = pending.pop()
+            if current not in found:
+                found.add(current)
+                pending += [*current.users, *self.before.get(current, ())]
+        return found
+
+    def rewritten(self, write: _Write) -> fx.Node:
+        first, result = write.path[0], write.result
+        form, arguments, more = write.form or put, first.args, first.kwargs
+        if write.form is None:
+            indices: Any = () if write.indices is None else (write.indices,)
+            arguments, more = (write.base, write.view, write.source, *indices), {}
+        with self.graph.inserting_before(result):
+            made = self.graph.create_node("call_function", form, arguments, more, form._opname.rstrip("_"))
+        made.meta = dict(first.meta) | {"val": result.meta["val"]}
+        self.replaced(write, made)
+        return made
+
+    def in_order(self) -> None:
+        """The nodes in their order, as far as what waits allows; what is still copied is so in the end."""
+        erase_unused(set(self.graph.nodes))
+        nodes = sorted(self.graph.nodes, key=lambda node: (node.op == "output", node.target is COPY))
+        number = {node: i for i, node in enumerate(nodes)}
+        waits = {node: list(node.all_input_nodes) for node in nodes}
+        for reader, writes in self.before.items():
+            for write in writes:
+                waits[write].append(reader)
+        placed: set[fx.Node] = set()
+        last = self.graph._root
+        for node in nodes:
+            stack = [node]
+            while stack:
+                missing = [n for n in waits[stack[-1]] if n not in placed]
+                if missing:
+                    stack.append(min(missing, key=number.__getitem__))
+                    continue
+                current = stack.pop()
+                if current not in placed:
+                    placed.add(current)
+                    last.append(current)
+                    last = current
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether a cluster makes a value, and may store it anywhere."""
+    return node.op == "call_function" and node.target is not put and spec_of(node.target) is not None
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node whose memory a chain of views shows."""
+    while is_view_node(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node that had the memory of a value first, before anything was written into it."""
+    while node.op == "call_function" and node.target is not COPY and written(node.target) == (0,):
+        node = root(node.args[0])  # type: ignore[arg-type]
+    return node
+
+
+def part_of(scatter: fx.Node) -> fx.Node:
+    """The view of its base into which such an operator writes, as a new node."""
+    named = arguments(scatter)
+    more = [value for name, value in named.items() if name not in ("self", "src")]
+    with scatter.graph.inserting_before(scatter):
+        return emit(scatter, PARTS[scatter.target], named["self"], *more)  # type: ignore[index]
+
+
+def _flat(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a value, directly or through views."""
+    found: dict[fx.Node, None] = {}
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if is_view_node(user):
+            pending += user.users
+        elif not str(getattr(user.target, "_schema", "")).startswith("aten::sym_"):  # which reads a size
+            found[user] = None
+    return list(found)
+
+
+def _has_own_memory(node: fx.Node) -> bool:
+    """Whether a call's result is no memory of its operands, but for what it writes into."""
+    schema = getattr(node.target, "_schema", None)
+    results = schema.returns if schema is not None else ()
+    return bool(written(node.target)) or all(r.alias_info is None for r in results)
+
+
+def _has_strides(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _form(node: fx.Node) -> object:
+    if not _has_strides(node):
+        return None
+    value: torch.Tensor = node.meta["val"]
+    return value.dtype, value.device, *(tuple(map(dim_of, n)) for n in (value.shape, value.stride()))
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether elements share memory, or may."""
+    value: torch.Tensor = node.meta["val"]
+    return any(
+        dim_of(n) == 0 != dim_of(size) - 1 for n, size in zip(value.stride(), value.shape, strict=True)
+    )
+
+
+def _is_same(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values are the same elements of the same memory, in the same order."""
+    return root(a) is root(b) and _form(a) == _form(b) and _place(a) == _place(b)
+
+
+def _place(node: fx.Node) -> object:
+    """Where a view lies in the memory of its root."""
+    chain: list[fx.Node] = []
+    while node is not root(node):
+        chain.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    value = node.meta["val"]
+    with fake_mode([value]), torch.no_grad():
+        for view in reversed(chain):
+            values = fx.map_arg((view.args[1:], view.kwargs), lambda n: n.meta.get("val"))
+            value = view.target(value, *values[0], **values[1])  # type: ignore[operator,index]
+    sizes: Iterable[Sequence[Any]] = (value.shape, value.stride(), (value.storage_offset(),))
+    return node, tuple(map(dim_of, itertools.chain.from_iterable(sizes)))

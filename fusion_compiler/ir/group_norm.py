@@ -1,0 +1,84 @@
+"""GroupNorm that takes images in any order of memory, forward and backward.
+
+PyTorch's copies what it gets into the order of channels first, once in its forward and, as autograd knows it,
+twice in its backward. This one is for nets whose convolutions have channels innermost.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME, BACKWARD = "fusion_compiler::group_norm", "fusion_compiler::group_norm_backward"
+torch.library.define(
+    NAME,
+    "(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps) -> (Tensor, Tensor, Tensor)",
+)
+
+torch.library.define(
+    BACKWARD,
+    "(Tensor grad, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, int num_groups, bool[3] mask)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+
+group_norm = torch.ops.fusion_compiler.group_norm.default
+group_norm_backward = torch.ops.fusion_compiler.group_norm_backward.default
+_aten = torch.ops.aten
+
+
+def sizes(x: Tensor) -> tuple[int, int, int]:
+    """Images, channels and the elements of a channel, as ATen's operators want them told."""
+    return x.shape[0], x.shape[1], math.prod(x.shape[2:])
+
+
+@torch.library.impl(NAME, "CompositeExplicitAutograd")
+def _run(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, mean, rstd = _aten.native_group_norm.default(x, weight, bias, *sizes(x), groups, eps)
+    return torch.empty_like(x).copy_(out), mean, rstd
+
+
+@torch.library.register_fake(NAME)
+def _fake(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = x.new_empty((x.shape[0], groups))
+    return torch.empty_like(x), statistics, torch.empty_like(statistics)
+
+
+@torch.library.impl(BACKWARD, "CompositeExplicitAutograd")
+def _run_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    mean, rstd, weight, groups, mask = rest
+    plain, ordered = grad.contiguous(), x.contiguous()
+    dx, *others = _aten.native_group_norm_backward.default(
+        plain, ordered, mean, rstd, weight, *sizes(x), groups, mask
+    )
+    none = x.new_empty(0)
+    return none if dx is None else torch.empty_like(x).copy_(dx), *(none if t is None else t for t in others)
+
+
+@torch.library.register_fake(BACKWARD)
+def _fake_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, weight, _, mask = rest
+    channels = x.new_empty(x.shape[1]) if weight is None else torch.empty_like(weight)
+    like = (x, channels, channels)
+    return tuple(torch.empty_like(t) if on else x.new_empty(0) for t, on in zip(like, mask, strict=True))
+
+
+def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, ctx.groups, _ = inputs
+    ctx.mask = [t is not None and t.requires_grad for t in (x, weight, bias)]
+    ctx.save_for_backward(x, weight, *output[1:])
+
+
+def _gradient(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    found = group_norm_backward(grad, x, mean, rstd, weight, ctx.groups, ctx.mask)
+    return *(t if on else None for t, on in zip(found, ctx.mask, strict=True)), None, None
+
+
+torch.library.register_autograd(NAME, _gradient, setup_context=_saved)

@@ -1,0 +1,45 @@
+"""`fusion_compiler::put_`, which writes into memory that exists.
+
+Functionalization makes of `cache[:, :, at] = new` an operator that copies the cache. `put_` is what was
+written: `source` is stored where a view of `self` lies, or where indices point to in that view. Its result
+is `self`, so that who reads what was written comes after it. It is one operator for slices, selected
+elements, positions that are data, and any of these within a view of a larger cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+torch.library.define(
+    "fusion_compiler::put_",
+    "(Tensor(a!) self, Tensor view, Tensor source, Tensor?[]? indices=None) -> Tensor(a!)",
+)
+
+put = torch.ops.fusion_compiler.put_.default
+
+
+@torch.library.impl("fusion_compiler::put_", "CompositeExplicitAutograd")
+def _put(
+    self: torch.Tensor,
+    view: torch.Tensor,
+    source: torch.Tensor,
+    indices: Sequence[torch.Tensor | None] | None = None,
+) -> torch.Tensor:
+    """`view` shows memory of `self`; `source` broadcasts to it, or to what the indices point to."""
+    if indices is None:
+        view.copy_(source)
+    else:
+        torch.ops.aten.index_put_.default(view, indices, source)
+    return self
+
+
+@torch.library.register_fake("fusion_compiler::put_")
+def _put_fake(
+    self: torch.Tensor,
+    view: torch.Tensor,
+    source: torch.Tensor,
+    indices: Sequence[torch.Tensor | None] | None = None,
+) -> torch.Tensor:
+    return self

@@ -1,0 +1,88 @@
+"""Which ops of a graph write into memory that exists, and whose memory a value is in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fusion_compiler.ir.dag import Op, OpDag, Ref, TensorMeta
+from fusion_compiler.ir.dims import Dim
+from fusion_compiler.ir.layout import is_view
+from fusion_compiler.ir.put import put
+from fusion_compiler.ir.schema import written
+
+
+def base_of(dag: OpDag, name: str) -> str | None:
+    """The tensor into which an op writes its result; None of one whose result has memory of its own.
+
+    `copy_` into an argument ends what a graph does with it, and is not meant.
+    """
+    op = dag.op(name)
+    writes = written(op.target) == (0,) and len(op.outputs) == 1
+    return op.inputs[0] if writes and op.target is not torch.ops.aten.copy_.default else None
+
+
+def root(dag: OpDag, name: str) -> str:
+    """The tensor that a chain of views shows."""
+    while is_view(dag.op(name)):
+        name = dag.op(name).inputs[0]
+    return name
+
+
+def memory(dag: OpDag, name: str) -> str:
+    """The tensor whose memory holds a value, through views and writes."""
+    while (base := base_of(dag, name := root(dag, name))) is not None:
+        name = base
+    return name
+
+
+def bases(dag: OpDag) -> Mapping[str, str]:
+    """Every op that writes into memory of another -> the tensor that had the memory before."""
+    found = ((name, base_of(dag, name)) for name in dag.order)
+    return {name: base for name, base in found if base is not None}
+
+
+def waits(dag: OpDag) -> Mapping[str, tuple[str, ...]]:
+    """Every op that writes into memory of another -> those that read what was there, which run before it."""
+    found = {base: [] for base in bases(dag).values()}
+    waiting: dict[str, tuple[str, ...]] = {}
+    for name in dag.order if found else ():
+        if (base := base_of(dag, name)) is not None:
+            waiting[name] = tuple(found[base])
+        for source in (
+            {root(dag, operand) for operand in dag.op(name).inputs} if not is_view(dag.op(name)) else ()
+        ):
+            if source in found:
+                found[source].append(name)
+    return waiting
+
+
+def stored_shape(dag: OpDag, op: Op) -> tuple[Dim, ...]:
+    """The shape of what an op stores: of its result, or of what `put_` puts into that."""
+    if op.target is not put:
+        return op.outputs[0].shape
+    shape = meta_of(dag, op.args[1]).shape
+    if len(op.args) < 4:
+        return shape
+    indices = op.args[3]
+    assert isinstance(indices, tuple)
+    used = [i for i, index in enumerate(indices) if index is not None]
+    start, common = indexed(used, [meta_of(dag, indices[i]).shape for i in used])
+    whole = [size for i, size in enumerate(shape) if i not in used]
+    return (*whole[:start], *common, *whole[start:])
+
+
+def meta_of(dag: OpDag, argument: object) -> TensorMeta:
+    """Of an argument that is a tensor."""
+    assert isinstance(argument, Ref)
+    return dag.op(argument.name).outputs[0]
+
+
+def indexed(dims: Sequence[int], shapes: Sequence[tuple[Dim, ...]]) -> tuple[int, tuple[Dim, ...]]:
+    """Where the dimensions of tensors stand that index some dimensions, and their sizes together: in the
+    place of those that they index where these are side by side, else first."""
+    rank = max(map(len, shapes))
+    filled = [(*(1 for _ in range(rank - len(shape))), *shape) for shape in shapes]
+    common = tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*filled, strict=True))
+    return (dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0), common

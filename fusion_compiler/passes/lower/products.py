@@ -1,0 +1,94 @@
+"""Products of few rows as reductions: each row's sums over k are one pass over the matrix.
+
+    mm(x, w)[i, n]  ->  sum over k of x[i, k] * w[k, n]   for each of the few rows i
+
+Of either operand there may be few rows (or columns); the other one is the matrix, whose elements are all that
+counts. Over the space of the matrix every row is a piece of the product, so that what a program reads of the
+matrix serves all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.dims import Dim
+from fusion_compiler.passes.lower.index_splits import IndexSplit
+
+aten = torch.ops.aten
+# Position of the first operand; before it comes what is added.
+PRODUCTS: dict[object, int] = {
+    aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1,
+}  # fmt: skip
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Product:
+    """left [.., m, k] times right [.., k, n] as a reduction of [.., m, k, n].
+
+    few: the dimension with few elements, m or n. stride: of the matrix, in that shape. The result is alpha
+    times the product and beta times what is added.
+    """
+
+    left: str
+    right: str
+    shape: tuple[Dim, ...]
+    stride: tuple[Dim, ...]
+    few: int
+    added: str | None = None
+    beta: float = 1
+    alpha: float = 1
+
+    @property
+    def reduced(self) -> int:
+        """The dimension of k."""
+        return len(self.shape) - 2
+
+    @property
+    def rows(self) -> Dim:
+        return self.shape[self.few]
+
+    @property
+    def split(self) -> IndexSplit | None:
+        """The pieces of the product; None where there is one."""
+        return None if self.rows == 1 else IndexSplit(self.shape, self.few, int(self.rows))
+
+
+def product_of(dag: OpDag, op: Op) -> Product | None:
+    """An op as a product of floats; None for any other."""
+    first = PRODUCTS.get(op.target)
+    if first is None:
+        return None
+    names = [arg.name for arg in op.args[: first + 2] if isinstance(arg, Ref)]
+    left, right = names[-2:]
+    a, b = (dag.op(name).outputs[0] for name in (left, right))
+    if op.outputs[0].dtype not in FLOATS or {a.dtype, b.dtype} != {op.outputs[0].dtype}:
+        return None
+    batch = len(a.shape) - 2
+    m, k, n = *a.shape[-2:], b.shape[-1]
+    few = batch if _fewer(m, n) else batch + 2
+    stride = (*b.stride[:batch], 0, *b.stride[-2:]) if few == batch else (*a.stride, 0)
+    added = names[0] if first else None
+    given = dict(op.kwargs)
+    beta, alpha = given.get("beta", 1), given.get("alpha", 1)
+    if not (isinstance(beta, int | float) and isinstance(alpha, int | float)):
+        return None
+    return Product(left, right, (*a.shape[:batch], m, k, n), stride, few, added, beta, alpha)
+
+
+def splits_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:
+    """The index splits by which the products among some ops are made."""
+    products = (product_of(dag, dag.op(name)) for name in ops)
+    return tuple(dict.fromkeys(p.split for p in products if p is not None and p.split is not None))
+
+
+def has_few_rows(product: Product, most: int) -> bool:
+    """Whether its matrix is read for a known number of rows that is no more than `most`."""
+    return isinstance(product.rows, int) and 0 < product.rows <= most
+
+
+def _fewer(m: Dim, n: Dim) -> bool:
+    return isinstance(m, int) and (not isinstance(n, int) or m <= n)

@@ -1,0 +1,270 @@
+"""Products of few rows as clusters: values against float64, what is one kernel, and what stays a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+import fusion_compiler as fc
+from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.passes.fuse import candidates
+from tests.exactness import Compiled, Schedules, cramped, not_as_close
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def small_matrices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Clusters of matrices that are too small to be worth one."""
+    monkeypatch.setattr(candidates, "LIBRARY_MARGIN", float("inf"))
+    monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+
+
+def doubled(value: object) -> object:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return value
+
+
+def check(f: Callable[..., object], *inputs: Tensor, kernels: int | None = None) -> fc.FusionPlan:
+    """The plan of `f`, whose results are as close to those in float64 as eager's are."""
+    fast = fc.compile(f, backend="interpret", strict=True)
+    with torch.no_grad():
+        ours, eager, exact = fast(*inputs), f(*inputs), f(*map(doubled, inputs))
+    tuples = (r if isinstance(r, tuple) else (r,) for r in (ours, eager, exact))
+    for our, theirs, truth in zip(*tuples, strict=True):
+        assert our.dtype == theirs.dtype and our.shape == theirs.shape
+        scale = truth.abs().max().item()
+        bound = (theirs.double() - truth).abs().max().item() + 1e-6 * scale
+        assert (our.double() - truth).abs().max().item() <= bound
+    (plan,) = fast.plan
+    if kernels is not None:
+        assert not [left for left in plan.leftovers if left.kind == "contraction"], str(plan)
+        assert len(plan.clusters) == kernels, str(plan)
+    return plan
+
+
+def linear(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 16])
+def test_linear(rows: int, dtype: torch.dtype) -> None:
+    check(F.linear, *linear(rows, 48, 160, dtype), kernels=1)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 96), (7, 33), (130, 257), (48, 1), (33, 4100)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_odd_sizes(rows: int, n: int, k: int) -> None:
+    check(F.linear, *linear(rows, n, k))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_matrix_in_the_other_order(rows: int) -> None:
+    x, w = linear(rows, 48, 160)
+    check(lambda x, w: x @ w, x, w.t().contiguous(), kernels=1)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_few_columns(columns: int) -> None:
+    check(lambda a, x: a @ x, torch.randn(80, 96), torch.randn(96, columns), kernels=1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_batches(rows: int) -> None:
+    check(lambda q, k: q @ k.mT, torch.randn(6, rows, 64), torch.randn(6, 40, 64), kernels=1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_batches_in_the_other_order(rows: int) -> None:
+    check(lambda p, v: p @ v, torch.randn(6, rows, 40), torch.randn(6, 40, 64), kernels=1)
+
+
+def test_seventeen_rows_stay_a_call() -> None:
+    plan = check(F.linear, *linear(17, 48, 160))
+    assert [left.reason for left in plan.leftovers] == ["library call"]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_bias_activation_and_residual(rows: int) -> None:
+    x, w = linear(rows, 48, 160)
+    b, r = torch.randn(48), torch.randn(rows, 48)
+    check(lambda x, w, b, r: r + F.silu(F.linear(x, w, b)), x, w, b, r, kernels=1)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_factors(rows: int) -> None:
+    x, w = linear(rows, 48, 160)
+    c = torch.randn(rows, 48)
+    check(lambda c, x, w: torch.addmm(c, x, w.t(), beta=0.5, alpha=2), c, x, w, kernels=1)
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_swiglu(rows: int, dtype: torch.dtype) -> None:
+    x, gate = linear(rows, 48, 160, dtype)
+    check(swiglu, x, gate, torch.randn_like(gate), kernels=1)
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * (wide * scale).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("n", [48, 160])
+def test_a_norm_before_it(rows: int, n: int, dtype: torch.dtype) -> None:
+    x, gate = linear(rows, n, 160, dtype)
+    norm = torch.rand(160, dtype=dtype) + 0.5
+    check(lambda x, s, a, b: swiglu(rms_norm(x, s), a, b), x, norm, gate, torch.randn_like(gate), kernels=1)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_projections_share_a_launch(rows: int) -> None:
+    x, q = linear(rows, 64, 160)
+    k, v = torch.randn(2, 16, 160).unbind()
+    plan = check(lambda x, q, k, v: tuple(F.linear(x, w) for w in (q, k, v)), x, q, k, v)
+    assert len(plan.clusters) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_int8_weights(rows: int, per_channel: bool) -> None:
+    x, _ = linear(rows, 48, 160, torch.bfloat16)
+    w = torch.randint(-128, 128, (48, 160), dtype=torch.int8)
+    scale = torch.rand(48, 1 if per_channel else 160, dtype=torch.bfloat16)
+    check(lambda x, w, s: F.linear(x, w.to(x.dtype) * s), x, w, scale, kernels=1)
+
+
+def test_int8_weights_scaled_behind() -> None:
+    x, _ = linear(2, 48, 160, torch.bfloat16)
+    w, scale = torch.randint(-128, 128, (48, 160), dtype=torch.int8), torch.rand(48, dtype=torch.bfloat16)
+    check(lambda x, w, s: F.linear(x, w.to(x.dtype)) * s, x, w, scale, kernels=1)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_training_step(rows: int) -> None:
+    model = nn.Sequential(nn.Linear(96, 80), nn.GELU(), nn.Linear(80, 48))
+    x = torch.randn(rows, 96)
+    fast = fc.compile(model, backend="interpret", strict=True)
+    results: list[list[Tensor]] = []
+    wide = nn.Sequential(nn.Linear(96, 80), nn.GELU(), nn.Linear(80, 48)).double()
+    wide.load_state_dict(model.state_dict())
+    for called, held, at in ((fast, model, x), (wide, wide, x.double())):
+        at = at.clone().requires_grad_()
+        called(at).square().sum().backward()
+        results.append([at.grad, *(p.grad for p in held.parameters())])
+    for our, truth in zip(*results, strict=True):
+        torch.testing.assert_close(our.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+# -- every schedule, and what is planned ----------------------------------------------------------------
+
+
+def normed_swiglu(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return swiglu(rms_norm(x, norm), gate, up)
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w + 1
+
+
+@pytest.mark.parametrize("schedules", [schedules_of, cramped], ids=["own", "cramped"])
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_schedule(rows: int, number: int, schedules: Schedules) -> None:
+    x, gate = linear(rows, 24, 300)
+    tensors = x, torch.rand(300) + 0.5, gate, torch.randn_like(gate)
+    w = torch.randn(300, 24)
+    for fn, inputs in ((normed_swiglu, tensors), (product, (x, w))):
+        fast = Compiled(fn, number, schedules)
+        with torch.no_grad():
+            ours, eager, exact = fast(*inputs), fn(*inputs), fn(*map(doubled, inputs))
+        assert not_as_close(ours, eager, exact) is None
+        assert not any(left.kind == "contraction" for plan in fast.plans for left in plan.leftovers)
+
+
+def test_long_sums_of_few_rows_are_shared() -> None:
+    """Programs share the rows of a matrix that has too few of them to fill the device."""
+    x, w = linear(2, 3, 40000)
+    fast = Compiled(lambda x, w: F.linear(x, w))
+    with torch.no_grad():
+        ours = fast(x, w)
+    assert not_as_close(ours, F.linear(x, w), F.linear(x.double(), w.double())) is None
+    (runner,) = fast.compiler.runners.values()
+    assert any("parts" in program.schedule for program in runner.candidates)
+
+
+def test_numerics_of_eager_stay_with_the_library() -> None:
+    fast = fc.compile(F.linear, backend="interpret", numerics="eager")
+    fast(*linear(2, 48, 160))
+    assert [left.target for left in next(iter(fast.plan)).leftovers] == ["aten.mm.default"]
+
+
+def test_rows_of_unknown_number_stay_with_the_library() -> None:
+    x, w = linear(3, 48, 160)
+    torch._dynamo.mark_dynamic(x, 0)
+    fast = fc.compile(F.linear, backend="interpret")
+    fast(x, w)
+    reasons = [left.reason for left in next(iter(fast.plan)).leftovers]
+    assert reasons == ["library call: it has few rows, but how many is only known at run time"]
+
+
+def decode_step(
+    x: Tensor, norms: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gate: Tensor, up: Tensor,
+    down: Tensor, head: Tensor, keys: Tensor, values: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """A layer of Llama and the head, for one token of each sequence; rotation and cache left out."""
+    y = rms_norm(x, norms[0])
+    query, key, value = (F.linear(y, w).unflatten(-1, (-1, 64)).transpose(1, 2) for w in (q, k, v))
+    attended = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    x = x + F.linear(attended.transpose(1, 2).flatten(2), o)
+    x = x + F.linear(swiglu(rms_norm(x, norms[1]), gate, up), down)
+    return F.linear(rms_norm(x, norms[2]), head), key, value
+
+
+def llama_1b(tokens: int) -> list[Tensor]:
+    shapes = [
+        (tokens, 1, 2048), (3, 2048), (2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (8192, 2048),
+        (8192, 2048), (2048, 8192), (128256, 2048), (tokens, 8, 1024, 64), (tokens, 8, 1024, 64),
+    ]  # fmt: skip
+    return [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_a_decode_step_of_llama_1b(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products are clusters, with norms, gate and residuals in them, and take what their bytes do."""
+    monkeypatch.undo()
+    with FakeTensorMode():
+        tensors = llama_1b(tokens)
+        (plan,) = fc.explain(decode_step, *tensors, device="h200").plans
+    calls = [left.op for left in plan.leftovers if left.kind == "contraction"]
+    assert calls and all("attention" in name for name in calls)
+    rows = "row" if tokens == 1 else "rows"
+    assert plan.notes["phase"].startswith(f"decode: 8 products of {tokens} {rows}")
+    assert len(plan.clusters) <= 7
+    us = sum(cluster.cost.us for cluster in plan.clusters)
+    copied = 1e6 * 2 * sum(t.numel() for t in tensors[2:10]) / 4.28e12
+    assert copied < us < 1.2 * copied
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_arithmetic_belongs_to_the_library(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    shapes = (tokens, 4096), (14336, 4096)
+    with FakeTensorMode():
+        tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+        (plan,) = fc.explain(F.linear, *tensors, device="h200").plans
+    assert not plan.clusters and "phase" not in plan.notes

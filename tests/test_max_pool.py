@@ -1,0 +1,107 @@
+"""Maxima over windows: eager's, their gradients too, in the clusters around them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusion_compiler as fc
+from fusion_compiler.ir.group_norm import group_norm
+from fusion_compiler.ir.max_pool import max_pool
+
+# kernel, stride, padding, ceil_mode
+GEOMETRIES: dict[str, tuple[Any, ...]] = {
+    "3 x 3 by 2": ([3, 3], [2, 2], [1, 1], False),
+    "side by side": ([2, 2], [2, 2], [0, 0], False),
+    "beyond the image": ([3, 3], [2, 2], [1, 1], True),
+    "by 1": ([3, 3], [1, 1], [1, 1], False),
+    "by 3": ([4, 4], [3, 3], [2, 1], True),
+    "flat": ([1, 8], [1, 5], [0, 4], False),
+    "all": ([2, 3], [1, 2], [1, 1], False),
+}
+IMAGES = {
+    "random": torch.randn,
+    "equal": lambda *shape: torch.randint(0, 2, shape).float(),
+    "nan": lambda *shape: torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, math.nan),
+    "infinite": lambda *shape: torch.full(shape, -math.inf),
+}
+
+
+def pooled(x: Tensor, geometry: tuple[Any, ...]) -> Tensor:
+    kernel, stride, padding, ceil_mode = geometry
+    return F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode)
+
+
+def with_gradient(function: Any, x: Tensor, sent: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    leaf = x.detach().requires_grad_()
+    result = function(leaf)
+    sent = torch.randn_like(result) if sent is None else sent
+    return result.detach(), torch.autograd.grad(result, leaf, sent)[0], sent
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_operator_takes_what_eager_takes(name: str, kind: str) -> None:
+    """Of equal elements the first, of several NaN the last, of only -inf the first inside the image."""
+    geometry = GEOMETRIES[name]
+    for shape in ((2, 3, 7, 9), (3, 8, 10)):
+        x = IMAGES[kind](*shape).double()
+        value, slope, sent = with_gradient(lambda x: pooled(x, geometry), x)
+        ours, gradient, _ = with_gradient(lambda x: max_pool(x, *geometry)[0], x, sent)
+        torch.testing.assert_close(ours, value, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(gradient, slope, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_pooling_is_in_a_cluster_both_ways(name: str, order: torch.memory_format, dtype: torch.dtype) -> None:
+    geometry = GEOMETRIES[name]
+
+    def fn(x: Tensor) -> Tensor:
+        return pooled((x * 2).relu(), geometry).sin()
+
+    x = torch.randn(2, 3, 8, 9, dtype=dtype).contiguous(memory_format=order)
+    fast: Any = fc.compile(fn, backend="interpret", strict=True)
+    exact, slope, wide = with_gradient(fn, x.double())
+    ours, gradient, _ = with_gradient(fast, x, wide.to(dtype))
+    eager, theirs, _ = with_gradient(fn, x, wide.to(dtype))
+    for our, their, true in ((ours, eager, exact), (gradient, theirs, slope)):
+        assert our.stride() == their.stride()
+        error, allowed = ((v.double() - true).abs().max().item() for v in (our, their))
+        assert error <= 2 * allowed + torch.finfo(dtype).eps
+    forward, backward = fast.plan
+    assert not forward.leftovers and not backward.leftovers
+    if name in ("3 x 3 by 2", "side by side"):  # a choice is fewer bytes than what it is made of
+        assert torch.int8 in [backward.dag.op(n).outputs[0].dtype for n in backward.dag.inputs]
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: F.max_pool2d(x, 2, dilation=2),
+        lambda x: F.max_pool2d(x, 5),
+        lambda x: F.max_pool2d(x, 2, 3),
+        lambda x: F.max_pool2d(x, 2, return_indices=True)[0],
+    ],
+    ids=["dilated", "large", "with gaps", "indices"],
+)
+def test_other_pooling_stays_a_call(pool: Any) -> None:
+    x = torch.randn(1, 2, 12, 12, dtype=torch.float64)
+    fast: Any = fc.compile(lambda x: pool(x * 2) + 1, backend="interpret")
+    torch.testing.assert_close(fast(x), pool(x * 2) + 1)
+    assert any("max_pool2d" in item.target for item in fast.plan[0].leftovers)
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_the_operators_are_well_defined(order: torch.memory_format) -> None:
+    """Their fakes, gradients and schemas agree with what they compute."""
+    x = torch.randn(2, 4, 6, 5, dtype=torch.float64).contiguous(memory_format=order).requires_grad_()
+    weight, bias = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    torch.library.opcheck(max_pool, (x, *GEOMETRIES["all"]))
+    torch.library.opcheck(group_norm, (x, weight, bias, 2, 1e-5))
