@@ -245,18 +245,18 @@ def llama_1b(tokens: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 def test_a_decode_step_of_llama_1b(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products are clusters, with norms, gate and residuals in them, and take what their bytes do."""
+    """All products are clusters, with norms, gate and residuals in them, and attention is two; together they
+    take what their bytes do."""
     monkeypatch.undo()
     with FakeTensorMode():
         tensors = llama_1b(tokens)
         (plan,) = fc.explain(decode_step, *tensors, device="h200").plans
-    calls = [left.op for left in plan.leftovers if left.kind == "contraction"]
-    assert calls and all("attention" in name for name in calls)
+    assert not plan.leftovers
     rows = "row" if tokens == 1 else "rows"
     assert plan.notes["phase"].startswith(f"decode: 8 products of {tokens} {rows}")
-    assert len(plan.clusters) <= 7
+    assert len(plan.clusters) <= 8
     us = sum(cluster.cost.us for cluster in plan.clusters)
-    copied = 1e6 * 2 * sum(t.numel() for t in tensors[2:10]) / 4.28e12
+    copied = 1e6 * 2 * sum(t.numel() for t in tensors[2:]) / 4.28e12
     assert copied < us < 1.2 * copied
 
 

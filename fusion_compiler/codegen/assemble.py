@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from fusion_compiler.codegen.accesses import store_one
-from fusion_compiler.codegen.axis_map import cols_at, place_cols, row_loop, rows_at
+from fusion_compiler.codegen.axis_map import cols_at, place_batch, place_cols, row_loop, rows_at
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.expression import dim_text
@@ -32,6 +32,7 @@ from fusion_compiler.codegen.tile import If, Store
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.ir.loops import (
+    BATCH,
     COLS,
     ROWS,
     Load,
@@ -274,6 +275,10 @@ class _Assembly:
         s = self.s
         blocks = ceil_div(self.a.size(ROWS), s.block_rows)
         share = blocks if s.programs is None else s.programs  # programs along the rows
+        batch: Dim = 1
+        if self.a.matrices:
+            batch = self.a.size(BATCH)
+            program = place_batch(b, program)
         number, grid = place_cols(b, program, share)
         if s.programs is not None:
             sums = self.blocks_in_turn(b, number if s.programs > 1 else "0", s.programs)
@@ -285,7 +290,7 @@ class _Assembly:
             self.block(b, Sums())
             sums = Sums.of_tile(b)
         self.finish(b, sums, number)
-        return grid
+        return (product((batch, *grid)),) if self.a.matrices else grid
 
     def block(self, b: Builder, sums: Sums) -> None:
         if self.s.in_passes:

@@ -1,5 +1,6 @@
 """Where a program's tiles lie: each group of axes over the grid, over a loop, and over lanes.
 
+    batch     := one point a program, which is a matrix
     rows      := one block of rows a program, or a loop over blocks by a fixed number of programs
     cols      := the whole row in the tile, a grid over column blocks, or a loop over them; the last by
                  one program, or, as the first, by several that share the row
@@ -37,6 +38,14 @@ def place_cols(b: Builder, program: str, share: Dim) -> tuple[str, tuple[Dim, ..
     if b.s.cols is Cols.WHOLE:
         cols_at(b, None)
     return number, (share,)
+
+
+def place_batch(b: Builder, program: str) -> str:
+    """Define `batch`; the program's number among those of the matrix."""
+    blocks = ceil_div(b.a.size(COLS), b.s.block_cols) if b.s.cols is Cols.GRID else 1
+    number = program + (".to(tl.int64)" if b.wide else "")
+    b.define("batch", number if blocks == 1 else f"{number} // {dim_text(blocks)}")
+    return "0" if blocks == 1 else f"({program} % {dim_text(blocks)})"
 
 
 def _place_part(b: Builder, program: str, share: Dim) -> tuple[str, tuple[Dim, ...]]:
@@ -88,7 +97,8 @@ def _rows_from(b: Builder, start: str) -> None:
         start = "first_row"
     if apart == 1:
         b.tile = replace(b.tile, first_row=start if start.isidentifier() else f"({start})")
-    b.define("row", f"{start} + tl.arange(0, {rows})[:, None]{f' * {apart}' if apart > 1 else ''}")
+    first = "" if start == "0" else f"{start} + "
+    b.define("row", f"{first}tl.arange(0, {rows})[:, None]{f' * {apart}' if apart > 1 else ''}")
     if size == 0 or quotient(size, rows * apart) is None:
         b.define("row_inside", f"row < {dim_text(size)}")
         b.tile = replace(b.tile, row_mask="row_inside")

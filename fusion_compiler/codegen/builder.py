@@ -24,6 +24,7 @@ from fusion_compiler.codegen.names import Own
 from fusion_compiler.codegen.tile import Assign, Combine, Expression, For, If, Line, Statement, Variables
 from fusion_compiler.codegen.tile import Load as LoadValue
 from fusion_compiler.ir.loops import (
+    BATCH,
     COLS,
     ROWS,
     Constant,
@@ -36,7 +37,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
-BASES = {ROWS: "row", COLS: "col"}  # the variable with a group's element number
+BASES = {BATCH: "batch", ROWS: "row", COLS: "col"}  # the variable with a group's element number
 ALONG = frozenset({COLS})
 
 
@@ -204,10 +205,11 @@ class Builder:
         return convert(self.variable(number), self.loops.nodes[number].dtype, torch.int64)
 
     def index_groups(self, index: Index) -> frozenset[str]:
+        """What an index varies over within a tile."""
         groups: set[str] = set()
         for key, _ in index.terms:
             groups |= {self.loops.axes[key].group} if key >= 0 else self.a.groups[~key]
-        return frozenset(groups)
+        return frozenset(groups - {BATCH})
 
     def mask(self, groups: frozenset[str], within: int | None) -> str | None:
         """Which lanes of an access exist."""
@@ -218,10 +220,12 @@ class Builder:
         return " & ".join(parts) or None
 
     def by_one(self, groups: frozenset[str], mask: str | None) -> str | None:
-        """Where a value belongs to the row, one of the programs that share the row stores it."""
-        if self.s.splits == 1 or COLS in groups:
+        """Where a value belongs to the row, one of the programs that share it, or a matrix, stores it."""
+        blocks = self.a.matrices and self.s.cols is Cols.GRID
+        if COLS in groups or not (self.s.splits > 1 or blocks):
             return mask
-        return f"{mask} & (part == 0)" if mask else "part == 0"
+        first = "first_col == 0" if blocks else "part == 0"
+        return f"{mask} & ({first})" if mask else first
 
     def loaded(self, load: Load, pointer: str, mask: str | None, then: str = "{}") -> LoadValue:
         """A load from some addresses, in the dtype of the buffer."""

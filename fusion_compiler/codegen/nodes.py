@@ -300,7 +300,10 @@ def _scan(b: Builder, number: int, node: Scan) -> None:
 
 
 def _reduce(b: Builder, number: int) -> None:
-    """A reduction over the columns of a tile that holds whole rows."""
+    """A reduction over the columns of a tile that holds whole rows, or over the rows of a whole matrix."""
+    if ROWS in b.a.over(number):
+        _reduce_rows(b, number)
+        return
     made_of = b.a.moments.get(number)
     if made_of and not moments.is_exact(b, made_of[0], b.a.size(COLS)):
         off, squares = moments.operands(b, number)
@@ -311,3 +314,14 @@ def _reduce(b: Builder, number: int) -> None:
     tile = elements(b, b.reduction(number), ALONG)
     alike = (b.a.level[number], b.a.groups[number]) if number in b.a.sums_along else None
     b.env[number] = b.let(b.base_of(number), b.folded_along(number, tile, alike))
+
+
+def _reduce_rows(b: Builder, number: int) -> None:
+    """A reduction over the rows of a matrix, or over all of it."""
+    reduce = b.reduction(number)
+    tile = elements(b, reduce, reduce.over)
+    if COLS in reduce.over:
+        tile = b.let(b.base_of(number), b.folded_along(number, tile))
+    alike = ("rows", b.a.groups[reduce.operand]) if b.a.is_sum(number) else None
+    folded = tile if b.tile.flat else b.folded(number, tile, "0", True, alike)
+    b.env[number] = b.let(b.base_of(number), folded, number)

@@ -1,7 +1,7 @@
 """The loop nest: one cluster over one iteration space, before a schedule is chosen.
 
     LoopNest := axes, nodes, stores
-    axis     := name, size, group            group is "rows" or "cols"
+    axis     := name, size, group            group is "batch", "rows" or "cols"
     index    := const + sum(coeff * axis) + sum(coeff * value)
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
@@ -13,6 +13,9 @@
 Nodes are in SSA order and name each other by position. Every node has a dtype: that in which
 it is computed (float32 for all floats but float64). A node's `groups` are the axis groups it
 varies over; a tile holds it as [ROWS, COLS], [ROWS, 1], [1, COLS] or [1, 1].
+
+A nest with batch axes is one of matrices, one for each of their points: a tile holds all rows of one, so that
+reductions over its rows and along them may feed each other. Other nests have no batch axes.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from torch._ops import OpOverload
 
 from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 
-ROWS, COLS = "rows", "cols"
+BATCH, ROWS, COLS = "batch", "rows", "cols"
+GROUPS = (BATCH, ROWS, COLS)  # the order of a nest's axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +269,12 @@ def partial_reductions(loops: LoopNest) -> frozenset[int]:
 
 
 def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
-    """The axis groups that each node varies over."""
+    """The axis groups that each node varies over within a tile: rows, columns, both or none."""
     out: list[frozenset[str]] = []
     for node in loops.nodes:
         groups = {g for o in operands_of(node) for g in out[o]}
         if isinstance(node, Load | Coordinate | InRange | Random):
-            groups |= {loops.axes[k].group for k, _ in node.index.terms if k >= 0}
+            groups |= {loops.axes[k].group for k, _ in node.index.terms if k >= 0} - {BATCH}
         if isinstance(node, Reduce):
             groups -= node.over
         if isinstance(node, Scan):

@@ -12,7 +12,9 @@ from torch.utils._sympy.functions import FloorDiv
 
 from fusion_compiler.ir.dims import Dim, hint, product, quotient
 from fusion_compiler.ir.loops import (
+    BATCH,
     COLS,
+    GROUPS,
     ROWS,
     Compute,
     Constant,
@@ -54,19 +56,25 @@ class Analysis:
     def __init__(self, loops: LoopNest) -> None:
         self.loops = loops
         self.groups = groups_of(loops)
-        self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in (ROWS, COLS)}
-        self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}  # axes are sorted: rows, then cols
-        self.sizes = {g: product(a.size for a in self.axes[g]) for g in (ROWS, COLS)}
+        self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in GROUPS}
+        batch, rows = len(self.axes[BATCH]), len(self.axes[ROWS])
+        self.first = {BATCH: 0, ROWS: batch, COLS: batch + rows}
+        self.sizes = {g: product(a.size for a in self.axes[g]) for g in GROUPS}
 
     def size(self, group: str) -> Dim:
         return self.sizes[group]
+
+    @property
+    def matrices(self) -> bool:
+        """Whether the space is one of matrices, each in a tile of its own."""
+        return bool(self.axes[BATCH])
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
         """An index in which a group whose axes are contiguous in it goes by its own number, in its last
         axis' place; and the group of each axis that stands for one so."""
         whole: dict[int, str] = {}
         terms = dict(index.terms)
-        for group in (ROWS, COLS):
+        for group in GROUPS:
             axes, first = self.axes[group], self.first[group]
             step = terms.get(first + len(axes) - 1, 0)
             if len(axes) > 1 and step != 0:
@@ -197,7 +205,7 @@ class Analysis:
     def weighted(self) -> frozenset[int]:
         """Sums along the row of what a vector weights, where rows are only reduced: each is the product of a
         matrix and that vector."""
-        if self.stores_rows:
+        if self.stores_rows or self.matrices:
             return frozenset()
         return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i))
 
@@ -206,7 +214,7 @@ class Analysis:
         """Sums over the rows of what vectors weight, too many for each to keep a tile: products whose matrix
         lies in memory the other way."""
         found = (i for i in self.reductions if self.is_sum(i) and self._is_weighted(i, ROWS))
-        sums = frozenset() if self.reads_rows else frozenset(found)
+        sums = frozenset() if self.reads_rows or self.matrices else frozenset(found)
         return sums if len(sums) > FEW_SUMS else frozenset()
 
     def _is_weighted(self, number: int, along: str = COLS) -> bool:
@@ -252,6 +260,8 @@ class Analysis:
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
         """Reductions over the rows: complete only when every program is done."""
+        if self.matrices:
+            return ()
         return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in self.segmented)
 
     @cached_property
@@ -313,7 +323,7 @@ class Analysis:
         """sum(exp(x - max(x))): the sum's node -> the max's (Milakov and Gimelshein, 2018)."""
         nodes = self.loops.nodes
         pairs: dict[int, int] = {}
-        for number in self.reductions:
+        for number in () if self.matrices else self.reductions:
             reduce = nodes[number]
             assert isinstance(reduce, Reduce)
             power = nodes[reduce.operand]
@@ -349,7 +359,7 @@ class Analysis:
         users = Counter(o for n in self.loops.nodes for o in operands_of(n))
         users.update(o for s in self.loops.stores for o in store_operands(s))
         found: dict[int, tuple[int, int]] = {}
-        for number in self.reductions:
+        for number in () if self.matrices else self.reductions:
             pair = self._mean_of_squares(number)
             if pair is not None and users[pair[0]] == 1 and pair not in found.values():
                 found[number] = pair

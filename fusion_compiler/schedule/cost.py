@@ -91,7 +91,11 @@ def _vectors(vectors: Vectors, blocks: int, device: DeviceSpec) -> tuple[float, 
 
 
 def _run(work: Work, s: Schedule, device: DeviceSpec) -> Run:
-    _, rows, cols, _ = work.count
+    batch, rows, cols = work.shape
+    if work.matrices:
+        resident = _resident(work, s, device)
+        share = resident / (resident + STALL) / _slowdown(s, device, BLOCK_ELEMENTS)
+        return Run(batch * ceil(cols / s.block_cols), share, slots=resident * device.sms)
     blocks = ceil(rows / s.block_rows)
     groups = blocks if s.programs is None else min(blocks, s.programs)
     programs = groups * (ceil(cols / s.block_cols) if s.cols is Cols.GRID else s.splits)

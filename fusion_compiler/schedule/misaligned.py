@@ -31,7 +31,9 @@ NARROWEST = 512  # columns of a tile; narrower ones have several rows, each with
 def fits(a: Analysis) -> bool:
     """Whether rows lie in memory one after the other and are not aligned."""
     width = a.size(COLS)
-    if not isinstance(width, int) or width % WORD == 0 or a.tall or a.segmented or not a.axes[ROWS]:
+    if not isinstance(width, int) or width % WORD == 0 or a.tall or a.segmented:
+        return False
+    if not a.axes[ROWS] or a.matrices:
         return False
     drawn = any(isinstance(n, Random) and COLS in a.groups[i] for i, n in enumerate(a.loops.nodes))
     accesses = [n for n in a.loops.nodes if isinstance(n, Load)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from types import ModuleType
 
 import sympy
@@ -23,7 +24,16 @@ import sympy
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.ir.plan_data import Cost
-from fusion_compiler.schedule import columns, flat, misaligned, persistent_rows, rows, shared_rows, wide_rows
+from fusion_compiler.schedule import (
+    columns,
+    flat,
+    matrices,
+    misaligned,
+    persistent_rows,
+    rows,
+    shared_rows,
+    wide_rows,
+)
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline
 from fusion_compiler.schedule.measured import H200
@@ -32,6 +42,7 @@ from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.work import BufferInfo
 
 KINDS: tuple[ModuleType, ...] = (flat, columns, shared_rows, persistent_rows, rows, wide_rows)
+OF_MATRICES: tuple[ModuleType, ...] = (matrices,)
 MOST_THREADS = 1024  # of a program, on any device
 LEADING = 4  # of the ranking, that have misaligned forms
 # Of the time that the model predicts, what is taken to be true of a schedule that was fast on another device.
@@ -41,7 +52,7 @@ NO_BUFFERS: Mapping[str, BufferInfo] = {}
 
 def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     """Why no schedule runs a loop nest on a device; None where some do."""
-    reasons = [kind.refuses(a, device) for kind in KINDS if kind.suits(a)]
+    reasons = [kind.refuses(a, device) for kind in _suited(a)]
     return None if None in reasons else reasons[0]
 
 
@@ -78,19 +89,24 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
     if roofline.empty:
         return Cost(0.0, 0, 0, 0, "launch")
     found = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
-    best = min(_runnable(a, found, roofline.device), key=roofline.us, default=None)
+    costs = map(roofline.cost, _runnable(a, found, roofline.device))
+    best = min(costs, key=attrgetter("us"), default=None)
     if best is None:
         raise LookupError(refusal(a, roofline.device) or "no schedule")
-    return roofline.cost(best)
+    return best
 
 
 def fits(kind: ModuleType, a: Analysis, device: DeviceSpec) -> bool:
     """Whether a kind has schedules for a loop nest."""
-    return kind.suits(a) and kind.refuses(a, device) is None
+    return kind in (OF_MATRICES if a.matrices else KINDS) and kind.suits(a) and not kind.refuses(a, device)
+
+
+def _suited(a: Analysis) -> list[ModuleType]:
+    return [kind for kind in (OF_MATRICES if a.matrices else KINDS) if kind.suits(a)]
 
 
 def _kinds(a: Analysis, device: DeviceSpec) -> list[ModuleType]:
-    return [kind for kind in KINDS if fits(kind, a, device)]
+    return [kind for kind in _suited(a) if not kind.refuses(a, device)]
 
 
 def _runnable(a: Analysis, found: Iterable[Schedule], device: DeviceSpec) -> Iterator[Schedule]:

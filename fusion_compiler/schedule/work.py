@@ -18,6 +18,7 @@ from fusion_compiler.ir import ops
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint
 from fusion_compiler.ir.loops import (
+    BATCH,
     COLS,
     ROWS,
     Checked,
@@ -40,6 +41,7 @@ from fusion_compiler.ir.loops import (
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
 MUL = torch.ops.aten.mul.Tensor
+BITS = {BATCH: 0, ROWS: 1, COLS: 2}
 SECTOR = 32  # bytes: the smallest piece of device memory that is moved
 PIECE = 4096  # columns of a row that a program adds up before it stores what they come to, at most
 SCAN_OPERATIONS = 8  # of an element: with those of its thread, and of the threads with each other
@@ -76,7 +78,8 @@ def _weights(target: OpOverload) -> tuple[int, int]:
 class Work:
     """One pass over a nest: what each node varies over and needs, and what the whole nest does.
 
-    Groups are bits: 1 rows, 2 cols; `count[groups]` is how many tile elements such a value has. Per node:
+    Groups are bits: 1 rows, 2 cols; `count[groups]` is how many tile elements such a value has. `shape` is
+    matrices, rows, cols, of one matrix where there are none. Per node:
     `varies` (groups), `axes` (bits), `needs` (bits of the tile loads that it is computed from since the
     last reduction) and `phase` (reductions in a chain before it).
     """
@@ -87,10 +90,13 @@ class Work:
         self.hints = hints
         sizes = (axis.size for axis in loops.axes)  # those that are estimated may come out below zero
         self.sizes = [size if type(size) is int else max(0, hint(size, hints)) for size in sizes]
-        self.group_of = [1 if axis.group == ROWS else 2 for axis in loops.axes]
-        rows = prod(size for size, group in zip(self.sizes, self.group_of, strict=True) if group == 1)
-        cols = prod(size for size, group in zip(self.sizes, self.group_of, strict=True) if group == 2)
-        self.count = (1, rows, cols, rows * cols)
+        self.group_of = [BITS[axis.group] for axis in loops.axes]
+        shape = [1, 1, 1]
+        for size, group in zip(self.sizes, self.group_of, strict=True):
+            shape[group] *= size
+        batch, rows, cols = self.shape = shape
+        self.matrices = 0 in self.group_of
+        self.count = (batch, batch * rows, batch * cols, batch * rows * cols)
         self.varies: list[int] = []
         self.axes: list[int] = []
         self.needs: list[int] = []
@@ -206,8 +212,8 @@ class Work:
             if group & over:
                 axes &= ~(1 << axis)
         phase = self.phase[operand]
-        if over & 2:
-            if over == 2:
+        if over & 2 or self.matrices:
+            if over == 2 and not self.matrices:
                 self.sums.append(operand)
             phase += 1
             self.early |= self.needs[operand]
@@ -375,6 +381,7 @@ class Work:
         """Bytes that an entry of reads or writes moves: no more than the buffer has, unless it is gathered
         from a buffer too large for L2, where rows that come up again are read again."""
         info = self.buffers[buffer]
-        whole = hint(info.numel, self.hints) * info.itemsize
+        count = info.numel
+        whole = (count if type(count) is int else hint(count, self.hints)) * info.itemsize
         moved = table[buffer] * info.itemsize
         return moved if buffer in self.gathered and whole > device.l2_bytes else min(moved, whole)

@@ -84,7 +84,9 @@ def batch_norm(g: Draft) -> str | None:
     if x is None:
         return None
     channels = [s[1:2] for s in x.shapes]
-    mean, weight = (g.fresh(channels, x.dtype).name for _ in range(2))
+    mean = g.fresh(channels, x.dtype).name
+    # An infinite one gives NaN where a processor's kernel multiplies the mean by it (docs/numerics.md).
+    weight = g.fresh(channels, x.dtype, *(("positive",) if g.special else ())).name
     var = g.fresh(channels, x.dtype, "positive").name
     train = g.rng.choice((True, False))
     return f"F.batch_norm({x.name}, {mean}, {var}, {weight}, None, {train}, 0.25, 0.1)"

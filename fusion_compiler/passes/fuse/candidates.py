@@ -32,7 +32,7 @@ from fusion_compiler.passes.lower.index_splits import IndexSplit, index_splits_o
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.products import has_few_rows, product_of, splits_of
 from fusion_compiler.passes.lower.simplify import simplify
-from fusion_compiler.passes.lower.space import Illegal
+from fusion_compiler.passes.lower.space import Illegal, matrix_splits_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.work import BufferInfo
 
@@ -147,7 +147,7 @@ class Candidates:
             op = self.dag.op(name)
             meta = op.outputs[0]
             count = self.count(meta.shape)
-            made_here = op.target not in ("placeholder", "get_attr")
+            made_here = op.target not in ("placeholder", "get_attr") and name not in self.bases
             near = made_here and count * meta.dtype.itemsize < L2_SHARE * self.device.l2_bytes
             found = self.infos[name] = BufferInfo(product(meta.shape), meta.dtype.itemsize, near)
         return found
@@ -180,13 +180,25 @@ class Candidates:
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """The fastest loop nest of a set of ops, and what it takes. Raises Illegal."""
-        found: list[tuple[float, tuple[LoopNest, Cost]]] = []
-        for split in (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops)):
+        splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
+        try:
+            return self.fastest(ops, outputs, splits, matrices=False)
+        except Illegal as error:  # they do not fit into rows
             with contextlib.suppress(Illegal):
-                pieces = self.form(ops, outputs, split)
+                return self.fastest(ops, outputs, matrix_splits_of(self.dag, ops), matrices=True)
+            raise Illegal(error.rule, error.reason) from None
+
+    def fastest(
+        self, ops: tuple[str, ...], outputs: tuple[str, ...], splits: Iterable[IndexSplit], matrices: bool
+    ) -> tuple[LoopNest, Cost]:
+        """The fastest loop nest of a set of ops, in pieces by some split or in one. Raises Illegal."""
+        found: list[tuple[float, tuple[LoopNest, Cost]]] = []
+        for split in splits:
+            with contextlib.suppress(Illegal):
+                pieces = self.form(ops, outputs, split, matrices)
                 found.append((pieces[1].us, pieces))
         try:
-            whole = self.form(ops, outputs, None)
+            whole = self.form(ops, outputs, None, matrices)
             found.append((whole[1].us / CHOOSING, whole))
         except Illegal:  # of several refusals this one is reported
             if not found:
@@ -194,7 +206,11 @@ class Candidates:
         return min(found, key=lambda form: form[0])[1]
 
     def form(
-        self, ops: tuple[str, ...], outputs: tuple[str, ...], split: IndexSplit | None
+        self,
+        ops: tuple[str, ...],
+        outputs: tuple[str, ...],
+        split: IndexSplit | None,
+        matrices: bool,
     ) -> tuple[LoopNest, Cost]:
         """One loop nest of a set of ops, checked and priced. Raises Illegal."""
         self.refuse_reading(ops)
@@ -204,6 +220,7 @@ class Candidates:
             ops,
             outputs,
             index_split=split,
+            matrices=matrices,
             stored=stored,
             like_eager=self.rounded,
             effort=self.effort,

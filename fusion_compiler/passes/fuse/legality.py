@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import (
+    BATCH,
     COLS,
     ROWS,
     Load,
@@ -27,6 +28,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.space import refusal
 
 MOST_OPS = 96
+SUMS_OF_A_QUERY = 4  # reductions: its scores, their maximum, the sum of their exponentials, that of values
 MOST_ALIKE = 4  # times as many in a product of several rows, for compilers' sake
 MOST_BUFFERS = 24
 LEAST_PIECE = 16  # columns of a partial sum: what is stored of each is little beside what was read
@@ -39,7 +41,8 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
     loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
     # A product has the same for each of its rows: people read them once.
-    most = MOST_OPS * max(1, min(len(a.weighted), MOST_ALIKE))
+    alike = len(a.reductions) // SUMS_OF_A_QUERY if a.matrices else len(a.weighted)
+    most = MOST_OPS * max(1, min(alike, MOST_ALIKE))
     if len(loops.nodes) > most:
         return f"{len(loops.nodes)} operations are more than {most}"
     return f"{len(buffers)} tensors are more than {MOST_BUFFERS}" if len(buffers) > MOST_BUFFERS else None
@@ -137,13 +140,16 @@ def known_places(a: Analysis, device: DeviceSpec) -> str | None:
 def fills(a: Analysis, device: DeviceSpec) -> str | None:
     """Every result is computed once, not once in every program.
 
-    A program that reduces along rows holds whole rows, and stores a row's value once. Where nothing is
-    reduced, every element of the space is one element of every result.
+    A program that reduces along rows holds whole rows, and stores a row's value once; one of a matrix stores
+    what that has. Where nothing is reduced, every element of the space is one element of every result.
     """
     loops, groups = a.loops, a.groups
     whole = (isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
     along_row = bool(a.scans) or any(whole)
     present = {axis.group for axis in loops.axes} - ({COLS} if along_row else set())
+    if a.matrices:
+        present = {BATCH}
+    batch = {i for i, axis in enumerate(loops.axes) if axis.group == BATCH}
     reduced: list[frozenset[str]] = []
     for node in loops.nodes:
         over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
@@ -162,6 +168,8 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
             return f"{store.buffer} has elements where the space has none, or may have none"
         if not any(reduced) and live - along:
             return f"{store.buffer} would be computed again for every element that it is broadcast to"
+        if batch - along:
+            return f"{store.buffer} would be computed again for every matrix"
         moves = {loops.axes[k].group for k in along} | groups[store.value]
         if present - moves - reduced[store.value]:
             return (

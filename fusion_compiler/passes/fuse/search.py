@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fusion_compiler.ir import layout
+from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Rejected
 from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.reach import Reach
@@ -41,7 +42,7 @@ class Search:
         self.rejections: dict[tuple[str, str], Rejected] = {}
         self.reach = Reach(self.units())
         self.version = dict.fromkeys(self.candidates, 0)
-        self.heap: list[tuple[float, int, int, int, int]] = []
+        self.heap: list[tuple[float, bool, int, int, int, int]] = []
 
     def units(self) -> dict[int, set[int]]:
         """Candidates and the ops that none holds, with what each reads, in topological order."""
@@ -75,13 +76,23 @@ class Search:
                     if number < other:
                         self.push(number, other, saved)
             while self.heap and not self.pool.effort.is_spent():
-                _, a, b, va, vb = heapq.heappop(self.heap)
+                _, _, a, b, va, vb = heapq.heappop(self.heap)
                 if self.version.get(a) == va and self.version.get(b) == vb:
                     self.try_merge(a, b)
             self.heap.clear()
 
     def push(self, a: int, b: int, saved: int) -> None:
-        heapq.heappush(self.heap, (-float(saved), a, b, self.version[a], self.version[b]))
+        """Of pairs that save as much, those first whose first serves a reduction alone."""
+        alone = self.serves(a, b)
+        heapq.heappush(self.heap, (-float(saved), not alone, a, b, self.version[a], self.version[b]))
+
+    def serves(self, a: int, b: int) -> bool:
+        """Whether a candidate is read by another alone, which reduces: with what it is made of it would be
+        larger, and may wait there for another reduction."""
+        if all(self.dag.op(name).kind is not Kind.REDUCTION for name in self.candidates[b].ops):
+            return False
+        outputs = self.candidates[a].outputs
+        return all(self.readers(n) == {b} and not self.pool.must_exist(n) for n in outputs)
 
     def neighbours(self, number: int) -> dict[int, int]:
         """Candidates that share a tensor with this one, and the bytes that one pass over both would save."""

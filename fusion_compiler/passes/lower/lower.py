@@ -32,7 +32,9 @@ from fusion_compiler.ir.index import (
     regroup,
 )
 from fusion_compiler.ir.loops import (
+    BATCH,
     COLS,
+    GROUPS,
     ROWS,
     Axis,
     Compute,
@@ -63,6 +65,7 @@ from fusion_compiler.passes.lower.space import (
     compute_dtype,
     is_reduction,
     largest,
+    matrix_space,
     reduced_by,
 )
 from fusion_compiler.passes.lower.special import SPECIAL, put_place
@@ -81,18 +84,19 @@ def lower(
     outputs: tuple[str, ...],
     *,
     index_split: IndexSplit | None = None,
+    matrices: bool = False,
     stored: frozenset[str] = frozenset(),
     like_eager: bool = False,
     effort: Effort | None = None,
 ) -> LoopNest:
     """The loop nest of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
-    a split is given. Raises Illegal.
+    a split is given, or over matrices. Raises Illegal.
 
     stored: ops whose results this program or another one stores. like_eager: numerics="eager".
     effort: where what it takes is counted.
     """
     rounding = Rounding(stored.union(outputs), like_eager)
-    space = anchor_space(dag, ops, outputs, index_split)
+    space = (matrix_space if matrices else anchor_space)(dag, ops, outputs, index_split)
     for _ in range(24):
         attempt = Lowering(dag, ops, outputs, space, rounding)
         try:
@@ -121,10 +125,10 @@ class Lowering(Builder):
         self.inside = set(ops)
         self.memo: dict[tuple[str, Coords, int | None], int] = {}
         self.placed: dict[str, Coords] = {}  # where a value was computed first
-        self.reduced: dict[str, tuple[Coords, int]] = {}
+        self.reduced: dict[tuple[str, Dim | None], tuple[Coords, int]] = {}
         groups = space.axis_groups
         live = [i for i, size in enumerate(space.axes) if size != 1]
-        self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in (ROWS, COLS)}
+        self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in GROUPS}
         columns = scans.Columns.of(space.axes, self.group_axes[COLS], self.group_axes[ROWS])
         self.scans = scans.Scans(self, columns)
         products = (found for n in ops if (found := product_of(dag, dag.op(n))) is not None)
@@ -134,7 +138,7 @@ class Lowering(Builder):
         stores: list[Store] = []
         self.seed_anchor()
         for name in self.ops:  # reductions first: they fix where everything upstream lies
-            if is_reduction(self.dag.op(name)) and name not in self.reduced:
+            if is_reduction(self.dag.op(name)) and not any(name == made for made, _ in self.reduced):
                 coords = self.place(name)
                 for piece in self.pieces(coords) if coords is not None else ():
                     self.value(name, piece, None)
@@ -190,7 +194,8 @@ class Lowering(Builder):
         for op in sorted(reductions, key=lambda op: op.kind is not Kind.CONTRACTION):
             reduced, split = reduced_by(self.dag, op), self.space.index_split
             shape, dims = reduced.shape, reduced.dims
-            if reduced.is_product and split is not None and split.shape == shape:
+            unrolled = reduced.is_product or self.group_axes[BATCH]
+            if unrolled and split is not None and split.shape == shape:
                 for piece in self.pieces(self.space.whole()):
                     self.value(op.name, _reduced_coords(op, piece, dims), None)
                 return
@@ -267,8 +272,9 @@ class Lowering(Builder):
         if self.space.index_split is not None and shape == self.space.index_split.shape:
             return self.space.whole()
         size = product(shape)
-        every = tuple(sorted(self.group_axes[ROWS] + self.group_axes[COLS]))
-        for axes in (every, self.group_axes[ROWS], self.group_axes[COLS]):
+        every = tuple(sorted(i for axes in self.group_axes.values() for i in axes))
+        parts = [tuple(sorted((*self.group_axes[BATCH], *self.group_axes[g]))) for g in (ROWS, COLS)]
+        for axes in (every, *parts):
             sizes = tuple(self.space.axes[i] for i in axes)
             if product(sizes) == size:
                 try:
@@ -376,8 +382,9 @@ class Lowering(Builder):
     # -- reductions -----------------------------------------------------------------------------
 
     def reduce(self, op: Op, coords: Coords, within: int | None) -> int:
-        if op.name in self.reduced and not self.is_piece(coords):
-            where, node = self.reduced[op.name]
+        piece = self.piece_of(op, coords)
+        if (op.name, piece) in self.reduced and not self.is_piece(coords):
+            where, node = self.reduced[op.name, piece]
             if where != coords:
                 raise Illegal("rows", f"{op.name} is needed at rows other than the one being reduced")
             return node
@@ -397,10 +404,12 @@ class Lowering(Builder):
             one = dict(zip(kept_dims, kept, strict=True))
             source = tuple(one.get(d, ZERO) for d in range(len(shape)))
             node = self.of_one(op, self.value(op.inputs[0], source, None))
-            self.reduced[op.name] = (coords, node)
+            self.reduced[op.name, piece] = (coords, node)
             return node
+        wanted = [d for d in kept_dims if piece is None or split is None or d != split.dim]
+        at = dict(zip(kept_dims, kept, strict=True))
         over, kept_axes = self.reduced_groups(
-            op, kept, tuple(shape[d] for d in kept_dims), tuple(shape[d] for d in dims)
+            op, tuple(at[d] for d in wanted), tuple(shape[d] for d in wanted), tuple(shape[d] for d in dims)
         )
         axes = tuple(sorted(i for g in over for i in self.group_axes[g] if i not in kept_axes))
         inner = self.spread_like_operand(op, axes, reduced)
@@ -412,8 +421,15 @@ class Lowering(Builder):
         position = flatten(inner, strides_of(tuple(shape[d] for d in dims)))
         over = frozenset() if self.in_segments(op, kept_axes) else over
         node = self.combine(op, tuple(full), over, kept_axes, position)
-        self.reduced[op.name] = (coords, node)
+        self.reduced[op.name, piece] = (coords, node)
         return node
+
+    def piece_of(self, op: Op, coords: Coords) -> Dim | None:
+        """Of matrices that are made together, which one these coordinates are in; None where all have it."""
+        split, shape = self.space.index_split, op.outputs[0].shape
+        if split is None or not self.group_axes[BATCH] or len(shape) != len(split.shape):
+            return None
+        return coords[split.dim].const if shape[split.dim] == split.shape[split.dim] else None
 
     def is_piece(self, kept: Coords) -> bool:
         """Whether a reduction is of one row of those that products have, each piece's its own."""
@@ -464,9 +480,11 @@ class Lowering(Builder):
             assert self.along is not None
             if simple(product(reduced)) == product(self.space.axes[i] for i in self.group_axes[self.along]):
                 return frozenset({self.along}), frozenset()
-        if not is_bijection(kept, kept_shape, self.extents):
-            raise Illegal("rows", f"{op.name} does not keep whole axes")
+        batch = set(self.group_axes[BATCH])
         keys = {k for c in kept for k, _ in c.terms}
+        if not is_bijection(kept, kept_shape, self.extents) or not batch <= keys:
+            raise Illegal("rows", f"{op.name} does not keep whole axes")
+        keys -= batch
         sizes = {g: product(self.space.axes[i] for i in axes) for g, axes in self.group_axes.items()}
         count = product(reduced)
         both = simple(sizes[ROWS] * sizes[COLS])
@@ -479,7 +497,7 @@ class Lowering(Builder):
             for candidate in (ROWS, COLS):
                 if count == sizes[candidate]:
                     return frozenset({candidate}), frozenset()
-        elif set(self.group_axes[COLS]) - keys:
+        elif set(self.group_axes[COLS]) - keys and not batch:
             if simple(count * product(self.space.axes[k] for k in keys)) == both:
                 return frozenset({ROWS, COLS}), frozenset(keys)
         raise Illegal(

@@ -11,7 +11,9 @@ from dataclasses import replace
 
 from fusion_compiler.ir.dims import Dim, hint, simple
 from fusion_compiler.ir.loops import (
+    BATCH,
     COLS,
+    GROUPS,
     ROWS,
     Axis,
     Coordinate,
@@ -31,6 +33,7 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.passes.lower.algebra import one_hot_sums
 
+NAMES = {BATCH: "batch", ROWS: "row", COLS: "col"}
 LEAST_TILE = 16  # elements along which a transposing tile has to run to touch whole sectors
 LONG_ROW = 8192  # elements of which a last tile that is not full wastes little
 
@@ -73,9 +76,11 @@ def accesses(loops: LoopNest) -> list[Index]:
 def contiguous_cols(loops: LoopNest) -> LoopNest:
     """Columns are what is reduced and broadcast back, else the group of most contiguous accesses.
 
-    Segments of rows are segments of columns, whatever else there is, and scans run along columns.
+    Segments of rows are segments of columns, whatever else there is, and scans run along columns. Matrices
+    have their columns.
     """
-    if any((isinstance(n, Reduce) and not n.over) or isinstance(n, Scan) for n in loops.nodes):
+    matrices = any(a.group == BATCH for a in loops.axes)
+    if matrices or any((isinstance(n, Reduce) and not n.over) or isinstance(n, Scan) for n in loops.nodes):
         return loops
     normalized = _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
@@ -170,7 +175,7 @@ def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
     live = {k for i in _all_indices(loops) for k, _ in i.terms if k >= 0}
     keep = [i for i, a in enumerate(loops.axes) if i in live or a.size != 1]
     steps = {i: 0 if loops.axes[i].group in scanned else -stride(i) for i in keep}
-    order = sorted(keep, key=lambda i: (loops.axes[i].group != ROWS, steps[i], i))
+    order = sorted(keep, key=lambda i: (GROUPS.index(loops.axes[i].group), steps[i], i))
     if order == list(range(len(loops.axes))):
         return loops
     index = {old: new for new, old in enumerate(order)}
@@ -229,11 +234,11 @@ def _merge(loops: LoopNest, outer: int) -> LoopNest:
 
 def name_axes(loops: LoopNest) -> LoopNest:
     """row and col where a group has one axis; row_0, row_1, ... where it has several."""
-    counts = {g: sum(a.group == g for a in loops.axes) for g in (ROWS, COLS)}
-    seen = {ROWS: 0, COLS: 0}
+    counts = {g: sum(a.group == g for a in loops.axes) for g in GROUPS}
+    seen: dict[str, int] = dict.fromkeys(GROUPS, 0)
     axes: list[Axis] = []
     for a in loops.axes:
-        base = "row" if a.group == ROWS else "col"
+        base = NAMES[a.group]
         axes.append(replace(a, name=base if counts[a.group] == 1 else f"{base}_{seen[a.group]}"))
         seen[a.group] += 1
     return replace(loops, axes=tuple(axes))

@@ -10,6 +10,7 @@ from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.attention_operands import read_in_place, scale_scores
 from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
+from fusion_compiler.passes.rewrites.few_queries import stream_keys
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.innermost_channels import turn_channels
 from fusion_compiler.passes.rewrites.literals import number_literals
@@ -27,6 +28,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     group_queries,
     scale_scores,
     read_in_place,
+    stream_keys,
     drop_rows,
     multiply_patches,
     turn_channels,
@@ -41,7 +43,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
 def rewrites_for(numerics: str) -> tuple[Rewrite, ...]:
     """Those that `numerics` allows: a fused attention does not round its scores, nor what is multiplied by a
     number before them, which eager does."""
-    rounded = (call_attention, scale_scores) if numerics == "eager" else ()
+    rounded = (call_attention, scale_scores, stream_keys) if numerics == "eager" else ()
     return tuple(r for r in DEFAULT_REWRITES if r not in rounded)
 
 
@@ -63,5 +65,6 @@ __all__ = [
     "rewrites_for",
     "scale_scores",
     "simplify_masks",
+    "stream_keys",
     "turn_channels",
 ]

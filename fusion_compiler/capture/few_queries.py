@@ -1,0 +1,67 @@
+"""Attention of few queries in chunks of keys (Flash-Decoding, Dao et al., 2023).
+
+    of each chunk    m = max(s),    z = sum(exp(s - m)),    o = sum(exp(s - m) v) / z,    l = m + log(z)
+    of all           sum(exp(l - max(l)) o) / sum(exp(l - max(l)))
+
+with the scores s of a chunk's keys. What is made of a chunk fits in a tile, so that the first line becomes
+one kernel; the second is another. Scores, their exponentials and sums are float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+TINY = 1e-30  # what a sum of exponentials is at least, unless no key is left
+CHUNKS, KEYS = 3, 4  # dimensions of [batch, heads, queries, chunks, keys of a chunk, size]
+
+
+def in_chunks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, chunk: int
+) -> Tensor:
+    """`few_queries.attend`. A query all of whose keys are masked gets zeros, as from PyTorch's attention."""
+    keys = key.shape[2]
+    count = -(-keys // chunk)
+    missing = count * chunk - keys
+
+    def chunks(x: Tensor, dim: int, fill: float) -> Tensor:
+        after = [0, 0] * (x.dim() - 1 - dim)
+        padded = torch.constant_pad_nd(x, [*after, 0, missing], fill) if missing else x
+        return padded.unflatten(dim, (count, chunk))
+
+    def matrices(x: Tensor) -> Tensor:
+        return chunks(x, 2, 0).unsqueeze(2).float()
+
+    scores = (query[:, :, :, None, None].float() * matrices(key)).sum(-1, keepdim=True) * scale
+    if mask is None:
+        if missing:
+            places = torch.arange(count * chunk, device=key.device).view(count, chunk, 1)
+            scores = torch.where(places < keys, scores, -math.inf)
+    elif mask.dtype is torch.bool:
+        scores = torch.where(chunks(mask, 3, False).unsqueeze(-1), scores, -math.inf)
+    else:
+        scores = scores + chunks(mask, 3, -math.inf).unsqueeze(-1).float()
+    masked = mask is not None
+    peak, weights, total = _softmax(scores, KEYS, masked)
+    part = _divided((weights * matrices(value)).sum(KEYS, keepdim=True), total, masked)
+    if count == 1:
+        return part[:, :, :, 0, 0].to(query.dtype)
+    _, shares, whole = _softmax(peak + total.log(), CHUNKS, masked)
+    result = _divided((shares * part).sum(CHUNKS, keepdim=True), whole, masked)
+    return result[:, :, :, 0, 0].to(query.dtype)
+
+
+def _softmax(scores: Tensor, dim: int, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """max(x), exp(x - max(x)) and its sum along a dimension. masked: there may be nothing but -inf."""
+    peak = scores.amax(dim, keepdim=True)
+    if masked:
+        peak = torch.where(peak == -math.inf, 0, peak)
+    weights = (scores - peak).exp()
+    return peak, weights, weights.sum(dim, keepdim=True)
+
+
+def _divided(x: Tensor, total: Tensor, masked: bool) -> Tensor:
+    """Zeros where the total is that of no key."""
+    return x / (total.clamp_min(TINY) if masked else total)

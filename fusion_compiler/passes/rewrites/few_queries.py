@@ -1,0 +1,131 @@
+"""Attention of few queries, as decoding has it, is work for clusters.
+
+    sdpa(q, k, v, mask)   ->   attend(q, k, v, mask, scale, chunk)   (`ir.few_queries`)
+
+It takes as long as keys and values are read. A library gives each head to a few programs, and one with a
+mask to a kernel that is made for many queries; `capture.few_queries` writes it out in chunks of keys, as many
+as keep the whole device reading, and the planner makes two kernels of that.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit
+from fusion_compiler.ir.few_queries import attend
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+
+_aten = torch.ops.aten
+_SDPA = _aten.scaled_dot_product_attention.default
+RULE = "few queries"
+MOST_QUERIES = 8  # that share a head's keys: each has scores of its own in registers
+MOST_HEAD = 256
+TILE = 8192  # elements of a chunk's keys
+LEAST_CHUNK, MOST_CHUNKS = 16, 1024  # keys of one; of which one program adds up a head's
+PROGRAMS = 264  # two for each multiprocessor of the largest device there is
+
+
+def stream_keys(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Write out those attention calls of `gm` (ATen above autograd) that have few queries."""
+    calls = [c for c in gm.graph.find_nodes(op="call_function", target=_SDPA) if _queries(c) <= MOST_QUERIES]
+    if not calls:
+        return gm, ()
+    refused = {call: reason for call in calls if (reason := _refusal(call))}
+    notes = tuple(
+        RewriteNote(RULE, c.name, c not in refused, refused.get(c) or _described(c)) for c in calls
+    )
+    if len(refused) == len(calls):
+        return gm, notes
+    new, nodes = copied(gm)
+    for call in (nodes[c] for c in calls if c not in refused):
+        with new.graph.inserting_before(call):
+            made = _attend(call)
+        call.replace_all_uses_with(made)
+        new.graph.erase_node(call)
+    new.recompile()
+    return new, notes
+
+
+def _queries(call: fx.Node) -> int:
+    """How many queries share a head of keys; more than MOST_QUERIES where that is not known."""
+    named = arguments(call)
+    query, key = (named[n].meta["val"].shape for n in ("query", "key"))
+    sizes = (*query[1:3], key[1]) if len(query) == len(key) == 4 else ()
+    if not sizes or not all(isinstance(n, int) for n in sizes) or not query[1] or not key[1]:
+        return MOST_QUERIES + 1
+    return max(1, query[1] // key[1]) * query[2]
+
+
+def _refusal(call: fx.Node) -> str:
+    named = arguments(call)
+    tensors = [named[n].meta["val"] for n in ("query", "key", "value")]
+    query, key, value = tensors
+    if torch.is_grad_enabled() and any(map(_wants_gradient, ancestors(call))):
+        return "its gradient is wanted"
+    if not all(isinstance(n, int) and n > 0 for t in tensors for n in t.shape):
+        return "how many keys it has is only known at run time"
+    if named["dropout_p"] or named["is_causal"]:
+        return "its weights are dropped" if named["dropout_p"] else "a causal mask is not written out"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"scores of {query.dtype} are not float32"
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0]:
+        return "keys and values are not of one shape"
+    if query.shape[1] != key.shape[1] and (query.shape[2] > 1 or not named["enable_gqa"]):
+        return "heads are not grouped around one query"
+    if max(query.shape[-1], value.shape[-1]) > MOST_HEAD:
+        return f"heads of {query.shape[-1]} are larger than {MOST_HEAD}"
+    mask = named["attn_mask"]
+    if mask is not None and (mask.meta["val"].dim() > 4 or query.shape[1] != key.shape[1]):
+        return "its mask is not one for each query of a key's head"
+    return ""
+
+
+def _wants_gradient(node: fx.Node) -> bool:
+    """Whether a node is an input of the graph with a gradient: as Dynamo saw it, where it was captured so."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _described(call: fx.Node) -> str:
+    keys = arguments(call)["key"].meta["val"].shape[2]
+    chunk = _chunk(call)
+    return f"{keys} keys of each head in {-(-keys // chunk)} chunks of {chunk}: clusters"
+
+
+def _floor(n: int) -> int:
+    """The largest power of two that is no larger than n, or 1."""
+    return 1 << max(0, n.bit_length() - 1)
+
+
+def _ceiling(n: int) -> int:
+    """The smallest power of two that is no smaller than n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _chunk(call: fx.Node) -> int:
+    """Keys of a chunk: as few as give every multiprocessor something to read, as many as a tile holds."""
+    named = arguments(call)
+    batch, heads, keys, _ = named["key"].meta["val"].shape
+    size = max(named[n].meta["val"].shape[-1] for n in ("key", "value"))
+    fair = max(LEAST_CHUNK, _floor(batch * heads * keys // PROGRAMS))
+    chunk = min(fair, max(LEAST_CHUNK, TILE // _ceiling(size)), max(LEAST_CHUNK, _ceiling(keys)))
+    return max(chunk, _ceiling(-(-keys // MOST_CHUNKS)))
+
+
+def _attend(call: fx.Node) -> fx.Node:
+    """The operator's call, for each head of the keys with all of its queries."""
+    named, shape = arguments(call), call.meta["val"].shape
+    query, mask = named["query"], named["attn_mask"]
+    batch, heads, _, size = named["key"].meta["val"].shape
+    scale = 1 / math.sqrt(size) if named["scale"] is None else named["scale"]
+    grouped = emit(call, _aten.reshape.default, query, [batch, heads, _queries(call), size])
+    for _ in range(0 if mask is None else 4 - mask.meta["val"].dim()):
+        mask = emit(call, _aten.unsqueeze.default, mask, 0)
+    if mask is not None and mask.meta["val"].shape[-1] == 1:
+        keys = named["key"].meta["val"].shape[2]
+        mask = emit(call, _aten.expand.default, mask, [*mask.meta["val"].shape[:3], keys])
+    made = emit(call, attend, grouped, named["key"], named["value"], mask, scale, _chunk(call))
+    return emit(call, _aten.reshape.default, made, list(shape))

@@ -1,0 +1,177 @@
+"""Attention of few queries as clusters: values against float64, masks of all sorts, what stays a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+import fusion_compiler as fc
+from fusion_compiler.ir.few_queries import attend
+from fusion_compiler.passes.rewrites.few_queries import MOST_QUERIES
+from tests.exactness import not_as_close, wide
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """As models write it: keys' heads repeated where a mask keeps PyTorch from grouping queries."""
+    groups = q.shape[1] // k.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1)
+    k, v = (x[:, :, None].expand(-1, -1, groups, -1, -1).reshape(*q.shape[:2], *x.shape[2:]) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def tensors(
+    batch: int,
+    heads: int,
+    groups: int,
+    keys: int,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+    queries: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.randn(batch, heads * groups, queries, size, dtype=dtype)
+    k, v = torch.randn(2, batch, heads, keys, size, dtype=dtype)
+    return q, k, v
+
+
+def checked(f: Callable[..., Tensor], *inputs: Tensor | None) -> fc.FusionPlan:
+    """The plan of `f`: no call is left, and its result is as close to float64 as eager's."""
+    torch._dynamo.reset()  # sizes of other cases are no symbols here
+    fast = fc.compile(f, backend="interpret", strict=True)
+    with torch.no_grad():
+        ours, eager, exact = fast(*inputs), f(*inputs), f(*map(wide, inputs))
+    assert not_as_close(ours, eager, exact) is None
+    (plan,) = fast.plan
+    assert not plan.leftovers, str(plan)
+    return plan
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 2, 4, 256, 64), (2, 3, 1, 300, 80), (1, 1, 8, 1000, 128), (3, 1, 2, 33, 16), (40, 2, 1, 128, 32)],
+    ids=str,
+)
+def test_one_query(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    plan = checked(attention, *tensors(*sizes, dtype))
+    assert len(plan.clusters) == 2, "one of the chunks, one of what they add up to"
+    assert "few queries: done" in str(plan)
+
+
+def padding(batch: int, keys: int) -> Tensor:
+    """Left padding of different lengths; of the last one all."""
+    first = torch.linspace(0, keys, batch).long()
+    return (torch.arange(keys) >= first[:, None])[:, None, None]
+
+
+def window(batch: int, keys: int) -> Tensor:
+    at = torch.arange(keys)
+    return ((at > keys // 3) & (at <= keys // 2))[None, None, None]
+
+
+def alibi(batch: int, keys: int) -> Tensor:
+    return (-0.1 * torch.arange(keys).flip(0)).view(1, 1, 1, keys).float()
+
+
+def scattered(batch: int, keys: int) -> Tensor:
+    mask = torch.rand(batch, 1, 1, keys) > 0.5
+    return torch.where(mask, torch.randn(batch, 1, 1, keys), -torch.inf)
+
+
+@pytest.mark.parametrize("keys", [100, 256, 700])
+@pytest.mark.parametrize("mask", [padding, window, alibi, scattered], ids=lambda f: f.__name__)
+def test_masks(mask: Callable[[int, int], Tensor], keys: int) -> None:
+    plan = checked(attention, *tensors(3, 2, 2, keys, 32), mask(3, keys))
+    assert len(plan.clusters) == 2
+
+
+def test_a_query_without_keys_gets_zeros() -> None:
+    q, k, v = tensors(2, 2, 1, 200, 16)
+    mask = torch.zeros(2, 1, 1, 200, dtype=torch.bool)
+    mask[1, ..., 5] = True
+    fast = fc.compile(attention, backend="interpret", strict=True)
+    result = fast(q, k, v, mask)
+    assert not result[0].any()
+    torch.testing.assert_close(result[1], v[1, :, 5:6])
+
+
+def test_nan_reaches_the_result() -> None:
+    for place in range(3):
+        inputs = tensors(1, 2, 1, 300, 16)
+        inputs[place][0, 1, -1, 3] = float("nan")
+        fast = fc.compile(attention, backend="interpret", strict=True)
+        for mask in (None, torch.ones(1, 1, 1, 300, dtype=torch.bool)):
+            result = fast(*inputs, mask)
+            assert not result[0, 0].isnan().any() and result[0, 1].isnan().any()
+            assert torch.equal(result.isnan(), attention(*inputs, mask).isnan())
+
+
+def test_several_queries_and_a_mask_for_each() -> None:
+    """As a draft of some tokens that is verified at once."""
+    keys, queries = 90, 4
+    mask = torch.ones(queries, keys).tril(keys - queries).bool()
+    checked(attention, *tensors(2, 3, 1, keys, 32, queries=queries), mask)
+
+
+def test_rotation_and_scale_are_in_the_kernel() -> None:
+    def rotated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = q.shape[-1] // 2
+        q = q * cos + torch.cat((-q[..., half:], q[..., :half]), -1) * sin
+        return F.scaled_dot_product_attention(q, k, v, scale=0.3)
+
+    plan = checked(rotated, *tensors(2, 2, 1, 256, 32), torch.rand(32), torch.rand(32))
+    assert len(plan.clusters) == 2
+
+
+def refusal(f: Callable[..., Tensor], *inputs: Tensor) -> str:
+    torch._dynamo.reset()
+    fast = fc.compile(f, backend="eager")
+    torch.testing.assert_close(fast(*inputs), f(*inputs))
+    notes = [line for line in str(fast.plan[0]).splitlines() if line.startswith("few queries")]
+    return " ".join(notes)
+
+
+def test_what_stays_a_call() -> None:
+    q, k, v = tensors(1, 2, 1, 64, 16)
+    assert "its gradient is wanted" in refusal(attention, q.clone().requires_grad_(), k, v)
+    assert "one for each query" in refusal(
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, enable_gqa=True),
+        *tensors(1, 2, 2, 64, 16), torch.rand(1, 4, 1, 64),
+    )  # fmt: skip
+    assert "larger than" in refusal(attention, *tensors(1, 1, 1, 64, 512))
+    torch._dynamo.mark_dynamic(k, 2)
+    torch._dynamo.mark_dynamic(v, 2)
+    assert "only known at run time" in refusal(attention, q, k, v)
+    many = tensors(1, 2, 1, 64, 16, queries=MOST_QUERIES + 1)
+    assert not refusal(attention, *many)
+
+
+def test_numerics_of_eager_stay_with_the_library() -> None:
+    fast = fc.compile(attention, backend="eager", numerics="eager")
+    fast(*tensors(1, 2, 1, 64, 16))
+    assert len(fast.plan[0].leftovers) == 1
+
+
+def test_long_contexts_are_read_once() -> None:
+    """128K keys of 8 heads for 32 queries: two kernels, at three quarters of a copy's speed as predicted."""
+    with FakeTensorMode(), torch.no_grad():
+        q = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16)
+        k, v = (torch.empty(1, 8, 131072, 128, dtype=torch.bfloat16) for _ in range(2))
+        plan = fc.explain(attention, q, k, v, device="h200").plans[0]
+    assert not plan.leftovers and len(plan.clusters) == 2
+    ideal = 2 * 2 * 8 * 131072 * 128 / 4.28e12 * 1e6
+    assert sum(c.cost.us for c in plan.clusters) < ideal / 0.75
+
+
+def test_the_operator() -> None:
+    """As the library would compute it, where a graph runs as it is."""
+    q, k, v = tensors(2, 3, 1, 50, 16)
+    torch.testing.assert_close(attend(q, k, v, None, 0.25, 16), attention(q, k, v))
+    torch.library.opcheck(attend, (q, k, v, torch.rand(2, 1, 1, 50) > 0.5, 0.25, 16))
