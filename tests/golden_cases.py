@@ -27,6 +27,8 @@ from fusion_compiler.ir.kernel import Argument, Kernel, Program, Role
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import execution_order
 from fusion_compiler.options import Options
+from tests.test_few_queries import attention, tensors, window
+from tests.test_matvec import decode_step, llama_1b
 
 FOLDER = Path(__file__).parent / "golden"
 DEVICE = "h200"
@@ -66,12 +68,22 @@ def _model_plans(workload: Workload) -> tuple[FusionPlan, ...]:
     return tuple(fast.plan)
 
 
+def _decoding_plans() -> tuple[FusionPlan, ...]:
+    """A layer of Llama-1B and its head for one token, and one query of a long context with a mask."""
+    with torch.no_grad():
+        layer = fc.explain(decode_step, *llama_1b(1), device=DEVICE).plans
+        query, *cache = tensors(1, 8, 4, 32768, 128, torch.bfloat16)
+        long = fc.explain(attention, query, *cache, window(1, 32768), device=DEVICE).plans
+    return (*layer, *long)
+
+
 JOINED = tuple(case for case in CAT_CASES if case.fn.__name__ in ("lstm_cell", "rope_interleaved"))
 # A decoding step fills its cache before: that needs values, which FakeTensors do not have.
 _MODELS = {w.build.__name__: w for w in WORKLOADS if "decode" not in w.name}
 MAKERS: dict[str, Make] = {
     **{case.fn.__name__: functools.partial(_cluster_plans, case) for case in (*CASES, *JOINED)},
     **{name: functools.partial(_model_plans, workload) for name, workload in _MODELS.items()},
+    "decoding": _decoding_plans,
 }
 
 

@@ -98,6 +98,12 @@ def residual_product(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     return residual + F.linear(x, w)
 
 
+def chunks_of_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = (q.float() * k.float()).sum(-1, keepdim=True)
+    shares = (scores - scores.amax(-2, keepdim=True)).exp()
+    return (shares * v.float()).sum(-2, keepdim=True), shares.sum(-2, keepdim=True)
+
+
 def add_rms_norm(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     total = x + y
     return total, F.rms_norm(total, w.shape, w)
@@ -195,6 +201,10 @@ EXAMPLES = {
     "Segments of a row": Example(quantised_rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]"),
     "Matrix-vector products": Example(
         residual_product, "bfloat16 [2, 2048], bfloat16 [8192, 2048], bfloat16 [2, 8192]"
+    ),
+    "Matrices": Example(
+        chunks_of_keys,
+        "bfloat16 [8, 2, 1, 1, 128], bfloat16 [8, 1, 512, 64, 128], bfloat16 [8, 1, 512, 64, 128]",
     ),
     "Horizontal fusion": Example(
         bias_gradients, "bfloat16 [4096, 1024], bfloat16 [1024, 1024], bfloat16 [1024, 256]"
