@@ -130,6 +130,34 @@ def test_rotation_and_scale_are_in_the_kernel() -> None:
     assert len(plan.clusters) == 2
 
 
+def test_quantised_caches_are_read_as_they_are() -> None:
+    """int8 keys and values with a scale for each: they become floats within the kernel."""
+
+    def quantised(q: Tensor, k: Tensor, ks: Tensor, v: Tensor, vs: Tensor, mask: Tensor) -> Tensor:
+        return attention(q, k.to(q.dtype) * ks, v.to(q.dtype) * vs, mask)
+
+    q, *_ = tensors(2, 2, 4, 256, 64, torch.bfloat16)
+    k, v = (torch.randint(-127, 128, (2, 2, 256, 64), dtype=torch.int8) for _ in range(2))
+    scales = [torch.rand(2, 2, 256, 1).to(torch.bfloat16) / 50 for _ in range(2)]
+    plan = checked(quantised, q, k, scales[0], v, scales[1], padding(2, 256))
+    assert len(plan.clusters) == 2
+
+
+def test_pages_are_read_where_they_lie() -> None:
+    """Pages of 16 keys, which a table has for each sequence: no kernel gathers them first."""
+
+    def paged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+        heads = q.shape[0], keys.shape[1], -1, q.shape[-1]
+        k, v = (pages[table].transpose(1, 2).reshape(heads) for pages in (keys, values))
+        return attention(q, k, v, mask)
+
+    q, *_ = tensors(2, 2, 4, 256, 64)
+    keys, values = torch.randn(2, 64, 2, 16, 64)
+    table = torch.randperm(64)[:32].view(2, 16)
+    plan = checked(paged, q, keys, values, table, padding(2, 256))
+    assert len(plan.clusters) == 2
+
+
 def refusal(f: Callable[..., Tensor], *inputs: Tensor) -> str:
     torch._dynamo.reset()
     fast = fc.compile(f, backend="eager")
