@@ -355,8 +355,9 @@ def _two_fills(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 SEEN = torch.ones(ROWS, KEYS).triu(1).bool()
 REFUSED: dict[str, tuple[Code, str]] = {
-    "soft-capping": (
-        lambda q, k, v: (torch.tanh(_scores(q, k) / 5) * 5).softmax(-1) @ v, "tanh of the scores",
+    "another function": (lambda q, k, v: _scores(q, k).sigmoid().softmax(-1) @ v, "sigmoid of the scores"),
+    "capped after a bias": (
+        lambda q, k, v: (torch.tanh(_scores(q, k) + v[..., :1].mT) * 5).softmax(-1) @ v, "tanh of masked",
     ),
     "weights returned": (_shown_weights, "output also reads the probabilities"),
     "scores returned": (_shown_scores, "amax also reads the scores"),
@@ -596,7 +597,7 @@ def test_autocast() -> None:
 
 def test_every_attention_has_a_note() -> None:
     def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plain(q, plain(q, k, v), torch.tanh(_scores(q, q)).softmax(-1) @ q)
+        return plain(q, plain(q, k, v), _scores(q, q).sigmoid().softmax(-1) @ q)
 
     gm = traced(twice, *made(SQUARE))
     new, notes = call_attention(gm)

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
+from fusion_compiler.capture.few_queries import in_chunks
 from fusion_compiler.ir.few_queries import attend
 from fusion_compiler.passes.rewrites.few_queries import MOST_QUERIES
 from tests.exactness import not_as_close, wide
@@ -130,6 +131,27 @@ def test_rotation_and_scale_are_in_the_kernel() -> None:
     assert len(plan.clusters) == 2
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_capped_scores(groups: int, masked: bool) -> None:
+    """As transformers writes them for Gemma."""
+
+    def capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        k, v = (
+            x[:, :, None].expand(-1, -1, groups, -1, -1).reshape(*q.shape[:2], *x.shape[2:]) for x in (k, v)
+        )
+        scores = torch.matmul(q, k.transpose(2, 3)) * 0.3
+        scores = torch.tanh(scores / 5) * 5
+        if mask is not None:
+            scores = scores + mask
+        return torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+
+    mask = torch.where(padding(4, 200)[:3], 0.0, torch.finfo(torch.float32).min) if masked else None
+    plan = checked(capped, *tensors(3, 2, groups, 200, 32), mask)
+    # One more tells the queries all of whose keys are masked, which are NaN in a softmax.
+    assert len(plan.clusters) == 2 + masked and "written-out attention: done" in str(plan)
+
+
 def test_quantised_caches_are_read_as_they_are() -> None:
     """int8 keys and values with a scale for each: they become floats within the kernel."""
 
@@ -179,6 +201,9 @@ def test_what_stays_a_call() -> None:
     assert "only known at run time" in refusal(attention, q, k, v)
     many = tensors(1, 2, 1, 64, 16, queries=MOST_QUERIES + 1)
     assert not refusal(attention, *many)
+    fast = fc.compile(lambda q, k, v: (q @ k.mT).tanh().softmax(-1) @ v, backend="eager")
+    fast(*many)
+    assert "tanh of the scores of many queries" in str(fast.plan[0])
 
 
 def test_numerics_of_eager_stay_with_the_library() -> None:
@@ -201,5 +226,11 @@ def test_long_contexts_are_read_once() -> None:
 def test_the_operator() -> None:
     """As the library would compute it, where a graph runs as it is."""
     q, k, v = tensors(2, 3, 1, 50, 16)
-    torch.testing.assert_close(attend(q, k, v, None, 0.25, 16), attention(q, k, v))
-    torch.library.opcheck(attend, (q, k, v, torch.rand(2, 1, 1, 50) > 0.5, 0.25, 16))
+    torch.testing.assert_close(attend(q, k, v, None, 0.25, 16, None), attention(q, k, v))
+    mask = torch.rand(2, 1, 1, 50) > 0.5
+    mask[0] = False
+    for capped in (None, 0.1):
+        for own in (None, mask, torch.where(mask, 0.5, -torch.inf)):
+            arguments = q, k, v, own, 0.25, 16, capped
+            torch.testing.assert_close(attend(*arguments), in_chunks(*arguments))
+            torch.library.opcheck(attend, arguments)

@@ -19,7 +19,13 @@ CHUNKS, KEYS = 3, 4  # dimensions of [batch, heads, queries, chunks, keys of a c
 
 
 def in_chunks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, chunk: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    chunk: int,
+    capped: float | None,
 ) -> Tensor:
     """`few_queries.attend`. A query all of whose keys are masked gets zeros, as from PyTorch's attention."""
     keys = key.shape[2]
@@ -34,7 +40,8 @@ def in_chunks(
     def matrices(x: Tensor) -> Tensor:
         return chunks(x, 2, 0).unsqueeze(2).float()
 
-    scores = (query[:, :, :, None, None].float() * matrices(key)).sum(-1, keepdim=True) * scale
+    scores = (query[:, :, :, None, None].float() * matrices(key)).sum(-1, keepdim=True)
+    scores = (scores if capped is None else (scores * capped).tanh()) * scale
     if mask is None:
         if missing:
             places = torch.arange(count * chunk, device=key.device).view(count, chunk, 1)

@@ -5,26 +5,45 @@ An operator of its own, so that a graph says so until `capture.few_queries` writ
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 NAME = "fusion_compiler::attend"
 torch.library.define(
-    NAME, "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, int chunk) -> Tensor"
+    NAME,
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, int chunk, float? capped) -> Tensor",
 )
 
 attend = torch.ops.fusion_compiler.attend.default
 
 
 @torch.library.impl(NAME, "CompositeExplicitAutograd")
-def _run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, chunk: int) -> Tensor:
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    chunk: int,
+    capped: float | None,
+) -> Tensor:
     """query: [batch, heads, queries, size], key: [batch, heads, keys, size], value: [batch, heads, keys,
     width], mask: [batch or 1, heads or 1, queries or 1, keys], of bool or added -> [batch, heads, queries,
-    width]."""
-    result = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
-    return result.contiguous()
+    width]. capped: scores are scale * tanh(capped * q k')."""
+    if capped is None:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(query, key, value, mask, scale=scale).contiguous()
+    scores = scale * torch.tanh(capped * (query.float() @ key.float().transpose(-1, -2)))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    hidden = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.softmax(-1).masked_fill(hidden, 0)
+    return (weights @ value.float()).to(query.dtype)
 
 
 @torch.library.register_fake(NAME)
-def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, chunk: int) -> Tensor:
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))

@@ -1,6 +1,6 @@
 """Attention found by what it computes: a product, row-wise arithmetic, a softmax, a product.
 
-    scores = q @ k^T;  scale, biases, masks, views, casts;  p = softmax(...);  dropout, views, casts;  p @ v
+    scores = q @ k^T;  scale, biases, masks, cap, views, casts;  p = softmax(...);  dropout, views;  p @ v
 
 From the softmax forward to the product that sums over its axis, and back through what may be done to scores
 to the product that has this axis from one operand alone: that one is the keys. Which axes are heads, queries
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class Fill:
 class Attention:
     """softmax(scale * query key^T + biases, filled) value, and what it is written in.
 
+    capped: where it is a number, scores are scale * tanh(capped * query key^T).
     batch: the axes that scores share with query or key beside rows and keys, as dimensions. inner: what the
     first product sums over. features: what values have alone. root: the node whose value the attention is,
     laid out as `layout`. inside: all nodes that only it needs.
@@ -78,6 +79,7 @@ class Attention:
     key: Operand
     value: Operand
     scale: float
+    capped: float | None
     biases: tuple[Bias, ...]
     fills: tuple[Fill, ...]
     dropout: float
@@ -112,6 +114,7 @@ class _Step:
     bias: tuple[fx.Node, float] | None = None
     fill: tuple[fx.Node, bool, float] | None = None
     dropout: float = 0.0
+    caps: bool = False
     refusal: str = ""
 
 
@@ -226,6 +229,8 @@ def _steps(node: fx.Node) -> Iterator[tuple[Any, _Step]]:
         kept = all(t.meta["val"].is_floating_point() for t in (source, node))
         same = source.meta["val"].device == node.meta["val"].device
         yield source, _Step(node, refusal="" if kept and same else "a cast of the scores")
+    elif name == "tanh":
+        yield arguments(node)["self"], _Step(node, caps=True)
     elif name in _ARITHMETIC:
         yield from _ARITHMETIC[name](node, arguments(node))
     elif _is_elementwise(node):
@@ -304,6 +309,7 @@ class _Scores:
 
     layout: Layout
     scale: float = 1.0
+    capped: float | None = None
     biases: tuple[Bias, ...] = ()
     fills: tuple[Fill, ...] = ()
 
@@ -347,9 +353,9 @@ def _read(
     batch = tuple(d for d in (tuple(a for a in d if a not in (*rows, *keys)) for d in batch) if d)
     inside = _inside(softmax, first.node, before, after, second.node, root)
     attention = Attention(
-        query, key, value, scores.scale, scores.biases, scores.fills, dropout, batch, rows, keys,
-        tuple(a for d in query.layout for a in now(d) if a in inner), features, root, result, inside, axes,
-        (first.node, second.node),
+        query, key, value, scores.scale, scores.capped, scores.biases, scores.fills, dropout, batch, rows,
+        keys, tuple(a for d in query.layout for a in now(d) if a in inner), features, root, result, inside,
+        axes, (first.node, second.node),
     )  # fmt: skip
     _check_effects(attention)
     return attention
@@ -386,10 +392,12 @@ def _scores(axes: Axes, product: Product, layout: Layout, steps: tuple[_Step, ..
     for step in steps:
         moved = axes.through(step.node, scores.layout)
         if moved is not None:
-            scores = _Scores(moved, scores.scale, scores.biases, scores.fills)
+            scores = replace(scores, layout=moved)
         elif len(shape_of(step.node)) != len(scores.layout):
             raise Refused("the scores are spread over more dimensions")
         scores = _scaled(scores, step.scale)
+        if step.caps:
+            scores = _capped(scores)
         if step.bias is not None:
             scores = _biased(scores, step.node, *step.bias)
         if step.fill is not None:
@@ -402,7 +410,13 @@ def _rounded(scores: _Scores, dtype: torch.dtype) -> _Scores:
     """With the numbers that masks fill in as `dtype` has them: some are infinite there."""
     with unset_fake_temporarily():
         fills = tuple(Fill(f.of, f.hides, float(torch.tensor(f.value, dtype=dtype))) for f in scores.fills)
-    return _Scores(scores.layout, scores.scale, scores.biases, fills)
+    return replace(scores, fills=fills)
+
+
+def _capped(scores: _Scores) -> _Scores:
+    if scores.biases or scores.fills or scores.capped is not None:
+        raise Refused("tanh of masked scores")
+    return replace(scores, scale=1.0, capped=scores.scale)
 
 
 def _scaled(scores: _Scores, factor: float) -> _Scores:
@@ -413,7 +427,7 @@ def _scaled(scores: _Scores, factor: float) -> _Scores:
         raise Refused(f"the scores are multiplied by {factor:g}")
     biases = tuple(Bias(b.of, b.factor * factor) for b in scores.biases)
     fills = tuple(Fill(f.of, f.hides, f.value * factor) for f in scores.fills)
-    return _Scores(scores.layout, scores.scale * factor, biases, fills)
+    return replace(scores, scale=scores.scale * factor, biases=biases, fills=fills)
 
 
 def _biased(scores: _Scores, at: fx.Node, tensor: fx.Node, factor: float) -> _Scores:
@@ -422,14 +436,14 @@ def _biased(scores: _Scores, at: fx.Node, tensor: fx.Node, factor: float) -> _Sc
     if any(math.isfinite(f.value) for f in scores.fills):
         raise Refused("a bias is added to scores that a mask has filled")
     bias = Bias(_spread(scores, at, tensor), factor)
-    return _Scores(scores.layout, scores.scale, (*scores.biases, bias), scores.fills)
+    return replace(scores, biases=(*scores.biases, bias))
 
 
 def _masked(scores: _Scores, at: fx.Node, mask: fx.Node, hides: bool, value: float) -> _Scores:
     if mask.meta["val"].dtype is not torch.bool:
         raise Refused("a mask that is not bool")
     fill = Fill(_spread(scores, at, mask), hides, value)
-    return _Scores(scores.layout, scores.scale, scores.biases, (*scores.fills, fill))
+    return replace(scores, fills=(*scores.fills, fill))
 
 
 def _spread(scores: _Scores, at: fx.Node, tensor: fx.Node) -> Operand:

@@ -16,7 +16,8 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit
 from fusion_compiler.ir.few_queries import attend
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.passes.rewrites.grouped_query import repeated
 
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
@@ -78,7 +79,8 @@ def _refusal(call: fx.Node) -> str:
     if max(query.shape[-1], value.shape[-1]) > MOST_HEAD:
         return f"heads of {query.shape[-1]} are larger than {MOST_HEAD}"
     mask = named["attn_mask"]
-    if mask is not None and (mask.meta["val"].dim() > 4 or query.shape[1] != key.shape[1]):
+    own = 1 if mask is None or mask.meta["val"].dim() < 3 else mask.meta["val"].shape[-3]
+    if mask is not None and (mask.meta["val"].dim() > 4 or (query.shape[1] != key.shape[1] and own != 1)):
         return "its mask is not one for each query of a key's head"
     return ""
 
@@ -115,7 +117,7 @@ def _chunk(call: fx.Node) -> int:
     return max(chunk, _ceiling(-(-keys // MOST_CHUNKS)))
 
 
-def _attend(call: fx.Node) -> fx.Node:
+def _attend(call: fx.Node, capped: float | None = None) -> fx.Node:
     """The operator's call, for each head of the keys with all of its queries."""
     named, shape = arguments(call), call.meta["val"].shape
     query, mask = named["query"], named["attn_mask"]
@@ -127,5 +129,23 @@ def _attend(call: fx.Node) -> fx.Node:
     if mask is not None and mask.meta["val"].shape[-1] == 1:
         keys = named["key"].meta["val"].shape[2]
         mask = emit(call, _aten.expand.default, mask, [*mask.meta["val"].shape[:3], keys])
-    made = emit(call, attend, grouped, named["key"], named["value"], mask, scale, _chunk(call))
+    made = emit(call, attend, grouped, named["key"], named["value"], mask, scale, _chunk(call), capped)
     return emit(call, _aten.reshape.default, made, list(shape))
+
+
+def capped_attention(call: fx.Node, capped: float) -> fx.Node:
+    """The operator in the place of an attention call that nothing reads, with scores that are
+    scale * tanh(capped * q k'). Raises Refused where it has many queries, or would stay a call for another
+    reason."""
+    named = arguments(call)
+    key, value = (repeated(named[n]) for n in ("key", "value"))
+    if key is not None and value is not None and named["query"].meta["val"].shape[2] == 1:
+        call.args = (call.args[0], key, value, *call.args[3:])
+        call.kwargs = {**call.kwargs, "enable_gqa": True}
+    if _queries(call) > MOST_QUERIES:
+        raise Refused("tanh of the scores of many queries")
+    if reason := _refusal(call):
+        raise Refused(f"tanh of the scores, and {reason}")
+    made = _attend(call, capped)
+    call.graph.erase_node(call)
+    return made

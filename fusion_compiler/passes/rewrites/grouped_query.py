@@ -35,7 +35,7 @@ def group_queries(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     found: dict[fx.Node, str] = {}
     for call in gm.graph.find_nodes(op="call_function", target=_SDPA):
         named = arguments(call)
-        if _repeated(named["key"]) is not None and _repeated(named["value"]) is not None:
+        if repeated(named["key"]) is not None and repeated(named["value"]) is not None:
             found[call] = "" if _is_one_query(call) else _refusal(call)
     notes = tuple(
         RewriteNote(RULE, call.name, not reason, reason or "repeated key and value heads are read in place")
@@ -53,7 +53,7 @@ def group_queries(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
 def _group(call: fx.Node) -> None:
     named = arguments(call)
     old = ancestors(named["key"]) | ancestors(named["value"])
-    key, value = (_repeated(named[n]) for n in ("key", "value"))
+    key, value = (repeated(named[n]) for n in ("key", "value"))
     assert key is not None
     named["key"], named["value"] = key, value
     beside = _is_one_query(call)
@@ -95,7 +95,7 @@ def _refusal(call: fx.Node) -> str:
     return ""
 
 
-def _repeated(heads: fx.Node) -> fx.Node | None:
+def repeated(heads: fx.Node) -> fx.Node | None:
     """The [batch, heads / n, length, size] tensor whose heads `heads` repeats n times each."""
     if heads.target is _aten.repeat_interleave.self_int:
         named = arguments(heads)

@@ -31,6 +31,7 @@ from fusion_compiler.passes.rewrites.attention_mask import shows_every_row
 from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES, Dim, permutation, shape_of
 from fusion_compiler.passes.rewrites.constants import base_name, values
 from fusion_compiler.passes.rewrites.contiguous import shows
+from fusion_compiler.passes.rewrites.few_queries import capped_attention
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
@@ -118,11 +119,14 @@ class _Call:
         key = self._canonical(self._in_dtype(found.key), (found.keys, found.inner))
         value = self._canonical(self._in_dtype(found.value, 1), (found.keys, found.features))
         mask = self._mask()
-        if refusal := _no_kernel(query, value, mask.tensor, found.dropout):
+        refusal = _no_kernel(query, value, mask.tensor, found.dropout)
+        if refusal and found.capped is None:
             raise Refused(refusal)
         if mask.even is not None:
             query = self._emit(_aten.masked_fill.Scalar, query, mask.even, 0.0)
         result = self._emit(_SDPA, query, key, value, mask.tensor, found.dropout, False, scale=found.scale)
+        if found.capped is not None:  # which PyTorch has no kernel for
+            result = capped_attention(result, found.capped)
         if mask.undefined is not None:
             factor = self._emit(_aten.where.Scalar, mask.undefined, math.nan, 1.0)
             factor = self._emit(_aten.to.dtype, factor, self.dtype)
