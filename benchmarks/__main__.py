@@ -1,4 +1,4 @@
-"""python -m benchmarks kernels|sweep|schedules|models|memory|optimizer|architectures|overhead|readme|..."""
+"""python -m benchmarks kernels|sweep|models|memory|decode|optimizer|architectures|overhead|readme|..."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ BENCHMARKS = {
     "schedules": "benchmarks.schedules",
     "models": "benchmarks.models",
     "memory": "benchmarks.models",
+    "decode": "benchmarks.decode",
     "optimizer": "benchmarks.optimizer",
     "architectures": "benchmarks.architectures",
     "compile-time": "benchmarks.compile_time",

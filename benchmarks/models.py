@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -23,14 +24,15 @@ from torch import Tensor, nn
 from benchmarks import steps
 from benchmarks.accuracy import chance, ratios_to_eager
 from benchmarks.contenders import Compile, contenders, eager_ops
+from benchmarks.decoders import DECODERS
 from benchmarks.energy import energy_of
 from benchmarks.nets import NETS
 from benchmarks.processes import in_turn, my_turn, only
 from benchmarks.record import Record, environment, geometric_mean
 from benchmarks.timing import device_time, host_time, synchronize, wall_time
-from benchmarks.workloads import WORKLOADS, Batch, gradient_for, result_of, step
+from benchmarks.workloads import WORKLOADS, Batch, Decoder, gradient_for, result_of, step
 
-ALL = (*WORKLOADS, *NETS)
+ALL = (*WORKLOADS, *NETS, *DECODERS)
 FEW_STEPS = 3  # after which a step's memory is what all that follow take
 
 
@@ -135,7 +137,12 @@ def step_of(task: Task, compile_: Compile) -> dict[str, Any]:
     gradient = gradient_for(model, batch) if workload.train else None
     called = compile_(model)
 
+    room = model.length - model.context if isinstance(model, Decoder) else 0
+    calls = itertools.count(1)
+
     def one_step() -> None:
+        if isinstance(model, Decoder) and next(calls) % room == 0:
+            model.rewind()
         step(called, batch, workload.train, gradient)
         model.zero_grad(set_to_none=True)
 
@@ -149,6 +156,8 @@ def step_of(task: Task, compile_: Compile) -> dict[str, Any]:
     cell |= memory_of(one_step, device)
     if not task.memory:
         cell |= times_of(one_step, device, task.repetitions)
+    if isinstance(model, Decoder):
+        cell["token_bytes"] = model.token_bytes()
     return cell | {"eager_ops": eager_ops(called)}
 
 
@@ -200,6 +209,7 @@ def tasks_of(options: argparse.Namespace) -> list[Task]:
         )
         for number, workload in enumerate(ALL)
         if re.search(options.filter, workload.name)
+        and (workload in DECODERS) == (options.benchmark == "decode")
         for name in names
     ]  # fmt: skip
 

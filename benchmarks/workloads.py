@@ -149,7 +149,8 @@ def llama_train(batch: int, length: int, **shape: int) -> tuple[nn.Module, Batch
 class Decoder(nn.Module):
     """One token after `context` others, whose keys and values lie in a static cache of `length`.
 
-    Every call moves on by one token, as decoding does: length - context calls are possible.
+    Every call moves on by one token, as decoding does: length - context calls are possible before it is
+    rewound.
     """
 
     prompt: Tensor
@@ -157,7 +158,7 @@ class Decoder(nn.Module):
     def __init__(self, model: nn.Module, prompt: Tensor, length: int) -> None:
         super().__init__()
         self.model = model
-        self.length = length
+        self.length, self.context = length, prompt.shape[1]
         self.cache: Any = None
         self.register_buffer("prompt", prompt, persistent=False)
 
@@ -170,7 +171,35 @@ class Decoder(nn.Module):
             self.model(input_ids=self.prompt, past_key_values=self.cache, use_cache=True)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True).logits
+        return self.called(input_ids).logits
+
+    def called(self, input_ids: Tensor) -> Any:
+        return self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True)
+
+    def own_layers(self) -> list[Any]:
+        return self.cache.layers
+
+    def rewind(self) -> None:
+        """Back to the end of the context: what is written next is over what was written since."""
+        for layer in self.own_layers():
+            layer.cumulative_length.fill_(self.context)
+
+    def token_bytes(self) -> int:
+        """What one call has to read: weights, of experts those that are chosen, of embeddings rows; keys and
+        values of the context."""
+        batch, config = self.prompt.shape[0], self.model.config
+        heads = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Linear)}
+        rows = {id(m.weight): m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        total = 0
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            part = 1.0
+            if id(tensor) in rows and id(tensor) not in heads:
+                part = min(1.0, batch / tensor.shape[0])
+            elif tensor.dim() == 3:  # of experts
+                part = min(1.0, batch * config.num_experts_per_tok / tensor.shape[0])
+            total += int(part * tensor.nbytes)
+        kept = (x for layer in self.own_layers() for x in (layer.keys, layer.values))
+        return total + sum(x.nbytes * self.context // self.length for x in kept)
 
 
 def llama_decode(context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks import energy, kernels, optimizer, optimizer_bars, steps
+from benchmarks import decode, energy, kernels, optimizer, optimizer_bars, steps
 from benchmarks.__main__ import parse
 from benchmarks.accuracy import (
     chance,
@@ -29,6 +29,7 @@ from benchmarks.accuracy import (
 )
 from benchmarks.bars import cliffs, rank_correlation, show_summary, summarize, verdict
 from benchmarks.case import Case, copy_of
+from benchmarks.decoders import DECODERS
 from benchmarks.families import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CASES, TRANSPOSING_CASES
 from benchmarks.kernels import leaves, run, truth_of
 from benchmarks.nets import NETS
@@ -522,3 +523,73 @@ def test_bars_of_optimizers() -> None:
     assert "3 of 5 bars met" in text and text.count("  met") == 3
     assert re.search(r"ViT, AdamW: x torch.compile and fused >= 1.0 +0.91  MISSED", text)
     assert optimizer_bars.means([short, slow])["vs torch.compile"] == pytest.approx((1.3 * 10 / 11) ** 0.5)
+
+
+def test_a_decoding_step_is_measured_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ("decode", "--filter", "1B, batch 1", "--backend", "eager", "--only", "eager|ours", "--resume")
+    monkeypatch.setenv("BENCH_COMMIT", "one")
+    (row,) = decode.main(options(tmp_path, *chosen)).rows
+    assert set(row["cells"]) == {"eager", "ours"}
+    for cell in row["cells"].values():
+        assert cell["step_ms"] > 0 and cell["error_to_eager"] <= 1 and cell["commit"] == "one", cell
+    assert "Llama-1B, batch 1, one token" in capsys.readouterr().out
+    begun: list[str] = []
+
+    def in_turn(_: str, tasks: list[dict[str, Any]], *__: Any, **___: Any) -> Iterator[dict[str, Any]]:
+        begun.extend(task["contender"] for task in tasks)
+        return iter(())
+
+    monkeypatch.setattr(decode, "in_turn", in_turn)
+    decode.main(options(tmp_path, *chosen))
+    assert begun == []
+    monkeypatch.setenv("BENCH_COMMIT", "two")
+    decode.main(options(tmp_path, *chosen))
+    assert begun == ["ours"] and "not measured: Llama-1B, batch 1, one token, ours" in capsys.readouterr().out
+
+
+def test_bytes_of_a_token() -> None:
+    """Weights once, of embeddings a row, of experts the chosen; the context's keys and values."""
+    made = {w.name.partition(",")[0]: w for w in DECODERS}
+    llama, _ = made["Llama-8B 8 layers"].make("cpu", quick=True)
+    model: Any = llama
+    weights = sum(p.nbytes for p in model.parameters())
+    rotations = sum(b.nbytes for b in model.model.buffers())
+    kept = 2 * 2 * 2 * 8 * 16 * 2  # layers, keys and values, heads, tokens, elements, bytes
+    assert model.token_bytes() == weights + rotations + kept
+    mixtral: Any = made["Mixtral 4 layers"].make("cpu", quick=True)[0]
+    experts = sum(p.nbytes for p in mixtral.parameters() if p.dim() == 3)
+    table = mixtral.model.get_input_embeddings().weight.nbytes
+    rest = sum(p.nbytes for p in mixtral.parameters()) - experts - table
+    rotations = sum(b.nbytes for b in mixtral.model.buffers())
+    assert mixtral.token_bytes() == rest + rotations + experts // 4 + table // 128 + kept
+
+
+def test_a_decoder_is_rewound() -> None:
+    decoder: Any = DECODERS[0].make("cpu", quick=True)[0]
+    token = torch.zeros(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        first = decoder(token)
+        assert not torch.equal(decoder(token), first)
+        decoder.rewind()
+        assert torch.equal(decoder(token), first)
+
+
+def test_bars_of_decoding() -> None:
+    def row(case: str, ours: float, peer: float, read: float) -> dict[str, Any]:
+        own = {"step_ms": ours, "gpu_ms": ours, "host_ms": 0.1, "token_bytes": read}
+        cells = {"ours": own, "graphs": {"step_ms": peer, "gpu_ms": peer}}
+        return {"case": case, "phase": "token", "cells": cells}
+
+    rows = [
+        row(decode.FIRST, 0.7, 1.2, 2.4e9),
+        row("Llama-1B, batch 8, one token", 0.8, 1.0, 2.4e9),
+        row("Llama-1B int8, one token", 0.4, 1.2, 1.4e9),
+    ]
+    found = {what: (value, met) for what, value, met in decode.bars(rows, 4.28e12)}
+    assert [met for _, met in found.values()] == [True, True, True, False, False, True, True]
+    assert found[f"{decode.FIRST}: of the copy bandwidth >= 0.8"][0] == pytest.approx(
+        2.4e9 / 0.7e-3 / 4.28e12
+    )
+    assert "5 of 7 bars met" in decode.show(rows, 4.28e12)
