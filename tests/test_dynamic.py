@@ -287,3 +287,15 @@ def test_a_number_that_is_no_size() -> None:
     for first in (2, 3, 5):
         torch.testing.assert_close(fast(x, first), fn(x, first))
     assert graphs(fast, "inference") == 1
+
+
+def test_sizes_that_are_estimated_below_zero_take_no_memory() -> None:
+    """Two convolutions leave x - k - l + 2 of sizes that are not known."""
+
+    def convolved(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        return F.conv1d(F.conv1d(x, one).exp(), other)
+
+    fast = fc.compile(convolved, backend="eager", dynamic=True)
+    tensors = torch.randn(3, 2, 13), torch.randn(2, 2, 3), torch.randn(2, 2, 4)
+    torch.testing.assert_close(fast(*tensors), convolved(*tensors))
+    assert "memory: " in str(fast.plan[0])

@@ -253,8 +253,8 @@ def test_one_kernel_rotates_keys_and_stores_them_in_the_cache() -> None:
     (cluster,) = (c for c in plan.clusters if put in c.outputs)
     assert cluster.outputs == (put,) and "cos" in str(cluster.ops)
     assert cluster.cost.bytes_read + cluster.cost.bytes_written < 3000
-    assert stored(plan) <= 512 * 2 * 4  # the scores
     given = make()
+    assert stored(plan) <= given[0].nbytes / 16, "what chunks of keys give"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         fast(*given)
     taken = [e.self_cpu_memory_usage for e in watched.events() or ()]

@@ -136,7 +136,8 @@ def _overwritten(plan: FusionPlan, name: str) -> set[str]:
 
 
 def _bytes(metas: Sequence[TensorMeta]) -> int:
-    return sum(numel(m.shape) * m.dtype.itemsize for m in metas)
+    """Those that are estimated, as the length that a convolution leaves, may come out below zero."""
+    return sum(max(0, numel(m.shape)) * m.dtype.itemsize for m in metas)
 
 
 def _steps(plan: FusionPlan) -> list[Step]:

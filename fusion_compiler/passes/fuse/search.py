@@ -87,12 +87,12 @@ class Search:
         heapq.heappush(self.heap, (-float(saved), not alone, a, b, self.version[a], self.version[b]))
 
     def serves(self, a: int, b: int) -> bool:
-        """Whether a candidate is read by another alone, which reduces: with what it is made of it would be
-        larger, and may wait there for another reduction."""
+        """Whether what a candidate makes, which stays in L2, is read by another alone, which reduces: there
+        it ends, while with what it is made of it may wait for another reduction."""
         if all(self.dag.op(name).kind is not Kind.REDUCTION for name in self.candidates[b].ops):
             return False
-        outputs = self.candidates[a].outputs
-        return all(self.readers(n) == {b} and not self.pool.must_exist(n) for n in outputs)
+        pool, outputs = self.pool, self.candidates[a].outputs
+        return all(pool.info(n).in_l2 and self.readers(n) == {b} and not pool.must_exist(n) for n in outputs)
 
     def neighbours(self, number: int) -> dict[int, int]:
         """Candidates that share a tensor with this one, and the bytes that one pass over both would save."""
