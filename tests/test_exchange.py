@@ -8,8 +8,13 @@ from itertools import product
 import pytest
 import torch
 
+import fusion_compiler as fc
+from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.math import UNSENT as MARK
+from fusion_compiler.ir.canonical import canonical
+from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel, Program, Role
+from fusion_compiler.options import Options
 from fusion_compiler.runtime.launch import Runner, interpret
 from fusion_compiler.runtime.target import compile_for
 from tests.hand_made import HEADER, argument, contiguous
@@ -157,6 +162,24 @@ def test_the_portable_wait_compiles(warps: int) -> None:
     for splits in (32, 64, 128):
         assert compile_for(exchange(splits, warps).kernels[0], "gfx942").registers > 0
     assert compile_for(exchange_rows(64, 7, 4, warps).kernels[0], "gfx942").registers > 0
+
+
+def test_norms_one_after_the_other_compile_where_programs_share_rows_in_blocks() -> None:
+    """No variable of the exchange is one of the loops behind it, whose tiles have another shape."""
+
+    def norms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        once = torch.nn.functional.layer_norm(x, x.shape[1:], w).relu()
+        return torch.nn.functional.layer_norm(once, x.shape[1:])
+
+    explained = fc.explain(norms, torch.empty(8, 180_000), torch.empty(180_000), device="h200")
+    (plan,) = explained.plans
+    (cluster,) = plan.clusters
+    key, device = canonical(cluster, plan.dag), device_spec(plan.device)
+    programs = Compiler(Options()).emit(key, cluster, plan.dag, device)
+    looped = [p for p in programs if " loop of " in p.schedule]
+    assert looped
+    for program in looped:
+        assert all(compile_for(kernel, "sm_90").registers for kernel in program.kernels)
 
 
 @pytest.mark.gpu

@@ -32,8 +32,8 @@ def llama() -> Any:
     return model
 
 
-def generated(model: Any, prompt: Tensor, count: int, cache: str) -> Tensor:
-    options: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
+def generated(model: Any, prompt: Tensor, count: int, cache: str, **options: Any) -> Tensor:
+    options |= {"cache_implementation": "static"} if cache == "static" else {}
     lengths = {"min_new_tokens": count, "max_new_tokens": count}
     return model.generate(prompt, do_sample=False, pad_token_id=0, **lengths, **options)
 

@@ -216,10 +216,10 @@ class Moments:
         b.define("counts", _part_counts(b))
         tops = f'tl.where(counts > 0, {means}, float("-inf"))'
         b.define("top", b.along("tl.max", tops))  # means differ by less than they are, which rounds less
-        b.define("off", f"{means} - top")
-        b.define("move", f"{b.along('tl.sum', 'counts * off')} / {dim_text(b.a.size(COLS))}")
+        b.define("apart", f"{means} - top")
+        b.define("move", f"{b.along('tl.sum', 'counts * apart')} / {dim_text(b.a.size(COLS))}")
         b.set(mean, "top + move")
-        b.set(squares, b.along("tl.sum", f"{others} + counts * (off - move) * (off - move)"))
+        b.set(squares, b.along("tl.sum", f"{others} + counts * (apart - move) * (apart - move)"))
 
     def bind(self, b: Builder, names: Sequence[str]) -> None:
         b.env[self.mean], b.env[self.squares] = names

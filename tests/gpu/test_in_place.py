@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,9 @@ CUDA = torch.device("cuda")
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -98,7 +101,7 @@ def test_generation_with_a_static_cache(mode: str | None) -> None:
     fast = fc.compile(model, **options)
     for length in (9, 9, 5):
         prompt = torch.randint(3, 120, (2, length), device=CUDA)
-        want = generated(model, prompt, 32, "static")
+        want = generated(model, prompt, 32, "static", disable_compile=True)  # else by Inductor
         assert torch.equal(generated(fast, prompt, 32, "static"), want)
     assert len(fast.plan) <= 4
     print([plan.notes.get("CUDA graph") for plan in fast.plan])
