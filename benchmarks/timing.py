@@ -117,15 +117,16 @@ def median_by_repetition(durations: list[float], repetitions: int) -> float:
     return statistics.median(sum(durations[i * per_call : (i + 1) * per_call]) for i in range(repetitions))
 
 
-def wall_time(call: Callable[[], object], device: torch.device, repetitions: int) -> float:
-    """Median seconds of one synchronised call."""
+def wall_time(call: Callable[[], object], device: torch.device, repetitions: int, calls: int = 1) -> float:
+    """Median seconds of one synchronised call, or of each of several with no wait between them."""
     samples: list[float] = []
     for _ in range(repetitions):
         synchronize(device)
         start = time.perf_counter()
-        call()
+        for _ in range(calls):
+            call()
         synchronize(device)
-        samples.append(time.perf_counter() - start)
+        samples.append((time.perf_counter() - start) / calls)
     return statistics.median(samples)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
+from fusion_compiler.codegen import contractions
 from fusion_compiler.codegen.accesses import store_one
 from fusion_compiler.codegen.axis_map import cols_at, place_batch, place_cols, row_loop, rows_at
 from fusion_compiler.codegen.builder import Builder
@@ -242,7 +243,9 @@ class _Assembly:
         pointers = {b: p.name for b, p in self.parameters.items()}
         pointers |= {name: pointers[buffer.name] for name, buffer in self.named.items()}
         dtypes = {b: p.dtype for b, p in self.parameters.items()}
-        return Builder(analysis, schedule, pointers, dtypes, load_options, self.empty)
+        builder = Builder(analysis, schedule, pointers, dtypes, load_options, self.empty)
+        builder.contracted = contractions.used(builder)
+        return builder
 
     def text(self, name: str, program: str) -> tuple[str, str, tuple[Dim, ...]]:
         """(functions that it calls, body, grid); `program` is what counts its programs."""

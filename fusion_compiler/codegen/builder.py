@@ -35,6 +35,7 @@ from fusion_compiler.ir.loops import (
     operands_of,
 )
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.contractions import Contraction
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
 BASES = {BATCH: "batch", ROWS: "row", COLS: "col"}  # the variable with a group's element number
@@ -88,6 +89,7 @@ class Builder:
         self.kept: dict[int, str] = {}  # load -> the variable of its tile as it was loaded
         self.named: dict[tuple[str, int], str] = {}  # what else is defined once in a block
         self.tile = Tile(schedule.block_rows == 1, schedule.block_cols)
+        self.contracted: dict[int, Contraction] = {}  # sum -> what makes it, where tensor units do
 
     # -- statements --------------------------------------------------------------------------------
 
@@ -160,8 +162,13 @@ class Builder:
             number = stack.pop()
             if number not in found and number not in self.env:
                 found.add(number)
-                stack.extend(operands_of(self.loops.nodes[number]))
+                stack.extend(self.operands(number))
         return sorted(found)
+
+    def operands(self, number: int) -> tuple[int, ...]:
+        """The nodes that a node is made of: of a contraction's sums, the matrix and all vectors."""
+        made = self.contracted.get(number)
+        return operands_of(self.loops.nodes[number]) if made is None else (made.matrix, *made.vectors)
 
     def reduction(self, number: int) -> Reduce:
         reduce = self.loops.nodes[number]
@@ -279,4 +286,4 @@ class Builder:
     def accumulated(self) -> list[int]:
         """Operands of the reductions over rows, whole or by segments."""
         numbers = (*self.a.across_rows, *self.a.segmented)
-        return [o for i in numbers for o in operands_of(self.loops.nodes[i])]
+        return [o for i in numbers for o in self.operands(i)]

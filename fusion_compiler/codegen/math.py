@@ -821,3 +821,72 @@ def check_index(index: Any, low: Any, high: Any, what: Any, inside: Any = None, 
 
 
 check_index.__triton_builtin__ = True
+
+
+# -- contractions: products of a matrix with several vectors, on tensor units ----------------------------
+
+
+@triton.jit
+def stack(x, y):
+    """Two tiles, one below the other."""
+    return tl.reshape(tl.permute(tl.join(x, y), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def beside(x, y):
+    """Two tiles, one beside the other."""
+    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
+
+
+@triton.jit
+def halves(x, axis: tl.constexpr):
+    """A tile cut in two along an axis."""
+    if axis == 0:
+        return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
+    else:
+        return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def in_parts(x, parts: tl.constexpr):
+    """A tile's columns in equal parts: [parts, rows, columns of a part]."""
+    return tl.permute(tl.reshape(x, [x.shape[0], parts, x.shape[1] // parts]), (1, 0, 2))
+
+
+@triton.jit
+def beyond(x, part):
+    """What bfloat16 leaves of a number, of which `part` is what it holds; nothing of infinity."""
+    left = x - part.to(tl.float32)
+    return tl.where(left == left, left, 0.0)
+
+
+@triton.jit
+def contract(x, y, main, rest, x_terms: tl.constexpr, y_terms: tl.constexpr):
+    """(main, rest) + x @ y, of float32 by bfloat16: main has the product of what that holds of both, rest
+    that of what it leaves.
+
+    terms: 1 of numbers that bfloat16 holds; with 2 of both, products of 16 bits, with 3 those of float32.
+    """
+    x_0, y_0 = x.to(tl.bfloat16), y.to(tl.bfloat16)
+    main = tl.dot(x_0, y_0, main)
+    if y_terms > 1:
+        y_left = beyond(y, y_0)
+        y_1 = y_left.to(tl.bfloat16)
+        rest = tl.dot(x_0, y_1, rest)
+        if y_terms > 2:
+            rest = tl.dot(x_0, beyond(y_left, y_1).to(tl.bfloat16), rest)
+    if x_terms > 1:
+        x_left = beyond(x, x_0)
+        x_1 = x_left.to(tl.bfloat16)
+        rest = tl.dot(x_1, y_0, rest)
+        if x_terms > 2:
+            rest = tl.dot(beyond(x_left, x_1).to(tl.bfloat16), y_0, rest)
+        if x_terms + y_terms > 4:
+            rest = tl.dot(x_1, y_1, rest)
+    return main, rest
+
+
+@triton.jit
+def contracted(main, rest):
+    """The sum of both; where the first is infinite, the second may be no number."""
+    return main + tl.where(rest == rest, rest, 0.0)

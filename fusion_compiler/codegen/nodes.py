@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_compiler.codegen import accesses, moments, segments
+from fusion_compiler.codegen import accesses, contractions, moments, segments
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.expression import (
     TRITON_TYPES,
@@ -71,7 +71,7 @@ def build_node(b: Builder, number: int) -> None:
     if isinstance(node, Load) and (pair := interleaved.pair_of(b, number)) is not None:
         interleaved.load(b, pair)
         return
-    build_nodes(b, b.need(operands_of(node)))
+    build_nodes(b, b.need(b.operands(number)))
     if not isinstance(node, Compute):
         _spread(b, operands_of(node))
     if number in b.env:  # with an operand, of which it is a part
@@ -301,6 +301,9 @@ def _scan(b: Builder, number: int, node: Scan) -> None:
 
 def _reduce(b: Builder, number: int) -> None:
     """A reduction over the columns of a tile that holds whole rows, or over the rows of a whole matrix."""
+    if number in b.contracted:
+        contractions.build(b, b.contracted[number])
+        return
     if ROWS in b.a.over(number):
         _reduce_rows(b, number)
         return

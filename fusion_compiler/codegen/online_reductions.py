@@ -7,6 +7,7 @@ merged with theirs:
     Scaled     sum(w x) = w sum(x)             of what the block adds up anyway, for sums over segments
     Softmax    max(x), sum(exp(x - max))       one running maximum a row (Milakov and Gimelshein, 2018)
     Moments    sum(x), sum((x - mean)^2)       one running mean a row (Chan, Golub and LeVeque, 1983)
+    Contracted sum(w x0), sum(w x1), ...       tiles of products (`contractions.py`)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion_compiler.codegen.builder import ALONG, Builder
+from fusion_compiler.codegen.contractions import Contracted
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
 from fusion_compiler.codegen.moments import is_exact
 from fusion_compiler.codegen.monoids import neutral_text, step_text
@@ -25,9 +27,11 @@ from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.codegen.windows import block
 from fusion_compiler.ir.loops import COLS, ROWS, Load
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, part_cols
+from fusion_compiler.schedule.contractions import Contraction
 from fusion_compiler.schedule.schedule import WORD, Cols
 
 BLOCK: tuple[Own, Own] = ("block_mean", "block_squares")
+NONE: Mapping[int, Contraction] = {}
 LEAST_TURNS = 4  # of a block, for a state in each lane, which costs as much as one element of them
 
 
@@ -225,7 +229,7 @@ class Moments:
         b.env[self.mean], b.env[self.squares] = names
 
 
-Running = Plain | Softmax | Moments
+Running = Plain | Softmax | Moments | Contracted
 
 
 def accumulator(b: Builder, number: int, groups: frozenset[str], word: int = 1) -> str:
@@ -255,11 +259,14 @@ def _lanes(b: Builder) -> int:
     return turn if b.tile.flat and b.tile.last_pass and b.tile.lanes >= LEAST_TURNS * turn else 0
 
 
-def states_of(a: Analysis, reductions: Sequence[int]) -> list[Running]:
+def states_of(
+    a: Analysis, reductions: Sequence[int], contracted: Mapping[int, Contraction] = NONE
+) -> list[Running]:
     """The states of one pass over the columns, in the order of the reductions."""
     together: Mapping[int, Running] = {
         **{total: Softmax(peak, total) for total, peak in a.online.items()},
         **{squares: Moments(total, mean, squares) for squares, (total, mean) in a.moments.items()},
+        **{c.sums[0]: Contracted(c) for c in contracted.values()},
     }
     inner = {n for state in together.values() for n in state.numbers} - set(together)
     return [together.get(n, Plain(n)) for n in reductions if n not in inner]

@@ -79,7 +79,7 @@ def passes_over_columns(b: Builder, sums: Sums) -> None:
         pieces = [i for i in b.a.segmented if b.a.level[i] == number + 1]
         b.set_last_pass(number == max(levels) - 1)
         if mine or writes or pieces:
-            states = [scaled(b, state) for state in states_of(b.a, mine)]
+            states = [scaled(b, state) for state in states_of(b.a, mine, b.contracted)]
             names = _read_columns(b, number, states, pieces, writes, sums)
             if b.s.splits > 1 and states:
                 exchange(b, states, names)
@@ -104,7 +104,7 @@ def _read_columns(
 
     pieces: reductions over segments, of which every block stores its part.
     """
-    wanted = [o for i in (*first_of(states), *pieces) for o in operands_of(b.loops.nodes[i])]
+    wanted = [o for i in (*first_of(states), *pieces) for o in b.operands(i)]
     wanted += [o for s in stores for o in store_operands(s)]
     build_nodes(b, (i for i in b.need(wanted) if COLS not in b.a.groups[i]))
     if b.s.cols is Cols.LOOP:

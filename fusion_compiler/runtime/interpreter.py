@@ -361,6 +361,11 @@ def _fused_multiply_add(x: Any, y: Any, z: Any) -> Any:
     return TensorHandle(_encode(x * y + z, kind), kind)
 
 
+def _tile_product(x: Any, y: Any, before: Any, *_: Any) -> Any:
+    a, b = (_decode(operand.data, operand.dtype.scalar) for operand in (x, y))
+    return TensorHandle(np.matmul(a, b, dtype=before.data.dtype) + before.data, before.dtype.scalar)
+
+
 def _high_product(x: Any, y: Any) -> Any:
     """Upper half of an unsigned product; Python's own integers would be slow for 64 bits."""
     kind, bits = x.dtype.scalar, x.data.dtype.itemsize * 4
@@ -519,6 +524,7 @@ BUILDER_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "create_fp_to_fp": _float_to_float,
     "create_splat": _splat,
     "create_fma": _fused_multiply_add,
+    "create_dot": _tile_product,
     "create_clampf": _clamp,
     "create_umulhi": _high_product,
     "create_erf": _error_function,

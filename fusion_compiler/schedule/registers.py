@@ -6,6 +6,7 @@ import torch
 
 from fusion_compiler.ir.loops import COLS, ROWS, Checked, Constant, operands_of
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.contractions import contractions_of, contracts
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
 # Of the 255 that a thread can have, those that hold tiles: addresses, masks and what is computed between
@@ -17,9 +18,12 @@ WORD_SUMS = 4  # elements of a product's terms that a loop adds up at once, at l
 def tile_registers(a: Analysis, s: Schedule) -> float:
     """32-bit registers of a thread for the values that exist at the same time, at their most.
 
-    A loop over columns keeps a tile for every reduction that its pass makes, of products a word's sums alone,
+    What contracts keeps the tiles that are multiplied. A loop over columns keeps a tile for every reduction that its pass makes, of products a word's sums alone,
     and two beside them.
     """
+    if made := contractions_of(a) if contracts(a, s) else ():
+        matrices = {c.matrix for c in made}  # as they were loaded
+        return (len(matrices) + 2) * _registers(a, s, frozenset({ROWS, COLS}), 2)
     if s.cols is Cols.LOOP:
         tiles = len(a.weighted) / WORD_SUMS if a.weighted else _reductions_in_a_pass(a)
         return (tiles + 2) * _registers(a, s, frozenset({ROWS, COLS}), 4)

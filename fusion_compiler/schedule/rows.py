@@ -10,6 +10,7 @@ all of its rows, and each of its threads has a word of every row and adds up the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Load
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis, enough
+from fusion_compiler.schedule.contractions import LEAST, contractions_of, contracts
 from fusion_compiler.schedule.measured import Shape
 from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -44,7 +46,11 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, _products(a, device) if a.weighted else table.shapes("rows", a))
+    if not a.weighted:
+        return made(a, device, table.shapes("rows", a))
+    found, tiles = made(a, device, _products(a, device)), _contracting(a, device)
+    both = itertools.chain.from_iterable(itertools.zip_longest(tiles, found))  # tuned together
+    return tuple(s for s in both if s is not None)
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
@@ -76,6 +82,18 @@ def _products(a: Analysis, device: DeviceSpec) -> tuple[Shape, ...]:
     if len(a.sums_along) > len(a.weighted) and width <= 8 * warp:  # of what the vectors are made
         shapes.insert(int(cols < width), (max(1, rows // 2), 0, max(1, width // warp)))
     return tuple(dict.fromkeys(shapes))
+
+
+def _contracting(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Tiles of tensor units, whose warps have some columns each; the next ones are loaded ahead."""
+    if len(a.weighted) < LEAST or a.across_rows or not contractions_of(a):
+        return ()
+    width, count = hint(a.size(COLS)), hint(a.size(ROWS))
+    shapes = ((16, 512, 4, 3), (32, 512, 4, 3), (16, 1024, 8, 3)) if count >= 64 * device.sms else (
+        (16, 512, 4, 3), (16, 1024, 8, 3), (16, 256, 4, 4),
+    )  # fmt: skip
+    found = (Schedule(r, c, Cols.LOOP, num_warps=w, num_stages=n) for r, c, w, n in shapes if c <= width)
+    return tuple(s for s in found if contracts(a, s))
 
 
 def _tiles(block: int) -> Iterator[Shape]:
