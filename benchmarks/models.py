@@ -156,8 +156,8 @@ def step_of(task: Task, compile_: Compile) -> dict[str, Any]:
     my_turn()
     cell |= memory_of(one_step, device)
     if not task.memory:
-        calls = A_RUN if isinstance(model, Decoder) else 1
-        cell |= times_of(one_step, device, task.repetitions, calls)
+        run = A_RUN if isinstance(model, Decoder) else 1
+        cell |= times_of(one_step, device, task.repetitions, run)
     if isinstance(model, Decoder):
         cell["token_bytes"] = model.token_bytes()
     return cell | {"eager_ops": eager_ops(called)}

@@ -244,7 +244,7 @@ class _Assembly:
         pointers |= {name: pointers[buffer.name] for name, buffer in self.named.items()}
         dtypes = {b: p.dtype for b, p in self.parameters.items()}
         builder = Builder(analysis, schedule, pointers, dtypes, load_options, self.empty)
-        builder.contracted = contractions.used(builder)
+        contractions.enter(builder)
         return builder
 
     def text(self, name: str, program: str) -> tuple[str, str, tuple[Dim, ...]]:

@@ -60,6 +60,14 @@ class Tile:
     last_pass: bool = True
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A tile of pieces (`pieces.py`) and the axis along which they lie; None: one value serves them all."""
+
+    variable: str
+    axis: int | None
+
+
 class Builder:
     """Builds the tile program of one nest under a schedule; knows which variable holds which node.
 
@@ -90,6 +98,11 @@ class Builder:
         self.named: dict[tuple[str, int], str] = {}  # what else is defined once in a block
         self.tile = Tile(schedule.block_rows == 1, schedule.block_cols)
         self.contracted: dict[int, Contraction] = {}  # sum -> what makes it, where tensor units do
+        self.tiles: dict[tuple[int, ...], Callable[[], None]] = {}  # pieces that one tile has: what builds it
+        self.made: dict[int, Callable[[], None]] = {}  # one of them: what builds it by itself
+        self.packs: dict[tuple[int, ...], Packed] = {}  # pieces -> the tile that has them
+        self.packed_sums: dict[int, tuple[int, ...]] = {}  # sum along the row -> the pieces that it is one of
+        self.likeness: dict[tuple[int, ...], bool] = {}
 
     # -- statements --------------------------------------------------------------------------------
 
@@ -124,13 +137,14 @@ class Builder:
         lanes: how many columns its tiles have, where that is not the schedule's number.
         """
         before, env, named, tile = self.body, dict(self.env), dict(self.named), self.tile
+        packs = dict(self.packs)
         if block is not None:
             self.add(block)
             self.body = block.body
         if lanes is not None:
             self.tile = replace(tile, lanes=lanes)
         yield
-        self.body, self.env, self.named, self.tile = before, env, named, tile
+        self.body, self.env, self.named, self.tile, self.packs = before, env, named, tile, packs
 
     @contextmanager
     def one_row(self) -> Generator[None]:

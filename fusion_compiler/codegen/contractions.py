@@ -1,5 +1,5 @@
 """Contractions as products of tiles (`schedule/contractions.py`): of the vectors, one tile; of what comes of it,
-one value for each sum.
+one that has all sums as its pieces (`pieces.py`).
 
 Tensor units multiply bfloat16. A float32 goes in as the sum of two or three of them, so that what is left out
 is less than eager's own roundings; what a matrix holds in fewer bits goes in as it is.
@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.codegen import pieces
+from fusion_compiler.codegen.builder import Builder, Packed
+from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.ir.loops import COLS, Compute, Load, operands_of
+from fusion_compiler.schedule.analysis import rounding_of
 from fusion_compiler.schedule.contractions import Contraction, contractions_of, contracts, parts_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -32,11 +35,22 @@ class Terms:
     vectors: int
 
 
-def used(b: Builder) -> dict[int, Contraction]:
-    """The contractions that a builder's tiles make, by their sums."""
+def enter(b: Builder) -> None:
+    """Tells a builder which sums its tiles contract, and how these and their pieces are made."""
     if not contracts(b.a, b.s):
-        return {}
-    return {i: c for c in contractions_of(b.a) if terms_of(b, c) is not None for i in c.sums}
+        return
+    found = [c for c in contractions_of(b.a) if terms_of(b, c) is not None]
+    b.contracted = {i: c for c in found for i in c.sums}
+    for c in found:
+        b.tiles[c.sums] = lambda c=c: _build(b, c)
+        b.made |= dict.fromkeys(c.sums, lambda c=c: _by_themselves(b, c.sums))
+    if b.a.matrices:
+        return
+    for c in found:
+        if pieces.alike(b, c.vectors):
+            for sums in pieces.sums_in(b, c.vectors):
+                b.packed_sums |= dict.fromkeys(sums, sums)
+    b.made |= {i: lambda sums=sums: _by_themselves(b, sums) for i, sums in b.packed_sums.items()}
 
 
 def terms_of(b: Builder, c: Contraction) -> Terms | None:
@@ -50,23 +64,34 @@ def terms_of(b: Builder, c: Contraction) -> Terms | None:
 
 
 def _held(b: Builder, number: int) -> torch.dtype | None:
-    """The dtype in which a value lies in memory; None where it is computed."""
+    """The dtype in which a value lies in memory, or is rounded to; None where it is computed."""
     node = b.loops.nodes[number]
-    if isinstance(node, Compute) and node.target in CONVERSIONS:
+    if isinstance(node, Compute) and node.target in CONVERSIONS and rounding_of(node) is None:
         (source,) = operands_of(node)
         node = b.loops.nodes[source]
+    if rounding_of(node) == str(torch.bfloat16):
+        return torch.bfloat16
     return b.dtypes[node.buffer] if isinstance(node, Load) else None
 
 
-def build(b: Builder, c: Contraction) -> None:
-    """The sums of a contraction whose matrix lies in the tile entirely; its operands are built."""
+def _by_themselves(b: Builder, sums: tuple[int, ...]) -> None:
+    if sums not in b.packs:
+        b.tiles[sums]()
+    if sums[0] not in b.env:
+        pieces.unpack(b, sums)
+
+
+def _build(b: Builder, c: Contraction) -> None:
+    """All sums of a contraction whose matrix lies in the tile."""
     matrix, vectors = _matrix(b, c), _vectors(b, c)
-    shape = f"[{b.s.block_rows}, {_count(c)}]" if c.along == COLS else f"[{_count(c)}, {b.tile.lanes}]"
+    count = pieces.padded(len(c.sums))
+    shape = f"[{b.s.block_rows}, {count}]" if c.along == COLS else f"[{count}, {b.tile.lanes}]"
     x, y = (matrix, f"tl.trans({vectors})") if c.along == COLS else (f"tl.trans({vectors})", matrix)
     zeros = b.let("zeros", f"tl.zeros({shape}, tl.float32)")
-    _multiply(b, c, x, y, (zeros, zeros), names := _states(b))
+    names = _states(b)
+    _multiply(b, c, x, y, (zeros, zeros), names)
     total = b.let("products", f"fm.contracted({', '.join(names)})")
-    _cut(b, c, total, 1 if c.along == COLS else 0)
+    b.packs[c.sums] = Packed(total, 1 if c.along == COLS else 0)
 
 
 @dataclass(frozen=True)
@@ -80,10 +105,16 @@ class Contracted:
     def numbers(self) -> tuple[int, ...]:
         return self.contraction.sums
 
+    def wanted(self, b: Builder) -> tuple[int, ...]:
+        c = self.contraction
+        return (c.matrix,) if pieces.alike(b, c.vectors) else (c.matrix, *c.vectors)
+
     def start(self, b: Builder) -> tuple[str, ...]:
-        parts = parts_of(b.s)
-        shape = f"[{f'{parts}, ' if parts > 1 else ''}{b.s.block_rows}, {_count(self.contraction)}]"
-        names = _states(b)
+        if pieces.alike(b, self.contraction.vectors):
+            pieces.prepare(b, self.contraction.vectors)
+        parts, names = parts_of(b.s), _states(b)
+        count = pieces.padded(len(self.numbers))
+        shape = f"[{f'{parts}, ' if parts > 1 else ''}{b.s.block_rows}, {count}]"
         for name in names:
             b.set(name, f"tl.zeros({shape}, tl.float32)")
         return names
@@ -103,7 +134,7 @@ class Contracted:
         b.set(names[0], f"fm.contracted({', '.join(names)})")
 
     def bind(self, b: Builder, names: Sequence[str]) -> None:
-        _cut(b, self.contraction, names[0], 1)
+        b.packs[self.contraction.sums] = Packed(names[0], 1)
 
     def single(self, b: Builder, names: Sequence[str]) -> None:
         raise TypeError("programs that share a row contract nothing")
@@ -129,13 +160,9 @@ def _multiply(
     b.add(Assign(tuple(after), value))
 
 
-def _count(c: Contraction) -> int:
-    """Vectors of the tile: a power of two."""
-    return 1 << (len(c.vectors) - 1).bit_length()
-
-
 def _matrix(b: Builder, c: Contraction) -> str:
     """What is computed of masked loads may not be zero where nothing is."""
+    build_nodes(b, b.need((c.matrix,)))
     value = b.variable(c.matrix)
     mask = None if isinstance(b.loops.nodes[c.matrix], Load) else b.mask(b.a.groups[c.matrix], None)
     return f"tl.where({mask}, {value}, 0.0)" if mask else value
@@ -144,28 +171,14 @@ def _matrix(b: Builder, c: Contraction) -> str:
 def _vectors(b: Builder, c: Contraction) -> str:
     """[vectors, columns] where the sums are along the columns, else [rows, vectors]."""
     mask = b.mask(frozenset({c.along}), None)
+    if pieces.alike(b, c.vectors):
+        tile = pieces.lying(pieces.pack(b, c.vectors), 0 if c.along == COLS else 1)
+        return f"tl.where({mask}, {tile}, 0.0)" if mask else tile
+    build_nodes(b, b.need(c.vectors))
     values = [b.variable(n) for n in c.vectors]
     values = [f"tl.where({mask}, {v}, 0.0)" for v in values] if mask else values
-    values += [values[-1]] * (_count(c) - len(values))
+    values += [values[-1]] * (pieces.padded(len(values)) - len(values))
     function = "fm.stack" if c.along == COLS else "fm.beside"
     while len(values) > 1:
         values = [f"{function}({x}, {y})" for x, y in zip(values[::2], values[1::2], strict=True)]
     return b.once(("vectors", c.vectors[0]), "vectors", values[0])
-
-
-def _cut(b: Builder, c: Contraction, total: str, axis: int) -> None:
-    """Each sum's own part of the products."""
-
-    def cut(tile: str, count: int, sums: Sequence[int]) -> None:
-        if count == 1:
-            b.env[sums[0]] = tile
-            return
-        low = b.variables.new("products" if count > 2 else b.base_of(sums[0]))
-        high = b.variables.new("products" if count > 2 else b.base_of(sums[0]))
-        b.add(Assign((low, high), f"fm.halves({tile}, {axis})"))
-        half = count // 2
-        cut(low, half, sums[:half])
-        if sums[half:]:
-            cut(high, half, sums[half:])
-
-    cut(total, _count(c), c.sums)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_compiler.codegen import accesses, contractions, moments, segments
+from fusion_compiler.codegen import accesses, moments, segments
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.expression import (
     TRITON_TYPES,
@@ -67,6 +67,9 @@ def build_row_values(b: Builder, numbers: Iterable[int]) -> None:
 
 
 def build_node(b: Builder, number: int) -> None:
+    if number in b.made:
+        b.made[number]()
+        return
     node = b.loops.nodes[number]
     if isinstance(node, Load) and (pair := interleaved.pair_of(b, number)) is not None:
         interleaved.load(b, pair)
@@ -82,7 +85,7 @@ def build_node(b: Builder, number: int) -> None:
     if isinstance(node, Scan):
         _scan(b, number, node)
         return
-    value, base = _value(b, number)
+    value, base = value_of(b, number)
     if isinstance(value, str) and is_variable(value):  # an operand that passes through
         b.env[number] = value
     else:
@@ -107,12 +110,12 @@ def _build_narrow(b: Builder, number: int) -> None:
     build_nodes(b, b.need(operands_of(node)))
     env = dict(b.env)
     b.env |= {n: v for (kind, n), v in b.named.items() if kind == segments.NARROW}
-    value, base = _value(b, number)
+    value, base = value_of(b, number)
     b.env = env
     b.named[key] = value if isinstance(value, str) and is_variable(value) else b.let(base, value, number)
 
 
-def _value(b: Builder, number: int) -> tuple[Expression, str]:
+def value_of(b: Builder, number: int) -> tuple[Expression, str]:
     """(what a node is, what its name is made of)."""
     node = b.loops.nodes[number]
     match node:
@@ -301,9 +304,6 @@ def _scan(b: Builder, number: int, node: Scan) -> None:
 
 def _reduce(b: Builder, number: int) -> None:
     """A reduction over the columns of a tile that holds whole rows, or over the rows of a whole matrix."""
-    if number in b.contracted:
-        contractions.build(b, b.contracted[number])
-        return
     if ROWS in b.a.over(number):
         _reduce_rows(b, number)
         return

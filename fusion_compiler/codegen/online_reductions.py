@@ -12,10 +12,11 @@ merged with theirs:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion_compiler.codegen.builder import ALONG, Builder
+from fusion_compiler.codegen import pieces
+from fusion_compiler.codegen.builder import ALONG, Builder, Packed
 from fusion_compiler.codegen.contractions import Contracted
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
 from fusion_compiler.codegen.moments import is_exact
@@ -32,6 +33,7 @@ from fusion_compiler.schedule.schedule import WORD, Cols
 
 BLOCK: tuple[Own, Own] = ("block_mean", "block_squares")
 NONE: Mapping[int, Contraction] = {}
+NO_PIECES: Mapping[int, tuple[int, ...]] = {}
 LEAST_TURNS = 4  # of a block, for a state in each lane, which costs as much as one element of them
 
 
@@ -44,6 +46,10 @@ class Plain:
     @property
     def numbers(self) -> tuple[int, ...]:
         return (self.total,)
+
+    def wanted(self, b: Builder) -> tuple[int, ...]:
+        """The nodes that a pass computes for it."""
+        return b.operands(self.total)
 
     def start(self, b: Builder) -> tuple[str, ...]:
         word = word_of(b, self.total)
@@ -90,6 +96,9 @@ class Scaled(Plain):
     segment: int
     shared: tuple[int, ...]
 
+    def wanted(self, b: Builder) -> tuple[int, ...]:
+        return ()
+
     def single(self, b: Builder, names: Sequence[str]) -> None:
         loads = [(i, b.loops.nodes[i]) for i in self.shared]
         factors = [block.loaded_once(b, i, node) for i, node in loads if isinstance(node, Load)]
@@ -114,6 +123,9 @@ class Softmax:
     @property
     def numbers(self) -> tuple[int, ...]:
         return (self.peak, self.total)
+
+    def wanted(self, b: Builder) -> tuple[int, ...]:
+        return b.operands(self.peak)
 
     def start(self, b: Builder) -> tuple[str, ...]:
         lanes = _lanes(b)
@@ -182,6 +194,9 @@ class Moments:
     def numbers(self) -> tuple[int, ...]:
         return (self.total, self.squares)
 
+    def wanted(self, b: Builder) -> tuple[int, ...]:
+        return b.operands(self.total)
+
     def start(self, b: Builder) -> tuple[str, ...]:
         dtype = TRITON_TYPES[b.reduction(self.squares).dtype]
         zero = f"tl.full({b.shape(b.a.groups[self.squares])}, 0.0, {dtype})"
@@ -229,7 +244,35 @@ class Moments:
         b.env[self.mean], b.env[self.squares] = names
 
 
-Running = Plain | Softmax | Moments | Contracted
+@dataclass(frozen=True)
+class Pieces(Plain):
+    """Sums of which each is a piece (`pieces.py`): an accumulator for each lane of all of them."""
+
+    sums: tuple[int, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.sums
+
+    def wanted(self, b: Builder) -> tuple[int, ...]:
+        return ()
+
+    def start(self, b: Builder) -> tuple[str, ...]:
+        pieces.prepare(b, self._operands(b))
+        shape = f"[{pieces.padded(len(self.sums))}, {b.tile.lanes}]"
+        return (b.let(b.base_of(self.total), f"tl.zeros({shape}, tl.float32)"),)
+
+    def bind(self, b: Builder, names: Sequence[str]) -> None:
+        b.packs[self.sums] = Packed(names[0], 0)
+
+    def _operands(self, b: Builder) -> tuple[int, ...]:
+        return tuple(b.reduction(n).operand for n in self.sums)
+
+    def _elements(self, b: Builder) -> str:
+        return pieces.lying(pieces.pack(b, self._operands(b)), 0)
+
+
+Running = Plain | Softmax | Moments | Contracted | Pieces
 
 
 def accumulator(b: Builder, number: int, groups: frozenset[str], word: int = 1) -> str:
@@ -260,13 +303,17 @@ def _lanes(b: Builder) -> int:
 
 
 def states_of(
-    a: Analysis, reductions: Sequence[int], contracted: Mapping[int, Contraction] = NONE
+    a: Analysis,
+    reductions: Sequence[int],
+    contracted: Mapping[int, Contraction] = NONE,
+    packed: Mapping[int, tuple[int, ...]] = NO_PIECES,
 ) -> list[Running]:
     """The states of one pass over the columns, in the order of the reductions."""
     together: Mapping[int, Running] = {
         **{total: Softmax(peak, total) for total, peak in a.online.items()},
         **{squares: Moments(total, mean, squares) for squares, (total, mean) in a.moments.items()},
         **{c.sums[0]: Contracted(c) for c in contracted.values()},
+        **{sums[0]: Pieces(sums[0], sums) for sums in packed.values()},
     }
     inner = {n for state in together.values() for n in state.numbers} - set(together)
     return [together.get(n, Plain(n)) for n in reductions if n not in inner]
@@ -278,13 +325,6 @@ def scaled(b: Builder, state: Running) -> Running:
         return state
     found = scaled_sum(b, state.total)
     return state if found is None else Scaled(state.total, *found)
-
-
-def first_of(states: Sequence[Running]) -> Iterator[int]:
-    """The reductions whose operands a pass computes; what else a state needs it makes."""
-    for state in states:
-        if not isinstance(state, Scaled):
-            yield state.numbers[0]
 
 
 def complete_after(a: Analysis, level: int) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fusion_compiler.codegen import pieces
 from fusion_compiler.codegen.accesses import store_all, store_one
 from fusion_compiler.codegen.axis_map import col_end, col_loop, cols_at, start_of_turn
 from fusion_compiler.codegen.builder import Builder
@@ -17,7 +18,6 @@ from fusion_compiler.codegen.nodes import build_nodes, build_row_values, carry_s
 from fusion_compiler.codegen.online_reductions import (
     Running,
     complete_after,
-    first_of,
     scaled,
     states_of,
 )
@@ -32,9 +32,12 @@ from fusion_compiler.schedule.schedule import Cols
 def whole_block(b: Builder) -> None:
     """Everything for one block of rows that lies in the tile entirely, stores included."""
     partial_results(b, b.a.segmented)
-    stores = b.stores_of("main")
+    groups, stores = pieces.together(b, b.stores_of("main"))
+    every = [o for s in b.stores_of("main") for o in store_operands(s)]
+    build_nodes(b, _matrices(b, [*every, *b.accumulated()]))
+    for group in groups:
+        pieces.store(b, group)
     roots = [*(o for s in stores for o in store_operands(s)), *b.accumulated()]
-    build_nodes(b, _matrices(b, roots))
     build_row_values(b, roots)
     build_nodes(b, _pairs_last(b, b.need(roots)))
     build_nodes(b, b.need(roots))  # what was made of a mean that was corrected since
@@ -69,24 +72,26 @@ def passes_over_columns(b: Builder, sums: Sums) -> None:
     """One block of rows: for each level its pass, with the stores that can be made then; row values last."""
     reductions = [i for i in b.a.reductions if i not in b.a.finish]
     stores = list(b.stores_of("main"))
-    by_row = [s for s in stores if COLS not in b.index_groups(s.index)]
-    full = [s for s in stores if s not in by_row]
+    full = [s for s in stores if COLS in b.index_groups(s.index)]
+    groups, by_row = pieces.together(b, [s for s in stores if s not in full])
     build_row_values(b, (o for s in by_row for o in store_operands(s)))
     levels = [b.a.level[i] for i in (*reductions, *b.a.segmented)] + [b.a.level[s.value] + 1 for s in full]
     for number in range(max(levels, default=0)):
         mine = complete_after(b.a, number + 1)
         writes = [s for s in full if b.a.level[s.value] == number]
-        pieces = [i for i in b.a.segmented if b.a.level[i] == number + 1]
+        partial = [i for i in b.a.segmented if b.a.level[i] == number + 1]
         b.set_last_pass(number == max(levels) - 1)
-        if mine or writes or pieces:
-            states = [scaled(b, state) for state in states_of(b.a, mine, b.contracted)]
-            names = _read_columns(b, number, states, pieces, writes, sums)
+        if mine or writes or partial:
+            states = [scaled(b, state) for state in states_of(b.a, mine, b.contracted, b.packed_sums)]
+            names = _read_columns(b, number, states, partial, writes, sums)
             if b.s.splits > 1 and states:
                 exchange(b, states, names)
                 if b.kept:
                     rematerialize(b, [*(o for s in stores for o in store_operands(s)), *b.accumulated()])
             for state, own in zip(states, names, strict=True):
                 state.bind(b, own)
+    for group in groups:
+        pieces.store(b, group)
     for store in by_row:
         build_nodes(b, b.need(store_operands(store)))
         store_one(b, store)
@@ -96,22 +101,23 @@ def _read_columns(
     b: Builder,
     level: int,
     states: Sequence[Running],
-    pieces: Sequence[int],
+    partial: Sequence[int],
     stores: Sequence[Store],
     sums: Sums,
 ) -> list[tuple[str, ...]]:
     """A loop over this program's columns, or the tile where it holds them all; the folded states' names.
 
-    pieces: reductions over segments, of which every block stores its part.
+    partial: reductions over segments, of which every block stores its part.
     """
-    wanted = [o for i in (*first_of(states), *pieces) for o in b.operands(i)]
+    wanted = [o for state in states for o in state.wanted(b)]
+    wanted += [o for i in partial for o in operands_of(b.loops.nodes[i])]
     wanted += [o for s in stores for o in store_operands(s)]
     build_nodes(b, (i for i in b.need(wanted) if COLS not in b.a.groups[i]))
     if b.s.cols is Cols.LOOP:
-        return _loop(b, states, wanted, pieces, stores)
+        return _loop(b, states, wanted, partial, stores)
     names = [tuple(b.variables.new(b.base_of(n)) for n in state.numbers) for state in states]
     build_nodes(b, b.need(wanted))
-    partial_results(b, pieces)
+    partial_results(b, partial)
     sums.add_block(b, level)
     for state, own in zip(states, names, strict=True):
         state.single(b, own)
@@ -126,7 +132,7 @@ def _loop(
     b: Builder,
     states: Sequence[Running],
     wanted: Sequence[int],
-    pieces: Sequence[int],
+    partial: Sequence[int],
     stores: Sequence[Store],
 ) -> list[tuple[str, ...]]:
     """Whole blocks in a loop, without a mask; then what is left of the row, in a tile that is as narrow."""
@@ -139,7 +145,7 @@ def _loop(
         build_nodes(b, b.need(wanted))
         for state, own in zip(states, names, strict=True):
             (state.end if ending else state.step)(b, own)
-        partial_results(b, pieces)
+        partial_results(b, partial)
         for store in stores:
             store_one(b, store)
 

@@ -14,7 +14,7 @@ from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
 
 LARGEST = 1 << 15  # elements of a tile: 64 a thread of 16 warps, for each tensor that is held
-NARROWEST = 32  # columns of a block: whole sectors
+NARROWEST = 16  # columns of a block of tall matrices: whole sectors
 EACH = (32, 16, 64)  # elements that a thread has, best first
 MOST_WARPS = 16
 
@@ -42,7 +42,7 @@ def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     rows, width = padded(hint(a.size(ROWS))), padded(hint(a.size(COLS)))
     if _is_whole(a):
         return tuple(dict.fromkeys(_tile(rows, width, Cols.WHOLE, each, device) for each in EACH))
-    blocks = [c for c in (NARROWEST, 64, 128) if c <= width and rows * c <= LARGEST] or [width]
+    blocks = [c for c in (32, 64, 128) if c <= width and rows * c <= LARGEST] or [min(width, NARROWEST)]
     points = hint(a.size(BATCH))
     blocks.sort(key=lambda c: points * width // c < device.sms)  # enough programs first
     return tuple(dict.fromkeys(_tile(rows, c, Cols.GRID, each, device) for c in blocks for each in EACH[:2]))

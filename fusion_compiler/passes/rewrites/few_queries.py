@@ -25,7 +25,7 @@ RULE = "few queries"
 MOST_QUERIES = 8  # that share a head's keys: each has scores of its own in registers
 MOST_HEAD = 256
 TILE = 8192  # elements of a chunk's keys
-LEAST_CHUNK, MOST_CHUNKS = 16, 1024  # keys of one; of which one program adds up a head's
+LEAST_CHUNK, MOST_CHUNKS = 16, 2048  # keys of one; of which one program adds up a head's
 PROGRAMS = 264  # two for each multiprocessor of the largest device there is
 
 

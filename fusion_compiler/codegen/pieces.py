@@ -1,0 +1,317 @@
+"""Pieces side by side: what nodes of one form make of neighbouring elements, as one tile.
+
+    a0 = load(x + col);        b0 = a0 * w;        s0 = ...         a = load(x + piece * 2048 + col);  b = a * w
+    a1 = load(x + 2048 + col); b1 = a1 * w;        s1 = ...    ->   for all of them: `piece` is an axis of the tile
+
+The rows of a product of few rows, and the queries of a head of keys, are pieces of their nest; of those that
+tensor units multiply (`contractions.py`) the same is made. Pieces lie along the axis that their values lack:
+[rows, pieces] or [pieces, columns]; what is one value each is either. No node that varies over both has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusion_compiler.codegen.accesses import converted
+from fusion_compiler.codegen.builder import Builder, Packed
+from fusion_compiler.codegen.expression import convert, dim_text
+from fusion_compiler.codegen.monoids import neutral_text
+from fusion_compiler.codegen.nodes import build_nodes, value_of
+from fusion_compiler.codegen.tile import Assign, is_variable
+from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.ir.loops import (
+    BATCH,
+    COLS,
+    ROWS,
+    Compute,
+    Constant,
+    Index,
+    Load,
+    Reduce,
+    Store,
+    Value,
+    exact,
+    store_operands,
+)
+
+Nodes = tuple[int, ...]  # one for each piece
+FOLDED = ("sum", "max", "min")
+
+
+def padded(count: int) -> int:
+    """Lanes of so many pieces, the last of which is repeated."""
+    return 1 << (count - 1).bit_length()
+
+
+# -- which are alike ------------------------------------------------------------------------------------
+
+
+def alike(b: Builder, nodes: Nodes) -> bool:
+    """Whether some nodes are pieces that one tile can have."""
+    if nodes in b.packs or len(set(nodes)) == 1:
+        return True
+    if nodes in b.likeness:
+        return b.likeness[nodes]
+    groups = {b.a.groups[n] for n in nodes}
+    both = groups & {frozenset({ROWS, COLS})}
+    b.likeness[nodes] = found = len(groups) == 1 and not both and _same_form(b, nodes)
+    return found
+
+
+def _same_form(b: Builder, nodes: Nodes) -> bool:
+    first, *others = (b.loops.nodes[n] for n in nodes)
+    match first:
+        case Load():
+            rest = [n for n in others if isinstance(n, Load)]
+            same = all((n.buffer, n.dtype, n.within) == (first.buffer, first.dtype, first.within) for n in rest)
+            own = b.index_groups(first.index)
+            masked = b.within_groups(first.within) <= own
+            fits = len(rest) == len(others) and same and masked and first.buffer not in b.empty
+            return fits and step_of([n.index for n in (first, *rest)]) is not None
+        case Compute():
+            rest = [n for n in others if isinstance(n, Compute)]
+            return (
+                len(rest) == len(others)
+                and len({_form(n) for n in (first, *rest)}) == 1
+                and all(alike(b, t) for t in _operands(b, nodes))
+            )
+        case Reduce():
+            rest = [n for n in others if isinstance(n, Reduce)]
+            kinds = {(n.combine, n.over, n.dtype, n.kept) for n in (first, *rest)}
+            if len(rest) != len(others) or len(kinds) != 1:
+                return False
+            made = b.contracted.get(nodes[0])
+            if made is not None:
+                return made.sums == nodes
+            plain = first.combine in FOLDED and first.dtype is torch.float32 and not first.kept
+            plain &= not any(n in b.a.online or n in b.a.moments for n in nodes)
+            operands = tuple(n.operand for n in (first, *rest))
+            along = b.a.groups[operands[0]] == first.over and len(first.over) == 1
+            return plain and along and (b.a.matrices or first.combine == "sum") and alike(b, operands)
+        case _:
+            return False
+
+
+def _form(node: Compute) -> object:
+    literals = tuple((n, None if isinstance(a, Value) else exact(a)) for n, a in node.operands)
+    return node.target, literals, node.dtype, node.coarse, node.pinned, node.alone
+
+
+def _operands(b: Builder, nodes: Nodes) -> Iterator[Nodes]:
+    """The operands of some nodes of one form, piece by piece."""
+    given = [[a.node for _, a in _compute(b, n).operands if isinstance(a, Value)] for n in nodes]
+    yield from zip(*given, strict=True)
+
+
+def _compute(b: Builder, number: int) -> Compute:
+    node = b.loops.nodes[number]
+    assert isinstance(node, Compute)
+    return node
+
+
+def step_of(indices: Sequence[Index]) -> int | None:
+    """From one access to the next, where they lie equally far apart and are the same otherwise."""
+    consts = [i.const for i in indices]
+    if len({i.terms for i in indices}) != 1 or not all(isinstance(c, int) for c in consts):
+        return None
+    steps = {int(y) - int(x) for x, y in zip(consts, consts[1:], strict=False)}  # type: ignore[arg-type]
+    return steps.pop() if len(steps) == 1 else None
+
+
+def sums_in(b: Builder, nodes: Nodes) -> Iterator[Nodes]:
+    """The sums along the row of which some pieces are made, that tensor units do not make."""
+    if len(set(nodes)) == 1 or nodes[0] in b.contracted:
+        return
+    first = b.loops.nodes[nodes[0]]
+    if isinstance(first, Reduce):
+        yield nodes
+        yield from sums_in(b, tuple(b.reduction(n).operand for n in nodes))
+    elif isinstance(first, Compute):
+        for operands in _operands(b, nodes):
+            yield from sums_in(b, operands)
+
+
+# -- making them ------------------------------------------------------------------------------------------
+
+
+def pack(b: Builder, nodes: Nodes) -> Packed:
+    """The tile of some pieces that are `alike`, built if it is not there."""
+    found = b.packs.get(nodes)
+    if found is None:
+        found = _shared(b, nodes[0]) if len(set(nodes)) == 1 else _made(b, nodes)
+        b.packs[nodes] = found
+    return found
+
+
+def lying(packed: Packed, axis: int) -> str:
+    """The tile with its pieces along an axis."""
+    other = packed.axis not in (None, axis)
+    return f"tl.trans({packed.variable})" if other else packed.variable
+
+
+def prepare(b: Builder, nodes: Nodes) -> None:
+    """Before a loop over columns: what of some pieces does not vary along them."""
+    if len(set(nodes)) > 1:
+        piece(b, _axis(b, nodes), len(nodes))
+    if COLS not in b.a.groups[nodes[0]]:
+        pack(b, nodes)
+    elif len(set(nodes)) > 1 and isinstance(b.loops.nodes[nodes[0]], Compute):
+        for operands in _operands(b, nodes):
+            prepare(b, operands)
+
+
+def _shared(b: Builder, number: int) -> Packed:
+    build_nodes(b, b.need((number,)))
+    return Packed(b.variable(number), None)
+
+
+def _made(b: Builder, nodes: Nodes) -> Packed:
+    first = b.loops.nodes[nodes[0]]
+    match first:
+        case Load():
+            return _loaded(b, nodes, first)
+        case Reduce() if nodes[0] in b.contracted:
+            b.tiles[nodes]()
+            return b.packs[nodes]
+        case Reduce():
+            return _reduced(b, nodes, first)
+        case _:
+            return _computed(b, nodes)
+
+
+def _axis(b: Builder, nodes: Nodes) -> int:
+    return 1 if ROWS in b.a.groups[nodes[0]] else 0
+
+
+def piece(b: Builder, axis: int, count: int) -> str:
+    """The number of the piece of each lane; there are repeated ones behind the last."""
+    lanes = f"tl.arange(0, {padded(count)})" + ("[None, :]" if axis else "[:, None]")
+    return b.once(("piece", 2 * count + axis), "piece", lanes)
+
+
+def _place(b: Builder, index: Index, step: int, axis: int, count: int) -> str:
+    lane = piece(b, axis, count)
+    if padded(count) != count:
+        lane = f"tl.minimum({lane}, {count - 1})"
+    rest = "" if not index.terms and index.const == 0 else f" + {b.index(index)}"
+    return f"{lane} * {dim_text(step)}{rest}"
+
+
+def _loaded(b: Builder, nodes: Nodes, first: Load) -> Packed:
+    loads = [n for n in (b.loops.nodes[i] for i in nodes) if isinstance(n, Load)]
+    step, axis = step_of([n.index for n in loads]), _axis(b, nodes)
+    assert step is not None
+    if first.within is not None:
+        build_nodes(b, b.need((first.within,)))
+    build_nodes(b, b.need([~k for k, _ in first.index.terms if k < 0]))
+    pointer = f"{b.pointers[first.buffer]} + {_place(b, first.index, step, axis, len(nodes))}"
+    mask = b.mask(b.index_groups(first.index), first.within)
+    name = b.pointers[first.buffer].removesuffix("_ptr")
+    return Packed(b.let(name, b.loaded(first, pointer, mask, converted(b, first))), axis)
+
+
+def _reduced(b: Builder, nodes: Nodes, first: Reduce) -> Packed:
+    """Over what its pieces vary: they lie along the other axis."""
+    axis = 1 if ROWS in first.over else 0
+    operands = tuple(b.reduction(n).operand for n in nodes)
+    tile = convert(lying(pack(b, operands), axis), b.loops.nodes[operands[0]].dtype, first.dtype)
+    if (mask := b.mask(first.over, None)) is not None:
+        tile = f"tl.where({mask}, {tile}, {neutral_text(first)})"
+    return Packed(b.let(b.base_of(nodes[0]), b.folded(nodes[0], tile, str(1 - axis), True)), axis)
+
+
+def _computed(b: Builder, nodes: Nodes) -> Packed:
+    """As the first one of them is computed, of tiles in the operands' place."""
+    operands = list(_operands(b, nodes))
+    operands = [t for t in operands if not isinstance(b.loops.nodes[t[0]], Constant)]
+    tiles = [pack(b, t) for t in operands]
+    groups = b.a.groups[nodes[0]] - {BATCH}
+    axes = [t.axis for t in tiles if t.axis is not None]
+    axis = _axis(b, nodes) if groups else axes[0]
+    before = dict(b.env)
+    for t, tile in zip(operands, tiles, strict=True):
+        b.env[t[0]] = lying(tile, axis)
+        b.env.pop(~t[0], None)
+    value, base = value_of(b, nodes[0])
+    b.env = before
+    passed = isinstance(value, str) and is_variable(value)  # an operand, as it is
+    return Packed(value if passed else b.let(base, value), axis)
+
+
+def unpack(b: Builder, nodes: Nodes) -> None:
+    """Each piece of a tile by itself."""
+    packed = b.packs[nodes]
+    assert packed.axis is not None
+    axis = packed.axis
+
+    def cut(tile: str, count: int, own: Sequence[int]) -> None:
+        if not own:
+            return
+        if count == 1:
+            b.env[own[0]] = tile
+            return
+        base = "pieces" if count > 2 else b.base_of(own[0])
+        halves = b.variables.new(base), b.variables.new(base)
+        b.add(Assign(halves, f"fm.halves({tile}, {axis})"))
+        cut(halves[0], count // 2, own[: count // 2])
+        cut(halves[1], count // 2, own[count // 2 :])
+
+    cut(packed.variable, padded(len(nodes)), nodes)
+
+
+# -- stores -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Stores of pieces, as one."""
+
+    stores: tuple[Store, ...]
+
+    @property
+    def values(self) -> Nodes:
+        return tuple(s.value for s in self.stores)
+
+
+def together(b: Builder, stores: Sequence[Store]) -> tuple[list[Stores], list[Store]]:
+    """Those that are made as one, of what contractions give, and the others."""
+    by_form: dict[object, list[Store]] = {}
+    for store in stores:
+        groups = b.index_groups(store.index)
+        by_form.setdefault((store.buffer, store.index.terms, store.within, groups), []).append(store)
+    found: list[Stores] = []
+    left: list[Store] = []
+    for own in by_form.values():
+        group = Stores(tuple(own))
+        if b.contracted and len(own) > 1 and _are_pieces(b, group):
+            found.append(group)
+        else:
+            left += own
+    return found, [s for s in stores if s in left]
+
+
+def _are_pieces(b: Builder, group: Stores) -> bool:
+    first, values = group.stores[0], group.values
+    within = b.within_groups(first.within) <= b.index_groups(first.index)
+    varies = b.a.groups[first.value] <= b.index_groups(first.index)
+    steps = step_of([s.index for s in group.stores])
+    known = all(k >= 0 for k, _ in first.index.terms)
+    return bool(steps) and known and within and varies and len(set(values)) == len(values) and alike(b, values)
+
+
+def store(b: Builder, group: Stores) -> None:
+    first, count = group.stores[0], len(group.stores)
+    step = step_of([s.index for s in group.stores])
+    packed = pack(b, group.values)
+    assert step is not None and packed.axis is not None
+    build_nodes(b, b.need([o for o in store_operands(first) if o != first.value]))
+    groups = b.index_groups(first.index)
+    mask = b.by_one(groups, b.mask(groups, first.within))
+    if padded(count) != count:
+        own = f"({piece(b, packed.axis, count)} < {count})"
+        mask = f"{mask} & {own}" if mask else own
+    place = _place(b, first.index, step, packed.axis, count)
+    b.add(StoreStatement(f"{b.pointers[first.buffer]} + {place}", packed.variable, mask))
