@@ -180,8 +180,12 @@ class Builder:
         return sorted(found)
 
     def operands(self, number: int) -> tuple[int, ...]:
-        """The nodes that a node is made of: of a contraction's sums, the matrix and all vectors."""
+        """The nodes that a node is made of: of a contraction's sums, the matrix and all vectors; none where it is
+        a piece of a tile that is there."""
         made = self.contracted.get(number)
+        sums = self.packed_sums.get(number) if made is None else made.sums
+        if sums in self.packs:
+            return ()
         return operands_of(self.loops.nodes[number]) if made is None else (made.matrix, *made.vectors)
 
     def reduction(self, number: int) -> Reduce:
