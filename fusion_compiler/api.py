@@ -62,6 +62,7 @@ from fusion_compiler.passes.chunks.body import examples
 from fusion_compiler.passes.chunks.chunk import chunk_losses
 from fusion_compiler.passes.chunks.gradients import chunk_gradients, large_logits
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
+from fusion_compiler.passes.fuse.dependent import launched_dependently
 from fusion_compiler.passes.fuse.step_time import step_time
 from fusion_compiler.passes.patterns.indexed import key_of
 from fusion_compiler.passes.patterns.match import match_all
@@ -245,6 +246,10 @@ class Compiler:
             told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
             self.stages.enter("plan")
             plan, ready = planned(info, dag, replace(setting, matches=found.matches)), None
+        order = ordered(plan, info.owned)
+        if ready is None:
+            steps = [step.name for step in order.steps]
+            plan = launched_dependently(plan, steps, info, self.options.dependent_launch)
         self.report_left(plan)
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
         self.stages.enter("emit")
@@ -258,7 +263,6 @@ class Compiler:
         called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
-        order = ordered(plan, info.owned)
         self.peaks[info.name] = order.peak
         stitched = stitch(plan, called, order, view=view, ranges=ranges)
         self.debug.stage(info.name, "stitch", stitched)
@@ -491,7 +495,8 @@ class Compiler:
 
     def emit(self, key: Canonical, cluster: Cluster, dag: OpDag, device: DeviceSpec) -> tuple[Program, ...]:
         buffers = {b.name: b for b in key.buffers}
-        return emit(key.nests, cluster.name, describe(cluster, dag), buffers, device, self.options.schedules)
+        doc, limit = describe(cluster, dag), self.options.schedules
+        return emit(key.nests, cluster.name, doc, buffers, device, limit, key.constants)
 
 
 def planned(info: GraphInfo, dag: OpDag, setting: Setting) -> FusionPlan:

@@ -47,6 +47,8 @@ class Options:
     cudagraphs: record graphs of static sizes as CUDA graphs at their second call and replay them later.
         "auto": those whose launches take longer than what they launch, with results of the caller's own;
         True: all, and results are overwritten by the next step's (see runtime/cuda_graphs.py).
+    dependent_launch: kernels of one graph are on the device while those before them end, and load weights
+        meanwhile: "auto" in inference where they are short, True in all inference, on NVIDIA from sm_90 on.
     memory: what may be in use at the peak of a backward pass, arguments aside: "fast" for what costs no time
         to speak of, a fraction of that (0.0 to 1.0), or bytes. Fewer values are saved then, and others
         computed again, until an estimate keeps it; where none does, the least is taken, and the plan says so.
@@ -64,6 +66,7 @@ class Options:
     device: str | None = None
     tune: bool | Literal["all"] = True
     cudagraphs: bool | Literal["auto"] = "auto"
+    dependent_launch: bool | Literal["auto"] = "auto"
     memory: float | int | Literal["fast"] = "fast"
     progress: bool = True
 
@@ -72,9 +75,10 @@ class Options:
             value = getattr(self, option)
             if value not in allowed:
                 raise InvalidOptionError(option=option, value=value, expected="one of " + ", ".join(allowed))
-        if self.cudagraphs not in (True, False, "auto"):
-            expected = 'True, False or "auto"'
-            raise InvalidOptionError(option="cudagraphs", value=self.cudagraphs, expected=expected)
+        for option in ("cudagraphs", "dependent_launch"):
+            value = getattr(self, option)
+            if value not in (True, False, "auto"):
+                raise InvalidOptionError(option=option, value=value, expected='True, False or "auto"')
         for option in ("verify", "strict", "fullgraph", "progress"):
             value = getattr(self, option)
             if not isinstance(value, bool):

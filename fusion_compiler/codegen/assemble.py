@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import sympy
@@ -23,13 +23,13 @@ from fusion_compiler.codegen.finishing import Finishing, finishing_of
 from fusion_compiler.codegen.names import GLOBAL, HEADER, RESERVED, problem
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.partial_reductions import partials_of
-from fusion_compiler.codegen.passes import checked_late, joined, stored_early
+from fusion_compiler.codegen.passes import checked_late, joined, launched_dependently, stored_early
 from fusion_compiler.codegen.regions import passes_over_columns, whole_block
 from fusion_compiler.codegen.sizes import given_names
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.sums_over_rows import Sums
 from fusion_compiler.codegen.text import printed
-from fusion_compiler.codegen.tile import If, Store
+from fusion_compiler.codegen.tile import If, Statement, Store
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.ir.loops import (
@@ -86,11 +86,14 @@ def build(
     name: str,
     doc: str,
     buffers: Mapping[str, Buffer],
+    constants: frozenset[str] | None = None,
 ) -> Program:
     """The program of one cluster: its loop nests beside each other, each under its schedule.
 
     buffers: describes every loaded or stored name. What the loop nests leave to a second kernel
-    runs beside each other as well.
+    runs beside each other as well. constants: the buffers that nothing in the graph writes, where kernels may
+    be launched dependently (`passes.launched_dependently`); those whose programs wait for each other never
+    are, nor those whose launch clears scratch before.
     """
     name = f"{name}_" if name in GLOBAL else name
     signature = signature_of(nests, buffers)
@@ -112,13 +115,18 @@ def build(
         *(b for f in finishings if f is not None for b in f.scratch),
         *(b for own in named for b in own.values()),
     )
+    if any(s.splits > 1 for s in schedules) or any(b.zeroed for b in scratch):
+        constants = None
     main = [
-        _Assembly(analysis, schedule, signature, scratch, finishing, own)
+        _Assembly(analysis, schedule, signature, scratch, finishing, own, constants)
         for analysis, schedule, finishing, own in zip(analyses, schedules, finishings, named, strict=True)
     ]
     rest = [(f.loops, f.schedule) for f in finishings if f is not None and f.counter is None]
     rest += [pair for parts in partials for pair in parts.finishings]
-    after = [_Assembly(Analysis(loops), schedule, signature, scratch) for loops, schedule in rest]
+    after = [
+        _Assembly(Analysis(loops), schedule, signature, scratch, constants=constants)
+        for loops, schedule in rest
+    ]
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
     shown = " beside ".join(str(s) for s in dict.fromkeys(schedules))
@@ -217,8 +225,10 @@ class _Assembly:
         scratch: tuple[Buffer, ...],
         finishing: Finishing | None = None,
         named: Mapping[str, Buffer] | None = None,
+        constants: frozenset[str] | None = None,
     ) -> None:
         self.a, self.s, self.finishing, self.named = analysis, schedule, finishing, named or {}
+        self.constants = constants
         self.registers = tile_registers(analysis, schedule)
         self.empty = frozenset(b.name for b in signature.inputs if 0 in b.shape)
         self.parameters: dict[str, Argument] = {}
@@ -252,7 +262,14 @@ class _Assembly:
         b = self.builder(self.a, self.s)
         grid = self.body(b, program)
         functions = self.last_program(b, f"{name}_last")
-        return functions, text_of(b), grid
+        body = text_of(b) if self.constants is None else text_of(b, self.waiting)
+        return functions, body, grid
+
+    def waiting(self, body: list[Statement]) -> list[Statement]:
+        """The program of a kernel that is launched dependently."""
+        pointers = [p.name for p in self.parameters.values() if p.role is not Role.SIZE]
+        constant = [p.name for name, p in self.parameters.items() if name in (self.constants or ())]
+        return launched_dependently(body, frozenset(constant), frozenset(pointers))
 
     def used(self, body: str) -> tuple[Argument, ...]:
         return tuple(a for a in self.parameters.values() if _uses(body, a.name))
@@ -271,7 +288,17 @@ class _Assembly:
         head = f"@triton.jit\ndef {name}({', '.join(a.name for a in used)}):\n"
         quoted = "\n    ".join(doc.splitlines())
         source = f'{HEADER}{functions}{head}    """{quoted}"""\n{body}\n'
-        return Kernel(name, source, used, grid, warps, max(1, stages), self.s.splits, self.s.registers)
+        return Kernel(
+            name,
+            source,
+            used,
+            grid,
+            warps,
+            max(1, stages),
+            self.s.splits,
+            self.s.registers,
+            dependent=self.constants is not None,
+        )
 
     def body(self, b: Builder, program: str) -> tuple[Dim, ...]:
         """Build the main part; the grid that it needs."""
@@ -357,8 +384,8 @@ class _Assembly:
         return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
 
 
-def text_of(b: Builder) -> str:
-    """The text of a tile program, rewritten."""
+def text_of(b: Builder, last: Callable[[list[Statement]], list[Statement]] = list) -> str:
+    """The text of a tile program, rewritten; last: by a rewrite of its own behind all others."""
     in_pairs = b.s.misaligned or right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
     if not b.s.in_passes and not in_pairs:
         rounded = {i: n for i, n in enumerate(b.loops.nodes) if rounding_of(n) is not None}
@@ -366,7 +393,7 @@ def text_of(b: Builder) -> str:
     joined(b.body)
     checked_late(b.body, b.variables)
     taken = {*b.pointers.values(), *RESERVED, *(axis.name for axis in b.loops.axes)}
-    return printed(b.body, b.variables, taken)
+    return printed(last(b.body), b.variables, taken)
 
 
 PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}

@@ -28,15 +28,18 @@ def emit(
     buffers: Mapping[str, Buffer],
     device: DeviceSpec,
     limit: int = 4,
+    constants: frozenset[str] | None = None,
 ) -> tuple[Program, ...]:
     """Programs of one cluster, best guess first: `limit` of them, and where all read words that their inputs
     end within, one more, for inputs that begin anywhere. Raises LookupError if there is no schedule.
+
+    constants: as for `assemble.build`.
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
-    found = [_program(nests, first, choices, name, doc, buffers) for first in choices[0][:limit]]
+    found = [_program(nests, first, choices, name, doc, buffers, constants) for first in choices[0][:limit]]
     plain = [tuple(s for s in schedules if not s.misaligned) for schedules in choices]
     if all(plain) and all(program.word for program in found):
-        found.append(_program(nests, plain[0][0], plain, name, doc, buffers))
+        found.append(_program(nests, plain[0][0], plain, name, doc, buffers, constants))
     return tuple(found)
 
 
@@ -60,8 +63,9 @@ def _program(
     name: str,
     doc: str,
     buffers: Mapping[str, Buffer],
+    constants: frozenset[str] | None = None,
 ) -> Program:
     """Tile programs beside the first run under their best schedules with as many warps, where they have any:
     a launch has one number of them."""
     others = (next((s for s in c if s.num_warps == first.num_warps), c[0]) for c in choices[1:])
-    return assemble.build(nests, (first, *others), name, doc, buffers)
+    return assemble.build(nests, (first, *others), name, doc, buffers, constants)

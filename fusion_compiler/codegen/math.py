@@ -16,6 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -62,6 +63,27 @@ def compiles_to_ptx(_semantic: Any = None) -> tl.constexpr:
 
 
 compiles_to_ptx.__triton_builtin__ = True
+
+
+def launches_dependents(_semantic: Any = None) -> tl.constexpr:
+    """Whether the target has programmatic dependent launch, as NVIDIA's have from Hopper (sm_90) on."""
+    options = _semantic.builder.options if _semantic is not None else None
+    is_cuda = options is not None and options.backend_name == "cuda"
+    return tl.constexpr(is_cuda and int(options.arch.removeprefix("sm")) >= 90)
+
+
+launches_dependents.__triton_builtin__ = True
+
+
+@triton.jit
+def wait_for_kernels():
+    """What this stream's earlier kernels did is done and seen from here on; then the next kernel may start.
+
+    That is behind the wait, so that it never meets any but this one: `passes.launched_dependently` says why.
+    """
+    if launches_dependents():
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

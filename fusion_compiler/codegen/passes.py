@@ -1,12 +1,14 @@
 """Rewrites of a tile program, from block to block.
 
-joined          two sums that do not wait for each other are one reduction
-stored_early    a value that is used on as it is stored is stored where it is rounded
-checked_late    indices are looked at when all else is done
+joined                  two sums that do not wait for each other are one reduction
+stored_early            a value that is used on as it is stored is stored where it is rounded
+checked_late            indices are looked at when all else is done
+launched_dependently    what nobody writes is loaded before the program waits for earlier kernels
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,11 +18,15 @@ from fusion_compiler.codegen.tile import (
     Combine,
     For,
     If,
+    Line,
+    Load,
     Statement,
     Store,
     Variables,
     blocks,
+    reads,
     with_operands,
+    writes,
 )
 
 
@@ -114,3 +120,51 @@ def _kept(block: For | If, variables: Variables) -> list[tuple[Assign, Check]]:
                 start = Assign((wrong,), f"tl.full({check.shape}, 0, {check.dtype})")
                 found.append((start, replace(check, index=wrong, mask=None)))
     return found
+
+
+def launched_dependently(
+    body: list[Statement], constants: frozenset[str], pointers: frozenset[str]
+) -> list[Statement]:
+    """x = load(in); w = load(weight); ...  ->  w = load(weight); wait_for_kernels(); x = load(in); ...
+
+    Of a program that may be on the device while the kernel before it still runs. constants: those of its
+    pointers to what no kernel or call of the graph writes, at addresses that stay. Returns the statements.
+
+    Programs load from constants before they wait, and do nothing else with memory: whatever else they read is
+    complete behind the wait, and whatever they write is not read by an earlier kernel any more. They let the
+    next kernel start behind their wait. So when a kernel's programs run at all, every kernel but the one
+    before it has ended, and that one has when they have waited: what is two kernels back needs no thought.
+    A kernel that starts such a row is launched plainly (`passes.fuse.dependent`): it begins when all before
+    it is done, whoever launched that, so that later ones cannot load a constant too early either.
+
+    Statements are moved and never repeated. The wait stands before any loop: software pipelining takes the
+    first turns' loads out of one, and would take them past a wait in it.
+    """
+    assigned = Counter(name for statement in body for name in _assigned(statement))
+
+    def is_ready(statement: Statement) -> bool:
+        """Whether it may run before the wait, as far as memory goes."""
+        plain = isinstance(statement, Assign) and isinstance(statement.value, Load | str)
+        once = all(assigned[name] == 1 for name in writes(statement))
+        return plain and once and reads(statement) & pointers <= constants
+
+    def loads(statement: Statement) -> bool:
+        return not reads(statement).isdisjoint(pointers)
+
+    here = next((i for i, statement in enumerate(body) if not is_ready(statement)), len(body))
+    early = set(range(here))
+    for i in range(here, len(body)):
+        if loads(body[i]) and is_ready(body[i]):
+            needed = with_operands(body, (i,)) - {i}
+            if all(is_ready(body[n]) and not loads(body[n]) for n in needed):
+                early |= needed | {i}
+    before = [body[i] for i in sorted(early)]
+    return [*before, Line("fm.wait_for_kernels()"), *(s for i, s in enumerate(body) if i not in early)]
+
+
+def _assigned(statement: Statement) -> list[str]:
+    """The variables of every assignment in a statement, each as often as it is assigned."""
+    if isinstance(statement, For | If):
+        own = [statement.variable] if isinstance(statement, For) else []
+        return [*own, *(name for inner in statement.body for name in _assigned(inner))]
+    return [*writes(statement)]

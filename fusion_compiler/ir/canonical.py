@@ -17,11 +17,15 @@ from fusion_compiler.ir.writes import base_of
 @dataclass(frozen=True)
 class Canonical:
     """Tile programs with their tensors by position: equal for clusters that need the same kernel, and whose
-    fx subgraphs, which make constants on a device, may stand for each other."""
+    fx subgraphs, which make constants on a device, may stand for each other.
+
+    constants: of one that is launched dependently, the buffers that hold what `Cluster.constants` names.
+    """
 
     nests: tuple[LoopNest, ...]
     buffers: tuple[Buffer, ...]
     device: str
+    constants: frozenset[str] | None = None
 
 
 def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
@@ -33,7 +37,8 @@ def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
     over = {name: short[base] for name in cluster.outputs if (base := base_of(dag, name)) is not None}
     metas = [(name, dag.op(name).outputs[0]) for name in names]
     buffers = tuple(Buffer(short[n], m.shape, m.stride, m.dtype, over=over.get(n)) for n, m in metas)
-    return Canonical(nests, buffers, dag.op(cluster.outputs[0]).outputs[0].device)
+    constants = None if cluster.constants is None else frozenset(short[name] for name in cluster.constants)
+    return Canonical(nests, buffers, dag.op(cluster.outputs[0]).outputs[0].device, constants)
 
 
 def salts_of(cluster: Cluster) -> tuple[int, ...]:

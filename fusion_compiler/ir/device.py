@@ -78,6 +78,12 @@ class DeviceSpec:
         """32-bit integer multiply-adds and logic a second."""
         return self.sms * self.integer_lanes * self.clock
 
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether it has programmatic dependent launch, as NVIDIA's have from Hopper on."""
+        family, _, number = self.target.partition("_")
+        return family == "sm" and int(number) >= 90
+
     @cached_property
     def random_per_s(self) -> float:
         """Philox numbers a second when all four lanes of a call are used."""

@@ -55,6 +55,7 @@ class Kernel:
         launch is cooperative where the device holds all of its programs at once.
     registers: the most that a thread may take, where the compiler takes more than leave room for others.
     fp_fusion: a product and the sum that takes it up may become one instruction, which rounds once.
+    dependent: it waits for the kernel before it itself (`math.wait_for_kernels`), and is launched meanwhile.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Kernel:
     together: int = 1
     registers: int | None = None
     fp_fusion: bool = True
+    dependent: bool = False
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,8 @@ class Cluster:
     """Ops that become one kernel. `ops` in topological order; `inputs` and `outputs` are op names.
 
     horizontal: further loop nests that share the launch, independent of `loops` and of each other.
+    constants: where it is launched dependently (`passes.fuse.dependent`), those of its inputs that nothing in
+        the graph writes, at addresses that stay; None where its launch is a plain one.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Cluster:
     eager: tuple[Call, ...]  # what eager would run for the same ops
     pattern: str | None = None
     horizontal: tuple[LoopNest, ...] = ()
+    constants: tuple[str, ...] | None = None
 
     @property
     def beside(self) -> tuple[LoopNest, ...]:

@@ -48,6 +48,8 @@ TRITON_LOCK = threading.RLock()
 # integers wrap around as in eager.
 OPTIONS = {"debug": True, "sanitize_overflow": False}
 
+DEPENDENT_LAUNCH = 90  # the first compute capability that has it, times ten
+
 # What a server takes to start and what a kernel takes to compile: it is used where it gains.
 SERVER_SECONDS = 0.5
 KERNEL_SECONDS = 0.1
@@ -66,6 +68,7 @@ class Build:
     registers: the most that a thread may take; "cuda" only.
     fp_fusion: products and sums may become one instruction.
     cooperative: all programs of a launch are to be on the device at the same time.
+    dependent: programs start while the kernel before them ends, where the target has that; they wait for it.
     """
 
     source: str
@@ -78,6 +81,7 @@ class Build:
     registers: int | None = None
     fp_fusion: bool = True
     cooperative: bool = False
+    dependent: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -118,6 +122,9 @@ def _arguments(build: Build) -> dict[str, Any]:
         options["maxnreg"] = build.registers
     if build.cooperative:
         options["launch_cooperative_grid"] = True
+    backend, architecture, _ = build.target
+    if build.dependent and backend == "cuda" and int(architecture) >= DEPENDENT_LAUNCH:
+        options["launch_pdl"] = True
     return {"src": source, "target": _target(build), "options": options}
 
 
@@ -375,7 +382,7 @@ def _fields(build: Build) -> tuple[Any, ...]:
     # The server knows this class as __main__.Build: plain tuples travel between the two names.
     return (
         build.source, build.name, build.signature, build.divisible, build.target, build.num_warps,
-        build.num_stages, build.registers, build.fp_fusion, build.cooperative,
+        build.num_stages, build.registers, build.fp_fusion, build.cooperative, build.dependent,
     )  # fmt: skip
 
 

@@ -368,7 +368,7 @@ def tuning_key(candidates: Iterable[Program], device: str) -> str:
     kernels = [
         (
             *(kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.registers),
-            *(kernel.fp_fusion, kernel.arguments),
+            *(kernel.fp_fusion, kernel.dependent, kernel.arguments),
         )
         for program in candidates
         for kernel in program.kernels

@@ -96,6 +96,7 @@ def build_of(
         registers=kernel.registers,
         fp_fusion=kernel.fp_fusion,
         cooperative=kernel.together > 1,
+        dependent=kernel.dependent,
     )
 
 

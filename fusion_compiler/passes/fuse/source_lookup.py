@@ -77,9 +77,7 @@ def _innermost(spans: Sequence[tuple[int, int] | None], at: tuple[int, int]) -> 
     return min(known, key=lambda s: s[1] - s[0], default=None)
 
 
-def _meant(
-    dag: OpDag, piece: str, spot: Spot, ops: list[str], frame: Frame, one_of_several: bool
-) -> Meant:
+def _meant(dag: OpDag, piece: str, spot: Spot, ops: list[str], frame: Frame, one_of_several: bool) -> Meant:
     """The ops at one spot; where several calls may be at it, those that are called as the piece says."""
     place = f"{Path(spot[0]).name}:{spot[1]}"
     text = frame.code if spot[2] is None else frame.code[slice(*spot[2])]

@@ -459,9 +459,7 @@ class Lowering(Builder):
                     return self.combine(op, piece, over, frozenset(), position)
         raise Illegal("rows", f"{op.name} does not keep whole axes")
 
-    def spread_like_operand(
-        self, op: Op, axes: tuple[int, ...], reduced: Reduced
-    ) -> Coords:
+    def spread_like_operand(self, op: Op, axes: tuple[int, ...], reduced: Reduced) -> Coords:
         """Coordinates of the reduced dimensions: where the operand lies, if it covers just these axes."""
         sizes = tuple(reduced.shape[d] for d in reduced.dims)
         known = None if reduced.is_product else self.place_of_operand(op.inputs[0])

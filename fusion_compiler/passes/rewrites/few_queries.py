@@ -35,9 +35,7 @@ def stream_keys(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     if not calls:
         return gm, ()
     refused = {call: reason for call in calls if (reason := _refusal(call))}
-    notes = tuple(
-        RewriteNote(RULE, c.name, c not in refused, refused.get(c) or _described(c)) for c in calls
-    )
+    notes = tuple(RewriteNote(RULE, c.name, c not in refused, refused.get(c) or _described(c)) for c in calls)
     if len(refused) == len(calls):
         return gm, notes
     new, nodes = copied(gm)

@@ -1,0 +1,129 @@
+"""Which kernels of a graph are on the device before the one before them has ended: dependent launch.
+
+A kernel of a few microseconds spends one or two of them before its programs have their first operands: a gap
+behind the last kernel, placing programs, loads from cold memory. With programmatic dependent launch (CUDA
+Programming Guide, NVIDIA from Hopper on) programs are placed while those before them end. They load what
+nobody in the graph writes, weights say, and then wait for the kernel before (`math.wait_for_kernels`).
+
+What holds inside a kernel is said in `codegen.passes.launched_dependently`. Here it is which are launched so:
+
+- one that follows another cluster's kernel in the graph, on the same device, which surely is launched: its
+  sizes are numbers, and none is zero. So the first kernel of a graph, and of what follows a call, begins when
+  all before it has ended: an optimizer's step may have written the weights, and calls may trigger, clear
+  memory or wait for other streams as they like.
+- constants are graph inputs whose addresses stay (parameters and buffers), of whose memory no op of the graph
+  writes any part.
+
+Graphs that are trained take no part: hooks of an optimizer write parameters while a backward runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch._ops import OpOverload
+
+from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.graph_info import GraphInfo, Phase
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.ir.plan_text import count
+from fusion_compiler.ir.schema import written
+from fusion_compiler.ir.writes import memory
+
+NOTE = "dependent launch"
+# Of a cluster on average: the two or three microseconds that launching a longer one takes are no tenth of it,
+# and what is loaded early takes registers from those that still run.
+LAUNCH_BOUND_US = 20.0
+
+
+def launched_dependently(
+    plan: FusionPlan, order: Sequence[str], info: GraphInfo, wanted: bool | Literal["auto"] = "auto"
+) -> FusionPlan:
+    """The plan with `Cluster.constants` of those that are launched dependently, and a note of what was
+    decided; itself for a graph that is trained, if nobody asked.
+
+    order: names of clusters and calls as they run. wanted: "auto" where kernels are short, True wherever that
+    can be, False nowhere.
+    """
+    if info.phase is not Phase.INFERENCE and wanted is not True:
+        return plan
+    reason = refusal(plan, info, wanted)
+    if reason is not None:
+        return replace(plan, notes={**plan.notes, NOTE: f"refused: {reason}"})
+    clusters = {cluster.name: cluster for cluster in plan.clusters}
+    constant = constants(plan.dag, info.static_inputs)
+    found: dict[str, Cluster] = {}
+    for before, name in itertools.pairwise(order):
+        if before in clusters and name in clusters and _follows(clusters[before], clusters[name], plan.dag):
+            own = tuple(i for i in clusters[name].inputs if i in constant)
+            found[name] = replace(clusters[name], constants=own)
+    loading = sum(bool(cluster.constants) for cluster in found.values())
+    told = (
+        f"{len(found)} of {count(len(plan.clusters), 'kernel')}, {loading} of which load what nothing here "
+        f"writes before they wait; {_mean(plan):.1f} us each"
+    )
+    decided = tuple(found.get(cluster.name, cluster) for cluster in plan.clusters)
+    return replace(plan, clusters=decided, notes={**plan.notes, NOTE: f"done: {told}"})
+
+
+def refusal(plan: FusionPlan, info: GraphInfo, wanted: bool | Literal["auto"]) -> str | None:
+    """Why no kernel of a graph is launched dependently; None where some may be."""
+    assert plan.setting is not None
+    if wanted is False:
+        return "dependent_launch=False"
+    if info.phase is not Phase.INFERENCE:
+        return "the graph is trained, and parameters may be written while it runs"
+    device = plan.setting.device
+    if not device.dependent_launch:
+        return f"{device.name} has none ({device.target}; NVIDIA has it from sm_90 on)"
+    if len(plan.clusters) < 2:
+        return "there is no kernel before another"
+    if wanted == "auto" and _mean(plan) >= LAUNCH_BOUND_US:
+        return f"kernels of {_mean(plan):.1f} us each are not bound by launches"
+    return None
+
+
+def constants(dag: OpDag, static_inputs: Sequence[int]) -> frozenset[str]:
+    """The inputs at addresses that stay, of whose memory no op writes any part.
+
+    static_inputs: their positions among the placeholders.
+    """
+    nodes = {node.name: node for node in dag.module.graph.nodes}
+    changed = {memory(dag, name) for op in map(dag.op, dag.order) for name in _written(op)}
+    stores = {_storage(nodes[name].meta.get("val")) for name in changed}
+    inputs = [node for node in nodes.values() if node.op == "placeholder"]
+    fixed = [inputs[i] for i in static_inputs if isinstance(inputs[i].meta.get("val"), torch.Tensor)]
+    return frozenset(n.name for n in fixed if n.name not in changed and _storage(n.meta["val"]) not in stores)
+
+
+def _written(op: Op) -> Iterator[str]:
+    """The operands that an op may write into: those that its schema says, all where there is none."""
+    if not isinstance(op.target, OpOverload):
+        yield from () if op.target is operator.getitem else op.inputs
+        return
+    for position in written(op.target):
+        argument = op.args[position] if position < len(op.args) else None
+        yield from (argument.name,) if isinstance(argument, Ref) else op.inputs
+
+
+def _storage(value: object) -> object:
+    """What two fake tensors have in common that share memory."""
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else value
+
+
+def _follows(before: Cluster, cluster: Cluster, dag: OpDag) -> bool:
+    """Whether a cluster's first kernel comes right behind another's last one, which surely runs."""
+    metas = [dag.op(name).outputs[0] for name in (*before.inputs, *before.outputs)]
+    runs = all(isinstance(size, int) and size > 0 for meta in metas for size in meta.shape)
+    devices = {dag.op(name).outputs[0].device for c in (before, cluster) for name in c.outputs}
+    return runs and len(devices) == 1
+
+
+def _mean(plan: FusionPlan) -> float:
+    return sum(cluster.cost.us for cluster in plan.clusters) / len(plan.clusters)
