@@ -8,6 +8,7 @@ launched_dependently    what nobody writes is loaded before the program waits fo
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,6 +29,8 @@ from fusion_compiler.codegen.tile import (
     with_operands,
     writes,
 )
+
+ONE_TURN = re.compile(r"tl\.range\(0, (\d+), (\d+)\b")  # where the numbers say so
 
 
 def joined(body: list[Statement]) -> None:
@@ -138,8 +141,9 @@ def launched_dependently(
     it is done, whoever launched that, so that later ones cannot load a constant too early either.
 
     Statements are moved and never repeated. The wait stands before any loop: software pipelining takes the
-    first turns' loads out of one, and would take them past a wait in it.
+    first turns' loads out of one, and would take them past a wait in it. A loop of one turn is none.
     """
+    body = [inner for statement in body for inner in _opened(statement)]
     assigned = Counter(name for statement in body for name in _assigned(statement))
 
     def is_ready(statement: Statement) -> bool:
@@ -160,6 +164,15 @@ def launched_dependently(
                 early |= needed | {i}
     before = [body[i] for i in sorted(early)]
     return [*before, Line("fm.wait_for_kernels()"), *(s for i, s in enumerate(body) if i not in early)]
+
+
+def _opened(statement: Statement) -> list[Statement]:
+    """for start in tl.range(0, 2048, 2048): ...  ->  start = 0; ..."""
+    if isinstance(statement, For) and (turns := ONE_TURN.match(statement.values)):
+        end, step = map(int, turns.groups())
+        if 0 < end <= step:
+            return [Assign((statement.variable,), "0"), *statement.body]
+    return [statement]
 
 
 def _assigned(statement: Statement) -> list[str]:

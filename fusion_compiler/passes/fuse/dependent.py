@@ -63,11 +63,8 @@ def launched_dependently(
         if before in clusters and name in clusters and _follows(clusters[before], clusters[name], plan.dag):
             own = tuple(i for i in clusters[name].inputs if i in constant)
             found[name] = replace(clusters[name], constants=own)
-    loading = sum(bool(cluster.constants) for cluster in found.values())
-    told = (
-        f"{len(found)} of {count(len(plan.clusters), 'kernel')}, {loading} of which load what nothing here "
-        f"writes before they wait; {_mean(plan):.1f} us each"
-    )
+    kernels = count(len(plan.clusters), "kernel")
+    told = f"{len(found)} of {kernels}, of {_mean(plan):.1f} us each, start while the one before them ends"
     decided = tuple(found.get(cluster.name, cluster) for cluster in plan.clusters)
     return replace(plan, clusters=decided, notes={**plan.notes, NOTE: f"done: {told}"})
 
