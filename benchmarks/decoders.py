@@ -67,9 +67,7 @@ class Float8Linear(Int8Linear):
         self.weight = self.weight.to(torch.float8_e4m3fn)
 
 
-def quantised(
-    kind: int, batch: int, context: int, length: int, **shape: int
-) -> tuple[nn.Module, Batch]:
+def quantised(kind: int, batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
     """kind: 0 for int8, 1 for float8; the head is of the embedding, and stays as it is."""
     decoder, made = llama(batch, context, length, **shape)
     linear = (Int8Linear, Float8Linear)[kind]

@@ -180,8 +180,10 @@ class Builder:
         return sorted(found)
 
     def operands(self, number: int) -> tuple[int, ...]:
-        """The nodes that a node is made of: of a contraction's sums, the matrix and all vectors; none where it is
-        a piece of a tile that is there."""
+        """The nodes that a node is made of: of a contraction's sums, the matrix and all vectors.
+
+        There are none where it is a piece of a tile that is there.
+        """
         made = self.contracted.get(number)
         sums = self.packed_sums.get(number) if made is None else made.sums
         if sums in self.packs:

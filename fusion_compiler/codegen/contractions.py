@@ -1,5 +1,6 @@
-"""Contractions as products of tiles (`schedule/contractions.py`): of the vectors, one tile; of what comes of it,
-one that has all sums as its pieces (`pieces.py`).
+"""Contractions as products of tiles (`schedule/contractions.py`).
+
+The vectors are one tile, and so are the sums, its pieces (`pieces.py`).
 
 Tensor units multiply bfloat16. A float32 goes in as the sum of two or three of them, so that what is left out
 is less than eager's own roundings; what a matrix holds in fewer bits goes in as it is.

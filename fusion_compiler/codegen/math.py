@@ -67,9 +67,10 @@ compiles_to_ptx.__triton_builtin__ = True
 
 def launches_dependents(_semantic: Any = None) -> tl.constexpr:
     """Whether the target has programmatic dependent launch, as NVIDIA's have from Hopper (sm_90) on."""
-    options = _semantic.builder.options if _semantic is not None else None
-    is_cuda = options is not None and options.backend_name == "cuda"
-    return tl.constexpr(is_cuda and int(options.arch.removeprefix("sm")) >= 90)
+    if _semantic is None:
+        return tl.constexpr(False)
+    options = _semantic.builder.options
+    return tl.constexpr(options.backend_name == "cuda" and int(options.arch.removeprefix("sm")) >= 90)
 
 
 launches_dependents.__triton_builtin__ = True

@@ -1,7 +1,7 @@
 """Pieces side by side: what nodes of one form make of neighbouring elements, as one tile.
 
-    a0 = load(x + col);        b0 = a0 * w;        s0 = ...         a = load(x + piece * 2048 + col);  b = a * w
-    a1 = load(x + 2048 + col); b1 = a1 * w;        s1 = ...    ->   for all of them: `piece` is an axis of the tile
+    a0 = load(x + col);         b0 = a0 * w
+    a1 = load(x + 2048 + col);  b1 = a1 * w     ->      a = load(x + piece * 2048 + col);  b = a * w
 
 The rows of a product of few rows, and the queries of a head of keys, are pieces of their nest; of those that
 tensor units multiply (`contractions.py`) the same is made. Pieces lie along the axis that their values lack:
@@ -10,6 +10,7 @@ tensor units multiply (`contractions.py`) the same is made. Pieces lie along the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ def _same_form(b: Builder, nodes: Nodes) -> bool:
     match first:
         case Load():
             rest = [n for n in others if isinstance(n, Load)]
-            same = all((n.buffer, n.dtype, n.within) == (first.buffer, first.dtype, first.within) for n in rest)
+            same = len({(n.buffer, n.dtype, n.within) for n in (first, *rest)}) == 1
             own = b.index_groups(first.index)
             masked = b.within_groups(first.within) <= own
             fits = len(rest) == len(others) and same and masked and first.buffer not in b.empty
@@ -117,7 +118,7 @@ def step_of(indices: Sequence[Index]) -> int | None:
     consts = [i.const for i in indices]
     if len({i.terms for i in indices}) != 1 or not all(isinstance(c, int) for c in consts):
         return None
-    steps = {int(y) - int(x) for x, y in zip(consts, consts[1:], strict=False)}  # type: ignore[arg-type]
+    steps = {int(y) - int(x) for x, y in itertools.pairwise(consts)}  # type: ignore[arg-type]
     return steps.pop() if len(steps) == 1 else None
 
 
@@ -237,8 +238,9 @@ def _computed(b: Builder, nodes: Nodes) -> Packed:
         b.env.pop(~t[0], None)
     value, base = value_of(b, nodes[0])
     b.env = before
-    passed = isinstance(value, str) and is_variable(value)  # an operand, as it is
-    return Packed(value if passed else b.let(base, value), axis)
+    if isinstance(value, str) and is_variable(value):  # an operand, as it is
+        return Packed(value, axis)
+    return Packed(b.let(base, value), axis)
 
 
 def unpack(b: Builder, nodes: Nodes) -> None:
@@ -299,7 +301,8 @@ def _are_pieces(b: Builder, group: Stores) -> bool:
     varies = b.a.groups[first.value] <= b.index_groups(first.index)
     steps = step_of([s.index for s in group.stores])
     known = all(k >= 0 for k, _ in first.index.terms)
-    return bool(steps) and known and within and varies and len(set(values)) == len(values) and alike(b, values)
+    several = len(set(values)) == len(values)
+    return bool(steps) and known and within and varies and several and alike(b, values)
 
 
 def store(b: Builder, group: Stores) -> None:

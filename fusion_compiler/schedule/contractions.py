@@ -75,7 +75,7 @@ def contracts(a: Analysis, s: Schedule) -> bool:
     if min(s.block_rows, s.block_cols) < SMALLEST or s.splits > 1:
         return False
     size = a.size(COLS)
-    return a.matrices or s.cols is Cols.LOOP and isinstance(size, int) and size % s.block_cols == 0
+    return a.matrices or (s.cols is Cols.LOOP and isinstance(size, int) and size % s.block_cols == 0)
 
 
 def parts_of(s: Schedule) -> int:

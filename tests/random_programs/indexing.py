@@ -14,7 +14,6 @@ def index_into(g: Draft, x: Value, dim: int, shapes: list[Shape] | None = None) 
     shapes: of the index in each run; one dimension of any length where there are none.
     """
 
-
     def fits(v: Value) -> bool:
         return v.dtype is torch.int64 and (v.rank == 1 if shapes is None else v.shapes == tuple(shapes))
 

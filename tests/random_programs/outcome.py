@@ -133,9 +133,7 @@ def differences(
     return found
 
 
-def difference(
-    ours: Tensor, eager: Tensor, truth: Tensor, members: Sequence[Tensor]
-) -> str | None:
+def difference(ours: Tensor, eager: Tensor, truth: Tensor, members: Sequence[Tensor]) -> str | None:
     """None where every element of `ours` could be that of a correct program.
 
     Integers and bools: as in eager or one of `members`. Floats: at most four times as far from the float64
