@@ -533,7 +533,8 @@ def test_a_decoding_step_is_measured_and_resumed(
     (row,) = decode.main(options(tmp_path, *chosen)).rows
     assert set(row["cells"]) == {"eager", "ours"}
     for cell in row["cells"].values():
-        assert cell["step_ms"] > 0 and cell["error_to_eager"] <= 1 and cell["commit"] == "one", cell
+        assert cell["step_ms"] > 0 and cell["commit"] == "one", cell
+        assert cell["error_to_eager"] == pytest.approx(1, abs=0.1), "both compute by ATen"
     assert "Llama-1B, batch 1, one token" in capsys.readouterr().out
     begun: list[str] = []
 

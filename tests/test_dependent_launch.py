@@ -291,7 +291,7 @@ def test_a_plan_says_what_was_decided() -> None:
     assert told == "refused: a100 has none (sm_80; NVIDIA has it from sm_90 on)"
     assert (note(model, *token(), device="mi300x") or "").startswith("refused: mi300x has none")
     assert (note(model, *token(), device="b200") or "").startswith("done")
-    assert note(lambda x: torch.softmax(x, -1), token()[0]) == "refused: there is no kernel before another"
+    assert note(lambda x: torch.softmax(x, -1), token()[0]) is None, "there is no kernel before another"
 
 
 def softmax_twice(x: Tensor) -> Tensor:

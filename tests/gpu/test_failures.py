@@ -37,8 +37,12 @@ def enlarged(program: Program) -> Program:
     return replace(program, kernels=tuple(map(large, program.kernels)))
 
 
-def enlarge(monkeypatch: pytest.MonkeyPatch, first: int | None) -> None:
-    """The first so many schedules of every cluster need more shared memory than there is; None: all."""
+def enlarge(monkeypatch: pytest.MonkeyPatch, first: int | None, cache: Path) -> None:
+    """The first so many schedules of every cluster need more shared memory than there is; None: all.
+
+    cache: a folder of their own, so that no plan of other kernels is found.
+    """
+    monkeypatch.setenv("FUSION_CACHE_DIR", str(cache))
     emit = Compiler.emit
 
     def emit_large(self: Any, *arguments: Any) -> Any:
@@ -50,13 +54,17 @@ def enlarge(monkeypatch: pytest.MonkeyPatch, first: int | None) -> None:
 
 
 @pytest.mark.parametrize("tune", [True, False])
-def test_a_schedule_that_does_not_fit_is_skipped(tune: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    enlarge(monkeypatch, 1)
+def test_a_schedule_that_does_not_fit_is_skipped(
+    tune: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    enlarge(monkeypatch, 1, tmp_path)
     assert_right(compiled(softmax, strict=True, tune=tune), "cuda")
 
 
-def test_a_cluster_that_does_not_fit_runs_eager_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    enlarge(monkeypatch, None)
+def test_a_cluster_that_does_not_fit_runs_eager_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    enlarge(monkeypatch, None, tmp_path)
     fast = compiled(softmax)
     with pytest.warns(
         FusionWarning, match=r"(?s)softmax.* runs eager: .*needs \d+ of shared memory"

@@ -46,12 +46,12 @@ def launched_dependently(
     plan: FusionPlan, order: Sequence[str], info: GraphInfo, wanted: bool | Literal["auto"] = "auto"
 ) -> FusionPlan:
     """The plan with `Cluster.constants` of those that are launched dependently, and a note of what was
-    decided; itself for a graph that is trained, if nobody asked.
+    decided; itself for a graph of a single kernel, or one that is trained, if nobody asked.
 
     order: names of clusters and calls as they run. wanted: "auto" where kernels are short, True wherever that
     can be, False nowhere.
     """
-    if info.phase is not Phase.INFERENCE and wanted is not True:
+    if len(plan.clusters) < 2 or (info.phase is not Phase.INFERENCE and wanted is not True):
         return plan
     reason = refusal(plan, info, wanted)
     if reason is not None:
@@ -79,8 +79,6 @@ def refusal(plan: FusionPlan, info: GraphInfo, wanted: bool | Literal["auto"]) -
     device = plan.setting.device
     if not device.dependent_launch:
         return f"{device.name} has none ({device.target}; NVIDIA has it from sm_90 on)"
-    if len(plan.clusters) < 2:
-        return "there is no kernel before another"
     if wanted == "auto" and _mean(plan) >= LAUNCH_BOUND_US:
         return f"kernels of {_mean(plan):.1f} us each are not bound by launches"
     return None
@@ -93,10 +91,11 @@ def constants(dag: OpDag, static_inputs: Sequence[int]) -> frozenset[str]:
     """
     nodes = {node.name: node for node in dag.module.graph.nodes}
     changed = {memory(dag, name) for op in map(dag.op, dag.order) for name in _written(op)}
-    stores = {_storage(nodes[name].meta.get("val")) for name in changed}
-    inputs = [node for node in nodes.values() if node.op == "placeholder"]
-    fixed = [inputs[i] for i in static_inputs if isinstance(inputs[i].meta.get("val"), torch.Tensor)]
-    return frozenset(n.name for n in fixed if n.name not in changed and _storage(n.meta["val"]) not in stores)
+    values = {name: v for name, node in nodes.items() if isinstance(v := node.meta.get("val"), torch.Tensor)}
+    stores = {_storage(values[name]) for name in changed if name in values}
+    inputs = [node.name for node in nodes.values() if node.op == "placeholder"]
+    fixed = [name for i in static_inputs if (name := inputs[i]) in values and name not in changed]
+    return frozenset(name for name in fixed if _storage(values[name]) not in stores)
 
 
 def _written(op: Op) -> Iterator[str]:
@@ -109,9 +108,9 @@ def _written(op: Op) -> Iterator[str]:
         yield from (argument.name,) if isinstance(argument, Ref) else op.inputs
 
 
-def _storage(value: object) -> object:
+def _storage(value: torch.Tensor) -> int:
     """What two fake tensors have in common that share memory."""
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else value
+    return value.untyped_storage()._cdata
 
 
 def _follows(before: Cluster, cluster: Cluster, dag: OpDag) -> bool:

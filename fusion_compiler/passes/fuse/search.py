@@ -40,7 +40,7 @@ class Search:
         self.owner = {self.order[number]: number for number in self.candidates}
         self.users_of: tuple[frozenset[str], dict[str, list[int]]] = (pool.again, {})
         self.rejections: dict[tuple[str, str], Rejected] = {}
-        self.reach = Reach(self.units())
+        self.reach = Reach(self.units(), [self.reads.position[name] for name in self.dag.inputs])
         self.version = dict.fromkeys(self.candidates, 0)
         self.heap: list[tuple[float, bool, int, int, int, int]] = []
 
@@ -87,12 +87,13 @@ class Search:
         heapq.heappush(self.heap, (-float(saved), not alone, a, b, self.version[a], self.version[b]))
 
     def serves(self, a: int, b: int) -> bool:
-        """Whether what a candidate makes, which stays in L2, is read by another alone, which reduces: there
-        it ends, while with what it is made of it may wait for another reduction."""
+        """Whether what a candidate makes is read by another alone, which reduces, and waits there for nothing
+        more: with what it is made of it might wait for another reduction."""
         if all(self.dag.op(name).kind is not Kind.REDUCTION for name in self.candidates[b].ops):
             return False
-        pool, outputs = self.pool, self.candidates[a].outputs
-        return all(pool.info(n).in_l2 and self.readers(n) == {b} and not pool.must_exist(n) for n in outputs)
+        outputs = self.candidates[a].outputs
+        alone = all(self.readers(n) == {b} and not self.pool.must_exist(n) for n in outputs)
+        return alone and not self.reach.waits(a, b)
 
     def neighbours(self, number: int) -> dict[int, int]:
         """Candidates that share a tensor with this one, and the bytes that one pass over both would save."""
