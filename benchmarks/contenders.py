@@ -77,3 +77,9 @@ def eager_ops(compiled: Any) -> list[str] | None:
     """Targets that ours left as ATen calls although they are no contractions; None for other contenders."""
     plan = getattr(compiled, "plan", None)
     return None if plan is None else sorted({left.target for p in plan for left in p.leftovers})
+
+
+def recorded_graphs(compiled: Any) -> dict[str, str | None] | None:
+    """What ours decided about recording each of its graphs; None for other contenders."""
+    plan = getattr(compiled, "plan", None)
+    return None if plan is None else {p.name: p.notes.get("CUDA graph") for p in plan}

@@ -74,14 +74,16 @@ def described(cell: Row, bandwidth: float) -> str:
     return f"{times}, {drawn}, first {cell['first_step_s']:.1f} s{joules}{error}"
 
 
-def show(rows: Sequence[Row], bandwidth: float) -> str:
+def lines(rows: Sequence[Row], bandwidth: float) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table, without empty columns."""
+
     def time(cell: Row) -> str:
         if "failed" in cell:
             return "failed"
         return f"{cell['step_ms']:.3f} ({cell['gpu_ms']:.3f})" if "step_ms" in cell else "-"
 
     ours = [row["cells"].get("ours", {}) for row in rows]
-    lines = [
+    table_lines = [
         [
             row["case"],
             *(time(row["cells"].get(n, {})) for n in CONTENDERS),
@@ -95,12 +97,14 @@ def show(rows: Sequence[Row], bandwidth: float) -> str:
     ]
     names = (f"{n} ms (GPU)" for n in CONTENDERS)
     header = ["a token", *names, "host ms", "of copy", "x best compile", "joules", "error"]
+    return without_empty(header, table_lines)
+
+
+def show(rows: Sequence[Row], bandwidth: float) -> str:
     held = list(bars(rows, bandwidth))
     verdicts = [[what, f"{value:.2f}", "met" if met else "MISSED"] for what, value, met in held]
     counted = f"{sum(met for *_, met in held)} of {len(held)} bars met"
-    return "\n\n".join(
-        [table(*without_empty(header, lines)), table(["bar", "figure", ""], verdicts), counted]
-    )
+    return "\n\n".join([table(*lines(rows, bandwidth)), table(["bar", "figure", ""], verdicts), counted])
 
 
 def is_known(record: Record, task: Task) -> bool:

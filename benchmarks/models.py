@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks import steps
 from benchmarks.accuracy import chance, ratios_to_eager
-from benchmarks.contenders import Compile, contenders, eager_ops
+from benchmarks.contenders import Compile, contenders, eager_ops, recorded_graphs
 from benchmarks.decoders import DECODERS
 from benchmarks.energy import energy_of
 from benchmarks.nets import NETS
@@ -160,7 +160,7 @@ def step_of(task: Task, compile_: Compile) -> dict[str, Any]:
         cell |= times_of(one_step, device, task.repetitions, run)
     if isinstance(model, Decoder):
         cell["token_bytes"] = model.token_bytes()
-    return cell | {"eager_ops": eager_ops(called)}
+    return cell | {"eager_ops": eager_ops(called), "recorded": recorded_graphs(called)}
 
 
 def memory_of(one_step: Callable[[], None], device: torch.device) -> dict[str, float]:

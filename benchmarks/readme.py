@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pages, performance, steps
+from benchmarks import decode, pages, performance, steps
 from benchmarks.bars import family_of
 from benchmarks.case import FIRST_TABLE, PHASES
 from benchmarks.performance import MARK as FIGURES
@@ -72,10 +72,26 @@ def models_text(result: dict[str, Any]) -> str:
     )
 
 
+def decode_text(result: dict[str, Any]) -> str:
+    """Wall and GPU time of a token, and its share of the copy bandwidth."""
+    rows, bandwidth = result["rows"], result["copy_bandwidth"]
+    held = [met for *_, met in decode.bars(rows, bandwidth)]
+    return "\n\n".join(
+        [
+            "Wall time of one token, after a prompt in a static cache, in a run of sixteen (GPU time of its "
+            "kernels, which overlap), the host's part, and the share of the copy bandwidth that the bytes of "
+            "a token draw; `graphs` is torch.compile with its own CUDA graphs:",
+            markdown(*decode.lines(rows, bandwidth)),
+            f"{sum(held)} of {len(held)} bars met; why others are not, says "
+            f"[docs/performance.md](docs/performance.md#one-token-at-a-time). {origin(result)}",
+        ]
+    )
+
+
 def text_of(results: Path) -> str:
     """The block between the marks."""
     parts: list[str] = []
-    for name, write in (("kernels", kernels_text), ("models", models_text)):
+    for name, write in (("kernels", kernels_text), ("models", models_text), ("decode", decode_text)):
         file = results / f"{name}.json"
         if file.exists():
             parts.append(write(json.loads(file.read_text())))

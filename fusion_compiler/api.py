@@ -81,7 +81,7 @@ from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rew
 from fusion_compiler.runtime.builds import prepare
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.collection import rare_collections
-from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings, Terms
+from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, Recordings, Terms, is_asked
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.kept_plans import KeptPlans
 from fusion_compiler.runtime.kept_plans import key_of as plan_key
@@ -353,7 +353,7 @@ class Compiler:
         decision = f"backend {backend!r} launches nothing"
         if backend == "triton":
             run, decision = self.recordings.wrap(run, gm, inputs, info)
-        if decision not in (RECORDED, FORWARD_IS_NOT):
+        if not (is_asked(decision) or decision == FORWARD_IS_NOT):
             self.warned.warn(
                 f"cudagraphs {decision}",
                 f"{info.name} is not recorded as a CUDA graph: {decision}\n"

@@ -44,7 +44,8 @@ class Options:
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
     tune: time the four schedules per distinct cluster that look best, on the device; "all": every one that
         the schedule space knows; False takes the cost model's first.
-    cudagraphs: record graphs of static sizes as CUDA graphs at their second call and replay them later.
+    cudagraphs: record graphs as CUDA graphs at their second call, inference in each of its sizes, and replay
+        them later.
         "auto": those whose launches take longer than what they launch, with results of the caller's own;
         True: all, and results are overwritten by the next step's (see runtime/cuda_graphs.py).
     dependent_launch: kernels of one graph are on the device while those before them end, and load weights

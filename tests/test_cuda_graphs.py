@@ -10,17 +10,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
 from torch._inductor import cudagraph_trees
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.runtime import cuda_graphs
 from fusion_compiler.runtime.binding import ZeroedScratch, unkept_scratch
-from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, UNASKED, Recordings, Terms, refusal
+from fusion_compiler.runtime.cuda_graphs import (
+    FORMS,
+    FORWARD_IS_NOT,
+    RECORDED,
+    UNASKED,
+    Form,
+    Recordings,
+    Terms,
+    form_of,
+    refusal,
+)
 from tests.fake_gpu import FakeGpu, use
 from tests.hand_made import contiguous
 
@@ -70,8 +81,68 @@ def writes(x: Tensor, y: Tensor) -> Tensor:
 def test_what_is_recorded(
     graph: Callable[[], fx.GraphModule], static: Sequence[int], reason: str | None
 ) -> None:
-    found = refusal(graph(), static)
+    made = graph()
+    found = refusal(made, form_of(made, static), Phase.FORWARD)
     assert (found is None) if reason is None else (found is not None and reason in found)
+
+
+def sized(*, told: bool) -> fx.GraphModule:
+    """A graph of a tensor with any number of rows, which is an argument as well if that is told."""
+    env, source = ShapeEnv(), ConstantSource("rows")
+    symbol = env.create_symbol(5, source, dynamic_dim=DimDynamic.DYNAMIC)
+    with FakeTensorMode(shape_env=env):
+        x = torch.empty(env.create_symintnode(symbol, hint=5, source=source), 4, device="cuda")
+    graph = fx.Graph()
+    if told:
+        graph.placeholder("rows").meta["val"] = x.shape[0]
+    node = graph.placeholder("x")
+    node.meta["val"] = x
+    graph.output((node,))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_sizes_that_differ_are_recorded_in_inference_where_they_are_told() -> None:
+    for told, phase, fits in (
+        (True, Phase.INFERENCE, True),
+        (True, Phase.FORWARD, False),
+        (False, Phase.INFERENCE, False),
+    ):
+        graph = sized(told=told)
+        form = form_of(graph, ())
+        assert form.sizes == ((0,) if told else ())
+        found = refusal(graph, form, phase)
+        assert found is None if fits else found is not None and "sizes differ" in found
+
+
+def test_what_is_written_may_lie_anywhere_in_inference() -> None:
+    graph = traced(writes, "cuda", "cuda")
+    form = form_of(graph, (1,))
+    assert form == Form(written=(0,)) and refusal(graph, form, Phase.INFERENCE) is None
+    memory = torch.empty(64, dtype=torch.uint8)
+    aligned = -memory.data_ptr() % 16
+    assert form.of([memory[aligned:]]) == (memory.data_ptr() + aligned,)
+    assert form.of([memory[aligned + 1 :]]) is None
+
+
+def test_a_form_is_replayed_once_it_has_come_twice() -> None:
+    ran: list[str] = []
+    form = Form(sizes=(0,), written=(1,))
+    call = cuda_graphs._when_known(
+        lambda arguments: ran.append(f"plain {arguments[0]}"),
+        lambda arguments: ran.append(f"replayed {arguments[0]}"),
+        form,
+    )
+    mine, theirs = torch.empty(2, 64)
+    for size, cache in ((5, mine), (7, mine), (5, mine), (5, theirs), (5, mine), (7, mine), (5, theirs)):
+        call([size, cache])
+    assert ran == [
+        "plain 5", "plain 7", "replayed 5", "plain 5", "replayed 5", "replayed 7", "replayed 5",
+    ]  # fmt: skip
+    ran.clear()
+    for size in (*range(100, 300), *range(100, 300), *range(250, 300)):
+        call([size, mine])
+    assert all(line.startswith("plain") for line in ran[:400]), "each is forgotten before it comes again"
+    assert ran[400:] == [f"replayed {size}" for size in range(250, 300)]
 
 
 def info_of(phase: Phase, graph: int = 0) -> GraphInfo:
@@ -86,7 +157,7 @@ def test_a_backward_follows_its_forward(monkeypatch: pytest.MonkeyPatch) -> None
         def set_to_running_backward(self) -> None:
             backward_runs.append(1)
 
-    monkeypatch.setattr(cuda_graphs, "refusal", lambda gm, static: reasons.pop(0))
+    monkeypatch.setattr(cuda_graphs, "refusal", lambda *_: reasons.pop(0))
     monkeypatch.setattr(cuda_graphs, "recorded", lambda run, *_: lambda arguments: ["replayed"])
     monkeypatch.setattr(cudagraph_trees, "get_manager", lambda index, create_if_none_exists: Manager())
     graph = traced(lambda x: x + 1, "cuda:0")
@@ -150,7 +221,7 @@ def unasked(monkeypatch: pytest.MonkeyPatch) -> Unasked:
     def run_of(phase: Phase) -> Any:
         return lambda arguments: ran.append(f"{phase} plain") or [torch.ones(4), torch.zeros(2, 3)]
 
-    monkeypatch.setattr(cuda_graphs, "refusal", lambda gm, static: None)
+    monkeypatch.setattr(cuda_graphs, "refusal", lambda *_: None)
     monkeypatch.setattr(cuda_graphs, "recorded", replayed)
     monkeypatch.setattr(cudagraph_trees, "get_manager", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -240,7 +311,7 @@ def test_recordings_are_told_of_parameters_buffers_and_phases(monkeypatch: pytes
         return run
 
     monkeypatch.setattr(cudagraph_trees, "cudagraphify_impl", impl)
-    monkeypatch.setattr(cuda_graphs, "refusal", lambda gm, static: None)
+    monkeypatch.setattr(cuda_graphs, "refusal", lambda *_: None)
     monkeypatch.setattr(cuda_graphs, "_device_index", lambda gm: 0)
     monkeypatch.setattr(cudagraph_trees, "get_manager", lambda *_, **__: None)
     use(FakeGpu(), monkeypatch)
@@ -262,6 +333,42 @@ def test_recordings_are_told_of_parameters_buffers_and_phases(monkeypatch: pytes
     assert len(forward["mutated_input_idxs"]) == 1 and forward["device_index"] == 0
     assert len(forward["placeholders"]) == forward["count"]
     assert [plan.notes["CUDA graph"] for plan in fast.plan] == [RECORDED] * 2
+
+
+def test_caches_that_move_and_grow_are_replayed_where_they_lay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `generate` makes them: for each prompt one of its own length, each token at the next place."""
+    recorded: dict[tuple[int, ...], int] = {}
+
+    def impl(model: Any, inputs: list[Any], static: Sequence[int], **options: Any) -> Any:
+        assert set(options["mutated_input_idxs"]) <= set(static), "else PyTorch does not record"
+        sizes = [i for i, value in enumerate(inputs) if isinstance(value, int)]
+
+        def run(arguments: list[Any]) -> Any:
+            form = tuple(arguments[i] for i in sizes)
+            recorded[form] = recorded.get(form, 0) + 1
+            return model(arguments)
+
+        return run
+
+    def put(cache: Tensor, new: Tensor, at: Tensor) -> Tensor:
+        cache.index_copy_(0, at, torch.tanh(new))
+        return cache.sum(0)
+
+    monkeypatch.setattr(cudagraph_trees, "cudagraphify_impl", impl)
+    monkeypatch.setattr(cuda_graphs, "refusal", lambda *_: None)
+    monkeypatch.setattr(cuda_graphs, "_device_index", lambda gm: 0)
+    use(FakeGpu(), monkeypatch)
+    fast = fc.compile(put, cudagraphs=True, tune=False, strict=True)
+    caches = [torch.randn(length, 64) for length in (16, 24, 16, 40)]
+    with torch.no_grad():
+        for cache in caches:
+            twin = cache.clone()
+            for position in range(4):
+                new, at = torch.randn(1, 64), torch.tensor([position])
+                torch.testing.assert_close(fast(cache, new, at), put(twin, new, at))
+                torch.testing.assert_close(cache, twin)
+    assert [plan.notes["CUDA graph"] for plan in fast.plan] == [f"{RECORDED}; {FORMS}"] * 2
+    assert list(recorded.values()) == [3] * 4, "all tokens but each cache's first"
 
 
 def test_on_a_cpu_it_says_why_not() -> None:

@@ -31,7 +31,7 @@ from fusion_compiler.report.profile_data import Measured, ProfileData, Unmatched
 from fusion_compiler.report.profile_report import format_profile, profile_json
 from fusion_compiler.report.report import Report
 from fusion_compiler.report.timeline import STEP, Event, Timeline, device_timeline, host_timeline, named
-from fusion_compiler.runtime.cuda_graphs import RECORDED, unrecorded
+from fusion_compiler.runtime.cuda_graphs import is_asked, unrecorded
 from fusion_compiler.stitch.units import Unit, units_of
 
 WARM = 3  # steps before anything is measured: one compiles and tunes, one settles the allocator
@@ -135,7 +135,7 @@ def profile_of(
 
 def check_not_recorded(plans: Iterable[FusionPlan]) -> None:
     """Raises ReplayedGraphError where a graph is replayed."""
-    if any(plan.notes.get("CUDA graph") == RECORDED for plan in plans):
+    if any(is_asked(plan.notes.get("CUDA graph")) for plan in plans):
         raise ReplayedGraphError(launch="cudagraphs=True")
 
 

@@ -9,15 +9,20 @@ Results lie in the recordings' memory: the next step's may take their place. PyT
 overwritten one is read; what is to be kept longer is cloned. Where a graph is recorded unasked (`Terms`) its
 results are copied out, and whatever a recording does not foresee runs as without: a forward before the last
 one's backward, a graph that the user records, a profile.
+
+Inference whose sizes differ from call to call, or that writes into memory which may be elsewhere the next
+time (a cache of keys and values that `generate` makes for each prompt), is recorded in each form that comes
+twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
@@ -27,25 +32,54 @@ from fusion_compiler.runtime.binding import unkept_scratch
 
 RECORDED = "recorded"
 UNASKED = "recorded, as its launches take longer than what they launch"
+FORMS = "once for each of the sizes and places of its arguments that come twice"
 FORWARD_IS_NOT = "its forward is not recorded"
 MOST_KEPT = 1 << 30  # bytes that a recording keeps from step to step, where nobody asked for it
 MOST_COPIED = 0.1  # of the time that a recording saves, for copies of its results
+MOST_FORMS = 64  # of one graph that are recorded; and of those that came once, that are remembered
+ALIGNED = 16  # bytes: PyTorch's recordings copy what begins elsewhere, and would write into the copy
 
 Boxed = Callable[[list[Any]], Any]
 
 
-def refusal(gm: fx.GraphModule, static_inputs: Sequence[int]) -> str | None:
+@dataclass(frozen=True)
+class Form:
+    """What differs between calls of one graph, as positions of arguments: a recording is of one form.
+
+    sizes: numbers, of which all that is symbolic is made. written: tensors that are written into, whose
+    addresses may change.
+    """
+
+    sizes: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+
+    def of(self, arguments: Sequence[Any]) -> tuple[int, ...] | None:
+        """That of a call; None where it cannot be recorded."""
+        addresses = tuple(arguments[i].data_ptr() for i in self.written)
+        if any(address % ALIGNED for address in addresses):
+            return None
+        return (*(arguments[i] for i in self.sizes), *addresses)
+
+
+def form_of(gm: fx.GraphModule, static_inputs: Sequence[int]) -> Form:
+    """static_inputs: positions of the arguments whose addresses stay the same."""
+    from torch._dynamo.backends.cudagraphs import find_input_mutations
+
+    inputs = gm.graph.find_nodes(op="placeholder")
+    sizes = tuple(i for i, n in enumerate(inputs) if isinstance(n.meta.get("val"), torch.SymInt | int))
+    return Form(sizes, tuple(sorted(find_input_mutations(gm.graph) - set(static_inputs))))
+
+
+def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
     """Why calls of a captured graph cannot be recorded; None where they can.
 
     gm: functional ATen but for writes into arguments, annotated with FakeTensors.
-    static_inputs: positions of the arguments whose addresses stay the same.
     """
-    from torch._dynamo.backends.cudagraphs import find_input_mutations
     from torch._inductor.utils import is_cudagraph_unsafe_fx_node
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     inputs = gm.graph.find_nodes(op="placeholder")
-    if any(not isinstance(node.meta.get("val"), torch.Tensor) or _symbolic(node) for node in inputs):
+    if not _sized(inputs, form) or (form.sizes and phase is not Phase.INFERENCE):
         return "its sizes differ from call to call; compile with dynamic=False to record one graph for each"
     values = _values(gm)
     tensors = [(n, value) for n, value in values if isinstance(value, torch.Tensor)]
@@ -58,9 +92,8 @@ def refusal(gm: fx.GraphModule, static_inputs: Sequence[int]) -> str | None:
     unsafe = next(filter(is_cudagraph_unsafe_fx_node, gm.graph.nodes), None) or next(unsized, None)
     if unsafe is not None:
         return f"{unsafe.name} ({unsafe.target}) waits for the device, or its result's size depends on data"
-    moving = sorted(find_input_mutations(gm.graph) - set(static_inputs))
-    if moving:
-        names = ", ".join(inputs[i].name for i in moving)
+    if form.written and phase is not Phase.INFERENCE:
+        names = ", ".join(inputs[i].name for i in form.written)
         return (
             f"it writes into {names}, whose address may change; what is written into must be a buffer "
             "of the module, or marked by torch._dynamo.mark_static_address"
@@ -68,10 +101,21 @@ def refusal(gm: fx.GraphModule, static_inputs: Sequence[int]) -> str | None:
     return None
 
 
-def _symbolic(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    numbers: list[Any] = [*value.shape, *value.stride(), value.storage_offset()]
-    return not all(isinstance(n, int) for n in numbers)
+def _sized(inputs: Sequence[fx.Node], form: Form) -> bool:
+    """Whether all sizes of a graph's arguments are numbers, or made of those that are arguments as well."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    given: set[sympy.Symbol] = set()
+    needed: set[sympy.Symbol] = set()
+    for i, node in enumerate(inputs):
+        value = node.meta.get("val")
+        if i in form.sizes:
+            given |= {value.node.expr} if isinstance(value, torch.SymInt) else set()
+        elif not isinstance(value, torch.Tensor):
+            return False
+        else:
+            needed |= free_symbols([*value.shape, *value.stride(), value.storage_offset()])
+    return needed <= given
 
 
 def _values(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
@@ -91,6 +135,11 @@ def unrecorded() -> Generator[None]:
         yield
     finally:
         _pauses -= 1
+
+
+def is_asked(note: str | None) -> bool:
+    """Whether a graph is recorded because the user wants it, by what was noted: calls overwrite results."""
+    return note is not None and note.partition(";")[0] == RECORDED
 
 
 def paused() -> bool:
@@ -145,7 +194,10 @@ class Recordings:
         are copied out. The note is RECORDED, UNASKED, FORWARD_IS_NOT or another reason.
         """
         graph = info.name.partition(".")[0]
-        reason = refusal(gm, info.static_inputs) or (terms.refusal if terms is not None else None)
+        form = form_of(gm, info.static_inputs)
+        reason = refusal(gm, form, info.phase) or (terms.refusal if terms is not None else None)
+        if reason is None and info.phase is Phase.INFERENCE:
+            return _inference(run, gm, inputs, info, form, asked=terms is None)
         if terms is not None:
             return self._unasked(run, gm, inputs, info, reason)
         if info.phase is not Phase.BACKWARD:
@@ -175,10 +227,22 @@ class Recordings:
             return run, reason
         turns = _Turns(_device_index(gm), info.outputs)
         later = recorded(run, gm, inputs, info, turns.index)
-        if info.phase is Phase.INFERENCE:
-            return _after_one(run, _unless(paused, run, _copied(later, None))), UNASKED
         self._turns[graph] = turns
         return turns.forward(run, _copied(later, info.outputs)), UNASKED
+
+
+def _inference(
+    run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo, form: Form, *, asked: bool
+) -> tuple[Boxed, str]:
+    """Recorded, with results that the next call overwrites if that was asked for, and a note of it."""
+    info = replace(info, static_inputs=(*info.static_inputs, *form.written))
+    later = recorded(run, gm, inputs, info, _device_index(gm))
+    note = RECORDED if asked else UNASKED
+    if not asked:
+        later = _unless(paused, run, _copied(later, None))
+    if form == Form():
+        return _after_one(run, later), note
+    return _when_known(run, later, form), f"{note}; {FORMS}"
 
 
 class _Turns:
@@ -271,7 +335,7 @@ def recorded(run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphI
 
     return cudagraphify_impl(
         model,
-        list(inputs),
+        [0 if isinstance(value, torch.SymInt) else value for value in inputs],  # of numbers, where they are
         info.static_inputs,
         device_index=index,
         is_backward=info.phase is Phase.BACKWARD,
@@ -290,6 +354,29 @@ def _after_one(first: Boxed, later: Boxed) -> Boxed:
         nonlocal current
         called, current = current, later
         return called(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _when_known(plain: Boxed, later: Boxed, form: Form) -> Boxed:
+    """`later` for calls of a form that came before, else `plain`: to record takes as long as many calls."""
+    known: set[tuple[int, ...]] = set()
+    once: dict[tuple[int, ...], None] = {}
+
+    def call(arguments: list[Any]) -> Any:
+        found = form.of(arguments)
+        if found is None:
+            return plain(arguments)
+        if found in once and len(known) < MOST_FORMS:
+            del once[found]
+            known.add(found)
+        if found in known:
+            return later(arguments)
+        once[found] = None
+        if len(once) > MOST_FORMS:
+            del once[next(iter(once))]
+        return plain(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

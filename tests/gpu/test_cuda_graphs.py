@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
 from fusion_compiler.errors import FusionWarning
-from fusion_compiler.runtime.cuda_graphs import RECORDED, UNASKED
+from fusion_compiler.runtime.cuda_graphs import FORMS, RECORDED, UNASKED
 
 CUDA = torch.device("cuda")
 
@@ -199,20 +199,47 @@ def test_a_cache_that_is_marked_is_written_in_replays() -> None:
     assert decisions(fast) == [RECORDED]
 
 
+def test_caches_that_move_and_grow_are_written_in_replays() -> None:
+    """As `generate` makes them: for each prompt one of its own length."""
+
+    def put(cache: Tensor, new: Tensor, where: Tensor) -> Tensor:
+        cache.index_copy_(0, where, torch.tanh(new))
+        return cache.sum(0)
+
+    fast = fc.compile(put, cudagraphs=True, strict=True)
+    with torch.no_grad():
+        for length in (32, 48, 32, 96, 48):
+            mine = torch.randn(length, 64, device=CUDA)
+            theirs = mine.clone()
+            for position in range(6):
+                new, where = torch.randn(1, 64, device=CUDA), torch.tensor([position], device=CUDA)
+                torch.testing.assert_close(fast(mine, new, where), put(theirs, new, where))
+                torch.testing.assert_close(mine, theirs)
+    assert decisions(fast) == [f"{RECORDED}; {FORMS}"] * 2
+
+
+def test_sizes_that_come_twice_are_replayed() -> None:
+    fast = fc.compile(lambda x: torch.softmax(x, -1).sum(0) + 1, cudagraphs=True, dynamic=True, strict=True)
+    with torch.no_grad():
+        for rows in (4, 5, 9, 5, 4, 5, 9, 4):
+            x = torch.randn(rows, 8, device=CUDA)
+            torch.testing.assert_close(fast(x), torch.softmax(x, -1).sum(0) + 1)
+    assert decisions(fast) == [f"{RECORDED}; {FORMS}"]
+
+
 def test_what_is_not_recorded_says_why_and_is_right() -> None:
     def put(cache: Tensor, new: Tensor) -> Tensor:
         cache.add_(new)
-        return cache.sin()
+        return (cache * new).sin()
 
     fast = fc.compile(put, cudagraphs=True)
-    with pytest.warns(FusionWarning, match="address may change"), torch.no_grad():
+    with pytest.warns(FusionWarning, match="address may change"):
         for _ in range(3):
             mine, new = torch.randn(2, 64, device=CUDA)
-            theirs = mine.clone()
-            torch.testing.assert_close(fast(mine, new), put(theirs, new))
-            torch.testing.assert_close(mine, theirs)
+            theirs, weight = mine.clone(), new.clone().requires_grad_()
+            torch.testing.assert_close(fast(mine, weight), put(theirs, weight))
     dynamic = fc.compile(lambda x: x.sin() + 1, cudagraphs=True, dynamic=True)
     with pytest.warns(FusionWarning, match="sizes differ"):
         for rows in (4, 5, 9):
-            x = torch.randn(rows, 8, device=CUDA)
+            x = torch.randn(rows, 8, device=CUDA, requires_grad=True)
             torch.testing.assert_close(dynamic(x), x.sin() + 1)
