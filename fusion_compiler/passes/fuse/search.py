@@ -87,13 +87,14 @@ class Search:
         heapq.heappush(self.heap, (-float(saved), not alone, a, b, self.version[a], self.version[b]))
 
     def serves(self, a: int, b: int) -> bool:
-        """Whether what a candidate makes is read by another alone, which reduces, and waits there for nothing
-        more: with what it is made of it might wait for another reduction."""
+        """Whether what a candidate makes is read by another alone, which reduces: with what it is made of it
+        might wait for another reduction. What does not stay in L2 comes first only where it waits for
+        nothing more."""
         if all(self.dag.op(name).kind is not Kind.REDUCTION for name in self.candidates[b].ops):
             return False
-        outputs = self.candidates[a].outputs
-        alone = all(self.readers(n) == {b} and not self.pool.must_exist(n) for n in outputs)
-        return alone and not self.reach.waits(a, b)
+        pool, outputs = self.pool, self.candidates[a].outputs
+        alone = all(self.readers(n) == {b} and not pool.must_exist(n) for n in outputs)
+        return alone and (all(pool.info(n).in_l2 for n in outputs) or not self.reach.waits(a, b))
 
     def neighbours(self, number: int) -> dict[int, int]:
         """Candidates that share a tensor with this one, and the bytes that one pass over both would save."""
