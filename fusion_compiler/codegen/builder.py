@@ -98,6 +98,7 @@ class Builder:
         self.named: dict[tuple[str, int], str] = {}  # what else is defined once in a block
         self.tile = Tile(schedule.block_rows == 1, schedule.block_cols)
         self.contracted: dict[int, Contraction] = {}  # sum -> what makes it, where tensor units do
+        self.as_loaded = frozenset[int]()  # loads that tensor units take as they are, and nothing else reads
         self.tiles: dict[tuple[int, ...], Callable[[], None]] = {}  # pieces that one tile has: what builds it
         self.made: dict[int, Callable[[], None]] = {}  # one of them: what builds it by itself
         self.packs: dict[tuple[int, ...], Packed] = {}  # pieces -> the tile that has them

@@ -8,7 +8,7 @@ is less than eager's own roundings; what a matrix holds in fewer bits goes in as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,7 @@ import torch
 from fusion_compiler.codegen import pieces
 from fusion_compiler.codegen.builder import Builder, Packed
 from fusion_compiler.codegen.nodes import build_nodes
-from fusion_compiler.codegen.tile import Assign
-from fusion_compiler.ir.loops import COLS, Compute, Load, operands_of
+from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, operands_of
 from fusion_compiler.schedule.analysis import rounding_of
 from fusion_compiler.schedule.contractions import Contraction, contractions_of, contracts, parts_of
 
@@ -35,6 +34,11 @@ class Terms:
     matrix: int
     vectors: int
 
+    @property
+    def parts(self) -> int:
+        """Of the sums: for each of the vectors' terms, and one at least for what is left of the matrix."""
+        return 4 if self.vectors > 2 else max(self.matrix, self.vectors)
+
 
 def enter(b: Builder) -> None:
     """Tells a builder which sums its tiles contract, and how these and their pieces are made."""
@@ -42,6 +46,7 @@ def enter(b: Builder) -> None:
         return
     found = [c for c in contractions_of(b.a) if terms_of(b, c) is not None]
     b.contracted = {i: c for c in found for i in c.sums}
+    b.as_loaded = frozenset(i for c in found for i in _taken_as_loaded(b, c))
     for c in found:
         b.tiles[c.sums] = lambda c=c: _build(b, c)
         b.made |= dict.fromkeys(c.sums, lambda c=c: _by_themselves(b, c.sums))
@@ -66,13 +71,28 @@ def terms_of(b: Builder, c: Contraction) -> Terms | None:
 
 def _held(b: Builder, number: int) -> torch.dtype | None:
     """The dtype in which a value lies in memory, or is rounded to; None where it is computed."""
-    node = b.loops.nodes[number]
-    if isinstance(node, Compute) and node.target in CONVERSIONS and rounding_of(node) is None:
-        (source,) = operands_of(node)
-        node = b.loops.nodes[source]
+    node = b.loops.nodes[_source(b, number)]
     if rounding_of(node) == str(torch.bfloat16):
         return torch.bfloat16
     return b.dtypes[node.buffer] if isinstance(node, Load) else None
+
+
+def _source(b: Builder, number: int) -> int:
+    """The node whose number this one is, in another dtype."""
+    node = b.loops.nodes[number]
+    if isinstance(node, Compute) and node.target in CONVERSIONS and rounding_of(node) is None:
+        (number,) = operands_of(node)
+    return number
+
+
+def _taken_as_loaded(b: Builder, c: Contraction) -> Iterator[int]:
+    """The load of a matrix of bfloat16 that nothing reads but the terms of contracted sums."""
+    terms = {b.reduction(i).operand for i, other in b.contracted.items() if other.matrix == c.matrix}
+    source = _source(b, c.matrix)
+    node = b.loops.nodes[source]
+    readers = {i for i, other in enumerate(b.loops.nodes) if {source, c.matrix} & {*operands_of(other)}}
+    if isinstance(node, Load) and b.dtypes[node.buffer] is torch.bfloat16 and readers <= terms | {c.matrix}:
+        yield source
 
 
 def _by_themselves(b: Builder, sums: tuple[int, ...]) -> None:
@@ -84,15 +104,14 @@ def _by_themselves(b: Builder, sums: tuple[int, ...]) -> None:
 
 def _build(b: Builder, c: Contraction) -> None:
     """All sums of a contraction whose matrix lies in the tile."""
-    matrix, vectors = _matrix(b, c), _vectors(b, c)
-    count = pieces.padded(len(c.sums))
-    shape = f"[{b.s.block_rows}, {count}]" if c.along == COLS else f"[{count}, {b.tile.lanes}]"
-    x, y = (matrix, f"tl.trans({vectors})") if c.along == COLS else (f"tl.trans({vectors})", matrix)
-    zeros = b.let("zeros", f"tl.zeros({shape}, tl.float32)")
-    names = _states(b)
-    _multiply(b, c, x, y, (zeros, zeros), names)
-    total = b.let("products", f"fm.contracted({', '.join(names)})")
-    b.packs[c.sums] = Packed(total, 1 if c.along == COLS else 0)
+    count = pieces.padded(len(c.sums)) * _terms(b, c).parts
+    lanes = b.s.block_rows if c.along == COLS else b.tile.lanes
+    products = b.let("products", _product(b, c, f"tl.zeros([{lanes}, {count}], tl.float32)"))
+    total = _total(b, c, products)
+    if c.along == ROWS:
+        total = f"tl.trans({total})"
+    axis = 1 if c.along == COLS else 0
+    b.packs[c.sums] = Packed(products if total == products else b.let("products", total), axis)
 
 
 @dataclass(frozen=True)
@@ -113,26 +132,22 @@ class Contracted:
     def start(self, b: Builder) -> tuple[str, ...]:
         if pieces.alike(b, self.contraction.vectors):
             pieces.prepare(b, self.contraction.vectors)
-        parts, names = parts_of(b.s), _states(b)
-        count = pieces.padded(len(self.numbers))
-        shape = f"[{f'{parts}, ' if parts > 1 else ''}{b.s.block_rows}, {count}]"
-        for name in names:
-            b.set(name, f"tl.zeros({shape}, tl.float32)")
-        return names
+        split, name = parts_of(b.s), b.variables.new("products")
+        count = pieces.padded(len(self.numbers)) * _terms(b, self.contraction).parts
+        shape = f"[{f'{split}, ' if split > 1 else ''}{b.s.block_rows}, {count}]"
+        b.set(name, f"tl.zeros({shape}, tl.float32)")
+        return (name,)
 
     def step(self, b: Builder, names: Sequence[str]) -> None:
-        c, parts = self.contraction, parts_of(b.s)
-        x, y = _matrix(b, c), _vectors(b, c)
-        if parts > 1:
-            x, y = f"fm.in_parts({x}, {parts})", f"tl.permute(fm.in_parts({y}, {parts}), (0, 2, 1))"
-        else:
-            y = f"tl.trans({y})"
-        _multiply(b, c, x, y, names, names)
+        (name,) = names
+        b.set(name, _product(b, self.contraction, name))
 
     def fold(self, b: Builder, names: Sequence[str]) -> None:
-        for name in names if parts_of(b.s) > 1 else ():
-            b.set(name, f"tl.sum({name}, axis=0)")
-        b.set(names[0], f"fm.contracted({', '.join(names)})")
+        (name,) = names
+        whole = f"tl.sum({name}, axis=0)" if parts_of(b.s) > 1 else name
+        total = _total(b, self.contraction, whole)
+        if total != name:
+            b.set(name, total)
 
     def bind(self, b: Builder, names: Sequence[str]) -> None:
         b.packs[self.contraction.sums] = Packed(names[0], 1)
@@ -147,18 +162,25 @@ class Contracted:
         raise TypeError("programs that share a row contract nothing")
 
 
-def _states(b: Builder) -> tuple[str, str]:
-    return b.variables.new("products"), b.variables.new("rest")
+def _terms(b: Builder, c: Contraction) -> Terms:
+    found = terms_of(b, c)
+    assert found is not None
+    return found
 
 
-def _multiply(
-    b: Builder, c: Contraction, x: str, y: str, before: Sequence[str], after: Sequence[str]
-) -> None:
-    terms = terms_of(b, c)
-    assert terms is not None
-    counts = (terms.matrix, terms.vectors) if c.along == COLS else (terms.vectors, terms.matrix)
-    value = f"fm.contract({x}, {y}, {', '.join(before)}, {counts[0]}, {counts[1]})"
-    b.add(Assign(tuple(after), value))
+def _product(b: Builder, c: Contraction, before: str) -> str:
+    """What was there before, and the products of a contraction's matrix and vectors."""
+    terms, matrix, vectors = _terms(b, c), _matrix(b, c), _vectors(b, c)
+    if c.along == ROWS:
+        matrix = f"tl.trans({matrix})"
+    split = f", {parts_of(b.s)}" if parts_of(b.s) > 1 else ""
+    counts = f"{terms.matrix}, {terms.vectors}, {terms.parts}"
+    return f"fm.contract({matrix}, {vectors}, {before}, {counts}{split})"
+
+
+def _total(b: Builder, c: Contraction, products: str) -> str:
+    parts = _terms(b, c).parts
+    return products if parts == 1 else f"fm.contracted({products}, {parts})"
 
 
 def _matrix(b: Builder, c: Contraction) -> str:
@@ -170,11 +192,12 @@ def _matrix(b: Builder, c: Contraction) -> str:
 
 
 def _vectors(b: Builder, c: Contraction) -> str:
-    """[vectors, columns] where the sums are along the columns, else [rows, vectors]."""
+    """[vectors, columns] where the sums are along the columns, else [vectors, rows]."""
     mask = b.mask(frozenset({c.along}), None)
     if pieces.alike(b, c.vectors):
         tile = pieces.lying(pieces.pack(b, c.vectors), 0 if c.along == COLS else 1)
-        return f"tl.where({mask}, {tile}, 0.0)" if mask else tile
+        tile = f"tl.where({mask}, {tile}, 0.0)" if mask else tile
+        return tile if c.along == COLS else f"tl.trans({tile})"
     build_nodes(b, b.need(c.vectors))
     values = [b.variable(n) for n in c.vectors]
     values = [f"tl.where({mask}, {v}, 0.0)" for v in values] if mask else values
@@ -182,4 +205,5 @@ def _vectors(b: Builder, c: Contraction) -> str:
     function = "fm.stack" if c.along == COLS else "fm.beside"
     while len(values) > 1:
         values = [f"{function}({x}, {y})" for x, y in zip(values[::2], values[1::2], strict=True)]
-    return b.once(("vectors", c.vectors[0]), "vectors", values[0])
+    tile = values[0] if c.along == COLS else f"tl.trans({values[0]})"
+    return b.once(("vectors", c.vectors[0]), "vectors", tile)

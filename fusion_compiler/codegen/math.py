@@ -884,32 +884,70 @@ def beyond(x, part):
 
 
 @triton.jit
-def contract(x, y, main, rest, x_terms: tl.constexpr, y_terms: tl.constexpr):
-    """(main, rest) + x @ y, of float32 by bfloat16: main has the product of what that holds of both, rest
-    that of what it leaves.
-
-    terms: 1 of numbers that bfloat16 holds; with 2 of both, products of 16 bits, with 3 those of float32.
+def in_terms(x, terms: tl.constexpr, parts: tl.constexpr, shift: tl.constexpr):
+    """A tile [n, k] of float32 as bfloat16: [parts * n, k], a part for what it holds of x, what it holds of
+    the rest, and so on, zeros behind the last. shift: a part of zeros before them, and the last one left out.
     """
-    x_0, y_0 = x.to(tl.bfloat16), y.to(tl.bfloat16)
-    main = tl.dot(x_0, y_0, main)
-    if y_terms > 1:
-        y_left = beyond(y, y_0)
-        y_1 = y_left.to(tl.bfloat16)
-        rest = tl.dot(x_0, y_1, rest)
-        if y_terms > 2:
-            rest = tl.dot(x_0, beyond(y_left, y_1).to(tl.bfloat16), rest)
-    if x_terms > 1:
-        x_left = beyond(x, x_0)
-        x_1 = x_left.to(tl.bfloat16)
-        rest = tl.dot(x_1, y_0, rest)
-        if x_terms > 2:
-            rest = tl.dot(beyond(x_left, x_1).to(tl.bfloat16), y_0, rest)
-        if x_terms + y_terms > 4:
-            rest = tl.dot(x_1, y_1, rest)
-    return main, rest
+    x_0 = x.to(tl.bfloat16)
+    zero = tl.zeros_like(x_0)
+    x_1, x_2 = zero, zero
+    if terms > 1:
+        left = beyond(x, x_0)
+        x_1 = left.to(tl.bfloat16)
+        if terms > 2:
+            x_2 = beyond(left, x_1).to(tl.bfloat16)
+    if shift:
+        x_0, x_1, x_2 = zero, x_0, x_1
+    if parts == 1:
+        return x_0
+    elif parts == 2:
+        return stack(x_0, x_1)
+    else:
+        return stack(stack(x_0, x_1), stack(x_2, zero))
 
 
 @triton.jit
-def contracted(main, rest):
-    """The sum of both; where the first is infinite, the second may be no number."""
-    return main + tl.where(rest == rest, rest, 0.0)
+def product(matrix, vectors, total, split: tl.constexpr):
+    if split == 1:
+        return tl.dot(matrix, tl.trans(vectors), total)
+    else:
+        return tl.dot(in_parts(matrix, split), tl.permute(in_parts(vectors, split), (0, 2, 1)), total)
+
+
+@triton.jit
+def contract(
+    matrix,
+    vectors,
+    total,
+    matrix_terms: tl.constexpr,
+    vector_terms: tl.constexpr,
+    parts: tl.constexpr,
+    split: tl.constexpr = 1,
+):
+    """`total` with the products of a matrix [m, k] and n vectors [n, k] added: [m, parts * n]; with `split`
+    [split, m, parts * n], of so many parts of k.
+
+    terms: 1 of numbers that bfloat16 holds, 2 of those with 16 bits, 3 of float32. The first part is the
+    product of what bfloat16 holds of both, the others are what that leaves. Of several products in a kernel
+    warps share the rows as in the first, so that all have the matrix on this side.
+    """
+    held = matrix.to(tl.bfloat16)
+    total = product(held, in_terms(vectors, vector_terms, parts, False), total, split)
+    if matrix_terms > 1:
+        left = beyond(matrix, held).to(tl.bfloat16)
+        total = product(left, in_terms(vectors, vector_terms, parts, True), total, split)
+    return total
+
+
+@triton.jit
+def contracted(total, parts: tl.constexpr):
+    """The sum of the parts of a product [m, parts * n]; where the first is infinite, the others may be no
+    numbers."""
+    if parts == 1:
+        return total
+    else:
+        apart = tl.reshape(total, [total.shape[0], parts, total.shape[1] // parts])
+        part = tl.arange(0, parts)[None, :, None]
+        main = tl.sum(tl.where(part == 0, apart, 0.0), axis=1)
+        rest = tl.sum(tl.where(part == 0, 0.0, apart), axis=1)
+        return main + tl.where(rest == rest, rest, 0.0)

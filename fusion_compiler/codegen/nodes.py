@@ -145,7 +145,7 @@ def value_of(b: Builder, number: int) -> tuple[Expression, str]:
 
 
 def _loaded(b: Builder, number: int, node: Load) -> Expression:
-    then = accesses.converted(b, node)
+    then = "{}" if number in b.as_loaded else accesses.converted(b, node)
     if not is_kept(b, number):
         return accesses.load(b, number, then)
     base = b.pointers[node.buffer].removesuffix("_ptr")
