@@ -50,22 +50,22 @@ class Layer(nn.Module):
 
     cache: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.register_buffer("cache", torch.randn(PLACES, WIDTH))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.register_buffer("cache", torch.randn(PLACES, width))
 
     def forward(self, x: Tensor, at: Tensor) -> Tensor:
         self.cache.index_copy_(0, at, x)
-        return x + self.down(F.silu(self.up(self.norm(x)))) + self.cache.sum(0)
+        return x + self.down(F.silu(self.up(self.norm(x)))) + self.cache.mean(0)
 
 
 class Decoder(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, layers: int = 2, width: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
 
     def forward(self, x: Tensor, at: Tensor) -> Tensor:
         for layer in self.layers:

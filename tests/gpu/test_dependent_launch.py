@@ -6,47 +6,19 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
 from fusion_compiler.passes.fuse.dependent import NOTE
+from tests.test_dependent_launch import PLACES, Decoder
 
 CUDA = torch.device("cuda")
-WIDTH, PLACES, LAYERS, REPLAYS = 1024, 16, 6, 10_000
+WIDTH, LAYERS, REPLAYS = 1024, 6, 10_000
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs sm_90"
 )
-
-
-class Layer(nn.Module):
-    """What decoding is made of: a norm, products of one row, a residual, a cache that is written and read."""
-
-    cache: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.register_buffer("cache", torch.zeros(PLACES, WIDTH))
-
-    def forward(self, x: Tensor, at: Tensor) -> Tensor:
-        self.cache.index_copy_(0, at, x)
-        return x + self.down(F.silu(self.up(self.norm(x)))) + self.cache.mean(0)
-
-
-class Decoder(nn.Module):
-    def __init__(self, layers: int = LAYERS) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-
-    def forward(self, x: Tensor, at: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, at)
-        return x
 
 
 def a_round(called: object, inputs: Tensor) -> list[Tensor]:
@@ -57,7 +29,7 @@ def a_round(called: object, inputs: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_ten_thousand_replays(dtype: torch.dtype) -> None:
     """Each replay gives the bits of kernels one after the other, also right behind a write of the weights."""
-    model = Decoder().to(CUDA, dtype)
+    model = Decoder(LAYERS, WIDTH).to(CUDA, dtype)
     plain = fc.compile(
         copy.deepcopy(model), dependent_launch=False, tune=False, dynamic=False, strict=True, cudagraphs=True
     )
@@ -74,7 +46,7 @@ def test_ten_thousand_replays(dtype: torch.dtype) -> None:
         assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
         for ours, eager, true in zip(found, theirs, truth, strict=True):
             assert not (problem := not_worse(ours, eager, true)), problem
-        weight = model.layers[0].up.weight  # type: ignore[union-attr]
+        weight = model.get_parameter("layers.0.up.weight")
         kept, none = weight.clone(), torch.zeros_like(weight)
         for i in range(REPLAYS):
             if i % 7 == 0:  # an optimizer's write: the next replay's first kernel comes right behind it
