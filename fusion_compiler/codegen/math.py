@@ -18,6 +18,14 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+# Kernels know this module alone.
+from fusion_compiler.codegen.tensor_units import beside as beside
+from fusion_compiler.codegen.tensor_units import contract as contract
+from fusion_compiler.codegen.tensor_units import contracted as contracted
+from fusion_compiler.codegen.tensor_units import halves as halves
+from fusion_compiler.codegen.tensor_units import in_parts as in_parts
+from fusion_compiler.codegen.tensor_units import stack as stack
+
 
 @triton.jit
 def div(x, y):
@@ -593,13 +601,13 @@ def load_behind(pointer, first, lead, count: tl.constexpr, width: tl.constexpr =
     bits: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
     size: tl.constexpr = 128 // bits  # elements of a word
     words = (first - lead // size * size) // size + tl.arange(0, count // size)[:, None]
-    halves = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + words * 2 + tl.arange(0, 2)[None, :]
+    pieces = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + words * 2 + tl.arange(0, 2)[None, :]
     if width == 0:
-        before, here = tl.load(halves - 2), tl.load(halves)
+        before, here = tl.load(pieces - 2), tl.load(pieces)
     else:
         count_of_words: tl.constexpr = (width + size - 1) // size
-        before = tl.load(halves - 2, mask=(words > 0) & (words <= count_of_words), other=0)
-        here = tl.load(halves, mask=(words >= 0) & (words < count_of_words), other=0)
+        before = tl.load(pieces - 2, mask=(words > 0) & (words <= count_of_words), other=0)
+        here = tl.load(pieces, mask=(words >= 0) & (words < count_of_words), other=0)
     low, middle = tl.split(before)
     high, last = tl.split(here)
     bits_behind = lead % size * bits
@@ -614,10 +622,10 @@ def load_behind(pointer, first, lead, count: tl.constexpr, width: tl.constexpr =
 @triton.jit
 def apart(words, dtype: tl.constexpr, count: tl.constexpr):
     """The elements of 64-bit numbers, the lowest bits first."""
-    halves = tl.join(words.to(tl.uint32), (words >> 32).to(tl.uint32))
+    pieces = tl.join(words.to(tl.uint32), (words >> 32).to(tl.uint32))
     if dtype.primitive_bitwidth == 16:
-        halves = tl.join(halves.to(tl.uint16), (halves >> 16).to(tl.uint16))
-    return tl.reshape(halves, [count]).to(dtype, bitcast=True)
+        pieces = tl.join(pieces.to(tl.uint16), (pieces >> 16).to(tl.uint16))
+    return tl.reshape(pieces, [count]).to(dtype, bitcast=True)
 
 
 # How often a program looks for messages before it ends in an error: for minutes, as a look takes 0.7 us.
@@ -844,110 +852,3 @@ def check_index(index: Any, low: Any, high: Any, what: Any, inside: Any = None, 
 
 
 check_index.__triton_builtin__ = True
-
-
-# -- contractions: products of a matrix with several vectors, on tensor units ----------------------------
-
-
-@triton.jit
-def stack(x, y):
-    """Two tiles, one below the other."""
-    return tl.reshape(tl.permute(tl.join(x, y), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
-
-
-@triton.jit
-def beside(x, y):
-    """Two tiles, one beside the other."""
-    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
-
-
-@triton.jit
-def halves(x, axis: tl.constexpr):
-    """A tile cut in two along an axis."""
-    if axis == 0:
-        return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
-    else:
-        return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-
-
-@triton.jit
-def in_parts(x, parts: tl.constexpr):
-    """A tile's columns in equal parts: [parts, rows, columns of a part]."""
-    return tl.permute(tl.reshape(x, [x.shape[0], parts, x.shape[1] // parts]), (1, 0, 2))
-
-
-@triton.jit
-def beyond(x, part):
-    """What bfloat16 leaves of a number, of which `part` is what it holds; nothing of infinity."""
-    left = x - part.to(tl.float32)
-    return tl.where(left == left, left, 0.0)
-
-
-@triton.jit
-def in_terms(x, terms: tl.constexpr, parts: tl.constexpr, shift: tl.constexpr):
-    """A tile [n, k] of float32 as bfloat16: [parts * n, k], a part for what it holds of x, what it holds of
-    the rest, and so on, zeros behind the last. shift: a part of zeros before them, and the last one left out.
-    """
-    x_0 = x.to(tl.bfloat16)
-    zero = tl.zeros_like(x_0)
-    x_1, x_2 = zero, zero
-    if terms > 1:
-        left = beyond(x, x_0)
-        x_1 = left.to(tl.bfloat16)
-        if terms > 2:
-            x_2 = beyond(left, x_1).to(tl.bfloat16)
-    if shift:
-        x_0, x_1, x_2 = zero, x_0, x_1
-    if parts == 1:
-        return x_0
-    elif parts == 2:
-        return stack(x_0, x_1)
-    else:
-        return stack(stack(x_0, x_1), stack(x_2, zero))
-
-
-@triton.jit
-def product(matrix, vectors, total, split: tl.constexpr):
-    if split == 1:
-        return tl.dot(matrix, tl.trans(vectors), total)
-    else:
-        return tl.dot(in_parts(matrix, split), tl.permute(in_parts(vectors, split), (0, 2, 1)), total)
-
-
-@triton.jit
-def contract(
-    matrix,
-    vectors,
-    total,
-    matrix_terms: tl.constexpr,
-    vector_terms: tl.constexpr,
-    parts: tl.constexpr,
-    split: tl.constexpr = 1,
-):
-    """`total` with the products of a matrix [m, k] and n vectors [n, k] added: [m, parts * n]; with `split`
-    [split, m, parts * n], of so many parts of k.
-
-    terms: 1 of numbers that bfloat16 holds, 2 of those with 16 bits, 3 of float32. The first part is the
-    product of what bfloat16 holds of both, the others are what that leaves. Of several products in a kernel
-    warps share the rows as in the first, so that all have the matrix on this side.
-    """
-    held = matrix.to(tl.bfloat16)
-    total = product(held, in_terms(vectors, vector_terms, parts, False), total, split)
-    if matrix_terms > 1:
-        left = beyond(matrix, held).to(tl.bfloat16)
-        total = product(left, in_terms(vectors, vector_terms, parts, True), total, split)
-    return total
-
-
-@triton.jit
-def contracted(total, parts: tl.constexpr):
-    """The sum of the parts of a product [m, parts * n]; where the first is infinite, the others may be no
-    numbers."""
-    if parts == 1:
-        return total
-    else:
-        apart = tl.reshape(total, [total.shape[0], parts, total.shape[1] // parts])
-        part = tl.arange(0, parts)[None, :, None]
-        main = tl.sum(tl.where(part == 0, apart, 0.0), axis=1)
-        rest = tl.sum(tl.where(part == 0, 0.0, apart), axis=1)
-        return main + tl.where(rest == rest, rest, 0.0)
