@@ -68,7 +68,7 @@ from fusion_compiler.passes.lower.space import (
     matrix_space,
     reduced_by,
 )
-from fusion_compiler.passes.lower.special import SPECIAL, put_place
+from fusion_compiler.passes.lower.special import SPECIAL, looked_up, put_place
 
 aten = torch.ops.aten
 SEGMENTS = (8, 16, 32, 64, 128)  # columns: every block of columns has whole ones
@@ -558,7 +558,10 @@ class Lowering(Builder):
         assert found is not None
         *batch, m, k, n = coords
         left = self.value(found.left, (*batch, m, k), None)
-        right = self.value(found.right, (*batch, k, n), None)
+        if found.chosen is None:
+            right = self.value(found.right, (*batch, k, n), None)
+        else:
+            right = looked_up(self, op, found.right, (ZERO, k, n), [(m,)], None)
         dtype = compute_dtype(op.outputs[0].dtype)
         term = self.computed(aten.mul.Tensor, left, right, dtype, f"{op.name}_terms")
         node = self.emit(Reduce("sum", term, over, dtype), op.name)
