@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
+from fusion_compiler.ir.dims import numel
 from fusion_compiler.ir.experts import expert_mm
+from fusion_compiler.ir.layout import is_view
 from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.passes.fuse.cost import FEW_ROWS
 from fusion_compiler.passes.rewrites.experts import MOST_ROWS
@@ -61,9 +66,9 @@ def offsets_of(experts: int, *chosen: int) -> Tensor:
     return counts.cumsum(0).int()
 
 
-def planned(f: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, fc.FusionPlan]:
+def planned(f: Callable[..., Tensor], *inputs: Tensor, strict: bool = True) -> tuple[Tensor, fc.FusionPlan]:
     torch._dynamo.reset()  # sizes of other cases are no symbols here
-    fast = fc.compile(f, backend="interpret", strict=True)
+    fast = fc.compile(f, backend="interpret", strict=strict)
     with torch.no_grad():
         ours = fast(*inputs)
     (plan,) = fast.plan
@@ -127,5 +132,149 @@ def test_the_call_itself_is_the_same(dtype: torch.dtype) -> None:
     torch.testing.assert_close(expert_mm(x, w.mT, expert), expected)
 
 
+# -- what is planned ------------------------------------------------------------------------------------
+
+
+def mixture(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """As transformers has it: the two best experts of each row of x [tokens, h]; up: [E, 2 i, h], gates and
+    what they gate, down: [E, h, i]."""
+    weights, chosen = F.linear(x, router).float().softmax(-1).topk(2, -1)
+    weights = (weights / weights.sum(-1, keepdim=True)).flatten()
+    ids, order = chosen.flatten().sort()
+    counts = torch.histc(ids.float() if x.device.type == "cpu" else ids.int(), len(up), 0, len(up) - 1)
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    gate, value = in_rows(x[order // 2], up, offsets).chunk(2, -1)
+    made = in_rows(F.silu(gate) * value, down, offsets) * weights[order][:, None]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=x.device)
+    return made[back].unflatten(0, (-1, 2)).sum(1).to(x.dtype)
+
+
+def mixtral(tokens: int, device: str = "cuda") -> list[Tensor]:
+    shapes = [(tokens, 4096), (8, 4096), (8, 28672, 4096), (8, 4096, 14336)]
+    return [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_a_mixture_of_mixtral(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both products are clusters that read no more matrices than there are rows or experts, and nothing of
+    their size is made."""
+    monkeypatch.undo()
+    with FakeTensorMode(), torch.no_grad():
+        tensors = mixtral(tokens)
+        (plan,) = fc.explain(mixture, *tensors, device="h200").plans
+    assert not [left for left in plan.leftovers if "expert" in left.op or "grouped" in left.op], str(plan)
+    matrices = min(8, 2 * tokens) * 3 * 14336 * 4096 * 2
+    products = [c for c in plan.clusters if any("expert_mm" in op for op in c.ops)]
+    moved = sum(c.cost.bytes_read + c.cost.bytes_written for c in products)
+    assert len(products) == 2 and matrices < moved < 1.01 * matrices
+    assert 1e6 * matrices / 4.28e12 < sum(c.cost.us for c in products) < 1.15e6 * matrices / 4.28e12
+    ops = [op for op in map(plan.dag.op, plan.dag.order) if op.args and op.inputs]
+    largest = max(numel(m.shape) for op in ops for m in op.outputs if not is_view(op))
+    assert largest == 2 * tokens * 28672, "no matrix is gathered"
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_the_values_of_a_mixture(tokens: int) -> None:
+    shapes = (tokens, 64), (8, 64), (8, 80, 64), (8, 64, 40)
+    inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    ours, plan = planned(mixture, *inputs, strict=False)  # the best two are found by PyTorch
+    assert "experts: done x2" in str(plan)
+    assert not [left for left in plan.leftovers if "expert" in left.op or "grouped" in left.op], str(plan)
+    x, router, up, down = map(torch.Tensor.double, inputs)
+    weights, chosen = F.linear(*inputs[:2]).float().softmax(-1).topk(2, -1)
+    weights = weights.double() / weights.double().sum(-1, keepdim=True)
+    gate, value = (up[chosen] @ x[:, None, :, None])[..., 0].chunk(2, -1)
+    each = (down[chosen] @ (F.silu(gate) * value)[..., None])[..., 0]
+    truth = (each * weights[..., None]).sum(1)
+    assert not_as_close(ours, mixture(*inputs), truth) is None
+
+
+@pytest.mark.parametrize("backend", ["eager", "interpret"])
+def test_many_rows_stay_a_call(backend: str) -> None:
+    x, w = tensors(MOST_ROWS + 1, 4, 32, 24, torch.bfloat16)
+    fast = fc.compile(in_rows, backend=backend, strict=True, device="h200")
+    with torch.no_grad():
+        fast(x, w, some(4, MOST_ROWS + 1))
+    (plan,) = fast.plan
+    assert [(left.target, left.reason) for left in plan.leftovers] == [
+        ("aten._grouped_mm.default", "library call")
+    ]
+    assert "experts" not in plan.notes
+
+
+def test_what_is_not_worth_a_cluster_is_one_library_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is gathered for it either."""
+    monkeypatch.setattr(candidates, "LIBRARY_MARGIN", 0)
+    x, w = tensors(3, 4, 32, 24, torch.bfloat16)
+    ours, plan = planned(in_rows, x, w, offsets_of(4, 0, 2, 2))
+    assert [left.target for left in plan.leftovers] == ["fusion_compiler.expert_mm.default"]
+    assert not [op for op in plan.dag.order if "index" in op]
+    torch.testing.assert_close(ours, in_rows(x, w, offsets_of(4, 0, 2, 2)))
+
+
+def test_a_gradient_is_the_librarys() -> None:
+    x, w = tensors(3, 4, 32, 24, torch.bfloat16)
+    w.requires_grad_()
+    fast = fc.compile(in_rows, backend="interpret", strict=True)
+    fast(x, w, offsets_of(4, 0, 2, 2)).square().sum().backward()
+    assert "experts: refused: its gradient is wanted" in str(fast.plan[0])
+    ours, w.grad = w.grad, None
+    in_rows(x, w, offsets_of(4, 0, 2, 2)).square().sum().backward()
+    torch.testing.assert_close(ours, w.grad)
+
+
+def test_numerics_of_eager_stay_with_the_library() -> None:
+    x, w = tensors(3, 4, 32, 24, torch.bfloat16)
+    fast = fc.compile(in_rows, backend="interpret", numerics="eager")
+    with torch.no_grad():
+        fast(x, w, offsets_of(4, 0, 2, 2))
+    assert [left.target for left in fast.plan[0].leftovers] == ["aten._grouped_mm.default"]
+
+
+def test_sums_over_the_rows_of_each_expert_are_refused() -> None:
+    """As gradients of matrices are: [k, S] times [S, n]."""
+    x, y = torch.randn(2, 8, 16, dtype=torch.bfloat16)
+    offsets = torch.tensor([3, 8], dtype=torch.int32)
+    _, plan = planned(lambda x, y, offsets: F.grouped_mm(x.t(), y, offs=offsets), x, y, offsets)
+    assert "experts: refused: its rows are not those of one matrix each" in str(plan)
+    assert [left.target for left in plan.leftovers] == ["aten._grouped_mm.default"]
+
+
 def test_limits_agree() -> None:
     assert MOST_ROWS == FEW_ROWS
+
+
+# -- a model --------------------------------------------------------------------------------------------
+
+
+def tiny_mixtral(experts: str) -> Any:
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, experts_implementation=experts,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4 if p.dim() > 1 else 1)  # so that tokens and experts differ
+    return model
+
+
+def test_mixtral_decodes_as_eager_does() -> None:
+    """Tokens are those of eager, logits as close to float64 as eager's; of its products none is a call."""
+    model = tiny_mixtral("grouped_mm").bfloat16()
+    wide = tiny_mixtral("batched_mm").double()
+    wide.load_state_dict(model.state_dict())
+    prompt = torch.randint(3, 96, (1, 5))
+    options: dict[str, Any] = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0}
+    options |= {"min_new_tokens": 4, "max_new_tokens": 4, "output_logits": True}
+    options |= {"return_dict_in_generate": True}
+    fast = fc.compile(model, backend="interpret", device="h200")
+    ours, eager, truth = (m.generate(prompt, **options) for m in (fast, model, wide))
+    assert torch.equal(ours.sequences, eager.sequences)
+    for our, their, exact in zip(ours.logits, eager.logits, truth.logits, strict=True):
+        assert not_as_close(our, their, exact) is None
+    step = fast.plan[-1]
+    assert "experts: done x4" in str(step)
+    assert not [left for left in step.leftovers if left.kind == "contraction"], str(step)
