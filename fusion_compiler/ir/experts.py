@@ -17,18 +17,24 @@ torch.library.define(NAME, "(Tensor rows, Tensor matrices, Tensor expert) -> Ten
 expert_mm = torch.ops.fusion_compiler.expert_mm.default
 
 
+def _empty(like: Tensor, count: int, width: int) -> Tensor:
+    """[count, width], whose rows begin at multiples of 16 bytes, as PyTorch's grouped product has them."""
+    word = 16 // like.dtype.itemsize
+    return like.new_empty_strided((count, width), (-(-width // word) * word, 1))
+
+
 @torch.library.impl(NAME, "CompositeExplicitAutograd")
 def _run(rows: Tensor, matrices: Tensor, expert: Tensor) -> Tensor:
-    """rows: [S, k], matrices: [E, k, n], both of one float dtype, expert: int64 [S] within 0 <= e < E that
-    never falls -> [S, n]: rows[r] @ matrices[expert[r]]."""
+    """rows: [S, k], matrices: [E, k, n], both of one float dtype, expert: int64 [S] within 0 <= e < E ->
+    [S, n]: rows[r] @ matrices[expert[r]]."""
     numbers = torch.arange(len(matrices), device=expert.device)
     ends = (expert <= numbers[:, None]).sum(1, dtype=torch.int32)
-    return torch._grouped_mm(rows, matrices, ends)
+    order = expert.argsort()
+    held = _empty(rows, *rows.shape).copy_(rows[order])
+    made = torch._grouped_mm(held, matrices, ends)
+    return _empty(made, *made.shape).index_copy_(0, order, made)
 
 
 @torch.library.register_fake(NAME)
 def _fake(rows: Tensor, matrices: Tensor, expert: Tensor) -> Any:
-    """Rows begin at multiples of 16 bytes, as those of PyTorch's grouped product do."""
-    count, width = rows.shape[0], matrices.shape[-1]
-    word = 16 // rows.dtype.itemsize
-    return rows.new_empty_strided((count, width), (-(-width // word) * word, 1))
+    return _empty(rows, rows.shape[0], matrices.shape[-1])
