@@ -27,6 +27,7 @@ from fusion_compiler.ir.kernel import Argument, Kernel, Program, Role
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import execution_order
 from fusion_compiler.options import Options
+from tests.test_experts import mixtral, mixture
 from tests.test_few_queries import attention, tensors, window
 from tests.test_matvec import decode_step, llama_1b
 
@@ -77,6 +78,13 @@ def _decoding_plans() -> tuple[FusionPlan, ...]:
     return (*layer, *long)
 
 
+def _expert_plans() -> tuple[FusionPlan, ...]:
+    """Mixtral's experts for one token, and for four."""
+    with torch.no_grad():
+        plans = (fc.explain(mixture, *mixtral(tokens), device=DEVICE).plans for tokens in (1, 4))
+        return tuple(plan for each in plans for plan in each)
+
+
 JOINED = tuple(case for case in CAT_CASES if case.fn.__name__ in ("lstm_cell", "rope_interleaved"))
 # A decoding step fills its cache before: that needs values, which FakeTensors do not have.
 _MODELS = {w.build.__name__: w for w in WORKLOADS if "decode" not in w.name}
@@ -84,6 +92,7 @@ MAKERS: dict[str, Make] = {
     **{case.fn.__name__: functools.partial(_cluster_plans, case) for case in (*CASES, *JOINED)},
     **{name: functools.partial(_model_plans, workload) for name, workload in _MODELS.items()},
     "decoding": _decoding_plans,
+    "experts": _expert_plans,
 }
 
 

@@ -442,3 +442,23 @@ def test_a_loop_of_one_turn_is_none() -> None:
     at, within = Assign(("start",), "0"), Assign(("col",), "start + tl.arange(0, 8)")
     loop = For("start", "tl.range(0, 8, 8, num_stages=2)", [within, X, W])
     assert moved(loop, END) == [at, within, W, HERE, X, END]
+
+
+def test_a_loop_of_one_turn_stays_before_a_narrower_one() -> None:
+    """Triton wants a variable of a loop to have one shape."""
+    within = Assign(("col",), "start + tl.arange(0, 8)")
+    narrow = Assign(("col",), "8 + tl.arange(0, 4)")
+    body = For("start", "tl.range(0, 8, 8)", [within, X]), For("start", "tl.range(8, 12, 4)", [narrow, X])
+    assert moved(*body, END) == [HERE, *body, END]
+
+
+def test_rows_of_one_and_a_half_blocks_compile() -> None:
+    def products(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, a)), b)
+
+    tensors = torch.randn(2, 64), torch.randn(768, 64), torch.randn(8192, 768)
+    plan = planned(products, *(t.bfloat16() for t in tensors), dependent_launch=True)
+    programs = programs_of(plan, clusters_of(plan)[-1])
+    assert any("x 512 loop" in program.schedule for program in programs)
+    for program in programs:
+        assert compile_for(program.kernels[0], "sm_90").spills == 0

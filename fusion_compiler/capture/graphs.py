@@ -89,6 +89,12 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
+def wants_gradient(node: fx.Node) -> bool:
+    """Whether a node is an input of the graph with a gradient: as Dynamo saw it, where it was captured so."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def mutated_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes whose memory some in-place call of `nodes` writes to, directly or through a view."""
     written: set[fx.Node] = set()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fusion_compiler.codegen.tile import (
@@ -143,7 +143,7 @@ def launched_dependently(
     Statements are moved and never repeated. The wait stands before any loop: software pipelining takes the
     first turns' loads out of one, and would take them past a wait in it. A loop of one turn is none.
     """
-    body = [inner for statement in body for inner in _opened(statement)]
+    body = [inner for i, statement in enumerate(body) for inner in _opened(statement, body[i + 1 :])]
     assigned = Counter(name for statement in body for name in _assigned(statement))
 
     def is_ready(statement: Statement) -> bool:
@@ -166,8 +166,13 @@ def launched_dependently(
     return [*before, Line("fm.wait_for_kernels()"), *(s for i, s in enumerate(body) if i not in early)]
 
 
-def _opened(statement: Statement) -> list[Statement]:
-    """for start in tl.range(0, 2048, 2048): ...  ->  start = 0; ..."""
+def _opened(statement: Statement, after: Sequence[Statement]) -> list[Statement]:
+    """for start in tl.range(0, 2048, 2048): ...  ->  start = 0; ...
+
+    Not where a loop over the rest of the row follows, whose tiles have the same names and other sizes.
+    """
+    if any(isinstance(s, For) and not set(_assigned(s)).isdisjoint(_assigned(statement)) for s in after):
+        return [statement]
     if isinstance(statement, For) and (turns := ONE_TURN.match(statement.values)):
         end, step = map(int, turns.groups())
         if 0 < end <= step:

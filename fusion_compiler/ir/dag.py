@@ -16,6 +16,7 @@ from torch.utils._sympy.functions import Max
 
 from fusion_compiler.ir.calls import EagerCall, call_of, name_of
 from fusion_compiler.ir.dims import Dim, hint, numel, simple
+from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.pinned import pinned_values
 from fusion_compiler.ir.schema import written
@@ -111,7 +112,7 @@ class OpDag:
 # Library calls, where their arithmetic is worth more than any fusion around them.
 CONTRACTIONS = frozenset({
     "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "_addmm_activation",
-    "_scaled_mm", "_grouped_mm", "matmul", "einsum",
+    "_scaled_mm", "_grouped_mm", "expert_mm", "matmul", "einsum",
 })  # fmt: skip
 
 
@@ -182,7 +183,7 @@ def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMet
     if spec is not None:
         return spec.flops * (max([out, *(numel(m.shape) for m in inputs)]) if spec.combine else out)
     name = name_of(node.target)
-    if name in ("mm", "bmm", "linear"):
+    if name in ("mm", "bmm", "linear", "expert_mm"):
         return 2 * out * hint(inputs[0].shape[-1])
     if name in ("addmm", "baddbmm", "_addmm_activation"):
         return 2 * out * hint(inputs[1].shape[-1])
@@ -198,6 +199,18 @@ def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMet
 
 def _bytes(meta: TensorMeta) -> int:
     return numel(meta.shape) * meta.dtype.itemsize
+
+
+def _moved(node: fx.Node, outputs: tuple[TensorMeta, ...], reads: list[tuple[TensorMeta, ...]]) -> int:
+    """Bytes that an op reads and writes when it runs alone: of matrices that rows choose, one a row."""
+    if written(node.target):
+        outputs, reads = (), reads[1:]
+    moved = sum(_bytes(m) for metas in (outputs, *reads) for m in metas)
+    if node.target is expert_mm:
+        (rows,), (matrices,), _ = reads
+        few, many = hint(rows.shape[0]), hint(matrices.shape[0])
+        moved -= max(0, many - few) * _bytes(matrices) // many
+    return moved
 
 
 # Operators that convert, as a user's code, Dynamo's graph and ATen name them.
@@ -250,7 +263,6 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
         reads = [metas_of(n.meta.get("val")) for n in node.all_input_nodes]
         flat = [m for r in reads for m in r]
         is_input = node.op in ("placeholder", "get_attr")
-        moved = (*metas, *flat) if not written(node.target) else [m for r in reads[1:] for m in r]
         if is_input:
             inputs.append(node.name)
         op = Op(
@@ -262,7 +274,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             args=tuple(_argument(a) for a in node.args),
             kwargs=tuple((k, _argument(v)) for k, v in node.kwargs.items()),
             flops=0 if is_input else _work(node, metas, flat),
-            bytes=0 if is_input else sum(map(_bytes, moved)),
+            bytes=0 if is_input else _moved(node, metas, reads),
             source=None if is_input else source_of(node),
             call=None if is_input else call_of(node),
             pinned=node in pinned,

@@ -29,6 +29,7 @@ WARPS = 64  # that a multiprocessor holds
 TALLEST = 2048  # columns of a block of several rows, which lie side by side in memory
 PRODUCT_COLS = 256  # of a matrix's row: a word for each thread of a warp, so that no warp waits for another
 PRODUCT_SUMS = 64  # that a thread of a product keeps, of its rows and vectors
+PRODUCT_WORDS = 24  # that it loads at once, of its rows and matrices
 IN_FLIGHT = 24576  # elements of matrices that a multiprocessor has to wait for at once
 MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the others are done
 
@@ -70,10 +71,12 @@ def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 def _products(a: Analysis, device: DeviceSpec) -> tuple[Shape, ...]:
     """Not a table: the fewer rows a matrix has, the more of each a program has to have under way."""
     count, width = max(1, hint(a.size(ROWS))), padded(hint(a.size(COLS)))
-    tallest = max(1, min(8, PRODUCT_SUMS // len(a.weighted)))
+    matrices = max(1, _matrices(a))
+    most = min(8, PRODUCT_SUMS // len(a.weighted), PRODUCT_WORDS // matrices)
+    tallest = next(n for n in (8, 4, 2, 1) if n <= max(1, most))
     bytes_each = (n.dtype.itemsize for n in a.loops.nodes if isinstance(n, Load) and len(n.index.terms) > 1)
     warp = PRODUCT_COLS * (2 if 1 in bytes_each else 1)  # a word has twice as many elements of one byte
-    needed = padded(-(-IN_FLIGHT * device.sms // (count * max(1, a.full_loads))))
+    needed = padded(-(-IN_FLIGHT * device.sms // (count * matrices)))
     cols = max(warp, min(needed, width, 8 * warp))
     rows = max(1, min(tallest, 4, padded(count // device.sms)))
     other = cols // 4 if cols > 2 * warp else 2 * cols
@@ -82,6 +85,13 @@ def _products(a: Analysis, device: DeviceSpec) -> tuple[Shape, ...]:
     if len(a.sums_along) > len(a.weighted) and width <= 8 * warp:  # of what the vectors are made
         shapes.insert(int(cols < width), (max(1, rows // 2), 0, max(1, width // warp)))
     return tuple(dict.fromkeys(shapes))
+
+
+def _matrices(a: Analysis) -> int:
+    """How many matrices a program reads side by side; of several in one tensor, each that a row chooses."""
+    loads = (n for n in a.loops.nodes if isinstance(n, Load))
+    whole = (n for n in loads if len(n.index.terms) >= len(a.loops.axes))
+    return len({(n.buffer, *(k for k, _ in n.index.terms if k < 0)) for n in whole})
 
 
 def _contracting(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:

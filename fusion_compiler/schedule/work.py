@@ -327,8 +327,9 @@ class Work:
             if axes >> axis & 1:
                 moved *= size
         for key, coefficient in index.terms:
-            if key < 0:
-                self.gathered.add(buffer)
+            if key < 0:  # by one number for all programs it is a place like any other
+                if self.axes[~key]:
+                    self.gathered.add(buffer)
                 continue
             along = along or self.group_of[key] == 2
             if coefficient == 1:

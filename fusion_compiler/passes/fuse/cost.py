@@ -29,7 +29,7 @@ ATTENTION_SHARE = 0.35  # the same for attention: eight causal layers of 4 x 204
 # shape takes 81 of them, 1.06 ms for what .58 ms would stream; a chain of long ones reaches 0.68.
 FEW_ROWS_SHARE = 0.68
 FEW_ROWS = 16  # with more, arithmetic bounds what a matrix's bytes do not
-MATRIX_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
+MATRIX_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "expert_mm"})
 EAGER_SHARE = 0.9  # of copy bandwidth that an ATen element-wise kernel reaches
 EAGER_NORM_SHARE = 0.65  # the same for its reductions and normalizations
 

@@ -10,6 +10,7 @@ output is placed in the space decides how fast it is, never what it is.
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import sympy
@@ -68,11 +69,16 @@ from fusion_compiler.passes.lower.space import (
     matrix_space,
     reduced_by,
 )
-from fusion_compiler.passes.lower.special import SPECIAL, put_place
+from fusion_compiler.passes.lower.special import SPECIAL, looked_up, put_place
 
 aten = torch.ops.aten
 SEGMENTS = (8, 16, 32, 64, 128)  # columns: every block of columns has whole ones
 IN_SEGMENTS = ("sum", "max", "min")
+# Beside a product what is reduced may lie across its rows, of each of which a program has its own value.
+UNROLLED: dict[str | None, OpOverload] = {
+    "sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default,
+}  # fmt: skip
+MOST_UNROLLED = 8  # elements
 # Of one attempt, views and what becomes dead among them; laws allow 96 operations, of which most were 261.
 # What reads shifted copies of itself, and these again, has exponentially many.
 MOST_VALUES = 4096
@@ -400,6 +406,8 @@ class Lowering(Builder):
         keepdim = len(op.outputs[0].shape) == len(shape)
         kept_dims = reduced.kept
         kept = tuple(coords[d] for d in kept_dims) if keepdim else coords
+        if self.is_unrolled(op, reduced):
+            return self.unrolled(op, dict(zip(kept_dims, kept, strict=True)), reduced)
         if product(shape[d] for d in dims) == 1 and not reduced.is_product:
             one = dict(zip(kept_dims, kept, strict=True))
             source = tuple(one.get(d, ZERO) for d in range(len(shape)))
@@ -423,6 +431,27 @@ class Lowering(Builder):
         node = self.combine(op, tuple(full), over, kept_axes, position)
         self.reduced[op.name, piece] = (coords, node)
         return node
+
+    def is_unrolled(self, op: Op, reduced: Reduced) -> bool:
+        """Whether a reduction is beside a product and of few elements."""
+        spec, count = spec_of(op.target), product(reduced.shape[d] for d in reduced.dims)
+        few = isinstance(count, int) and 1 < count <= MOST_UNROLLED
+        return self.along is not None and few and spec is not None and spec.combine in UNROLLED
+
+    def unrolled(self, op: Op, kept: dict[int, Index], reduced: Reduced) -> int:
+        """A reduction of few elements as an expression of them."""
+        spec, dtype = spec_of(op.target), compute_dtype(op.outputs[0].dtype)
+        assert spec is not None
+        total: int | None = None
+        for place in itertools.product(*(range(int(reduced.shape[d])) for d in reduced.dims)):
+            at = kept | {d: Index(i, ()) for d, i in zip(reduced.dims, place, strict=True)}
+            value = self.value(op.inputs[0], tuple(at[d] for d in range(len(reduced.shape))), None)
+            value = self.converted(value, dtype, op.name)
+            if total is not None:
+                value = self.computed(UNROLLED[spec.combine], total, value, dtype, op.name)
+            total = value
+        assert total is not None
+        return self.rounder.rounded(op, total)
 
     def piece_of(self, op: Op, coords: Coords) -> Dim | None:
         """Of matrices that are made together, which one these coordinates are in; None where all have it."""
@@ -558,7 +587,10 @@ class Lowering(Builder):
         assert found is not None
         *batch, m, k, n = coords
         left = self.value(found.left, (*batch, m, k), None)
-        right = self.value(found.right, (*batch, k, n), None)
+        if found.chosen is None:
+            right = self.value(found.right, (*batch, k, n), None)
+        else:
+            right = looked_up(self, op, found.right, (ZERO, k, n), [(m,)], None)
         dtype = compute_dtype(op.outputs[0].dtype)
         term = self.computed(aten.mul.Tensor, left, right, dtype, f"{op.name}_terms")
         node = self.emit(Reduce("sum", term, over, dtype), op.name)

@@ -4,7 +4,10 @@
 
 Of either operand there may be few rows (or columns); the other one is the matrix, whose elements are all that
 counts. Over the space of the matrix every row is a piece of the product, so that what a program reads of the
-matrix serves all of them.
+matrix serves all of them. Where each row chooses its own of several matrices, a program reads the same part
+of each that is chosen:
+
+    expert_mm(x, w, e)[i, n]  ->  sum over k of x[i, k] * w[e[i], k, n]
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim
+from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.passes.lower.index_splits import IndexSplit
 
 aten = torch.ops.aten
@@ -30,7 +34,8 @@ class Product:
     """left [.., m, k] times right [.., k, n] as a reduction of [.., m, k, n].
 
     few: the dimension with few elements, m or n. stride: of the matrix, in that shape. The result is alpha
-    times the product and beta times what is added.
+    times the product and beta times what is added. chosen: which of the matrices of `right` a row is
+    multiplied by, int64 [m]; None where `right` is the one matrix.
     """
 
     left: str
@@ -41,6 +46,7 @@ class Product:
     added: str | None = None
     beta: float = 1
     alpha: float = 1
+    chosen: str | None = None
 
     @property
     def reduced(self) -> int:
@@ -59,6 +65,8 @@ class Product:
 
 def product_of(dag: OpDag, op: Op) -> Product | None:
     """An op as a product of floats; None for any other."""
+    if op.target is expert_mm:
+        return _of_experts(dag, op)
     first = PRODUCTS.get(op.target)
     if first is None:
         return None
@@ -77,6 +85,14 @@ def product_of(dag: OpDag, op: Op) -> Product | None:
     if not (isinstance(beta, int | float) and isinstance(alpha, int | float)):
         return None
     return Product(left, right, (*a.shape[:batch], m, k, n), stride, few, added, beta, alpha)
+
+
+def _of_experts(dag: OpDag, op: Op) -> Product | None:
+    rows, matrices, expert = (arg.name for arg in op.args if isinstance(arg, Ref))
+    (m, k), meta = dag.op(rows).outputs[0].shape, dag.op(matrices).outputs[0]
+    if meta.dtype not in FLOATS:
+        return None
+    return Product(rows, matrices, (m, k, meta.shape[-1]), (0, *meta.stride[1:]), 0, chosen=expert)
 
 
 def splits_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:

@@ -17,6 +17,7 @@ import torch
 from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim, not_above, product, simple
+from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.put import put
 from fusion_compiler.ir.writes import meta_of
 
@@ -45,10 +46,12 @@ def lookups(dag: OpDag, op: Op) -> tuple[Lookup, ...]:
     """The indices of a gather, a write or their kin, in the order of its arguments; of other ops none."""
     if op.target not in _LOOKUPS or (op.target is put and len(op.args) < 4):
         return ()
-    source = op.args[1] if op.target is put else op.args[0]
+    source = op.args[1] if op.target in (put, expert_mm) else op.args[0]
     shape = meta_of(dag, source).shape
     if op.target is aten.embedding.default:
         pairs = [(0, op.args[1])]
+    elif op.target is expert_mm:
+        pairs = [(0, op.args[2])]
     elif op.target in (aten.gather.default, aten.index_select.default):
         pairs = [(layout.wrap(op.args[1], len(shape)), op.args[2])]  # type: ignore[arg-type]
     else:
@@ -223,7 +226,7 @@ def _masked(of: Operand) -> Range | None:
 
 
 _WRAP = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor, put})  # negative indices count from the end
-_LOOKUPS = _WRAP | {aten.embedding.default, aten.gather.default, aten.index_select.default}
+_LOOKUPS = _WRAP | {aten.embedding.default, aten.gather.default, aten.index_select.default, expert_mm}
 _SAME = frozenset({
     aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default,
     aten.flip.default, aten.gather.default, aten.index_select.default, aten.index.Tensor,

@@ -157,8 +157,8 @@ def anchor_space(
     largest output, or a piece of it. Raises Illegal where the input of a scan or a reduction is no piece."""
     scans = [dag.op(n) for n in ops if dag.op(n).kind is Kind.SCAN]
     if scans:
-        if split is not None:
-            raise Illegal("space", f"{scans[0].name} is a scan, and not made in pieces")
+        if split is not None or any(dag.op(n).kind is Kind.CONTRACTION for n in ops):
+            raise Illegal("space", f"{scans[0].name} is a scan, and not made in pieces or beside a product")
         best = max(scans, key=lambda op: _input_size(dag, op))
         shape, dim = best.outputs[0].shape, scanned_dim(best)
         return Space(tuple((s,) for s in shape), tuple(COLS if d == dim else ROWS for d in range(len(shape))))

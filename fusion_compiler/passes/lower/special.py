@@ -243,14 +243,15 @@ def _in_fractions(build: Builder, op: Op, place: Index, start: float, step: floa
     return build.emit(Compute(aten.add.Tensor, moved, dtype), op.name)
 
 
-def _looked_up(build: Builder, op: Op, coords: Coords, at: Sequence[Coords], within: int | None) -> int:
-    """The value of an op's operand where some of its coordinates are data.
+def looked_up(
+    build: Builder, op: Op, source: str, coords: Coords, at: Sequence[Coords], within: int | None
+) -> int:
+    """The value of an op's operand `source` where some of its coordinates are data.
 
     coords: the operand's; those along which it is looked up are not read. at: the coordinates of each index.
     What might lie outside is checked before anything is read by it; a dimension of one element is not read
     by an index at all, and its value waits for the check.
     """
-    source = op.inputs[0]
     inner = list(coords)
     lone: list[Checked] = []
     for lookup, place in zip(lookups(build.dag, op), at, strict=True):
@@ -292,7 +293,7 @@ def _indirect(build: Builder, op: Op, node: int, length: Dim, signed: bool) -> I
 
 
 def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    return _looked_up(build, op, (ZERO, coords[-1]), [coords[:-1]], within)
+    return looked_up(build, op, op.inputs[0], (ZERO, coords[-1]), [coords[:-1]], within)
 
 
 def _along(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -303,7 +304,7 @@ def _along(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     if op.target is aten.index_select.default:
         rank = len(build.dag.op(lookup.index).outputs[0].shape)
         at = ((ZERO,) if scalar else coords[lookup.dim : lookup.dim + 1])[:rank]
-    return _looked_up(build, op, () if scalar else coords, [at], within)
+    return looked_up(build, op, op.inputs[0], () if scalar else coords, [at], within)
 
 
 def _index(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -311,7 +312,7 @@ def _index(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     shape = build.dag.op(op.inputs[0]).outputs[0].shape
     found = lookups(build.dag, op)
     inner, at = _indexed(build, op, found, len(shape), coords)
-    return _looked_up(build, op, inner, at, within)
+    return looked_up(build, op, op.inputs[0], inner, at, within)
 
 
 def _indexed(

@@ -10,6 +10,7 @@ from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.attention_operands import read_in_place, scale_scores
 from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
+from fusion_compiler.passes.rewrites.experts import choose_matrices
 from fusion_compiler.passes.rewrites.few_queries import stream_keys
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.innermost_channels import turn_channels
@@ -29,6 +30,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     scale_scores,
     read_in_place,
     stream_keys,
+    choose_matrices,
     drop_rows,
     multiply_patches,
     turn_channels,
@@ -42,8 +44,8 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
 
 def rewrites_for(numerics: str) -> tuple[Rewrite, ...]:
     """Those that `numerics` allows: a fused attention does not round its scores, nor what is multiplied by a
-    number before them, which eager does."""
-    rounded = (call_attention, scale_scores, stream_keys) if numerics == "eager" else ()
+    number before them, which eager does; and what adds up in another order than a library is no product."""
+    rounded = (call_attention, scale_scores, stream_keys, choose_matrices) if numerics == "eager" else ()
     return tuple(r for r in DEFAULT_REWRITES if r not in rounded)
 
 
@@ -55,6 +57,7 @@ __all__ = [
     "align_features",
     "average_whole",
     "call_attention",
+    "choose_matrices",
     "compare_windows",
     "drop_rows",
     "group_queries",

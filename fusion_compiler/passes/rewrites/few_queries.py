@@ -14,7 +14,7 @@ import math
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit
+from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, wants_gradient
 from fusion_compiler.ir.few_queries import attend
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.grouped_query import repeated
@@ -62,7 +62,7 @@ def _refusal(call: fx.Node) -> str:
     named = arguments(call)
     tensors = [named[n].meta["val"] for n in ("query", "key", "value")]
     query, key, value = tensors
-    if torch.is_grad_enabled() and any(map(_wants_gradient, ancestors(call))):
+    if torch.is_grad_enabled() and any(map(wants_gradient, ancestors(call))):
         return "its gradient is wanted"
     if not all(isinstance(n, int) and n > 0 for t in tensors for n in t.shape):
         return "how many keys it has is only known at run time"
@@ -81,12 +81,6 @@ def _refusal(call: fx.Node) -> str:
     if mask is not None and (mask.meta["val"].dim() > 4 or (query.shape[1] != key.shape[1] and own != 1)):
         return "its mask is not one for each query of a key's head"
     return ""
-
-
-def _wants_gradient(node: fx.Node) -> bool:
-    """Whether a node is an input of the graph with a gradient: as Dynamo saw it, where it was captured so."""
-    value = node.meta.get("example_value", node.meta.get("val"))
-    return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _described(call: fx.Node) -> str:

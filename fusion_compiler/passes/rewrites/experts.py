@@ -1,0 +1,119 @@
+"""Grouped products of few rows are work for clusters.
+
+    _grouped_mm(x, w, offs)   ->   expert_mm(x, w, g)   (`ir.experts`)   with g[r] = #{e: offs[e] <= r}
+
+It takes as long as the matrices of these rows are read. A library's kernel is made for many rows of each
+expert; a cluster reads each row's matrix once, with what comes before and after the product.
+
+Rows behind the last offset, which no expert has and eager leaves as they were allocated, get the last
+expert's product: g is clamped, and no index lies outside.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import (
+    ancestors,
+    arguments,
+    copied,
+    emit,
+    fake_mode,
+    mutated_nodes,
+    wants_gradient,
+)
+from fusion_compiler.ir.experts import expert_mm
+from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.passes.rewrites.routing import GROUPED, Routing, routing_of, unsort
+
+_aten = torch.ops.aten
+RULE = "experts"
+MOST_ROWS = 16  # those of products that clusters hold
+
+
+Key = tuple[fx.Node, int, int]
+
+
+def choose_matrices(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Let those grouped products of `gm` (ATen above autograd) that have few rows choose their matrices."""
+    calls = [c for c in gm.graph.find_nodes(op="call_function", target=GROUPED) if _has_few_rows(c)]
+    if not calls:
+        return gm, ()
+    written = mutated_nodes(gm.graph.nodes)
+    refused = {call: reason for call in calls if (reason := _refusal(call, written))}
+    taken = [c for c in calls if c not in refused]
+    routings = {key: _routing(key, taken, written) for key in dict.fromkeys(map(_key, taken))}
+    described = refused | {call: _described(call, routings[_key(call)]) for call in taken}
+    notes = tuple(RewriteNote(RULE, c.name, c not in refused, described[c]) for c in calls)
+    if not taken:
+        return gm, notes
+    new, nodes = copied(gm)
+    chosen = {key: unsort(r, nodes, written) for key, r in routings.items() if isinstance(r, Routing)}
+    for call in taken:
+        _choose(nodes[call], chosen, _key(call))
+    new.recompile()
+    return new, notes
+
+
+def _key(call: fx.Node) -> Key:
+    """What says of which matrix the rows of a call are: offsets, and how many rows and matrices there are."""
+    named = arguments(call)
+    rows, matrices = (named[n].meta["val"].shape[0] for n in ("self", "mat2"))
+    return named["offs"], rows, matrices
+
+
+def _routing(key: Key, calls: list[fx.Node], written: set[fx.Node]) -> Routing | str:
+    """The sort by which calls have their rows in order, if they need not be; else the reason."""
+    try:
+        routing = routing_of(key[0], key[2], written)
+    except Refused as reason:
+        return str(reason)
+    others = {c for c in routing.sorted_rows if c.target is GROUPED} ^ {c for c in calls if _key(c) == key}
+    return routing if not others else "other products have these offsets"
+
+
+def _choose(call: fx.Node, chosen: dict[Key, fx.Node], key: Key) -> None:
+    """A call's matrices by their numbers, which all calls with these offsets share."""
+    named = arguments(call)
+    with call.graph.inserting_before(call):
+        if key not in chosen:
+            chosen[key] = _counted(call, named["offs"], key[1])
+        expert = emit(call, _aten.clamp.default, chosen[key], 0, key[2] - 1)
+        call.replace_all_uses_with(emit(call, expert_mm, named["self"], named["mat2"], expert))
+    call.graph.erase_node(call)
+
+
+def _has_few_rows(call: fx.Node) -> bool:
+    shape = arguments(call)["self"].meta["val"].shape
+    return len(shape) == 2 and isinstance(shape[0], int) and 0 < shape[0] <= MOST_ROWS
+
+
+def _refusal(call: fx.Node, written: set[fx.Node]) -> str:
+    named = arguments(call)
+    rows, matrices = (named[n].meta["val"] for n in ("self", "mat2"))
+    if torch.is_grad_enabled() and any(map(wants_gradient, ancestors(call))):
+        return "its gradient is wanted"
+    if named["offs"] is None or matrices.dim() != 3:
+        return "its rows are not those of one matrix each"
+    if named["offs"] in written:
+        return "its offsets are written in place"
+    if named["bias"] is not None or {matrices.dtype, call.meta["val"].dtype} != {rows.dtype}:
+        return "it adds a bias" if named["bias"] is not None else "its result has another dtype"
+    if not all(isinstance(n, int) and n > 0 for n in matrices.shape):
+        return "how large its matrices are is only known at run time"
+    return ""
+
+
+def _described(call: fx.Node, routing: Routing | str) -> str:
+    _, rows, matrices = _key(call)
+    order = "not sorted" if isinstance(routing, Routing) else f"sorted, as {routing}"
+    return f"{rows} rows read a matrix each, of {matrices}; rows are {order}"
+
+
+def _counted(call: fx.Node, offsets: fx.Node, rows: int) -> fx.Node:
+    """int64 [rows]: how many groups have ended before a row."""
+    with fake_mode([offsets.meta["val"]]):
+        numbers = emit(call, _aten.arange.default, rows, device=offsets.meta["val"].device)
+    ended = emit(call, _aten.le.Tensor, offsets, emit(call, _aten.unsqueeze.default, numbers, 1))
+    return emit(call, _aten.sum.dim_IntList, ended, [1])
