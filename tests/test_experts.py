@@ -239,6 +239,19 @@ def first_row(x: Tensor, router: Tensor, up: Tensor) -> Tensor:
     return in_rows(x[order // 2], up, offsets)[0]
 
 
+def moved_ids(x: Tensor, router: Tensor, up: Tensor) -> Tensor:
+    _, ids, order, offsets = route(x, router)
+    made = in_rows(x[order // 2], up, offsets)
+    ids.add_(1)
+    return made
+
+
+def moved_order(x: Tensor, router: Tensor, up: Tensor) -> Tensor:
+    _, _, order, offsets = route(x, router)
+    order.remainder_(2)
+    return in_rows(x[order], up, offsets)
+
+
 def other_ids(x: Tensor, router: Tensor, up: Tensor) -> Tensor:
     """Of which some may be negative: those are not counted."""
     ids, order = (F.linear(x, router).argmax(-1) - 1).sort()
@@ -260,6 +273,8 @@ ORDERED = {
     other_weights: "depends on the order of rows",
     summed: "cumsum_1 depends on the order of rows",
     first_row: "select depends on the order of rows",
+    moved_ids: "add_ writes into what was sorted",
+    moved_order: "remainder_ writes into what was sorted",
     other_ids: "its experts are not the best ones of a list",
 }
 

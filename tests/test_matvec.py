@@ -131,24 +131,6 @@ def test_a_norm_before_it(rows: int, n: int, dtype: torch.dtype) -> None:
     check(lambda x, s, a, b: swiglu(rms_norm(x, s), a, b), x, norm, gate, torch.randn_like(gate), kernels=1)
 
 
-def shares_of_rows(x: Tensor, w: Tensor) -> Tensor:
-    return F.linear(x, w).softmax(0).amax(0, keepdim=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [2, 3, 8])
-def test_what_is_reduced_across_the_rows(rows: int, dtype: torch.dtype) -> None:
-    """Each program has all rows of some columns."""
-    x, w = linear(rows, 48, 160, dtype)
-    check(lambda x, w: F.linear(x, w).sum(0), x, w, kernels=1)
-    check(lambda x, w: F.linear(x, w).view(rows, 48).mean(0, keepdim=True) + 1, x, w, kernels=1)
-    check(shares_of_rows, x, w, kernels=1)
-
-
-def test_many_rows_are_reduced_by_another_kernel() -> None:
-    check(lambda x, w: F.linear(x, w).sum(0), *linear(9, 48, 160), kernels=2)
-
-
 @pytest.mark.parametrize("rows", [1, 4])
 def test_projections_share_a_launch(rows: int) -> None:
     x, q = linear(rows, 64, 160)
@@ -286,3 +268,21 @@ def test_arithmetic_belongs_to_the_library(tokens: int, monkeypatch: pytest.Monk
         tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
         (plan,) = fc.explain(F.linear, *tensors, device="h200").plans
     assert not plan.clusters and "phase" not in plan.notes
+
+
+def shares_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w).softmax(0).amax(0, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [2, 3, 8])
+def test_what_is_reduced_across_the_rows(rows: int, dtype: torch.dtype) -> None:
+    """Each program has all rows of some columns."""
+    x, w = linear(rows, 48, 160, dtype)
+    check(lambda x, w: F.linear(x, w).sum(0), x, w, kernels=1)
+    check(lambda x, w: F.linear(x, w).view(rows, 48).mean(0, keepdim=True) + 1, x, w, kernels=1)
+    check(shares_of_rows, x, w, kernels=1)
+
+
+def test_many_rows_are_reduced_by_another_kernel() -> None:
+    check(lambda x, w: F.linear(x, w).sum(0), *linear(9, 48, 160), kernels=2)

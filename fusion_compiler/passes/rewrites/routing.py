@@ -36,7 +36,7 @@ _ALONG = frozenset({
 
 @dataclass
 class Routing:
-    """A sort of rows by expert.
+    """A sort of rows by expert, of so many matrices.
 
     sorted_rows: all whose row r is that of a sorted row. inverses: where each row went. shares: numbers that
     are the order of the rows over an integer -> that integer. taken: lookups by these. restored: lookups that
@@ -45,6 +45,7 @@ class Routing:
 
     sort: fx.Node
     offsets: fx.Node
+    matrices: int
     sorted_rows: set[fx.Node] = field(default_factory=set)
     inverses: set[fx.Node] = field(default_factory=set)
     shares: dict[fx.Node, int] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class Routing:
 def routing_of(offsets: fx.Node, matrices: int, written: set[fx.Node]) -> Routing:
     """The sort whose groups end at `offsets`, of ids of so many matrices. Raises Refused where something
     depends on the order of the rows. written: nodes whose memory is written in place."""
-    routing = Routing(_sort_of(offsets, matrices), offsets)
+    routing = Routing(_sort_of(offsets, matrices), offsets, matrices)
     rows = routing.ids.meta["val"].shape[0]
     for node in routing.sort.graph.nodes:
         if node.target is operator.getitem and node.args[0] is routing.sort:
@@ -130,10 +131,25 @@ def _follow(routing: Routing, node: fx.Node, rows: int, written: set[fx.Node]) -
                 return
     if _undoes(routing, node) or not _is_by_row(routing, node, rows):
         raise Refused(f"{node.name} depends on the order of rows")
+    if _changes_the_sort(routing, node):
+        raise Refused(f"{node.name} writes into what was sorted")
     inside.add(node)
     over = node.args[1] if target is _aten.floor_divide.default else None
     if isinstance(over, int) and (share := routing.shares.get(node.all_input_nodes[0])):
         routing.shares[node] = share * over
+
+
+def _changes_the_sort(routing: Routing, node: fx.Node) -> bool:
+    """Whether a node writes into results of the sort; experts that are not there may become the last one."""
+    target = node.target
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
+        return False
+    results = aliases(node.args[0]) & {*routing.sort.users}
+    named = arguments(node)
+    clamps = target is _aten.clamp_.default and named["min"] is None and isinstance(named["max"], int)
+    return bool(results) and not (
+        clamps and results <= {*routing.result(0)} and named["max"] >= routing.matrices - 1
+    )
 
 
 def _inverts(routing: Routing, node: fx.Node, rows: int) -> bool:
