@@ -15,7 +15,7 @@ import torch
 
 from fusion_compiler.codegen import contractions
 from fusion_compiler.codegen.accesses import store_one
-from fusion_compiler.codegen.axis_map import cols_at, place_batch, place_cols, row_loop, rows_at
+from fusion_compiler.codegen.axis_map import place_batch, place_cols, row_loop, rows_at
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.expression import dim_text
@@ -226,9 +226,12 @@ class _Assembly:
         finishing: Finishing | None = None,
         named: Mapping[str, Buffer] | None = None,
         constants: frozenset[str] | None = None,
+        last: bool = False,
     ) -> None:
+        self.last = last  # the last program of a block of columns runs it, and nothing else is left to run
         self.a, self.s, self.finishing, self.named = analysis, schedule, finishing, named or {}
         self.constants = constants
+        self.signature, self.scratch = signature, scratch
         self.registers = tile_registers(analysis, schedule)
         self.empty = frozenset(b.name for b in signature.inputs if 0 in b.shape)
         self.parameters: dict[str, Argument] = {}
@@ -346,6 +349,9 @@ class _Assembly:
     def finish(self, b: Builder, sums: Sums, program: str) -> None:
         """Fold each reduction over rows; store it as a partial result, or go on to what waits for it."""
         if self.finishing is None:
+            if self.last:  # compilers move no load over a sum that threads wait for
+                wanted = b.need(o for s in b.stores_of("finish") for o in store_operands(s))
+                build_nodes(b, (n for n in wanted if n not in self.a.finish))
             for number in self.a.across_rows:
                 b.env[number] = b.let("total", sums.folded(b, number), number)
             b.tile = replace(b.tile, row_mask=None)
@@ -364,22 +370,26 @@ class _Assembly:
     def last_program(self, b: Builder, name: str) -> str:
         """The program that takes the last ticket runs the finishing part, and puts the counter back.
 
+        What the others left is there: the draw releases and acquires, behind a barrier of all threads; the
+        first level of cache, which may have older lines, is passed by.
         Returns the finishing part as a function of its own: its names mean other tiles than the caller's.
         """
         late = self.finishing
         if late is None or late.counter is None:
             return ""
-        inner = self.builder(Analysis(late.loops), late.schedule, ', cache_modifier=".cg"')
-        cols_at(inner, None)
-        build_nodes(inner, inner.need([s.value for s in late.loops.stores]))
-        for store in late.loops.stores:
-            store_one(inner, store)
+        own = _Assembly(Analysis(late.loops), late.schedule, self.signature, self.scratch, last=True)
+        inner = own.builder(own.a, own.s, ', cache_modifier=".cg"')
+        by_block = own.s.cols is Cols.GRID
+        own.body(inner, "block")
         body = text_of(inner)
-        used = ", ".join(a.name for a in self.used(body))
+        used = ", ".join([*(["block"] if by_block else []), *(a.name for a in own.used(body))])
         b.line("tl.debug_barrier()")
-        programs = late.programs * self.s.splits
-        with b.inside(If(f"tl.atomic_add({late.counter.name}_ptr, 1) == {programs - 1}")):
-            b.line(f"tl.store({late.counter.name}_ptr, 0)")
+        programs, ticket = late.programs * self.s.splits, f"{late.counter.name}_ptr"
+        if by_block:
+            b.define("block", f"first_col // {self.s.block_cols}")
+            ticket += " + block"
+        with b.inside(If(f"tl.atomic_add({ticket}, 1) == {programs - 1}")):
+            b.line(f"tl.store({ticket}, 0)")
             b.line(f"{name}({used})")
         return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
 

@@ -3,7 +3,8 @@
 Each program leaves one partial result in scratch memory. The sum of these, and every op that waits for
 it, is a loop nest of its own: where it is one element wide the last program to arrive runs it (a
 ticket counter tells); where it is a row, or of so many programs that the counter would take longer, a
-second kernel does.
+second kernel does. A schedule may have the last program of each block of columns run its part of a row
+(`Schedule.last_finishes`): there is a counter for each block then.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Finishing:
     """What follows the sums over rows of a loop nest, once the programs that share them are done.
 
     partials: one partial result a program. loops, schedule: what adds them up, and all that waits for
-    it. counter: of the programs that are done, where the last of them runs that; else a second kernel.
+    it. counter: of the programs that are done, int32 [blocks of columns], where the last of them runs that;
+    else a second kernel. programs: that share it.
     """
 
     partials: tuple[Buffer, ...]
@@ -69,11 +71,18 @@ def finishing_of(
     assert isinstance(programs, int), "programs that share a reduction are counted at compile time"
     partials = tuple(_partial(analysis, next(numbers), number, programs) for number in analysis.across_rows)
     late = finishing(analysis, programs, tuple(b.name for b in partials))
+    last = schedule if schedule.last_finishes and analysis.ends_in_a_row else None
     counter: Buffer | None = None
-    if not analysis.ends_in_a_row and programs <= MOST_TICKETS:
-        ticket = next(tickets)
-        counter = Buffer(f"ticket_{ticket}" if ticket else "ticket", (1,), (1,), torch.int32, zeroed=True)
-    return Finishing(partials, late, _finish_schedule(late, programs), programs, counter)
+    if last is not None or (not analysis.ends_in_a_row and programs <= MOST_TICKETS):
+        ticket, blocks = next(tickets), 1 if last is None else col_blocks(analysis, last)
+        name = f"ticket_{ticket}" if ticket else "ticket"
+        counter = Buffer(name, (blocks,), (1,), torch.int32, zeroed=True)
+    return Finishing(partials, late, _finish_schedule(late, programs, last), programs, counter)
+
+
+def col_blocks(analysis: Analysis, schedule: Schedule) -> Dim:
+    """Into how many blocks a schedule cuts the columns."""
+    return ceil_div(analysis.size(COLS), schedule.block_cols) if schedule.cols is Cols.GRID else 1
 
 
 def row_programs(analysis: Analysis, schedule: Schedule) -> Dim:
@@ -155,7 +164,10 @@ def completed(
     return LoopNest(axes, tuple(nodes), stores, tuple(names))
 
 
-def _finish_schedule(late: LoopNest, programs: int) -> Schedule:
+def _finish_schedule(late: LoopNest, programs: int, last: Schedule | None) -> Schedule:
+    """last: that of the programs, where the last of a block's runs it."""
+    if last is not None:  # all partial results of its block at once, by its own threads
+        return Schedule(_power(programs), last.block_cols, Cols.GRID, num_warps=last.num_warps)
     rows = [a for a in late.axes if a.group == ROWS]
     if not rows:
         return Schedule(1, _power(programs), Cols.WHOLE, num_warps=min(32, max(4, _power(programs) // 512)))

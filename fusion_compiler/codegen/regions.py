@@ -47,7 +47,7 @@ def whole_block(b: Builder) -> None:
 def _matrices(b: Builder, roots: Sequence[int]) -> list[int]:
     """The loads of matrices, which what is reduced before would keep waiting."""
     whole, nodes = frozenset({ROWS, COLS}), b.loops.nodes
-    if not b.a.weighted and not b.a.matrices:
+    if not b.a.weighted and not b.a.products and not b.a.matrices:
         return []
     loads = (n for n in b.need(roots) if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
     return [n for n in loads if b.a.groups[n] == whole]

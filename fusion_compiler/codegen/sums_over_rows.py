@@ -28,8 +28,14 @@ class Sums:
 
     @classmethod
     def of_tile(cls, b: Builder) -> Sums:
-        """Without a loop the tile itself is the accumulator."""
-        return cls({i: b.let("tile", elements(b, b.reduction(i), b.a.over(i))) for i in b.a.across_rows})
+        """Without a loop the tile itself is the accumulator; what it comes to, where there are many."""
+        many = b.a.weighted_columns
+        return cls({
+            i: b.let("col_sum", _block(b, i))
+            if i in many
+            else b.let("tile", elements(b, b.reduction(i), b.a.over(i)))
+            for i in b.a.across_rows
+        })
 
     def begin_block(self) -> None:
         self.pending = set(self.variables)
@@ -45,6 +51,8 @@ class Sums:
         reduce, text = b.reduction(number), self.variables[number]
         if b.tile.flat:
             return fold_text(reduce, text, "0", keep=False) if COLS in reduce.over else text
+        if number in b.a.weighted_columns:  # which has no lanes for rows
+            return text
         if COLS in reduce.over:
             text = fold_text(reduce, text, "1", keep=True)
         return fold_text(reduce, text, "0", keep=True)

@@ -210,12 +210,16 @@ class Analysis:
         return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i))
 
     @cached_property
+    def products(self) -> frozenset[int]:
+        """Sums over the rows of what a vector weights: products whose matrix lies in memory the other way."""
+        if self.reads_rows or self.matrices:
+            return frozenset()
+        return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i, ROWS))
+
+    @cached_property
     def weighted_columns(self) -> frozenset[int]:
-        """Sums over the rows of what vectors weight, too many for each to keep a tile: products whose matrix
-        lies in memory the other way."""
-        found = (i for i in self.reductions if self.is_sum(i) and self._is_weighted(i, ROWS))
-        sums = frozenset() if self.reads_rows or self.matrices else frozenset(found)
-        return sums if len(sums) > FEW_SUMS else frozenset()
+        """Those, where they are too many for each to keep a tile."""
+        return self.products if len(self.products) > FEW_SUMS else frozenset()
 
     def _is_weighted(self, number: int, along: str = COLS) -> bool:
         (operand,) = operands_of(self.loops.nodes[number])

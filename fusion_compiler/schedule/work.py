@@ -105,7 +105,7 @@ class Work:
         self.reduced = 0  # groups that some node reduces
         self.partials = 0  # of sums over segments: results of single rows, which a second kernel adds up
         self.totals = self.addends = 0  # the sums that it makes of them, and how many partials one has
-        self.row_of_sums = False  # whether a sum over the rows is one for each column
+        self.sums_of_columns = 0  # over the rows, of which each column has one
         self.sums: list[int] = []  # what is reduced along the rows
         self.phases = 0  # the longest chain of reductions
         self.row_bytes = 4  # of the widest value in a row
@@ -205,7 +205,7 @@ class Work:
         operand = node.operand
         over = (ROWS in node.over) | 2 * (COLS in node.over)
         self.reduced |= over
-        self.row_of_sums |= over == 1 and self.varies[operand] & 2 != 0
+        self.sums_of_columns += over == 1 and self.varies[operand] & 2 != 0
         self.fp32 += self.count[self.varies[operand]]
         axes = self.axes[operand]
         for axis, group in enumerate(self.group_of):
