@@ -144,7 +144,7 @@ def test_every_kernel_but_the_first_waits_before_all_but_constants() -> None:
         assert cluster.constants is not None
         for program in programs_of(plan, cluster, limit=1000):
             for kernel in program.kernels:
-                plain = kernel.together > 1 or any(buffer.zeroed for buffer in program.scratch)
+                plain = kernel.together > 1
                 assert kernel.dependent is not plain and (WAIT in kernel.source) is not plain
                 constant = constant_pointers(plan, cluster, program, kernel)
                 for lines in () if plain else functions_of(kernel):

@@ -93,7 +93,8 @@ def build(
     buffers: describes every loaded or stored name. What the loop nests leave to a second kernel
     runs beside each other as well. constants: the buffers that nothing in the graph writes, where kernels may
     be launched dependently (`passes.launched_dependently`); those whose programs wait for each other never
-    are, nor those whose launch clears scratch before.
+    are. Others that leave counters zero may be: no program touches one before its wait, when the last kernel
+    that did has ended.
     """
     name = f"{name}_" if name in GLOBAL else name
     signature = signature_of(nests, buffers)
@@ -115,7 +116,7 @@ def build(
         *(b for f in finishings if f is not None for b in f.scratch),
         *(b for own in named for b in own.values()),
     )
-    if any(s.splits > 1 for s in schedules) or any(b.zeroed for b in scratch):
+    if any(s.splits > 1 for s in schedules):
         constants = None
     main = [
         _Assembly(analysis, schedule, signature, scratch, finishing, own, constants)

@@ -23,7 +23,10 @@ ALL = ((8192, 4, 8), (4096, 8, 4), (2048, 8, 4), (16384, 2, 16))  # of one colum
 PRODUCTS = ((8, 256, 1, 4), (8, 512, 2, 2), (4, 256, 1, 8), (16, 256, 1, 2))
 # The same where the matrix's size is known: columns of a block, whole sectors, and programs a multiprocessor.
 IN_FLIGHT = ((128, 2), (128, 4), (64, 2), (64, 4), (128, 1), (256, 2), (32, 4))
-WORDS = 8  # of a thread's tile, all of which it loads at once,
+WORDS = 8  # of a thread's tile at most, all of which it loads at once
+# Threads for each row of a tile at least: with fewer, Triton gives each thread rows of its own, as it loads a
+# vector, and brings the matrix there through shared memory.
+ROW_THREADS = 2
 MOST_WARPS, TURN_WARPS = 16, 4  # of a program at most; of one that has a larger tile, part by part
 MOST_PARTIALS = 16384  # see `_last_finishes`
 WHOLE = (1, 0, 8, 2)  # what is stored besides goes row by row
@@ -101,11 +104,10 @@ def _of_products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
 
 def _in_flight(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
     width, count = max(1, hint(a.size(COLS))), max(1, hint(a.size(ROWS)))
-    held = WORD * WORDS * device.warp_size  # elements of a warp
     for cols, share in IN_FLIGHT:
         block = min(cols, padded(width))
         groups = max(1, min(share * device.sms // -(-width // block), count // WORD))
-        rows = padded(-(-count // groups))
+        rows, held = padded(-(-count // groups)), device.warp_size * min(WORD * WORDS, block // ROW_THREADS)
         if rows * block <= MOST_WARPS * held:
             yield Schedule(rows, block, Cols.GRID, num_warps=max(1, rows * block // held))
         elif not a.weighted_columns:
