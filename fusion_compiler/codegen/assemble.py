@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
-from fusion_compiler.codegen import contractions
+from fusion_compiler.codegen import ahead, contractions
 from fusion_compiler.codegen.accesses import store_one
 from fusion_compiler.codegen.axis_map import place_batch, place_cols, row_loop, rows_at
 from fusion_compiler.codegen.builder import Builder
@@ -264,8 +264,9 @@ class _Assembly:
     def text(self, name: str, program: str) -> tuple[str, str, tuple[Dim, ...]]:
         """(functions that it calls, body, grid); `program` is what counts its programs."""
         b = self.builder(self.a, self.s)
+        functions = self.made_ahead(b, f"{name}_first")
         grid = self.body(b, program)
-        functions = self.last_program(b, f"{name}_last")
+        functions += self.last_program(b, f"{name}_last")
         body = text_of(b) if self.constants is None else text_of(b, self.waiting)
         return functions, body, grid
 
@@ -367,6 +368,18 @@ class _Assembly:
             index += " + col" if wide else "" if b.tile.flat else " + tl.zeros([1, 1], tl.int32)"
             mask = b.by_one(self.a.groups[number], b.tile.col_mask if wide else None)
             b.add(Store(f"{partial.name}_ptr + {index}", sums.folded(b, number), mask))
+
+    def made_ahead(self, b: Builder, name: str) -> str:
+        """What makes whole vectors ahead, as a function that the program calls."""
+        found = ahead.ahead_of(self.a)
+        if found is None:
+            return ""
+        inner = self.builder(Analysis(found.loops), found.schedule(self.s.num_warps))
+        ahead.body(inner, b, found)
+        body = text_of(inner)
+        used = ", ".join(a.name for a in self.used(body))
+        ahead.enter(b, found, inner, f"{name}({used})")
+        return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
 
     def last_program(self, b: Builder, name: str) -> str:
         """The program that takes the last ticket runs the finishing part, and puts the counter back.

@@ -102,6 +102,7 @@ class Builder:
         self.made: dict[int, Callable[[], None]] = {}  # one of them: what builds it by itself
         self.packs: dict[tuple[int, ...], Packed] = {}  # pieces -> the tile that has them
         self.packed_sums: dict[int, tuple[int, ...]] = {}  # sum along the row -> the pieces that it is one of
+        self.ahead: frozenset[int] = frozenset()  # what a function gives that has all they are made of
         self.likeness: dict[tuple[int, ...], bool] = {}
 
     # -- statements --------------------------------------------------------------------------------
@@ -182,11 +183,11 @@ class Builder:
     def operands(self, number: int) -> tuple[int, ...]:
         """The nodes that a node is made of: of a contraction's sums, the matrix and all vectors.
 
-        There are none where it is a piece of a tile that is there.
+        There are none where it is a piece of a tile that is there, or made ahead.
         """
         made = self.contracted.get(number)
         sums = self.packed_sums.get(number) if made is None else made.sums
-        if sums in self.packs:
+        if sums in self.packs or number in self.ahead:
             return ()
         return operands_of(self.loops.nodes[number]) if made is None else (made.matrix, *made.vectors)
 

@@ -83,7 +83,7 @@ class _Reader:
 
     def statement(self, s: ast.stmt, bound: set[str]) -> set[str]:
         match s:
-            case ast.Expr(value):
+            case ast.Expr(value) | ast.Return(ast.expr() as value):
                 self.reads(value, bound)
             case ast.Assign([target], value):
                 self.reads(value, bound)

@@ -37,6 +37,7 @@ from fusion_compiler.ir.loops import (
     segment_of,
     store_operands,
 )
+from fusion_compiler.schedule import ahead
 from fusion_compiler.schedule.schedule import WORD, Schedule
 
 aten = torch.ops.aten
@@ -266,7 +267,16 @@ class Analysis:
         """Reductions over the rows: complete only when every program is done."""
         if self.matrices:
             return ()
-        return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in self.segmented)
+        apart = {*self.segmented, *self.ahead}
+        return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in apart)
+
+    @cached_property
+    def ahead(self) -> frozenset[int]:
+        """Reductions over the rows that every program makes by itself, for the vectors of its products."""
+        size = self.size(ROWS)
+        if not self.products or not isinstance(size, int) or size > ahead.MOST_ROWS:
+            return frozenset()
+        return ahead.made_ahead(self.loops, self.groups, self.products)
 
     @cached_property
     def segmented(self) -> tuple[int, ...]:

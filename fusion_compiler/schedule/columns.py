@@ -27,6 +27,7 @@ WORDS = 8  # of a thread's tile at most, all of which it loads at once
 # Threads for each row of a tile at least: with fewer, Triton gives each thread rows of its own, as it loads a
 # vector, and brings the matrix there through shared memory.
 ROW_THREADS = 2
+AHEAD = 32  # elements of whole vectors (`schedule.ahead`) that a thread has at most
 MOST_WARPS, TURN_WARPS = 16, 4  # of a program at most; of one that has a larger tile, part by part
 MOST_PARTIALS = 16384  # see `_last_finishes`
 WHOLE = (1, 0, 8, 2)  # what is stored besides goes row by row
@@ -109,7 +110,8 @@ def _in_flight(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
         groups = max(1, min(share * device.sms // -(-width // block), count // WORD))
         rows, held = padded(-(-count // groups)), device.warp_size * min(WORD * WORDS, block // ROW_THREADS)
         if rows * block <= MOST_WARPS * held:
-            yield Schedule(rows, block, Cols.GRID, num_warps=max(1, rows * block // held))
+            ahead = padded(count) // (AHEAD * device.warp_size) if a.ahead else 0
+            yield Schedule(rows, block, Cols.GRID, num_warps=max(1, rows * block // held, ahead))
         elif not a.weighted_columns:
             rows = max(1, TURN_WARPS * held // block)
             yield _staged(rows, block, Cols.GRID, enough(groups, count, rows), TURN_WARPS)

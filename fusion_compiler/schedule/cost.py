@@ -34,6 +34,7 @@ WAITING, ENOUGH_WAITING = 0.5, 4  # as STALL; resident programs with which all o
 # From a program's last partial result to the last program's store: a barrier, a ticket's way to L2 and back,
 # and that of what the others left. Not measured: an exchange has as many ways, and waits for the slowest.
 LAST_US = 1.3
+AHEAD_US = 0.25  # of what every program reduces by itself: threads wait for each other. Not measured either
 EXCHANGE_US = 1.5  # from a program's message to the answer of the last
 STAGED = 0.98  # of the bandwidth: persistent programs with staged loads (norm backward)
 UNSTAGED = 0.84  # the same without: 1 x 4096, 264 programs of 8 warps 467 us, in three stages 394
@@ -108,6 +109,8 @@ def _run(work: Work, s: Schedule, device: DeviceSpec) -> Run:
         after = 1e6 * partial / device.l2_bandwidth + (
             _last_us(work, s, groups, device) if s.last_finishes else device.floor_us
         )
+    if work.ahead and work.sums_of_columns:
+        after += work.ahead * AHEAD_US + 1e6 * programs * rows * work.of_rows / device.fp32_per_s
     exchanges = max(1, work.phases - 1)
     passes = exchanges + bool(work.early & work.late)
     messages = exchanges * MESSAGE_BYTES * s.splits**2 * rows if s.splits > 1 else 0
