@@ -22,7 +22,7 @@ from fusion_compiler.schedule.shapes import padded
 
 @dataclass(frozen=True)
 class Ahead:
-    """results: nodes of the caller's nest that vary over nothing. loops: of what makes them; its columns are the
+    """results: nodes of the caller's nest that vary over nothing. loops: of what makes them; columns are the
     caller's rows. numbers: its nodes by the caller's."""
 
     results: tuple[int, ...]

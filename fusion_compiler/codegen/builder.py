@@ -305,6 +305,7 @@ class Builder:
         return tuple(s for s in self.loops.stores if s.value not in self.a.finish)
 
     def accumulated(self) -> list[int]:
-        """Operands of the reductions over rows, whole or by segments."""
+        """Operands of the reductions over rows, whole or by segments; of those that contract, the matrix."""
         numbers = (*self.a.across_rows, *self.a.segmented)
-        return [o for i in numbers for o in self.operands(i)]
+        made = {self.contracted[i].matrix for i in numbers if i in self.contracted}
+        return [*sorted(made), *(o for i in numbers if i not in self.contracted for o in self.operands(i))]

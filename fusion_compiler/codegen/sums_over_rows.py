@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.monoids import fold_text, is_logical, step_text
-from fusion_compiler.codegen.nodes import elements
+from fusion_compiler.codegen.nodes import build_nodes, elements
 from fusion_compiler.codegen.online_reductions import accumulator
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule.analysis import accumulated_groups
@@ -30,8 +30,11 @@ class Sums:
     def of_tile(cls, b: Builder) -> Sums:
         """Without a loop the tile itself is the accumulator; what it comes to, where there are many."""
         many = b.a.weighted_columns
+        build_nodes(b, (i for i in b.a.across_rows if i in b.contracted))
         return cls({
-            i: b.let("col_sum", _block(b, i))
+            i: b.env.pop(i)
+            if i in b.contracted
+            else b.let("col_sum", _block(b, i))
             if i in many
             else b.let("tile", elements(b, b.reduction(i), b.a.over(i)))
             for i in b.a.across_rows

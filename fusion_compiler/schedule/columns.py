@@ -12,6 +12,7 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule.analysis import Analysis, enough
+from fusion_compiler.schedule.contractions import SMALLEST
 from fusion_compiler.schedule.measured import Shape
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
@@ -28,7 +29,7 @@ WORDS = 8  # of a thread's tile at most, all of which it loads at once
 # vector, and brings the matrix there through shared memory.
 ROW_THREADS = 2
 AHEAD = 32  # elements of whole vectors (`schedule.ahead`) that a thread has at most
-MOST_WARPS, TURN_WARPS = 16, 4  # of a program at most; of one that has a larger tile, part by part
+MOST_WARPS, TURN_WARPS = 8, 4  # of a program at most; of one that has a larger tile, part by part
 MOST_PARTIALS = 16384  # see `_last_finishes`
 WHOLE = (1, 0, 8, 2)  # what is stored besides goes row by row
 
@@ -107,7 +108,7 @@ def _in_flight(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
     width, count = max(1, hint(a.size(COLS))), max(1, hint(a.size(ROWS)))
     for cols, share in IN_FLIGHT:
         block = min(cols, padded(width))
-        groups = max(1, min(share * device.sms // -(-width // block), count // WORD))
+        groups = max(1, min(share * device.sms // -(-width // block), count // SMALLEST))
         rows, held = padded(-(-count // groups)), device.warp_size * min(WORD * WORDS, block // ROW_THREADS)
         if rows * block <= MOST_WARPS * held:
             ahead = padded(count) // (AHEAD * device.warp_size) if a.ahead else 0
