@@ -315,6 +315,7 @@ class _Assembly:
             batch = self.a.size(BATCH)
             program = place_batch(b, program)
         number, grid = place_cols(b, program, share)
+        build_nodes(b, self.finishing.loads if self.finishing is not None else ())
         if s.programs is not None:
             sums = self.blocks_in_turn(b, number if s.programs > 1 else "0", s.programs)
         else:
@@ -394,9 +395,15 @@ class _Assembly:
         own = _Assembly(Analysis(late.loops), late.schedule, self.signature, self.scratch, last=True)
         inner = own.builder(own.a, own.s, ', cache_modifier=".cg"')
         by_block = own.s.cols is Cols.GRID
+        for number, place in late.loads.items():
+            inner.given[place] = f"{b.variables.base(b.variable(number))}_{place}"
+        inner.env |= inner.given
         own.body(inner, "block")
         body = text_of(inner)
-        used = ", ".join([*(["block"] if by_block else []), *(a.name for a in own.used(body))])
+        pointers = [a.name for a in own.used(body)]
+        block = ["block"] if by_block else []
+        given = ", ".join([*block, *map(b.variable, late.loads), *pointers])
+        used = ", ".join([*block, *inner.given.values(), *pointers])
         b.line("tl.debug_barrier()")
         programs, ticket = late.programs * self.s.splits, f"{late.counter.name}_ptr"
         if by_block:
@@ -404,7 +411,7 @@ class _Assembly:
             ticket += " + block"
         with b.inside(If(f"tl.atomic_add({ticket}, 1) == {programs - 1}")):
             b.line(f"tl.store({ticket}, 0)")
-            b.line(f"{name}({used})")
+            b.line(f"{name}({given})")
         return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
 
 
@@ -416,7 +423,7 @@ def text_of(b: Builder, last: Callable[[list[Statement]], list[Statement]] = lis
         stored_early(b.body, {i: operands_of(n)[0] for i, n in rounded.items()})
     joined(b.body)
     checked_late(b.body, b.variables)
-    taken = {*b.pointers.values(), *RESERVED, *(axis.name for axis in b.loops.axes)}
+    taken = {*b.pointers.values(), *b.given.values(), *RESERVED, *(axis.name for axis in b.loops.axes)}
     return printed(last(b.body), b.variables, taken)
 
 

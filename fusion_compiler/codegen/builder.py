@@ -103,6 +103,7 @@ class Builder:
         self.packs: dict[tuple[int, ...], Packed] = {}  # pieces -> the tile that has them
         self.packed_sums: dict[int, tuple[int, ...]] = {}  # sum along the row -> the pieces that it is one of
         self.ahead: frozenset[int] = frozenset()  # what a function gives that has all they are made of
+        self.given: dict[int, str] = {}  # nodes that a function is given, and what its parameters are called
         self.likeness: dict[tuple[int, ...], bool] = {}
 
     # -- statements --------------------------------------------------------------------------------

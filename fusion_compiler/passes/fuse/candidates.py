@@ -226,7 +226,8 @@ class Candidates:
             effort=self.effort,
         )
         found = self.checked(simplify(lowered), ops)
-        if any(self.dag.op(n).kind is Kind.CONTRACTION for n in ops):  # by a norm its matrix is turned
+        product = any(self.dag.op(n).kind is Kind.CONTRACTION for n in ops)
+        if product and Analysis(found[0]).tall:  # a norm before it has turned its matrix
             with contextlib.suppress(Illegal):
                 along = self.checked(simplify(lowered, by_memory=True), ops)
                 found = min(found, along, key=lambda form: form[1].us)
