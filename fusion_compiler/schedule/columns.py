@@ -29,7 +29,9 @@ WORDS = 8  # of a thread's tile at most, all of which it loads at once
 # vector, and brings the matrix there through shared memory.
 ROW_THREADS = 2
 AHEAD = 32  # elements of whole vectors (`schedule.ahead`) that a thread has at most
-MOST_WARPS, TURN_WARPS = 8, 4  # of a program at most; of one that has a larger tile, part by part
+# Of a program at most, twice as many where tensor units need few registers; of one that has a larger tile
+# part by part.
+MOST_WARPS, TURN_WARPS = 8, 4
 MOST_PARTIALS = 16384  # see `_last_finishes`
 WHOLE = (1, 0, 8, 2)  # what is stored besides goes row by row
 
@@ -106,11 +108,12 @@ def _of_products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
 
 def _in_flight(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
     width, count = max(1, hint(a.size(COLS))), max(1, hint(a.size(ROWS)))
+    most = MOST_WARPS * (2 if a.weighted_columns else 1)
     for cols, share in IN_FLIGHT:
         block = min(cols, padded(width))
         groups = max(1, min(share * device.sms // -(-width // block), count // SMALLEST))
         rows, held = padded(-(-count // groups)), device.warp_size * min(WORD * WORDS, block // ROW_THREADS)
-        if rows * block <= MOST_WARPS * held:
+        if rows * block <= most * held:
             ahead = padded(count) // (AHEAD * device.warp_size) if a.ahead else 0
             yield Schedule(rows, block, Cols.GRID, num_warps=max(1, rows * block // held, ahead))
         elif not a.weighted_columns:
