@@ -114,6 +114,38 @@ def test_several_vectors_are_normalized_by_numbers_of_their_own() -> None:
             check(normed, operands(rows, 96, 640, dtype))
 
 
+def softmax_product(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:
+    return torch.addmm(b, torch.softmax(x, -1), w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("small_matrices")
+def test_a_softmax_is_made_ahead(dtype: torch.dtype) -> None:
+    inputs = operands(1, 300, 136, dtype)
+    fast = check(softmax_product, inputs)
+    (runner,) = fast.compiler.runners.values()
+    assert finished(fast) and "_first(in0_ptr)" in runner.candidates[0].kernels[0].source
+    for worst in (float("inf"), float("nan"), -float("inf")):
+        inputs[0][0, 7] = worst
+        with torch.no_grad():
+            assert torch.equal(fast(*inputs).isnan(), softmax_product(*inputs).isnan())
+
+
+@pytest.mark.usefixtures("small_matrices")
+def test_projections_of_one_input_share_a_launch() -> None:
+    def projections(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        y = F.rms_norm(x, g.shape, g)
+        return tuple(torch.addmm(b, y, w * n) for n in (1, 2, 3))
+
+    inputs = operands(1, 304, 136, torch.float32)
+    fast = Compiled(projections)
+    with torch.no_grad():
+        results = fast(*inputs), projections(*inputs), projections(*wide(inputs))
+        for ours, eager, truth in zip(*results, strict=True):
+            assert not_as_close(ours, eager, truth) is None
+    assert [len(plan.clusters) for plan in fast.plans] == [1]
+
+
 def every(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
     return schedules(loops, device)
 
