@@ -23,7 +23,8 @@ ALL = ((8192, 4, 8), (4096, 8, 4), (2048, 8, 4), (16384, 2, 16))  # of one colum
 # Products: a thread has a word of every row of the tile, and adds these up by itself.
 PRODUCTS = ((8, 256, 1, 4), (8, 512, 2, 2), (4, 256, 1, 8), (16, 256, 1, 2))
 # The same where the matrix's size is known: columns of a block, whole sectors, and programs a multiprocessor.
-IN_FLIGHT = ((128, 2), (128, 4), (64, 2), (64, 4), (128, 1), (256, 2), (32, 4))
+IN_FLIGHT = ((128, 2), (64, 2), (128, 1), (128, 4), (64, 4), (256, 2), (32, 4))
+TYPICAL = 4  # of these
 WORDS = 8  # of a thread's tile at most, all of which it loads at once
 # Threads for each row of a tile at least: with fewer, Triton gives each thread rows of its own, as it loads a
 # vector, and brings the matrix there through shared memory.
@@ -60,11 +61,16 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return tuple(_of_products(a, device)) if _is_known_product(a) else measured(a, device)[:3]
+    if not _is_known_product(a):
+        return measured(a, device)[:3]
+    found = tuple(_of_products(a, device))
+    return tuple(s for s in found if s.last_finishes or replace(s, last_finishes=True) not in found)[:TYPICAL]
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    if hint(a.size(COLS)) <= 1 or a.weighted_columns or _is_known_product(a):
+    if _is_known_product(a):
+        return tuple(_of_products(a, device))
+    if hint(a.size(COLS)) <= 1 or a.weighted_columns:
         return ()
     shapes = ((32 * w * 32 // cols, cols, w, 2) for cols in powers(32, 1024) for w in powers(1, 16))
     return made(a, device, tuple(s for s in shapes if s[0]))
