@@ -112,19 +112,25 @@ def _of_products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
         yield s
 
 
-def _in_flight(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
+def _in_flight(a: Analysis, device: DeviceSpec) -> list[Schedule]:
+    """In turn only where no threads hold a whole tile: what a loop loads is not on its way before it, so that
+    no weights come while the kernel before ends."""
     width, count = max(1, hint(a.size(COLS))), max(1, hint(a.size(ROWS)))
     most = MOST_WARPS * (2 if a.weighted_columns else 1)
+    ahead = padded(count) // (AHEAD * device.warp_size) if a.ahead else 0
+    whole: list[Schedule] = []
+    turns: list[Schedule] = []
     for cols, share in IN_FLIGHT:
         block = min(cols, padded(width))
         groups = max(1, min(share * device.sms // -(-width // block), count // SMALLEST))
         rows, held = padded(-(-count // groups)), device.warp_size * min(WORD * WORDS, block // ROW_THREADS)
         if rows * block <= most * held:
-            ahead = padded(count) // (AHEAD * device.warp_size) if a.ahead else 0
-            yield Schedule(rows, block, Cols.GRID, num_warps=max(1, rows * block // held, ahead))
-        elif not a.weighted_columns:
+            warps = max(1, rows * block // held, ahead)
+            whole.append(Schedule(rows, block, Cols.GRID, num_warps=warps))
+        else:
             rows = max(1, TURN_WARPS * held // block)
-            yield _staged(rows, block, Cols.GRID, enough(groups, count, rows), TURN_WARPS)
+            turns.append(_staged(rows, block, Cols.GRID, enough(groups, count, rows), TURN_WARPS))
+    return whole or ([] if a.weighted_columns else turns)
 
 
 def _last_finishes(a: Analysis, programs: int, block: int) -> bool:
