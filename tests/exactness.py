@@ -105,12 +105,15 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
     kinds: dict[Schedule, None] = {}
     along = any(COLS in analysis.over(i) for i in analysis.reductions)
     for kind in space.KINDS:
-        for s in kind.measured(analysis, device) if space.fits(kind, analysis, device) else ():
+        if not space.fits(kind, analysis, device):
+            continue
+        for s in kind.measured(analysis, device) or kind.typical(analysis, device):
             if s.splits > 1 or (s.cols is Cols.LOOP and not along):
                 continue  # see below; only what goes through a row knows the columns of a loop
             cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, few)
             programs = None if s.programs is None else 3
-            kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
+            last = s.last_finishes
+            kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs, last_finishes=last)] = None
     half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
     if along and analysis.shareable and half < hint(analysis.size(COLS)):  # each has a column
         kinds[Schedule(1, half, Cols.WHOLE, 3, splits=2)] = None

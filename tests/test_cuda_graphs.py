@@ -20,7 +20,7 @@ import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.runtime import cuda_graphs
-from fusion_compiler.runtime.binding import ZeroedScratch, unkept_scratch
+from fusion_compiler.runtime.binding import SHARED_BYTES, ZeroedScratch, unkept_scratch
 from fusion_compiler.runtime.cuda_graphs import (
     FORMS,
     FORWARD_IS_NOT,
@@ -386,3 +386,19 @@ def test_no_memory_is_kept_from_a_recording() -> None:
         assert scratch(1, (4,))[0] is not first and first.tolist() == [0] * 4
     kept = scratch(1, (4,))[0]
     assert kept is not first and scratch(1, (4,))[0] is kept
+
+
+def test_a_recording_clears_its_scratch_once() -> None:
+    gpu = FakeGpu()
+    dtypes = {"t": torch.int32, "m": torch.int64}
+    counters = [contiguous(name, (1,), dtype, zeroed=True) for name, dtype in dtypes.items()]
+    first, second = ZeroedScratch(gpu, counters), ZeroedScratch(gpu, counters[:1])
+    with unkept_scratch():
+        small, wide = first(1, (3, 5))
+        assert (small.dtype, small.shape, wide.dtype, wide.shape) == (torch.int32, (3,), torch.int64, (5,))
+        assert wide.data_ptr() - small.data_ptr() == 16 and not wide.any()
+        assert second(1, (9,))[0].data_ptr() == small.data_ptr() != second(2, (9,))[0].data_ptr()
+        (large,) = second(1, (SHARED_BYTES,))
+        assert large.numel() == SHARED_BYTES and large.data_ptr() != small.data_ptr()
+    with unkept_scratch():
+        assert first(1, (3, 5))[0] is not small

@@ -144,7 +144,7 @@ def test_every_kernel_but_the_first_waits_before_all_but_constants() -> None:
         assert cluster.constants is not None
         for program in programs_of(plan, cluster, limit=1000):
             for kernel in program.kernels:
-                plain = kernel.together > 1 or any(buffer.zeroed for buffer in program.scratch)
+                plain = kernel.together > 1
                 assert kernel.dependent is not plain and (WAIT in kernel.source) is not plain
                 constant = constant_pointers(plan, cluster, program, kernel)
                 for lines in () if plain else functions_of(kernel):
@@ -339,7 +339,7 @@ def test_a_kernel_behind_one_that_may_not_be_launched_is_launched_plainly() -> N
     assert len(plan.clusters) > 1 and all(cluster.constants is None for cluster in plan.clusters)
 
 
-def test_programs_that_wait_for_each_other_or_clear_scratch_take_no_part() -> None:
+def test_programs_that_wait_for_each_other_take_no_part() -> None:
     def f(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return torch.softmax(x, -1), y.amax(-1).mean()
 
@@ -347,11 +347,14 @@ def test_programs_that_wait_for_each_other_or_clear_scratch_take_no_part() -> No
     kinds: set[str] = set()
     for cluster in plan.clusters:
         for program in programs_of(plan, replace(cluster, constants=()), limit=1000):
-            apart = any(buffer.zeroed for buffer in program.scratch)
-            kinds |= {"apart" if apart else "together" if program.kernels[0].together > 1 else "other"}
-            assert not any(k.dependent for k in program.kernels if apart or k.together > 1)
-            assert all((WAIT in kernel.source) is kernel.dependent for kernel in program.kernels)
-    assert kinds == {"apart", "other"}
+            together, counts = program.kernels[0].together > 1, any(b.zeroed for b in program.scratch)
+            kinds |= {"together" if together else "counts" if counts else "other"}
+            for kernel in program.kernels:
+                assert kernel.dependent is (WAIT in kernel.source) is not together
+                if kernel.dependent and counts:  # an earlier kernel may use them until then
+                    (lines,) = [f for f in functions_of(kernel) if f"    {WAIT}" in f]
+                    assert "ticket_ptr" not in "".join(lines[: lines.index(f"    {WAIT}")])
+    assert kinds == {"together", "counts", "other"}
 
 
 def test_launched_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,14 @@ def residual_product(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     return residual + F.linear(x, w)
 
 
+def product_of_columns(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, x, w)
+
+
+def normed_product(x: Tensor, norm: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, norm.shape, norm) @ w
+
+
 def chunks_of_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     scores = (q.float() * k.float()).sum(-1, keepdim=True)
     shares = (scores - scores.amax(-2, keepdim=True)).exp()
@@ -195,6 +203,9 @@ EXAMPLES = {
         group_norm, "bfloat16 [32, 512, 32, 32], bfloat16 [512], bfloat16 [512]", gradients=True
     ),
     "The last program": Example(mean_of_maxima, "bfloat16 [2048, 4096]"),
+    "The last program of a block of columns": Example(
+        product_of_columns, "bfloat16 [1, 1024], bfloat16 [1024, 4096], bfloat16 [4096]"
+    ),
     "Exchange": Example(softmax, "bfloat16 [16, 262144]"),
     "Rematerialization": Example(softmax, "bfloat16 [4096, 32768]", gradients=True),
     "Shared rows": Example(rms_norm, "bfloat16 [512, 65536], bfloat16 [65536]", gradients=True),
@@ -202,6 +213,7 @@ EXAMPLES = {
     "Matrix-vector products": Example(
         residual_product, "bfloat16 [2, 2048], bfloat16 [8192, 2048], bfloat16 [2, 8192]"
     ),
+    "Made ahead": Example(normed_product, "bfloat16 [1, 1024], bfloat16 [1024], bfloat16 [1024, 4096]"),
     "Matrices": Example(
         chunks_of_keys,
         "bfloat16 [8, 2, 1, 1, 128], bfloat16 [8, 1, 512, 64, 128], bfloat16 [8, 1, 512, 64, 128]",

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
-from fusion_compiler.codegen import contractions
+from fusion_compiler.codegen import ahead, contractions
 from fusion_compiler.codegen.accesses import store_one
-from fusion_compiler.codegen.axis_map import cols_at, place_batch, place_cols, row_loop, rows_at
+from fusion_compiler.codegen.axis_map import place_batch, place_cols, row_loop, rows_at
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.expression import dim_text
@@ -93,7 +93,8 @@ def build(
     buffers: describes every loaded or stored name. What the loop nests leave to a second kernel
     runs beside each other as well. constants: the buffers that nothing in the graph writes, where kernels may
     be launched dependently (`passes.launched_dependently`); those whose programs wait for each other never
-    are, nor those whose launch clears scratch before.
+    are. Others that leave counters zero may be: no program touches one before its wait, when the last kernel
+    that did has ended.
     """
     name = f"{name}_" if name in GLOBAL else name
     signature = signature_of(nests, buffers)
@@ -115,7 +116,7 @@ def build(
         *(b for f in finishings if f is not None for b in f.scratch),
         *(b for own in named for b in own.values()),
     )
-    if any(s.splits > 1 for s in schedules) or any(b.zeroed for b in scratch):
+    if any(s.splits > 1 for s in schedules):
         constants = None
     main = [
         _Assembly(analysis, schedule, signature, scratch, finishing, own, constants)
@@ -226,9 +227,12 @@ class _Assembly:
         finishing: Finishing | None = None,
         named: Mapping[str, Buffer] | None = None,
         constants: frozenset[str] | None = None,
+        last: bool = False,
     ) -> None:
+        self.last = last  # the last program of a block of columns runs it, and nothing else is left to run
         self.a, self.s, self.finishing, self.named = analysis, schedule, finishing, named or {}
         self.constants = constants
+        self.signature, self.scratch = signature, scratch
         self.registers = tile_registers(analysis, schedule)
         self.empty = frozenset(b.name for b in signature.inputs if 0 in b.shape)
         self.parameters: dict[str, Argument] = {}
@@ -260,8 +264,9 @@ class _Assembly:
     def text(self, name: str, program: str) -> tuple[str, str, tuple[Dim, ...]]:
         """(functions that it calls, body, grid); `program` is what counts its programs."""
         b = self.builder(self.a, self.s)
+        functions = self.made_ahead(b, f"{name}_first")
         grid = self.body(b, program)
-        functions = self.last_program(b, f"{name}_last")
+        functions += self.last_program(b, f"{name}_last")
         body = text_of(b) if self.constants is None else text_of(b, self.waiting)
         return functions, body, grid
 
@@ -310,6 +315,7 @@ class _Assembly:
             batch = self.a.size(BATCH)
             program = place_batch(b, program)
         number, grid = place_cols(b, program, share)
+        build_nodes(b, self.finishing.loads if self.finishing is not None else ())
         if s.programs is not None:
             sums = self.blocks_in_turn(b, number if s.programs > 1 else "0", s.programs)
         else:
@@ -346,6 +352,9 @@ class _Assembly:
     def finish(self, b: Builder, sums: Sums, program: str) -> None:
         """Fold each reduction over rows; store it as a partial result, or go on to what waits for it."""
         if self.finishing is None:
+            if self.last:  # compilers move no load over a sum that threads wait for
+                wanted = b.need(o for s in b.stores_of("finish") for o in store_operands(s))
+                build_nodes(b, (n for n in wanted if n not in self.a.finish))
             for number in self.a.across_rows:
                 b.env[number] = b.let("total", sums.folded(b, number), number)
             b.tile = replace(b.tile, row_mask=None)
@@ -361,26 +370,48 @@ class _Assembly:
             mask = b.by_one(self.a.groups[number], b.tile.col_mask if wide else None)
             b.add(Store(f"{partial.name}_ptr + {index}", sums.folded(b, number), mask))
 
+    def made_ahead(self, b: Builder, name: str) -> str:
+        """What makes whole vectors ahead, as a function that the program calls."""
+        found = ahead.ahead_of(self.a)
+        if found is None:
+            return ""
+        inner = self.builder(Analysis(found.loops), found.schedule(self.s.num_warps))
+        ahead.body(inner, b, found)
+        body = text_of(inner)
+        used = ", ".join(a.name for a in self.used(body))
+        ahead.enter(b, found, inner, f"{name}({used})")
+        return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
+
     def last_program(self, b: Builder, name: str) -> str:
         """The program that takes the last ticket runs the finishing part, and puts the counter back.
 
+        What the others left is there: the draw releases and acquires, behind a barrier of all threads; the
+        first level of cache, which may have older lines, is passed by.
         Returns the finishing part as a function of its own: its names mean other tiles than the caller's.
         """
         late = self.finishing
         if late is None or late.counter is None:
             return ""
-        inner = self.builder(Analysis(late.loops), late.schedule, ', cache_modifier=".cg"')
-        cols_at(inner, None)
-        build_nodes(inner, inner.need([s.value for s in late.loops.stores]))
-        for store in late.loops.stores:
-            store_one(inner, store)
+        own = _Assembly(Analysis(late.loops), late.schedule, self.signature, self.scratch, last=True)
+        inner = own.builder(own.a, own.s, ', cache_modifier=".cg"')
+        by_block = own.s.cols is Cols.GRID
+        for number, place in late.loads.items():
+            inner.given[place] = f"{b.variables.base(b.variable(number))}_{place}"
+        inner.env |= inner.given
+        own.body(inner, "block")
         body = text_of(inner)
-        used = ", ".join(a.name for a in self.used(body))
+        pointers = [a.name for a in own.used(body)]
+        block = ["block"] if by_block else []
+        given = ", ".join([*block, *map(b.variable, late.loads), *pointers])
+        used = ", ".join([*block, *inner.given.values(), *pointers])
         b.line("tl.debug_barrier()")
-        programs = late.programs * self.s.splits
-        with b.inside(If(f"tl.atomic_add({late.counter.name}_ptr, 1) == {programs - 1}")):
-            b.line(f"tl.store({late.counter.name}_ptr, 0)")
-            b.line(f"{name}({used})")
+        programs, ticket = late.programs * self.s.splits, f"{late.counter.name}_ptr"
+        if by_block:
+            b.define("block", f"first_col // {self.s.block_cols}")
+            ticket += " + block"
+        with b.inside(If(f"tl.atomic_add({ticket}, 1) == {programs - 1}")):
+            b.line(f"tl.store({ticket}, 0)")
+            b.line(f"{name}({given})")
         return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
 
 
@@ -392,7 +423,7 @@ def text_of(b: Builder, last: Callable[[list[Statement]], list[Statement]] = lis
         stored_early(b.body, {i: operands_of(n)[0] for i, n in rounded.items()})
     joined(b.body)
     checked_late(b.body, b.variables)
-    taken = {*b.pointers.values(), *RESERVED, *(axis.name for axis in b.loops.axes)}
+    taken = {*b.pointers.values(), *b.given.values(), *RESERVED, *(axis.name for axis in b.loops.axes)}
     return printed(last(b.body), b.variables, taken)
 
 

@@ -103,6 +103,8 @@ class Builder:
         self.made: dict[int, Callable[[], None]] = {}  # one of them: what builds it by itself
         self.packs: dict[tuple[int, ...], Packed] = {}  # pieces -> the tile that has them
         self.packed_sums: dict[int, tuple[int, ...]] = {}  # sum along the row -> the pieces that it is one of
+        self.ahead: frozenset[int] = frozenset()  # what a function gives that has all they are made of
+        self.given: dict[int, str] = {}  # nodes that a function is given, and what its parameters are called
         self.likeness: dict[tuple[int, ...], bool] = {}
 
     # -- statements --------------------------------------------------------------------------------
@@ -183,11 +185,11 @@ class Builder:
     def operands(self, number: int) -> tuple[int, ...]:
         """The nodes that a node is made of: of a contraction's sums, the matrix and all vectors.
 
-        There are none where it is a piece of a tile that is there.
+        There are none where it is a piece of a tile that is there, or made ahead.
         """
         made = self.contracted.get(number)
         sums = self.packed_sums.get(number) if made is None else made.sums
-        if sums in self.packs:
+        if sums in self.packs or number in self.ahead:
             return ()
         return operands_of(self.loops.nodes[number]) if made is None else (made.matrix, *made.vectors)
 
@@ -305,6 +307,7 @@ class Builder:
         return tuple(s for s in self.loops.stores if s.value not in self.a.finish)
 
     def accumulated(self) -> list[int]:
-        """Operands of the reductions over rows, whole or by segments."""
+        """Operands of the reductions over rows, whole or by segments; of those that contract, the matrix."""
         numbers = (*self.a.across_rows, *self.a.segmented)
-        return [o for i in numbers for o in self.operands(i)]
+        made = {self.contracted[i].matrix for i in numbers if i in self.contracted}
+        return [*sorted(made), *(o for i in numbers if i not in self.contracted for o in self.operands(i))]

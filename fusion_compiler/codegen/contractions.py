@@ -50,7 +50,7 @@ def enter(b: Builder) -> None:
     for c in found:
         b.tiles[c.sums] = lambda c=c: _build(b, c)
         b.made |= dict.fromkeys(c.sums, lambda c=c: _by_themselves(b, c.sums))
-    if b.a.matrices:
+    if b.a.matrices or b.a.weighted_columns:
         return
     for c in found:
         if pieces.alike(b, c.vectors):

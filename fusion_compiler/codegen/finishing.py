@@ -3,13 +3,14 @@
 Each program leaves one partial result in scratch memory. The sum of these, and every op that waits for
 it, is a loop nest of its own: where it is one element wide the last program to arrive runs it (a
 ticket counter tells); where it is a row, or of so many programs that the counter would take longer, a
-second kernel does.
+second kernel does. A schedule may have the last program of each block of columns run its part of a row
+(`Schedule.last_finishes`): there is a counter for each block then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,6 +28,7 @@ from fusion_compiler.ir.loops import (
     Store,
     operands_of,
     renumber,
+    renumber_index,
     row_major,
 )
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, ceil_div, waiting
@@ -42,7 +44,8 @@ class Finishing:
     """What follows the sums over rows of a loop nest, once the programs that share them are done.
 
     partials: one partial result a program. loops, schedule: what adds them up, and all that waits for
-    it. counter: of the programs that are done, where the last of them runs that; else a second kernel.
+    it. counter: of the programs that are done, int32 [blocks of columns], where the last of them runs that;
+    else a second kernel. programs: that share it. loads: of `early_loads`, where every program has them.
     """
 
     partials: tuple[Buffer, ...]
@@ -50,6 +53,7 @@ class Finishing:
     schedule: Schedule
     programs: int
     counter: Buffer | None
+    loads: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def scratch(self) -> tuple[Buffer, ...]:
@@ -69,11 +73,36 @@ def finishing_of(
     assert isinstance(programs, int), "programs that share a reduction are counted at compile time"
     partials = tuple(_partial(analysis, next(numbers), number, programs) for number in analysis.across_rows)
     late = finishing(analysis, programs, tuple(b.name for b in partials))
+    last = schedule if schedule.last_finishes and analysis.ends_in_a_row else None
     counter: Buffer | None = None
-    if not analysis.ends_in_a_row and programs <= MOST_TICKETS:
-        ticket = next(tickets)
-        counter = Buffer(f"ticket_{ticket}" if ticket else "ticket", (1,), (1,), torch.int32, zeroed=True)
-    return Finishing(partials, late, _finish_schedule(late, programs), programs, counter)
+    if last is not None or (not analysis.ends_in_a_row and programs <= MOST_TICKETS):
+        ticket, blocks = next(tickets), 1 if last is None else col_blocks(analysis, last)
+        name = f"ticket_{ticket}" if ticket else "ticket"
+        counter = Buffer(name, (blocks,), (1,), torch.int32, zeroed=True)
+    loads = {} if last is None or last.block_rows == 1 else early_loads(analysis, late)
+    return Finishing(partials, late, _finish_schedule(late, programs, last), programs, counter, loads)
+
+
+def early_loads(analysis: Analysis, late: LoopNest) -> dict[int, int]:
+    """What the finishing part loads of the columns alone, a bias say, by its number in both nests.
+
+    A program has it while it waits for memory anyway, before it can know whether it is the last: then nothing
+    is left to come from memory, which takes twice as long as from L2.
+    """
+    shift = 1 - len(analysis.axes[ROWS])
+    moved = {i: i + shift for i, axis in enumerate(analysis.loops.axes) if axis.group == COLS}
+    places = {node: i for i, node in enumerate(late.nodes) if isinstance(node, Load)}
+    found: dict[int, int] = {}
+    for i, node in enumerate(analysis.loops.nodes):
+        if isinstance(node, Load) and not operands_of(node) and analysis.groups[i] == frozenset({COLS}):
+            place = places.get(replace(node, index=renumber_index(node.index, {}, moved)))
+            found |= {} if place is None else {i: place}
+    return found
+
+
+def col_blocks(analysis: Analysis, schedule: Schedule) -> Dim:
+    """Into how many blocks a schedule cuts the columns."""
+    return ceil_div(analysis.size(COLS), schedule.block_cols) if schedule.cols is Cols.GRID else 1
 
 
 def row_programs(analysis: Analysis, schedule: Schedule) -> Dim:
@@ -155,7 +184,10 @@ def completed(
     return LoopNest(axes, tuple(nodes), stores, tuple(names))
 
 
-def _finish_schedule(late: LoopNest, programs: int) -> Schedule:
+def _finish_schedule(late: LoopNest, programs: int, last: Schedule | None) -> Schedule:
+    """last: that of the programs, where the last of a block's runs it."""
+    if last is not None:  # all partial results of its block at once, by its own threads
+        return Schedule(_power(programs), last.block_cols, Cols.GRID, num_warps=last.num_warps)
     rows = [a for a in late.axes if a.group == ROWS]
     if not rows:
         return Schedule(1, _power(programs), Cols.WHOLE, num_warps=min(32, max(4, _power(programs) // 512)))

@@ -19,7 +19,7 @@ from fusion_compiler.codegen import math as fm
 # Variables that are no values of a loop nest. `Builder.define` takes no other, so none is missing here.
 Own = Literal[
     "batch", "row", "first_row", "row_inside", "col", "first_col", "col_inside", "start", "r", "program",
-    "group", "part", "parts",
+    "group", "part", "parts", "block",
     "lead", "begin", "lane", "in_words", "whole_words",
     "x", "new_max", "shift", "tops", "off", "counts", "block_mean", "block_squares",
     "top", "left", "move", "apart",
@@ -83,7 +83,7 @@ class _Reader:
 
     def statement(self, s: ast.stmt, bound: set[str]) -> set[str]:
         match s:
-            case ast.Expr(value):
+            case ast.Expr(value) | ast.Return(ast.expr() as value):
                 self.reads(value, bound)
             case ast.Assign([target], value):
                 self.reads(value, bound)

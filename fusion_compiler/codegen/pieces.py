@@ -54,6 +54,8 @@ def alike(b: Builder, nodes: Nodes) -> bool:
     """Whether some nodes are pieces that one tile can have."""
     if nodes in b.packs or len(set(nodes)) == 1:
         return True
+    if not b.ahead.isdisjoint(nodes):  # a number each
+        return False
     if nodes in b.likeness:
         return b.likeness[nodes]
     groups = {b.a.groups[n] for n in nodes}

@@ -45,12 +45,12 @@ def whole_block(b: Builder) -> None:
 
 
 def _matrices(b: Builder, roots: Sequence[int]) -> list[int]:
-    """The loads of matrices, which what is reduced before would keep waiting."""
+    """The loads of matrices, which what is reduced before would keep waiting; all, where it is ahead."""
     whole, nodes = frozenset({ROWS, COLS}), b.loops.nodes
-    if not b.a.weighted and not b.a.matrices:
+    if not b.a.weighted and not b.a.products and not b.a.matrices:
         return []
     loads = (n for n in b.need(roots) if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
-    return [n for n in loads if b.a.groups[n] == whole]
+    return [n for n in loads if b.ahead or b.a.groups[n] == whole]
 
 
 def _pairs_last(b: Builder, numbers: list[int]) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.monoids import fold_text, is_logical, step_text
-from fusion_compiler.codegen.nodes import elements
+from fusion_compiler.codegen.nodes import build_nodes, elements
 from fusion_compiler.codegen.online_reductions import accumulator
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule.analysis import accumulated_groups
@@ -28,8 +28,17 @@ class Sums:
 
     @classmethod
     def of_tile(cls, b: Builder) -> Sums:
-        """Without a loop the tile itself is the accumulator."""
-        return cls({i: b.let("tile", elements(b, b.reduction(i), b.a.over(i))) for i in b.a.across_rows})
+        """Without a loop the tile itself is the accumulator; what it comes to, where there are many."""
+        many = b.a.weighted_columns
+        build_nodes(b, (i for i in b.a.across_rows if i in b.contracted))
+        return cls({
+            i: b.env.pop(i)
+            if i in b.contracted
+            else b.let("col_sum", _block(b, i))
+            if i in many
+            else b.let("tile", elements(b, b.reduction(i), b.a.over(i)))
+            for i in b.a.across_rows
+        })
 
     def begin_block(self) -> None:
         self.pending = set(self.variables)
@@ -45,6 +54,8 @@ class Sums:
         reduce, text = b.reduction(number), self.variables[number]
         if b.tile.flat:
             return fold_text(reduce, text, "0", keep=False) if COLS in reduce.over else text
+        if number in b.a.weighted_columns:  # which has no lanes for rows
+            return text
         if COLS in reduce.over:
             text = fold_text(reduce, text, "1", keep=True)
         return fold_text(reduce, text, "0", keep=True)

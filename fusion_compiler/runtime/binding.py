@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import linecache
 import math
 import threading
@@ -204,20 +205,21 @@ class _PerThread(threading.local):
 
 
 class _Unkept(threading.local):
-    inside = False
+    cleared: dict[int, torch.Tensor] | None = None  # for each stream, what launches within share
 
 
 _unkept = _Unkept()
+SHARED_BYTES = 1 << 16  # of counters of any kernel; mailboxes of many rows are more
 
 
 @contextmanager
 def unkept_scratch() -> Generator[None]:
     """A context in which, in this thread, launches keep no scratch for later ones."""
-    before, _unkept.inside = _unkept.inside, True
+    before, _unkept.cleared = _unkept.cleared, {}
     try:
         yield
     finally:
-        _unkept.inside = before
+        _unkept.cleared = before
 
 
 class ZeroedScratch:
@@ -226,7 +228,9 @@ class ZeroedScratch:
     Kept for each stream, because launches on one stream follow each other, and for each thread,
     because two threads may alternate launches of a program's kernels on one stream. In a CUDA
     graph's capture they are allocated, and cleared by the graph: it may later be replayed beside
-    other work. So they are within `unkept_scratch`.
+    other work. So they are within `unkept_scratch`, but once for all launches on a stream: each
+    finds zero what the one before left so. Kernels that start while others end do as well: they
+    touch scratch behind their wait.
     """
 
     def __init__(self, gpu: Gpu, buffers: Sequence[Buffer]) -> None:
@@ -236,12 +240,27 @@ class ZeroedScratch:
 
     def __call__(self, stream: int, elements: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Tensors of at least so many elements each, all zero when the stream comes to them."""
-        if _unkept.inside or self._gpu.is_capturing():
+        if _unkept.cleared is not None:
+            return self._shared(_unkept.cleared, stream, elements)
+        if self._gpu.is_capturing():
             return self._allocate(elements)
         found = self._kept.by_stream.get(stream)
         if found is None or any(have < need for have, need in zip(found[0], elements, strict=True)):
             found = self._kept.by_stream[stream] = (elements, self._allocate(elements))
         return found[1]
+
+    def _shared(
+        self, cleared: dict[int, torch.Tensor], stream: int, elements: tuple[int, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        sizes = [count * dtype.itemsize for count, dtype in zip(elements, self._dtypes, strict=True)]
+        ends = list(itertools.accumulate(-(-size // 16) * 16 for size in sizes))  # all begin aligned
+        if ends[-1] > SHARED_BYTES:
+            return self._allocate(elements)
+        if stream not in cleared:
+            cleared[stream] = self._gpu.empty((SHARED_BYTES,), (1,), torch.uint8).zero_()
+        starts, memory = [0, *ends], cleared[stream]
+        parts = zip(starts, sizes, self._dtypes, strict=False)
+        return tuple(memory[start : start + size].view(dtype) for start, size, dtype in parts)
 
     def _allocate(self, elements: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         pairs = zip(elements, self._dtypes, strict=True)

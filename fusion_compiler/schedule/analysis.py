@@ -37,6 +37,7 @@ from fusion_compiler.ir.loops import (
     segment_of,
     store_operands,
 )
+from fusion_compiler.schedule import ahead
 from fusion_compiler.schedule.schedule import WORD, Schedule
 
 aten = torch.ops.aten
@@ -210,12 +211,16 @@ class Analysis:
         return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i))
 
     @cached_property
+    def products(self) -> frozenset[int]:
+        """Sums over the rows of what a vector weights: products whose matrix lies in memory the other way."""
+        if self.reads_rows or self.matrices:
+            return frozenset()
+        return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i, ROWS))
+
+    @cached_property
     def weighted_columns(self) -> frozenset[int]:
-        """Sums over the rows of what vectors weight, too many for each to keep a tile: products whose matrix
-        lies in memory the other way."""
-        found = (i for i in self.reductions if self.is_sum(i) and self._is_weighted(i, ROWS))
-        sums = frozenset() if self.reads_rows or self.matrices else frozenset(found)
-        return sums if len(sums) > FEW_SUMS else frozenset()
+        """Those, where they are too many for each to keep a tile."""
+        return self.products if len(self.products) > FEW_SUMS else frozenset()
 
     def _is_weighted(self, number: int, along: str = COLS) -> bool:
         (operand,) = operands_of(self.loops.nodes[number])
@@ -262,7 +267,16 @@ class Analysis:
         """Reductions over the rows: complete only when every program is done."""
         if self.matrices:
             return ()
-        return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in self.segmented)
+        apart = {*self.segmented, *self.ahead}
+        return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in apart)
+
+    @cached_property
+    def ahead(self) -> frozenset[int]:
+        """Reductions over the rows that every program makes by itself, for the vectors of its products."""
+        size = self.size(ROWS)
+        if not self.products or not isinstance(size, int) or size > ahead.MOST_ROWS:
+            return frozenset()
+        return ahead.made_ahead(self.loops, self.groups, self.products)
 
     @cached_property
     def segmented(self) -> tuple[int, ...]:

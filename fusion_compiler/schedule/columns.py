@@ -6,13 +6,15 @@ A shape is (rows, columns, warps, programs a multiprocessor); of no columns, who
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule.analysis import Analysis, enough
+from fusion_compiler.schedule.contractions import SMALLEST
 from fusion_compiler.schedule.measured import Shape
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 16  # of a multiprocessor: with 32 elements a thread, three times, enough in flight
@@ -20,6 +22,18 @@ SQUARE = ((64, 64, 8, 2), (32, 128, 8, 2), (128, 32, 8, 2))  # both memory order
 ALL = ((8192, 4, 8), (4096, 8, 4), (2048, 8, 4), (16384, 2, 16))  # of one column: elements, share, warps
 # Products: a thread has a word of every row of the tile, and adds these up by itself.
 PRODUCTS = ((8, 256, 1, 4), (8, 512, 2, 2), (4, 256, 1, 8), (16, 256, 1, 2))
+# The same where the matrix's size is known: columns of a block, whole sectors, and programs a multiprocessor.
+IN_FLIGHT = ((128, 2), (64, 2), (128, 1), (128, 4), (64, 4), (256, 2), (32, 4))
+TYPICAL = 4  # of these
+WORDS = 8  # of a thread's tile at most, all of which it loads at once
+# Threads for each row of a tile at least: with fewer, Triton gives each thread rows of its own, as it loads a
+# vector, and brings the matrix there through shared memory.
+ROW_THREADS = 2
+AHEAD = 32  # elements of whole vectors (`schedule.ahead`) that a thread has at most
+# Of a program at most, twice as many where tensor units need few registers; of one that has a larger tile
+# part by part.
+MOST_WARPS, TURN_WARPS = 8, 4
+MOST_PARTIALS = 16384  # see `_last_finishes`
 WHOLE = (1, 0, 8, 2)  # what is stored besides goes row by row
 
 
@@ -36,6 +50,8 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
     if width == 1:
         return _one_column(device, count)
+    if _is_known_product(a):
+        return ()  # none was: the model ranks them
     if a.weighted_columns:
         return made(a, device, PRODUCTS)
     stored = any(s.value not in a.finish for s in a.loops.stores)
@@ -45,10 +61,15 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return measured(a, device)[:3]
+    if not _is_known_product(a):
+        return measured(a, device)[:3]
+    found = tuple(_of_products(a, device))
+    return tuple(s for s in found if s.last_finishes or replace(s, last_finishes=True) not in found)[:TYPICAL]
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+    if _is_known_product(a):
+        return tuple(_of_products(a, device))
     if hint(a.size(COLS)) <= 1 or a.weighted_columns:
         return ()
     shapes = ((32 * w * 32 // cols, cols, w, 2) for cols in powers(32, 1024) for w in powers(1, 16))
@@ -72,6 +93,55 @@ def made(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Sc
         else:
             found[_staged(rows, block, Cols.GRID, programs, warps)] = None
     return tuple(found)
+
+
+def _is_known_product(a: Analysis) -> bool:
+    """Whether all sums are products with a matrix of known size."""
+    known = all(isinstance(a.size(group), int) for group in (ROWS, COLS))
+    return known and a.size(COLS) != 1 and bool(a.products) and a.products == frozenset(a.across_rows)
+
+
+def _of_products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
+    """Tiles of all rows of a program's group where its threads hold them, else of a few rows in turn; each
+    finished by the last program of a block, where that may be, and by a second kernel."""
+    turns = made(a, device, PRODUCTS) if a.weighted_columns else ()
+    for s in dict.fromkeys((*_in_flight(a, device), *turns)):
+        programs = -(-hint(a.size(ROWS)) // s.block_rows) if s.programs is None else s.programs
+        if _last_finishes(a, programs, s.block_cols):
+            yield replace(s, last_finishes=True)
+        yield s
+
+
+def _in_flight(a: Analysis, device: DeviceSpec) -> list[Schedule]:
+    """In turn only where no threads hold a whole tile: what a loop loads is not on its way before it, so that
+    no weights come while the kernel before ends."""
+    width, count = max(1, hint(a.size(COLS))), max(1, hint(a.size(ROWS)))
+    most = MOST_WARPS * (2 if a.weighted_columns else 1)
+    ahead = padded(count) // (AHEAD * device.warp_size) if a.ahead else 0
+    whole: list[Schedule] = []
+    turns: list[Schedule] = []
+    for cols, share in IN_FLIGHT:
+        block = min(cols, padded(width))
+        groups = max(1, min(share * device.sms // -(-width // block), count // SMALLEST))
+        rows, held = padded(-(-count // groups)), device.warp_size * min(WORD * WORDS, block // ROW_THREADS)
+        if rows * block <= most * held:
+            warps = max(1, rows * block // held, ahead)
+            whole.append(Schedule(rows, block, Cols.GRID, num_warps=warps))
+        else:
+            rows = max(1, TURN_WARPS * held // block)
+            turns.append(_staged(rows, block, Cols.GRID, enough(groups, count, rows), TURN_WARPS))
+    return whole or ([] if a.weighted_columns else turns)
+
+
+def _last_finishes(a: Analysis, programs: int, block: int) -> bool:
+    """Whether the last program of a block of columns, and no second kernel, adds up what so many left.
+
+    A kernel costs 2 us, a ticket and the way to L2 one; but then one program of few warps reads what a grid
+    would, at 64 bytes a cycle: MOST_PARTIALS of a block in half a microsecond. Products of few rows have so
+    few. Other sums over rows keep their second kernel, with which they were measured: they are longer, and of
+    hundreds of partial results a column.
+    """
+    return programs > 1 and len(a.across_rows) * padded(programs) * block <= MOST_PARTIALS
 
 
 def _staged(rows: int, block: int, cols: Cols, programs: int, warps: int) -> Schedule:

@@ -48,7 +48,8 @@ def contractions_of(a: Analysis) -> tuple[Contraction, ...]:
 
 def _factors(a: Analysis, number: int) -> Iterator[tuple[int, int, str]]:
     """(matrix, vector, the group along which their product is summed), where a reduction is such a sum."""
-    if number not in a.weighted and not (a.matrices and a.is_sum(number)):
+    weighted = number in a.weighted or number in a.weighted_columns
+    if not weighted and not (a.matrices and a.is_sum(number)):
         return
     over = a.over(number)
     (operand,) = operands_of(a.loops.nodes[number])
@@ -74,6 +75,8 @@ def contracts(a: Analysis, s: Schedule) -> bool:
     """Whether a schedule's tiles are those of tensor units, where there are contractions."""
     if min(s.block_rows, s.block_cols) < SMALLEST or s.splits > 1:
         return False
+    if a.weighted_columns:  # in a loop a thread adds up what it has by itself, and waits for no other
+        return s.programs is None
     size = a.size(COLS)
     return a.matrices or (s.cols is Cols.LOOP and isinstance(size, int) and size % s.block_cols == 0)
 

@@ -31,6 +31,10 @@ STALL = 0.316
 LOOPED = 0.98  # of the bandwidth: looped rows, with much in flight each, so that few run at once
 SHARED = 0.9  # rows shared by programs, which wait for each other,
 WAITING, ENOUGH_WAITING = 0.5, 4  # as STALL; resident programs with which all of that is drawn
+# From a program's last partial result to the last program's store: a barrier, a ticket's way to L2 and back,
+# and that of what the others left. Not measured: an exchange has as many ways, and waits for the slowest.
+LAST_US = 1.3
+AHEAD_US = 0.25  # of what every program reduces by itself: threads wait for each other. Not measured either
 EXCHANGE_US = 1.5  # from a program's message to the answer of the last
 STAGED = 0.98  # of the bandwidth: persistent programs with staged loads (norm backward)
 UNSTAGED = 0.84  # the same without: 1 x 4096, 264 programs of 8 warps 467 us, in three stages 394
@@ -101,8 +105,12 @@ def _run(work: Work, s: Schedule, device: DeviceSpec) -> Run:
     programs = groups * (ceil(cols / s.block_cols) if s.cols is Cols.GRID else s.splits)
     after = 0.0
     if work.reduced & 1 and groups > 1:  # partial results are written, and read by what finishes
-        partial = 2 * work.row_bytes * groups * (cols if work.row_of_sums else 1)
-        after = device.floor_us + 1e6 * partial / device.l2_bandwidth
+        partial = 2 * work.row_bytes * groups * (cols if work.sums_of_columns else 1)
+        after = 1e6 * partial / device.l2_bandwidth + (
+            _last_us(work, s, groups, device) if s.last_finishes else device.floor_us
+        )
+    if work.ahead and work.sums_of_columns:
+        after += work.ahead * AHEAD_US + 1e6 * programs * rows * work.of_rows / device.fp32_per_s
     exchanges = max(1, work.phases - 1)
     passes = exchanges + bool(work.early & work.late)
     messages = exchanges * MESSAGE_BYTES * s.splits**2 * rows if s.splits > 1 else 0
@@ -111,7 +119,10 @@ def _run(work: Work, s: Schedule, device: DeviceSpec) -> Run:
         share = _share_in_turn(s, programs, device) / (1 + narrow * RUN_ELEMENTS / s.block_cols)
         return Run(programs, share, after_us=after, messages=messages)
     if s.cols is Cols.GRID:
-        return Run(programs, 1.0 / _slowdown(s, device, BLOCK_ELEMENTS, ENOUGH), after_us=after)
+        share = 1.0 / _slowdown(s, device, BLOCK_ELEMENTS, ENOUGH)
+        if work.reduced & 1 and groups > 1 and s.block_cols < cols:
+            share /= 1 + RUN_ELEMENTS / s.block_cols
+        return Run(programs, share, after_us=after)
     resident = _resident(work, s, device)
     slots = resident * device.sms
     if s.splits > 1:
@@ -125,6 +136,12 @@ def _run(work: Work, s: Schedule, device: DeviceSpec) -> Run:
     filled = cols / (ceil(cols / s.block_cols) * s.block_cols)  # of the blocks
     share = LOOPED * filled / _slowdown(s, device, BLOCK_ELEMENTS)
     return Run(programs, share, passes - 1, min(programs, slots) * s.block_rows, slots, after)
+
+
+def _last_us(work: Work, s: Schedule, groups: int, device: DeviceSpec) -> float:
+    """Of the last program of a block of columns, with the partial results of so many."""
+    held = groups * s.block_cols * work.row_bytes * work.sums_of_columns
+    return LAST_US + 1e6 * held / (L1_BYTES * device.clock)
 
 
 def _share_in_turn(s: Schedule, programs: int, device: DeviceSpec) -> float:

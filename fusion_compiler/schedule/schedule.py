@@ -27,6 +27,8 @@ class Schedule:
     counted from the word in which the row begins; 0 counts them from its first element. One row a block, or
     several of a loop that programs share.
     registers: the most that a thread may take, so that as many programs as are to run at once do.
+    last_finishes: of the programs that share the rows of a block of columns, the last to be done computes
+    what waits for their sums, in the same launch; else a second kernel does where that is a row.
     """
 
     block_rows: int
@@ -38,6 +40,7 @@ class Schedule:
     splits: int = 1
     word: int = 0
     registers: int | None = None
+    last_finishes: bool = False
 
     def __str__(self) -> str:
         split = f" of {self.splits} parts" if self.splits > 1 else ""
@@ -47,7 +50,8 @@ class Schedule:
         window = f" misaligned{by}" if self.misaligned else ""
         tile = f"{self.block_rows} x {self.block_cols} {self.cols}{window}{split}"
         limit = f", {self.registers} registers" if self.registers else ""
-        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}"
+        last = ", the last finishes" if self.last_finishes else ""
+        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}{last}"
 
     @property
     def misaligned(self) -> bool:

@@ -105,7 +105,9 @@ class Work:
         self.reduced = 0  # groups that some node reduces
         self.partials = 0  # of sums over segments: results of single rows, which a second kernel adds up
         self.totals = self.addends = 0  # the sums that it makes of them, and how many partials one has
-        self.row_of_sums = False  # whether a sum over the rows is one for each column
+        self.ahead = 0  # reductions that every program of a product makes of its vectors
+        self.of_rows = 0  # operations on what has no columns, of one row
+        self.sums_of_columns = 0  # over the rows, of which each column has one
         self.sums: list[int] = []  # what is reduced along the rows
         self.phases = 0  # the longest chain of reductions
         self.row_bytes = 4  # of the widest value in a row
@@ -158,6 +160,7 @@ class Work:
         flops, special = _weights(node.target)
         count = self.count[varies]
         dtype = node.dtype
+        self.of_rows += varies == 1 and flops + special
         if dtype is torch.float64:
             self.fp64 += (flops + FP64_SPECIAL * special) * count
             return
@@ -205,7 +208,8 @@ class Work:
         operand = node.operand
         over = (ROWS in node.over) | 2 * (COLS in node.over)
         self.reduced |= over
-        self.row_of_sums |= over == 1 and self.varies[operand] & 2 != 0
+        self.ahead += over == 1 and self.varies[operand] == 1
+        self.sums_of_columns += over == 1 and self.varies[operand] & 2 != 0
         self.fp32 += self.count[self.varies[operand]]
         axes = self.axes[operand]
         for axis, group in enumerate(self.group_of):

@@ -28,6 +28,8 @@ ATTENTION_SHARE = 0.35  # the same for attention: eight causal layers of 4 x 204
 # Of bandwidth, where few rows are multiplied, and a matrix is read for each launch: decoding with a Llama-1B
 # shape takes 81 of them, 1.06 ms for what .58 ms would stream; a chain of long ones reaches 0.68.
 FEW_ROWS_SHARE = 0.68
+# Of such a launch at least: GPT-2 medium's 96 products of a token, of 2 to 8 MB, take 4.3 to 5.2 on an H200.
+FEW_ROWS_US, FEW_ROWS_BYTES = 4.3, 2e6
 FEW_ROWS = 16  # with more, arithmetic bounds what a matrix's bytes do not
 MATRIX_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "expert_mm"})
 EAGER_SHARE = 0.9  # of copy bandwidth that an ATen element-wise kernel reaches
@@ -97,6 +99,7 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
     us, bound = _roofline(device, flops / rate, op.bytes, 1.0)
     if tokens_of(op, hints) <= FEW_ROWS:
         streamed = device.launch_us + 1e6 * op.bytes / (device.copy_bandwidth * FEW_ROWS_SHARE)
+        streamed = max(streamed, FEW_ROWS_US) if op.bytes >= FEW_ROWS_BYTES else streamed
         us, bound = max(us, streamed), bound if us > streamed else "memory"
     return Cost(us, read, written, flops, bound)
 

@@ -41,7 +41,7 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
     loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
     # A product has the same for each of its rows: people read them once.
-    alike = len(a.reductions) // SUMS_OF_A_QUERY if a.matrices else len(a.weighted)
+    alike = len(a.reductions) // SUMS_OF_A_QUERY if a.matrices else len(a.weighted or a.products)
     most = MOST_OPS * max(1, min(alike, MOST_ALIKE))
     if len(loops.nodes) > most:
         return f"{len(loops.nodes)} operations are more than {most}"

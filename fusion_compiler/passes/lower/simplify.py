@@ -38,10 +38,13 @@ LEAST_TILE = 16  # elements along which a transposing tile has to run to touch w
 LONG_ROW = 8192  # elements of which a last tile that is not full wastes little
 
 
-def simplify(loops: LoopNest) -> LoopNest:
-    """Algebra, dead code, group roles, axis order, coalescing, names; in that order."""
+def simplify(loops: LoopNest, by_memory: bool = False) -> LoopNest:
+    """Algebra, dead code, group roles, axis order, coalescing, names; in that order.
+
+    by_memory: columns are what is contiguous, even where something else is reduced and broadcast back.
+    """
     loops = remove_dead(one_hot_sums(loops))
-    loops = contiguous_cols(loops)
+    loops = contiguous_cols(loops, by_memory)
     loops, crossing = split_orders(loops)
     loops = order_axes(loops, crossing)
     return name_axes(long_rows(coalesce(loops)))
@@ -73,7 +76,7 @@ def accesses(loops: LoopNest) -> list[Index]:
     return [n.index for n in loops.nodes if isinstance(n, Load)] + [s.index for s in loops.stores]
 
 
-def contiguous_cols(loops: LoopNest) -> LoopNest:
+def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     """Columns are what is reduced and broadcast back, else the group of most contiguous accesses.
 
     Segments of rows are segments of columns, whatever else there is, and scans run along columns. Matrices
@@ -82,7 +85,7 @@ def contiguous_cols(loops: LoopNest) -> LoopNest:
     matrices = any(a.group == BATCH for a in loops.axes)
     if matrices or any((isinstance(n, Reduce) and not n.over) or isinstance(n, Scan) for n in loops.nodes):
         return loops
-    normalized = _normalized(loops)
+    normalized = set[str]() if by_memory else _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
     for index in accesses(loops):
         touched = 1

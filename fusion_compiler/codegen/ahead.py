@@ -1,0 +1,79 @@
+"""What every program makes of whole vectors before its part of a product (`schedule/ahead.py`).
+
+It is a function of its own: its tile is the vector, and its names mean other tiles than the caller's.
+
+    mean, rsqrt = norm_product_first(in0_ptr)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fusion_compiler.codegen.axis_map import cols_at
+from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.codegen.nodes import build_nodes
+from fusion_compiler.codegen.tile import Assign
+from fusion_compiler.ir.loops import COLS, ROWS, LoopNest, Node, Reduce, operands_of, renumber
+from fusion_compiler.schedule.ahead import with_operands
+from fusion_compiler.schedule.analysis import Analysis, waiting
+from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.shapes import padded
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """results: nodes of the caller's nest that vary over nothing. loops: of what makes them; columns are the
+    caller's rows. numbers: its nodes by the caller's."""
+
+    results: tuple[int, ...]
+    loops: LoopNest
+    numbers: dict[int, int]
+
+    def schedule(self, warps: int) -> Schedule:
+        """The whole vector, by the caller's threads."""
+        return Schedule(1, padded(int(Analysis(self.loops).size(COLS))), Cols.WHOLE, num_warps=warps)
+
+
+def ahead_of(a: Analysis) -> Ahead | None:
+    """None where a product waits for nothing."""
+    if not a.ahead:
+        return None
+    loops = a.loops
+    late = waiting(loops, a.ahead)
+    used = {o for i, n in enumerate(loops.nodes) if a.groups[i] for o in operands_of(n)}
+    results = tuple(i for i in sorted(late & used) if not a.groups[i])
+    axes = tuple(replace(axis, group=COLS) for axis in a.axes[ROWS])
+    numbers: dict[int, int] = {}
+    nodes: list[Node] = []
+    for number in sorted(with_operands(loops, results, ())):
+        node = renumber(loops.nodes[number], numbers)
+        numbers[number] = len(nodes)
+        nodes.append(replace(node, over=frozenset({COLS})) if isinstance(node, Reduce) else node)
+    names = tuple(loops.names[i] for i in sorted(numbers))
+    return Ahead(results, LoopNest(axes, tuple(nodes), (), names), numbers)
+
+
+def enter(b: Builder, ahead: Ahead, inner: Builder, call: str) -> None:
+    """Tells a builder that a call gives the results, where the first of them is asked for.
+
+    inner: what built the function, in which they have names.
+    """
+
+    def build() -> None:
+        for n in ahead.results:
+            b.env[n] = b.variables.new(inner.variables.base(inner.variable(ahead.numbers[n])))
+        b.add(Assign(tuple(b.env[n] for n in ahead.results), call))
+
+    b.ahead = frozenset(ahead.results)
+    b.made |= dict.fromkeys(ahead.results, build)
+
+
+def body(inner: Builder, caller: Builder, ahead: Ahead) -> None:
+    """The function's statements."""
+    inner.rough = frozenset(n for own, n in ahead.numbers.items() if own in caller.rough)
+    cols_at(inner, None)
+    results = [ahead.numbers[n] for n in ahead.results]
+    build_nodes(inner, inner.need(results))
+    build_nodes(inner, inner.need(results))  # what was made of a mean that was corrected since
+    inner.line(f"return {', '.join(map(inner.variable, results))}")
+

@@ -1,0 +1,276 @@
+"""Products of few rows with matrices stored [k, n]: sums over the matrix's rows, which programs share.
+
+The last program of each block of columns adds up what the others left, and computes what waits for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+import fusion_compiler as fc
+from fusion_compiler.api import Compiler
+from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.ir.canonical import canonical
+from fusion_compiler.ir.device import DEVICES, DeviceSpec, device_spec
+from fusion_compiler.ir.kernel import Program
+from fusion_compiler.ir.loops import LoopNest
+from fusion_compiler.options import Options
+from fusion_compiler.passes.fuse import candidates
+from fusion_compiler.runtime.target import compile_for
+from fusion_compiler.schedule.schedule import Schedule
+from fusion_compiler.schedule.space import schedules
+from tests.exactness import Compiled, Schedules, cramped, not_as_close, wide
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Function = Callable[..., Tensor]
+
+
+@pytest.fixture
+def small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters of matrices that are too small to be worth one."""
+    monkeypatch.setattr(candidates, "LIBRARY_MARGIN", float("inf"))
+
+
+def product(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:
+    return torch.addmm(b, x, w)
+
+
+def gelu_and_residual(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:
+    return r + F.gelu(torch.addmm(b, x, w), approximate="tanh")
+
+
+def normed(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:
+    return torch.addmm(b, F.layer_norm(x, g.shape, g), w)
+
+
+def rms_normed(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:
+    return r + torch.addmm(b, F.rms_norm(x, g.shape, g), w)
+
+
+def operands(rows: int, k: int, n: int, dtype: torch.dtype) -> list[Tensor]:
+    """x [rows, k], the matrix [k, n], its bias [n], a residual [rows, n], the weights of a norm [k]."""
+    shapes = (rows, k), (k, n), (n,), (rows, n), (k,)
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def finished(fast: Compiled) -> list[str]:
+    """The schedules that run, of the clusters whose last programs finish."""
+    chosen = (r.candidates[min(fast.schedule, len(r.candidates) - 1)] for r in fast.compiler.runners.values())
+    return [p.schedule for p in chosen if "the last finishes" in p.schedule]
+
+
+def check(f: Function, inputs: list[Tensor], number: int = 0, choose: Schedules = schedules_of) -> Compiled:
+    """One kernel, as close to float64 as eager, whose bits are the same again; the interpreter finds counters
+    that are not zero at the end."""
+    fast = Compiled(f, number, choose)
+    with torch.no_grad():
+        ours, eager, truth = fast(*inputs), f(*inputs), f(*wide(inputs))
+        assert torch.equal(ours, fast(*inputs))
+    assert not_as_close(ours, eager, truth) is None
+    (plan,) = fast.plans
+    assert len(plan.clusters) == 1 and not plan.leftovers, str(plan)
+    return fast
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("f", [product, gelu_and_residual])
+@pytest.mark.usefixtures("small_matrices")
+def test_the_last_program_finishes(f: Function, rows: int, dtype: torch.dtype) -> None:
+    assert finished(check(f, operands(rows, 300, 136, dtype)))
+
+
+@pytest.mark.parametrize(("k", "n"), [(257, 130), (7, 33), (2, 64), (640, 2), (1030, 1001)])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.usefixtures("small_matrices")
+def test_odd_sizes(rows: int, k: int, n: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check(gelu_and_residual, operands(rows, k, n, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("f", [normed, rms_normed])
+@pytest.mark.parametrize(("k", "n"), [(304, 72), (128, 128), (257, 96)])
+@pytest.mark.usefixtures("small_matrices")
+def test_a_vectors_norm_is_made_ahead(f: Function, k: int, n: int, dtype: torch.dtype) -> None:
+    fast = check(f, operands(1, k, n, dtype))
+    assert finished(fast)
+    (runner,) = fast.compiler.runners.values()
+    assert "_first(in0_ptr)" in runner.candidates[0].kernels[0].source
+
+
+@pytest.mark.usefixtures("small_matrices")
+def test_several_vectors_are_normalized_by_numbers_of_their_own() -> None:
+    for rows in (2, 4):
+        for dtype in (torch.float32, torch.bfloat16):
+            check(normed, operands(rows, 96, 640, dtype))
+
+
+def softmax_product(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:
+    return torch.addmm(b, torch.softmax(x, -1), w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("small_matrices")
+def test_a_softmax_is_made_ahead(dtype: torch.dtype) -> None:
+    inputs = operands(1, 300, 136, dtype)
+    fast = check(softmax_product, inputs)
+    (runner,) = fast.compiler.runners.values()
+    assert finished(fast) and "_first(in0_ptr)" in runner.candidates[0].kernels[0].source
+    for worst in (float("inf"), float("nan"), -float("inf")):
+        inputs[0][0, 7] = worst
+        with torch.no_grad():
+            assert torch.equal(fast(*inputs).isnan(), softmax_product(*inputs).isnan())
+
+
+@pytest.mark.usefixtures("small_matrices")
+def test_projections_of_one_input_share_a_launch() -> None:
+    def projections(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        y = F.rms_norm(x, g.shape, g)
+        return tuple(torch.addmm(b, y, w * n) for n in (1, 2, 3))
+
+    inputs = operands(1, 304, 136, torch.float32)
+    fast = Compiled(projections)
+    with torch.no_grad():
+        results = fast(*inputs), projections(*inputs), projections(*wide(inputs))
+        for ours, eager, truth in zip(*results, strict=True):
+            assert not_as_close(ours, eager, truth) is None
+    assert [len(plan.clusters) for plan in fast.plans] == [1]
+
+
+def every(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    return schedules(loops, device)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.usefixtures("small_matrices")
+def test_every_schedule(rows: int) -> None:
+    """Also those of a few rows in turn, which only larger matrices have."""
+    inputs, few = operands(rows, 300, 136, torch.bfloat16), operands(rows, 37, 19, torch.bfloat16)
+
+    def looped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+        found = (s for s in schedules(loops, device) if s.programs is None)
+        turns = (replace(s, block_rows=8, programs=3, num_stages=3, last_finishes=True) for s in found)
+        return tuple(turns)[:3]
+
+    for choose, given in ((every, inputs), (looped, inputs), (cramped, few)):
+        seen: set[str] = set()
+        for number in range(40):
+            fast = check(gelu_and_residual, given, number, choose)
+            (runner,) = fast.compiler.runners.values()
+            seen.add(runner.candidates[min(number, len(runner.candidates) - 1)].schedule)
+            if number >= len(runner.candidates) - 1:
+                break
+        assert len(seen) == number + 1
+
+
+# -- what is planned ------------------------------------------------------------------------------------
+
+
+def planned(f: Function, shapes: tuple[int, int, int], device: str = "h200") -> fc.FusionPlan:
+    torch._dynamo.reset()
+    fast = fc.compile(f, backend="eager", device=device, dynamic=False)
+    with FakeTensorMode(), torch.no_grad():
+        fast(*operands(*shapes, torch.bfloat16))
+    (plan,) = fast.plan
+    return plan
+
+
+def programs_of(plan: fc.FusionPlan, device: str = "h200") -> tuple[Program, ...]:
+    """All candidates of the one cluster, launched behind another: matrix, bias and weights are constants."""
+    (cluster,) = plan.clusters
+    shapes = {name: plan.dag.op(name).outputs[0].shape for name in cluster.inputs}
+    constants = tuple(name for name, shape in shapes.items() if len(shape) == 1 or shape[0] > 16)
+    cluster = replace(cluster, constants=constants)
+    compiler = Compiler(Options(tune="all"))
+    return compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device_spec(device))
+
+
+@pytest.mark.parametrize(("k", "n"), [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)])
+def test_it_takes_a_launch_and_its_bytes(k: int, n: int) -> None:
+    plan = planned(gelu_and_residual, (1, k, n))
+    (cluster,) = plan.clusters
+    streamed = 1e6 * 2 * k * n / 4.28e12
+    assert streamed + 1.5 < cluster.cost.us < streamed + 2.8
+    (kernel,) = programs_of(plan)[0].kernels
+    assert 66 <= kernel.grid[0] <= 528
+
+
+class Block(nn.Module):
+    """What follows attention in a layer of GPT-2, and the projections in front of the next one's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        dtype = torch.bfloat16
+        self.norms = nn.ModuleList(nn.LayerNorm(width, dtype=dtype) for _ in range(2))
+        sizes = (width, width), (width, 4 * width), (4 * width, width), (width, 3 * width)
+        self.matrices = nn.ParameterList(torch.empty(size, dtype=dtype) for size in sizes)
+        self.biases = nn.ParameterList(torch.empty(n, dtype=dtype) for _, n in sizes)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        (out, up, down, qkv), biases = self.matrices, self.biases
+        x = x + torch.addmm(biases[0], y, out)
+        inner = F.gelu(torch.addmm(biases[1], self.norms[0](x), up), approximate="tanh")
+        x = x + torch.addmm(biases[2], inner, down)
+        return x, torch.addmm(biases[3], self.norms[1](x), qkv)
+
+
+def test_a_layer_of_gpt_2_medium_is_four_kernels() -> None:
+    torch._dynamo.reset()
+    with FakeTensorMode(), torch.no_grad():
+        model = Block(1024).eval()
+        fast = fc.compile(model, backend="eager", device="h200", dynamic=False)
+        fast(*torch.empty(2, 1, 1024, dtype=torch.bfloat16).unbind())
+    (plan,) = fast.plan
+    assert len(plan.clusters) == 4 and not plan.leftovers, str(plan)
+    assert "3 of 4 kernels" in plan.notes["dependent launch"]
+    assert sum(cluster.cost.us for cluster in plan.clusters) < 18
+
+
+def test_other_sums_over_rows_keep_their_second_kernel() -> None:
+    """They are longer, and a block has more partial results than one program reads while others wait."""
+
+    def gradients(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:
+        return (w * 2).sum(0)
+
+    (cluster,) = planned(gradients, (1, 8192, 1024)).clusters
+    assert not any(s.last_finishes for s in schedules(cluster.loops, device_spec("h200")))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.name)
+def test_threads_of_a_tile_have_no_rows_of_their_own(device: DeviceSpec) -> None:
+    """Or the matrix would go through shared memory to those that have its vector's elements."""
+    for shapes in ((1, 1024, 3072), (2, 1024, 1000), (1, 4096, 1024), (1, 4096, 16384), (1, 40, 8192)):
+        plan = planned(product, shapes)
+        for cluster in plan.clusters:
+            found = schedules(cluster.loops, device)
+            assert found and all(s.num_warps * device.warp_size >= 2 * s.block_rows for s in found)
+
+
+# -- machine code ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("f", "shapes"),
+    [(gelu_and_residual, (1, 1024, 1024)), (normed, (1, 1024, 3072)), (product, (8, 1024, 4096))],
+)
+def test_kernels_wait_before_counters_and_spill_nothing(f: Function, shapes: tuple[int, int, int]) -> None:
+    program = programs_of(planned(f, shapes))[0]
+    (kernel,) = program.kernels
+    body = kernel.source.rpartition("@triton.jit\n")[2]
+    before, _, after = body.partition("fm.wait_for_kernels()")
+    assert kernel.dependent and "the last finishes" in program.schedule
+    assert "ticket_ptr" not in before.partition('"""')[2] and "tl.atomic_add(ticket_ptr + block, 1)" in after
+    matrix = re.findall(r"tl\.load\((in\d+_ptr) \+ row \* \d+ \+ col\)", before)
+    assert len(matrix) == 1 and f"tl.load({matrix[0]}" not in after
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        binary = compile_for(kernel, target)
+        assert not binary.spills, target
