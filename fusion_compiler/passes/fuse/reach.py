@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 
 class Reach:
     """Ancestors and descendants of every unit, a cluster or an op beside them, by number.
 
     sources: the units that each one reads, in topological order. Descendants have larger numbers.
-    inputs: those that are there before anything runs.
     A merged unit stays in the sets of others under the numbers of all its members, so that a merge changes
     only the sets of units that reach, or are reached from, exactly one of the two.
     """
 
-    def __init__(self, sources: Mapping[int, set[int]], inputs: Iterable[int] = ()) -> None:
-        self.made = ~sum(1 << number for number in inputs)
+    def __init__(self, sources: Mapping[int, set[int]]) -> None:
         self.members = {number: 1 << number for number in sources}
         self.above: dict[int, int] = {}
         self.below = dict.fromkeys(sources, 0)
@@ -31,10 +29,6 @@ class Reach:
     def path(self, a: int, b: int) -> bool:
         """Whether one leads to the other."""
         return bool((self.below[a] | self.above[a]) >> b & 1)
-
-    def waits(self, a: int, b: int) -> bool:
-        """Whether `a` in one with `b`, which reads it, runs after units that it need not wait for now."""
-        return self.leads(a, b) and bool(self.above[b] & ~self.above[a] & ~self.members[a] & self.made)
 
     def leads(self, a: int, b: int) -> bool:
         """Whether `a` comes before `b`."""

@@ -40,7 +40,7 @@ class Search:
         self.owner = {self.order[number]: number for number in self.candidates}
         self.users_of: tuple[frozenset[str], dict[str, list[int]]] = (pool.again, {})
         self.rejections: dict[tuple[str, str], Rejected] = {}
-        self.reach = Reach(self.units(), [self.reads.position[name] for name in self.dag.inputs])
+        self.reach = Reach(self.units())
         self.version = dict.fromkeys(self.candidates, 0)
         self.heap: list[tuple[float, bool, int, int, int, int]] = []
 
@@ -87,14 +87,12 @@ class Search:
         heapq.heappush(self.heap, (-float(saved), not alone, a, b, self.version[a], self.version[b]))
 
     def serves(self, a: int, b: int) -> bool:
-        """Whether what a candidate makes is read by another alone, which reduces: with what it is made of it
-        might wait for another reduction. What does not stay in L2 comes first only where it waits for
-        nothing more."""
+        """Whether what a candidate makes, which stays in L2, is read by another alone, which reduces: there
+        it ends, while with what it is made of it may wait for another reduction."""
         if all(self.dag.op(name).kind is not Kind.REDUCTION for name in self.candidates[b].ops):
             return False
         pool, outputs = self.pool, self.candidates[a].outputs
-        alone = all(self.readers(n) == {b} and not pool.must_exist(n) for n in outputs)
-        return alone and (all(pool.info(n).in_l2 for n in outputs) or not self.reach.waits(a, b))
+        return all(pool.info(n).in_l2 and self.readers(n) == {b} and not pool.must_exist(n) for n in outputs)
 
     def neighbours(self, number: int) -> dict[int, int]:
         """Candidates that share a tensor with this one, and the bytes that one pass over both would save."""

@@ -24,7 +24,7 @@ _SDPA = _aten.scaled_dot_product_attention.default
 RULE = "few queries"
 MOST_QUERIES = 8  # that share a head's keys: each has scores of its own in registers
 MOST_HEAD = 256
-TILE = 8192  # elements of a chunk's keys
+TILE = 16384  # elements of a chunk's keys: half of them make twice as many partial results
 LEAST_CHUNK, MOST_CHUNKS = 16, 2048  # keys of one; of which one program adds up a head's
 PROGRAMS = 264  # two for each multiprocessor of the largest device there is
 
