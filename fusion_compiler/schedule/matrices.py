@@ -10,6 +10,7 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import BATCH, COLS, ROWS
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.contractions import SMALLEST, contractions_of
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
 
@@ -41,7 +42,8 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     rows, width = padded(hint(a.size(ROWS))), padded(hint(a.size(COLS)))
     if _is_whole(a):
-        return tuple(dict.fromkeys(_tile(rows, width, Cols.WHOLE, each, device) for each in EACH))
+        fair = min(rows, width) // SMALLEST if contractions_of(a) else MOST_WARPS
+        return tuple(dict.fromkeys(_tile(rows, width, Cols.WHOLE, each, device, fair) for each in EACH))
     blocks = [c for c in (32, 64, 128) if c <= width and rows * c <= LARGEST] or [min(width, NARROWEST)]
     points = hint(a.size(BATCH))
     blocks.sort(key=lambda c: points * width // c < device.sms)  # enough programs first
@@ -57,6 +59,9 @@ def _is_whole(a: Analysis) -> bool:
     return any(COLS in a.over(i) for i in a.reductions)
 
 
-def _tile(rows: int, cols: int, covered: Cols, each: int, device: DeviceSpec) -> Schedule:
-    warps = max(1, min(MOST_WARPS, rows * cols // (each * device.warp_size)))
-    return Schedule(rows, cols, covered, num_warps=warps)
+def _tile(
+    rows: int, cols: int, covered: Cols, each: int, device: DeviceSpec, fair: int = MOST_WARPS
+) -> Schedule:
+    """fair: warps that have something of their own to multiply; more of them do the same again."""
+    warps = min(MOST_WARPS, rows * cols // (each * device.warp_size), fair * EACH[0] // each)
+    return Schedule(rows, cols, covered, num_warps=max(1, warps))
