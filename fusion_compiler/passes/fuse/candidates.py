@@ -225,18 +225,19 @@ class Candidates:
             like_eager=self.rounded,
             effort=self.effort,
         )
-        found = self.checked(simplify(lowered), ops)
+        analysis = Analysis(simplify(lowered))
+        found = self.checked(analysis, ops)
         product = any(self.dag.op(n).kind is Kind.CONTRACTION for n in ops)
-        if product and Analysis(found[0]).tall:  # a norm before it has turned its matrix
+        if product and analysis.tall:  # a norm before it has turned its matrix
             with contextlib.suppress(Illegal):
-                along = self.checked(simplify(lowered, by_memory=True), ops)
+                along = self.checked(Analysis(simplify(lowered, by_memory=True)), ops)
                 found = min(found, along, key=lambda form: form[1].us)
         return found
 
-    def checked(self, loops: LoopNest, ops: tuple[str, ...]) -> tuple[LoopNest, Cost]:
+    def checked(self, analysis: Analysis, ops: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """A loop nest with what it takes. Raises Illegal."""
+        loops = analysis.loops
         self.refuse_race(loops, ops)
-        analysis = Analysis(loops)
         refusal = first_refusal(analysis, self.device)
         if refusal is not None:
             raise Illegal(*refusal)
