@@ -121,7 +121,13 @@ def test_what_is_written_may_lie_anywhere_in_inference() -> None:
     memory = torch.empty(64, dtype=torch.uint8)
     aligned = -memory.data_ptr() % 16
     assert form.of([memory[aligned:]]) == (memory.data_ptr() + aligned,)
-    assert form.of([memory[aligned + 1 :]]) is None
+    assert form.is_aligned(form.of([memory[aligned:]]))
+    assert not form.is_aligned(form.of([memory[aligned + 1 :]]))
+    ran: list[str] = []
+    call = cuda_graphs._when_known(lambda _: ran.append("plain"), lambda _: ran.append("replayed"), form)
+    for _ in range(3):
+        call([memory[aligned + 1 :]])
+    assert ran == ["plain"] * 3
 
 
 def test_a_form_is_replayed_once_it_has_come_twice() -> None:

@@ -53,12 +53,14 @@ class Form:
     sizes: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
 
-    def of(self, arguments: Sequence[Any]) -> tuple[int, ...] | None:
-        """That of a call; None where it cannot be recorded."""
-        addresses = tuple(arguments[i].data_ptr() for i in self.written)
-        if any(address % ALIGNED for address in addresses):
-            return None
-        return (*(arguments[i] for i in self.sizes), *addresses)
+    def of(self, arguments: Sequence[Any]) -> tuple[int, ...]:
+        """That of a call: its sizes, then its addresses."""
+        sizes = [arguments[i] for i in self.sizes]
+        return (*sizes, *(arguments[i].data_ptr() for i in self.written))
+
+    def is_aligned(self, found: tuple[int, ...]) -> bool:
+        """Whether calls of a form can be recorded."""
+        return not any(address % ALIGNED for address in found[len(self.sizes) :])
 
 
 def form_of(gm: fx.GraphModule, static_inputs: Sequence[int]) -> Form:
@@ -366,16 +368,16 @@ def _when_known(plain: Boxed, later: Boxed, form: Form) -> Boxed:
 
     def call(arguments: list[Any]) -> Any:
         found = form.of(arguments)
-        if found is None:
-            return plain(arguments)
+        if found in known:
+            return later(arguments)
         if found in once and len(known) < MOST_FORMS:
             del once[found]
             known.add(found)
-        if found in known:
             return later(arguments)
-        once[found] = None
-        if len(once) > MOST_FORMS:
-            del once[next(iter(once))]
+        if form.is_aligned(found):
+            once[found] = None
+            if len(once) > MOST_FORMS:
+                del once[next(iter(once))]
         return plain(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
