@@ -42,7 +42,7 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     rows, width = padded(hint(a.size(ROWS))), padded(hint(a.size(COLS)))
     if _is_whole(a):
-        fair = min(rows, width) // SMALLEST if contractions_of(a) else MOST_WARPS
+        fair = min(rows, width) // SMALLEST if contractions_of(a) else LARGEST
         return tuple(dict.fromkeys(_tile(rows, width, Cols.WHOLE, each, device, fair) for each in EACH))
     blocks = [c for c in (32, 64, 128) if c <= width and rows * c <= LARGEST] or [min(width, NARROWEST)]
     points = hint(a.size(BATCH))
@@ -60,8 +60,9 @@ def _is_whole(a: Analysis) -> bool:
 
 
 def _tile(
-    rows: int, cols: int, covered: Cols, each: int, device: DeviceSpec, fair: int = MOST_WARPS
+    rows: int, cols: int, covered: Cols, each: int, device: DeviceSpec, fair: int = LARGEST
 ) -> Schedule:
-    """fair: warps that have something of their own to multiply; more of them do the same again."""
+    """fair: warps that have something of their own to multiply; more of them do the same again. The first
+    shape has no more, others have as many times that as they have fewer elements a thread."""
     warps = min(MOST_WARPS, rows * cols // (each * device.warp_size), fair * EACH[0] // each)
     return Schedule(rows, cols, covered, num_warps=max(1, warps))
