@@ -535,6 +535,8 @@ def test_a_decoding_step_is_measured_and_resumed(
     for cell in row["cells"].values():
         assert cell["step_ms"] > 0 and cell["commit"] == "one", cell
         assert cell["error_to_eager"] == pytest.approx(1, abs=0.1), "both compute by ATen"
+    assert row["cells"]["eager"]["recorded"] is None
+    assert row["cells"]["ours"]["recorded"] == {"graph0.inference": None}, "nothing is on a CPU"
     assert "Llama-1B, batch 1, one token" in capsys.readouterr().out
     begun: list[str] = []
 

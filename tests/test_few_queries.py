@@ -66,6 +66,17 @@ def test_one_query(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) ->
     assert "few queries: done" in str(plan)
 
 
+def test_keys_that_are_values_as_well() -> None:
+    """Both products take the same tile, as it is in memory."""
+
+    def shared(q: Tensor, k: Tensor) -> Tensor:
+        return attention(q, k, k)
+
+    for size in (64, 80):
+        q, k, _ = tensors(2, 2, 4, 200, size, torch.bfloat16)
+        assert len(checked(shared, q, k).clusters) == 2
+
+
 def padding(batch: int, keys: int) -> Tensor:
     """Left padding of different lengths; of the last one all."""
     first = torch.linspace(0, keys, batch).long()

@@ -76,4 +76,3 @@ def body(inner: Builder, caller: Builder, ahead: Ahead) -> None:
     build_nodes(inner, inner.need(results))
     build_nodes(inner, inner.need(results))  # what was made of a mean that was corrected since
     inner.line(f"return {', '.join(map(inner.variable, results))}")
-

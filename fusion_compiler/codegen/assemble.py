@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -189,12 +189,12 @@ def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
     for position, part in enumerate(parts):
         own, body, grid = part.text(f"{name}_{position}", "program")
         start, end = end, simple(end + product(grid))
-        used = ", ".join(a.name for a in part.used(body))
-        functions += f"{own}@triton.jit\ndef {name}_{position}(program, {used}):\n{body}\n\n\n"
+        used = [a.name for a in part.used(body)]
+        functions += own + _function(f"{name}_{position}", ["program", *used], body)
         last = position == len(parts) - 1
         lines.append("    else:" if last else f"    {'el' if position else ''}if program < {dim_text(end)}:")
         number = "program" if position == 0 else f"program - {dim_text(start)}"
-        lines.append(f"        {name}_{position}({number}, {used})")
+        lines.append(f"        {name}_{position}({', '.join([number, *used])})")
     return parts[0].kernel(name, doc, functions, "\n".join(lines), (end,), warps, stages)
 
 
@@ -378,9 +378,9 @@ class _Assembly:
         inner = self.builder(Analysis(found.loops), found.schedule(self.s.num_warps))
         ahead.body(inner, b, found)
         body = text_of(inner)
-        used = ", ".join(a.name for a in self.used(body))
-        ahead.enter(b, found, inner, f"{name}({used})")
-        return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
+        used = [a.name for a in self.used(body)]
+        ahead.enter(b, found, inner, f"{name}({', '.join(used)})")
+        return _function(name, used, body)
 
     def last_program(self, b: Builder, name: str) -> str:
         """The program that takes the last ticket runs the finishing part, and puts the counter back.
@@ -403,7 +403,6 @@ class _Assembly:
         pointers = [a.name for a in own.used(body)]
         block = ["block"] if by_block else []
         given = ", ".join([*block, *map(b.variable, late.loads), *pointers])
-        used = ", ".join([*block, *inner.given.values(), *pointers])
         b.line("tl.debug_barrier()")
         programs, ticket = late.programs * self.s.splits, f"{late.counter.name}_ptr"
         if by_block:
@@ -412,7 +411,12 @@ class _Assembly:
         with b.inside(If(f"tl.atomic_add({ticket}, 1) == {programs - 1}")):
             b.line(f"tl.store({ticket}, 0)")
             b.line(f"{name}({given})")
-        return f"@triton.jit\ndef {name}({used}):\n{body}\n\n\n"
+        return _function(name, [*block, *inner.given.values(), *pointers], body)
+
+
+def _function(name: str, parameters: Sequence[str], body: str) -> str:
+    """One that kernels call, and the lines between it and the next."""
+    return f"@triton.jit\ndef {name}({', '.join(parameters)}):\n{body}\n\n\n"
 
 
 def text_of(b: Builder, last: Callable[[list[Statement]], list[Statement]] = list) -> str:

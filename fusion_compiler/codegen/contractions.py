@@ -184,26 +184,26 @@ def _total(b: Builder, c: Contraction, products: str) -> str:
 
 
 def _matrix(b: Builder, c: Contraction) -> str:
-    """What is computed of masked loads may not be zero where nothing is."""
+    """What is computed of masked loads may not be zero where nothing is, as they are themselves."""
     build_nodes(b, b.need((c.matrix,)))
-    value = b.variable(c.matrix)
-    mask = None if isinstance(b.loops.nodes[c.matrix], Load) else b.mask(b.a.groups[c.matrix], None)
+    value, source = b.variable(c.matrix), b.loops.nodes[_source(b, c.matrix)]
+    mask = None if isinstance(source, Load) else b.mask(b.a.groups[c.matrix], None)
     return f"tl.where({mask}, {value}, 0.0)" if mask else value
 
 
 def _vectors(b: Builder, c: Contraction) -> str:
     """[vectors, columns] where the sums are along the columns, else [vectors, rows]."""
     mask = b.mask(frozenset({c.along}), None)
-    if pieces.alike(b, c.vectors):
-        tile = pieces.lying(pieces.pack(b, c.vectors), 0 if c.along == COLS else 1)
+
+    def lain(tile: str) -> str:
         tile = f"tl.where({mask}, {tile}, 0.0)" if mask else tile
         return tile if c.along == COLS else f"tl.trans({tile})"
+
+    if pieces.alike(b, c.vectors):
+        return lain(pieces.lying(pieces.pack(b, c.vectors), 0 if c.along == COLS else 1))
     build_nodes(b, b.need(c.vectors))
-    values = [b.variable(n) for n in c.vectors]
-    values = [f"tl.where({mask}, {v}, 0.0)" for v in values] if mask else values
+    values = [lain(b.variable(n)) for n in c.vectors]
     values += [values[-1]] * (pieces.padded(len(values)) - len(values))
-    function = "fm.stack" if c.along == COLS else "fm.beside"
     while len(values) > 1:
-        values = [f"{function}({x}, {y})" for x, y in zip(values[::2], values[1::2], strict=True)]
-    tile = values[0] if c.along == COLS else f"tl.trans({values[0]})"
-    return b.once(("vectors", c.vectors[0]), "vectors", tile)
+        values = [f"fm.stack({x}, {y})" for x, y in zip(values[::2], values[1::2], strict=True)]
+    return b.once(("vectors", c.vectors[0]), "vectors", values[0])

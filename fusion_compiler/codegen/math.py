@@ -19,11 +19,9 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Kernels know this module alone.
-from fusion_compiler.codegen.tensor_units import beside as beside
 from fusion_compiler.codegen.tensor_units import contract as contract
 from fusion_compiler.codegen.tensor_units import contracted as contracted
 from fusion_compiler.codegen.tensor_units import halves as halves
-from fusion_compiler.codegen.tensor_units import in_parts as in_parts
 from fusion_compiler.codegen.tensor_units import stack as stack
 
 
@@ -601,13 +599,13 @@ def load_behind(pointer, first, lead, count: tl.constexpr, width: tl.constexpr =
     bits: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
     size: tl.constexpr = 128 // bits  # elements of a word
     words = (first - lead // size * size) // size + tl.arange(0, count // size)[:, None]
-    pieces = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + words * 2 + tl.arange(0, 2)[None, :]
+    numbers = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + words * 2 + tl.arange(0, 2)[None, :]
     if width == 0:
-        before, here = tl.load(pieces - 2), tl.load(pieces)
+        before, here = tl.load(numbers - 2), tl.load(numbers)
     else:
         count_of_words: tl.constexpr = (width + size - 1) // size
-        before = tl.load(pieces - 2, mask=(words > 0) & (words <= count_of_words), other=0)
-        here = tl.load(pieces, mask=(words >= 0) & (words < count_of_words), other=0)
+        before = tl.load(numbers - 2, mask=(words > 0) & (words <= count_of_words), other=0)
+        here = tl.load(numbers, mask=(words >= 0) & (words < count_of_words), other=0)
     low, middle = tl.split(before)
     high, last = tl.split(here)
     bits_behind = lead % size * bits

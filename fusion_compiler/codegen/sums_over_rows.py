@@ -29,16 +29,16 @@ class Sums:
     @classmethod
     def of_tile(cls, b: Builder) -> Sums:
         """Without a loop the tile itself is the accumulator; what it comes to, where there are many."""
-        many = b.a.weighted_columns
         build_nodes(b, (i for i in b.a.across_rows if i in b.contracted))
-        return cls({
-            i: b.env.pop(i)
-            if i in b.contracted
-            else b.let("col_sum", _block(b, i))
-            if i in many
-            else b.let("tile", elements(b, b.reduction(i), b.a.over(i)))
-            for i in b.a.across_rows
-        })
+
+        def accumulator_of(i: int) -> str:
+            if i in b.contracted:
+                return b.env.pop(i)
+            if i in b.a.weighted_columns:
+                return b.let("col_sum", _block(b, i))
+            return b.let("tile", elements(b, b.reduction(i), b.a.over(i)))
+
+        return cls({i: accumulator_of(i) for i in b.a.across_rows})
 
     def begin_block(self) -> None:
         self.pending = set(self.variables)

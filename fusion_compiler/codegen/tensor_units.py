@@ -19,12 +19,6 @@ def stack(x, y):
 
 
 @triton.jit
-def beside(x, y):
-    """Two tiles, one beside the other."""
-    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
-
-
-@triton.jit
 def halves(x, axis: tl.constexpr):
     """A tile cut in two along an axis."""
     if axis == 0:
@@ -70,7 +64,8 @@ def in_terms(x, terms: tl.constexpr, parts: tl.constexpr, shift: tl.constexpr):
 
 
 @triton.jit
-def product(matrix, vectors, total, split: tl.constexpr):
+def add_product(total, matrix, vectors, split: tl.constexpr):
+    """`total` and matrix @ vectors', in so many parts of their columns."""
     if split == 1:
         return tl.dot(matrix, tl.trans(vectors), total)
     else:
@@ -95,10 +90,10 @@ def contract(
     warps share the rows as in the first, so that all have the matrix on this side.
     """
     held = matrix.to(tl.bfloat16)
-    total = product(held, in_terms(vectors, vector_terms, parts, False), total, split)
+    total = add_product(total, held, in_terms(vectors, vector_terms, parts, False), split)
     if matrix_terms > 1:
         left = beyond(matrix, held).to(tl.bfloat16)
-        total = product(left, in_terms(vectors, vector_terms, parts, True), total, split)
+        total = add_product(total, left, in_terms(vectors, vector_terms, parts, True), split)
     return total
 
 

@@ -160,7 +160,7 @@ class Work:
         flops, special = _weights(node.target)
         count = self.count[varies]
         dtype = node.dtype
-        self.of_rows += varies == 1 and flops + special
+        self.of_rows += flops + special if varies == 1 else 0
         if dtype is torch.float64:
             self.fp64 += (flops + FP64_SPECIAL * special) * count
             return
