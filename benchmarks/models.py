@@ -145,7 +145,8 @@ def step_of(task: Task, compile_: Compile) -> dict[str, Any]:
         if isinstance(model, Decoder) and next(calls) % room == 0:
             model.rewind()
         step(called, batch, workload.train, gradient)
-        model.zero_grad(set_to_none=True)
+        if workload.train:
+            model.zero_grad(set_to_none=True)
 
     start = time.perf_counter()
     one_step()

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_compiler as fc
 from fusion_compiler.errors import InvalidOptionError, OptimizerStepError, PartialStepError
 from fusion_compiler.optimizer import backward
+from fusion_compiler.runtime import gradients
 from tests.optimizers import Lion, Tied, check_same, data, loss_of, values
 
 
@@ -342,3 +343,156 @@ def test_what_needs_all_gradients_first_is_refused() -> None:
             fc.fuse_optimizer(wrapped, optimizer, when="backward", backend="eager")
     assert "step" not in optimizer.__dict__
     fc.fuse_optimizer(wrapped, optimizer, when="backward", backend="eager")
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x
+
+
+class Watched:
+    """How many gradients that compiled backwards have handed on are alive at a time, and which are taken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive: list[weakref.ref[Tensor]] = []
+        self.most, self.taken = 0, 0
+        handed = gradients.Handover._handed
+
+        def watch(handover: Any, edge: Any, grad: Tensor) -> bool:
+            self.alive = [ref for ref in self.alive if ref() is not None] + [weakref.ref(grad)]
+            self.most = max(self.most, len(self.alive))
+            taken = handed(handover, edge, grad)
+            self.taken += taken
+            return taken
+
+        monkeypatch.setattr(gradients.Handover, "_handed", watch)
+
+    def reset(self) -> None:
+        self.most = self.taken = 0
+
+
+Loss = Callable[[Any, Layers, Tensor], Tensor]
+
+
+def both_trained(loss: Loss, steps: int = 4) -> tuple[Layers, Optimizer]:
+    """Compiled and fused, held to eager and float64: losses and what they leave."""
+    torch.manual_seed(0)
+    ours = Layers().double()
+    eager = copy.deepcopy(ours)
+    one, other = SGD(ours.parameters(), lr=0.1, momentum=0.9), SGD(eager.parameters(), lr=0.1, momentum=0.9)
+    fc.fuse_optimizer(ours, one, when="backward", backend="eager", strict=True)
+    fast = fc.compile(ours, backend="eager", strict=True)
+    for _ in range(steps):
+        x = torch.randn(8, 16, dtype=torch.float64)
+        for call, model, optimizer in ((fast, ours, one), (eager, eager, other)):
+            loss(call, model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    want = values(eager, other)
+    for name, value in values(ours, one).items():
+        torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12, msg=name)
+    return ours, one
+
+
+def test_a_compiled_backward_hands_each_gradient_on_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "BUCKET_BYTES", 1)
+    watched = Watched(monkeypatch)
+    steps = 0
+
+    def loss(call: Any, model: Layers, x: Tensor) -> Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 3:  # the second of both: in its first pass a backward looks, and autograd frees
+            assert watched.most == 12 and not watched.taken
+            watched.reset()
+        return call(x).square().mean()
+
+    both_trained(loss)
+    assert watched.taken == 36 and watched.most <= 2
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda call, model, x: call(x).square().mean() + model.layers[2].weight.square().sum(),
+        lambda call, model, x: call(call(x)).square().mean(),
+        lambda call, model, x: model.layers[1](call(x)).square().mean(),
+    ],
+    ids=["a penalty outside", "called twice", "a layer outside"],
+)
+def test_a_gradient_that_is_a_sum_is_autograds(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    both_trained(loss)
+    assert watched.taken < 36
+
+
+def test_a_gradient_that_was_alone_and_is_not_is_an_error() -> None:
+    calls = 0
+
+    def loss(call: Any, model: Layers, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        more = model.layers[2].weight.square().sum() if calls > 4 else 0.0
+        return call(x).square().mean() + more
+
+    with pytest.raises(OptimizerStepError, match=r"layers.2.weight has a second gradient since step"):
+        both_trained(loss)
+
+
+def test_what_asks_for_gradients_updates_nothing() -> None:
+    model, _ = both_trained(lambda call, model, x: call(x).square().mean())
+    fast = fc.compile(model, backend="eager", strict=True)
+    x = torch.randn(8, 16, dtype=torch.float64)
+    for _ in range(3):
+        before = [param.detach().clone() for param in model.parameters()]
+        found = torch.autograd.grad(fast(x).square().mean(), list(model.parameters()))
+        want = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        torch.testing.assert_close(found, want)
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_hook_of_the_users_sees_the_gradient() -> None:
+    seen: list[float] = []
+
+    def loss(call: Any, model: Layers, x: Tensor) -> Tensor:
+        if not model.layers[3].weight._backward_hooks:
+            model.layers[3].weight.register_hook(lambda grad: seen.append(grad.norm().item()) or grad / 2)
+        return call(x).square().mean()
+
+    both_trained(loss)
+    assert len(seen) == 8
+
+
+class Shared(nn.Module):
+    """A buffer is the memory of a parameter, and is read by the backward after the parameter's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+        self.register_buffer("other", self.second.weight.detach().t(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(nn.functional.gelu(self.first(x) @ self.other))
+
+
+def test_memory_that_has_another_name_is_not_written_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "BUCKET_BYTES", 1)
+    ours = Shared()
+    optimizer = SGD(ours.parameters(), lr=0.1)
+    fc.fuse_optimizer(ours, optimizer, when="backward", backend="eager", strict=True)
+    fast = fc.compile(ours, backend="eager", strict=True)
+    for _ in range(4):
+        eager = Shared()
+        eager.load_state_dict(ours.state_dict())
+        x = torch.randn(4, 8, dtype=torch.float64)
+        eager(x).square().mean().backward()
+        want = [param - 0.1 * param.grad for param in eager.parameters() if param.grad is not None]
+        fast(x).square().mean().backward()
+        optimizer.step()
+        torch.testing.assert_close([param.detach() for param in ours.parameters()], want)

@@ -6,9 +6,10 @@
     nothing left
 
 Gradients are collected until a launch is worth it (`BUCKET_BYTES`), so that at most so much of them is alive,
-and launches are few. What a parameter's last gradient is, autograd knows: it calls the hook once a pass, when
-all uses of the parameter have been differentiated. Whoever reads a parameter later in the pass, by a view
-that is no use, is autograd's own error, as for any write in place.
+and launches are few. A compiled backward hands them on as it makes them (`runtime/gradients.py`). What a
+parameter's last gradient is, autograd knows: it calls the hook once a pass, when all uses of the parameter
+have been differentiated. Whoever reads a parameter later in the pass, by a view that is no use, is autograd's
+own error, as for any write in place.
 
 Where a gradient was, a `_Spent` stands until `step()`: whoever takes it for one, as a norm over all gradients
 or a GradScaler does, gets an error instead of a norm of nothing.
@@ -30,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from fusion_compiler.errors import PartialStepError
 from fusion_compiler.optimizer.batch import Group
 from fusion_compiler.optimizer.fused import FusedOptimizer
+from fusion_compiler.runtime import gradients
 
 BUCKET_BYTES = 64 << 20  # of gradients that wait for a launch
 
@@ -73,6 +75,7 @@ class BackwardUpdates:
         self._groups: dict[int, Group] = {}
         self._pending: dict[int, Tensor] = {}
         self._updated: dict[int, Tensor] = {}
+        self._taken: dict[int, object] = {}  # from the middle of a compiled backward, and as they were then
         self._bytes = 0
         self._first_pass = True
         self._pass: weakref.ref[_Pass] | None = None  # that has not come to its end
@@ -85,7 +88,8 @@ class BackwardUpdates:
             for param in group["params"]:
                 wanted = self.chosen is None or id(param) in self.chosen
                 if param.requires_grad and wanted and id(param) not in self._hooks:
-                    self._hooks[id(param)] = param.register_post_accumulate_grad_hook(self._has_gradient)
+                    self._hooks[id(param)] = param.register_post_accumulate_grad_hook(self._accumulated)
+                    gradients.take(param, self._takes)
 
     def _check_alone(self, model: nn.Module | None = None) -> None:
         """Gradients of other processes come later than the hook."""
@@ -96,6 +100,9 @@ class BackwardUpdates:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+        for group in self.fused.groups:
+            for param in group["params"]:
+                gradients.leave(param)
 
     def finish(self) -> None:
         pass
@@ -104,6 +111,25 @@ class BackwardUpdates:
         return ["updated within backward passes"]
 
     # -- in a backward pass ------------------------------------------------------------------------
+
+    def _takes(self, param: Tensor, grad: Tensor) -> bool:
+        """A gradient from the middle of a compiled backward: as if autograd had accumulated it."""
+        if id(param) not in self._hooks or not (param.grad is None or type(param.grad) is _Spent):
+            return False
+        state = _state_of(grad)
+        if type(param.grad) is not _Spent:
+            param.grad = grad
+        self._has_gradient(param)
+        self._taken[id(param)] = state
+        return True
+
+    def _accumulated(self, param: Tensor) -> None:
+        """Autograd is done with a parameter, whether a gradient came or none."""
+        taken = self._taken.pop(id(param), None)
+        if param.grad is None:
+            return
+        if taken is None or not (type(param.grad) is _Spent or _state_of(param.grad) == taken):
+            self._has_gradient(param)
 
     def _has_gradient(self, param: Tensor) -> None:
         self._check_last_pass()
@@ -124,6 +150,7 @@ class BackwardUpdates:
         if self._first_pass and scales_losses():
             self.fused.refuse("a GradScaler scales its gradients", 'take when="step" or "forward", or')
         self._first_pass = False
+        self._taken.clear()
         self._groups = {id(param): group for group in self.fused.groups for param in group["params"]}
         this = _Pass()
         self._pass = weakref.ref(this)
@@ -213,6 +240,11 @@ class BackwardUpdates:
 
     def _names(self, params: Iterable[Tensor]) -> str:
         return ", ".join(map(self.fused.name_of, params)) or "none"
+
+
+def _state_of(grad: Tensor | None) -> object:
+    """What another gradient that is added changes."""
+    return None if grad is None else (grad.data_ptr(), grad._version)
 
 
 def is_distributed(model: nn.Module | None) -> bool:

@@ -85,8 +85,9 @@ class ChosenUpdates:
 
     def _watch(self, group: Group) -> Any:
         def seen(param: Tensor) -> None:
+            if param.grad is None:  # autograd is done with it, and made none
+                return
             watched = self._watched.setdefault(id(param), _Watched())
-            assert param.grad is not None
             watched.passes += 1
             watched.version, watched.numbers = param.grad._version, numbers_of(group)
 

@@ -12,13 +12,14 @@ import statistics
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from fusion_compiler.errors import CacheError, FusionWarning
 from fusion_compiler.runtime.binding import Entry, direct_call
@@ -32,6 +33,8 @@ ROUNDS = 5
 WAIT_CYCLES = 400_000
 # A candidate slower than the best by this factor in the first round is not timed again.
 HOPELESS = 1.5
+L2_BYTES = 64 << 20  # of a device whose driver does not say
+LONGEST_TURN = 30.0  # seconds that one process times, and others wait
 # Of the drivers: how many programs of so many threads and bytes of shared memory a multiprocessor holds.
 OCCUPANCY = {
     "cuda": ("libcuda.so.1", "cuOccupancyMaxActiveBlocksPerMultiprocessor"),
@@ -167,9 +170,11 @@ class CudaGpu:
     def times(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """Median GPU microseconds of each call, in rounds over all, so that clocks drift for all.
 
-        The GPU is held busy while a round's launches are queued: what is timed is its work alone.
+        The GPU is held busy while a round's launches are queued: what is timed is its work alone, with
+        nothing in the L2, as between two steps of a model. Processes time on one GPU one after the other.
         """
-        with torch.cuda.device(self.index):
+        with torch.cuda.device(self.index), self._alone():
+            l2 = torch.empty(2 * self._l2_bytes(), dtype=torch.uint8, device="cuda")
             samples: list[list[float]] = [[] for _ in calls]
             for call in calls:
                 call()
@@ -177,12 +182,32 @@ class CudaGpu:
                 best = min((statistics.median(s) for s in samples if s), default=0.0)
                 for call, sample in zip(calls, samples, strict=True):
                     if round_number == 0 or sample[0] <= HOPELESS * best:
-                        sample.append(self._time(call))
+                        sample.append(self._time(call, l2))
         return [statistics.median(sample) for sample in samples]
 
-    def _time(self, call: Callable[[], object]) -> float:
+    def _l2_bytes(self) -> int:
+        return getattr(torch.cuda.get_device_properties(self.index), "L2_cache_size", 0) or L2_BYTES
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        """No other process times on this GPU, but for one that takes too long or is another user's."""
+        device = torch.cuda.get_device_properties(self.index)
+        name = f"fusion-compiler-{getattr(device, 'uuid', self.index)}.lock"
+        lock = FileLock(Path(tempfile.gettempdir()) / name, timeout=LONGEST_TURN)
+        try:
+            lock.acquire()
+        except (OSError, Timeout):
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _time(self, call: Callable[[], object], l2: torch.Tensor) -> float:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         torch.cuda._sleep(WAIT_CYCLES)
+        l2.zero_()
         events[0].record()
         call()
         events[1].record()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
-from fusion_compiler.ir.writes import base_of, root
+from fusion_compiler.ir.writes import base_of, memory, root
 from fusion_compiler.stitch.graph_source import GraphSource, quick
 from fusion_compiler.stitch.higher_order import LOWERED, lowered
 from fusion_compiler.stitch.order import Order, Step
@@ -47,6 +48,7 @@ def stitch(
     *,
     view: Callable[..., torch.Tensor] = restrided,
     ranges: Callable[[], Mapping[str, str]] | None = None,
+    given: Mapping[int, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
     """The graph of `plan.dag` with each cluster replaced by one call of its runner, in an order.
 
@@ -54,11 +56,13 @@ def stitch(
     Sizes are the symbols that the cluster's shapes use, sorted by name.
     view: callable(tensor, shape, strides, elements further) -> another view of the tensor's memory.
     ranges: gives cluster or op name -> text of the range that a profiler shows for it.
+    given: position of a result -> callable(it) -> what is returned in its place, called as soon as the result
+        is made and the argument "primals_<position + 1>", which it may write, was last read.
 
     The module's `forward` takes its arguments as one list, which it empties. Where a runner has a
     `link`, its function is called directly as soon as it is known.
     """
-    stitcher = _Stitcher(plan, runners, order, view)
+    stitcher = _Stitcher(plan, runners, order, view, given or {})
     module = stitcher.run(ranges)
     for runner in dict.fromkeys([*runners.values(), *stitcher.as_planned]):
         if isinstance(runner, Linked):
@@ -136,8 +140,11 @@ class _Stitcher:
         runners: Mapping[str, Callable[..., Any]],
         order: Order,
         view: Callable[..., torch.Tensor],
+        given: Mapping[int, Callable[..., Any]],
     ) -> None:
         self.plan, self.runners, self.order, self.view_function = plan, runners, order, view
+        self.given = given
+        self.passed: dict[str, fx.Node] = {}  # results that were given, and what is returned for them
         self.source = plan.dag.module
         self.nodes = {n.name: n for n in self.source.graph.nodes}
         self.graph = fx.Graph()
@@ -152,13 +159,16 @@ class _Stitcher:
         for node in self.source.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.copy(node)
-        for step in self.order.steps:
+        due = self.due()
+        for number, step in enumerate(self.order.steps):
             if step.name in self.clusters:
                 self.call(self.clusters[step.name])
             else:
                 self.library(step)
                 if base_of(self.plan.dag, step.name) is None:
                     self.look(self.env[step.name])
+            for name, give in due.get(number, ()):
+                self.passed[name] = self.graph.call_function(give, (self.value(name),))
         self.returned()
         calls_of_units = {unit: node.name for unit, node in self.units.items()}
 
@@ -193,12 +203,33 @@ class _Stitcher:
             self.views[base, place] = made
         return self.views[base, place]
 
+    def due(self) -> Mapping[int, list[tuple[str, Callable[..., Any]]]]:
+        """After which step which results are given: those whose memory nothing else of the graph returns."""
+        dag, found = self.plan.dag, dict[int, list[tuple[str, Callable[..., Any]]]]()
+        last: dict[str, int] = {}
+        for number, step in enumerate(self.order.steps):
+            last |= dict.fromkeys([*step.makes, *step.reads], number)
+        made = {name for step in self.order.steps for name in step.makes}
+        results: Any = self.source.graph.output_node().args[0]
+        memories = Counter(memory(dag, node.name) for node in results if isinstance(node, fx.Node))
+        for position, give in self.given.items():
+            node = results[position]
+            if not isinstance(node, fx.Node) or memories[memory(dag, node.name)] > 1:
+                continue
+            own = memory(dag, node.name)
+            if own in made:
+                number = max(last[own], last.get(f"primals_{position + 1}", 0))
+                found.setdefault(number, []).append((node.name, give))
+        return found
+
     def returned(self) -> None:
         """The output. What the program returns as separate tensors stays separate."""
         output = self.source.graph.output_node()
         seen: set[fx.Node] = set()
 
         def result(node: fx.Node) -> fx.Node:
+            if node.name in self.passed:
+                return self.passed[node.name]
             made = self.value(node.name)
             base = root(self.plan.dag, node.name)
             is_input = made is self.env[base] and base in self.plan.dag.inputs

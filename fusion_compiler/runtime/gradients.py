@@ -1,0 +1,145 @@
+"""Gradients handed on while a compiled backward runs: when one is made, and its parameter was last read.
+
+What autograd gets of a compiled backward it gets at the end, when all gradients are there. So a stitched
+backward calls a `Handover` as soon as a gradient is made and nothing reads the parameter any more. Whoever
+takes gradients of parameters (`take`) is given it there, and autograd is told that there is none.
+
+That is right where the parameter has no other gradient in the pass. Autograd does not tell, so the first pass
+of each backward hands nothing on and looks: where what arrives at the parameter is the very tensor that this
+backward made, it was all. A further gradient in a later pass is a second one to who took the first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Taker = Callable[[Tensor, Tensor], bool]  # of (parameter, its gradient): whether it is taken
+Boxed = Callable[[list[Any]], Any]
+
+_takers: Any = WeakTensorKeyDictionary()  # parameter -> Taker
+
+
+def take(param: Tensor, taker: Taker) -> None:
+    """Has `taker` called with the parameter's gradients, in the middle of compiled backward passes."""
+    _takers[param] = taker
+
+
+def leave(param: Tensor) -> None:
+    _takers.pop(param, None)
+
+
+class Handover:
+    """Of one backward graph.
+
+    gm: its placeholders that are arguments of the forward graph have AOTAutograd's names, "primals_1", ...;
+        its outputs are the gradients of these arguments.
+    tensors: which arguments of the forward graph are tensors: those that autograd has an edge for.
+    parameters: which of them are parameters.
+    """
+
+    def __init__(self, gm: fx.GraphModule, tensors: Sequence[int], parameters: Sequence[int]) -> None:
+        self.enabled = True
+        self.given = {position: self._give(position) for position in parameters}
+        self._tensors = tuple(tensors)
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        self._arguments = {names.index(f"primals_{i + 1}"): i for i in tensors if f"primals_{i + 1}" in names}
+        self._alone: Any = WeakTensorKeyDictionary()  # parameter -> whether its gradient is this graph's
+        self._running = threading.local()
+
+    def around(self, run: Boxed) -> Boxed:
+        """`run` of the stitched graph, with what it needs to hand gradients on."""
+
+        def call(arguments: list[Any]) -> Any:
+            if not (_takers and self.enabled) or torch.is_grad_enabled():
+                return run(arguments)
+            self._running.edges = self._edges(arguments)
+            try:
+                return run(arguments)
+            finally:
+                self._running.edges = {}
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def _give(self, position: int) -> Callable[[Tensor], Tensor | None]:
+        """Called with the gradient of argument `position`; what the graph returns for it."""
+
+        def give(grad: Tensor) -> Tensor | None:
+            edge = getattr(self._running, "edges", {}).get(position)
+            return grad if edge is None or not self._handed(edge, grad) else None
+
+        give.__name__ = "give"
+        return give
+
+    def _edges(self, arguments: Sequence[Any]) -> Mapping[int, Any]:
+        """Where autograd will put the gradients that somebody takes: argument -> the parameter's node."""
+        node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        following: Sequence[Any] = node.next_functions if node is not None else ()
+        if len(following) != len(self._tensors):
+            return {}
+        found = {
+            position: edge
+            for position, (edge, _) in zip(self._tensors, following, strict=True)
+            if (param := getattr(edge, "variable", None)) is not None and param in _takers
+        }
+        new = [position for position, edge in found.items() if edge.variable not in self._alone]
+        shared = self._shared(arguments, found) if new else set[int]()
+        for position in new:
+            if position in shared:
+                self._alone[found[position].variable] = False
+        return found
+
+    def _shared(self, arguments: Sequence[Any], edges: Mapping[int, Any]) -> set[int]:
+        """Parameters whose memory is read by another name as well."""
+        memory = Counter(_memory(edge.variable) for edge in edges.values())
+        for i, argument in enumerate(arguments):
+            if isinstance(argument, Tensor) and self._arguments.get(i) not in edges:
+                memory[_memory(argument)] += 1
+        return {position for position, edge in edges.items() if memory[_memory(edge.variable)] > 1}
+
+    def _handed(self, edge: Any, grad: Tensor) -> bool:
+        param = edge.variable
+        alone = self._alone.get(param)
+        if alone is False or not _will_arrive(edge) or not _is_as_given(param, grad):
+            return False
+        if alone is None:
+            self._look(edge, param, grad)
+            return False
+        taker = _takers.get(param)
+        return taker is not None and taker(param, grad)
+
+    def _look(self, edge: Any, param: Tensor, grad: Tensor) -> None:
+        """Notes whether what arrives at a parameter is `grad`, which nothing is added to while it is held."""
+        made: list[Tensor] = [grad]
+
+        def arrived(grads: Sequence[Tensor | None]) -> None:
+            if made:
+                self._alone[param] = grads[0] is made.pop()
+            handle.remove()
+
+        handle = edge.register_prehook(arrived)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _will_arrive(edge: Any) -> bool:
+    """Whether the pass accumulates the gradient: it does not where gradients are asked for, or others."""
+    try:
+        return torch._C._will_engine_execute_node(edge)  # type: ignore[attr-defined]
+    except RuntimeError:  # torch.autograd.grad
+        return False
+
+
+def _is_as_given(param: Any, grad: Tensor) -> bool:
+    """Whether autograd would store the gradient as it is, and nobody but who takes it has a hook."""
+    alike = (grad.shape, grad.dtype, grad.stride()) == (param.shape, param.dtype, param.stride())
+    return alike and not param._backward_hooks and len(param._post_accumulate_grad_hooks or ()) <= 1
