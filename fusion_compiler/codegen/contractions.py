@@ -16,6 +16,7 @@ import torch
 from fusion_compiler.codegen import pieces
 from fusion_compiler.codegen.builder import Builder, Packed
 from fusion_compiler.codegen.nodes import build_nodes
+from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, operands_of
 from fusion_compiler.schedule.analysis import rounding_of
 from fusion_compiler.schedule.contractions import Contraction, contractions_of, contracts, parts_of
@@ -103,11 +104,14 @@ def _by_themselves(b: Builder, sums: tuple[int, ...]) -> None:
 
 
 def _build(b: Builder, c: Contraction) -> None:
-    """All sums of a contraction whose matrix lies in the tile."""
-    count = pieces.padded(len(c.sums)) * _terms(b, c).parts
+    """All sums of a contraction whose matrix lies in the tile: one product, with the vectors' terms side by
+    side in it, as warps that hold many rows have few registers for several."""
+    terms = _terms(b, c)
     lanes = b.s.block_rows if c.along == COLS else b.tile.lanes
-    products = b.let("products", _product(b, c, f"tl.zeros([{lanes}, {count}], tl.float32)"))
-    total = _total(b, c, products)
+    zeros = f"tl.zeros([{lanes}, {pieces.padded(len(c.sums)) * terms.parts}], tl.float32)"
+    given = f"{_operands(b, c)}, {zeros}, {terms.matrix}, {terms.vectors}, {terms.parts}"
+    products = b.let("products", f"fm.contract({given})")
+    total = products if terms.parts == 1 else f"fm.contracted({products}, {terms.parts})"
     if c.along == ROWS:
         total = f"tl.trans({total})"
     axis = 1 if c.along == COLS else 0
@@ -117,7 +121,8 @@ def _build(b: Builder, c: Contraction) -> None:
 @dataclass(frozen=True)
 class Contracted:
     """The sums of a contraction along the row, in a pass over its columns: a state as `online_reductions.py`
-    has them. Each warp multiplies some columns of a block by itself."""
+    has them. Each warp multiplies some columns of a block by itself. What bfloat16 holds and what that leaves
+    are products of their own: in a loop it costs more to lay them side by side."""
 
     contraction: Contraction
 
@@ -132,22 +137,29 @@ class Contracted:
     def start(self, b: Builder) -> tuple[str, ...]:
         if pieces.alike(b, self.contraction.vectors):
             pieces.prepare(b, self.contraction.vectors)
-        split, name = parts_of(b.s), b.variables.new("products")
-        count = pieces.padded(len(self.numbers)) * _terms(b, self.contraction).parts
-        shape = f"[{f'{split}, ' if split > 1 else ''}{b.s.block_rows}, {count}]"
-        b.set(name, f"tl.zeros({shape}, tl.float32)")
-        return (name,)
+        split = f"{parts_of(b.s)}, " if parts_of(b.s) > 1 else ""
+        zeros = f"tl.zeros([{split}{b.s.block_rows}, {pieces.padded(len(self.numbers))}], tl.float32)"
+        names = [b.variables.new("products")]
+        names += [b.variables.new("rest")] * (_terms(b, self.contraction).parts > 1)
+        for name in names:
+            b.set(name, zeros)
+        return tuple(names)
 
     def step(self, b: Builder, names: Sequence[str]) -> None:
-        (name,) = names
-        b.set(name, _product(b, self.contraction, name))
+        terms = _terms(b, self.contraction)
+        given = f"{_operands(b, self.contraction)}, {', '.join(names)}"
+        split = f"{parts_of(b.s)}"
+        if terms.parts == 1:
+            b.set(names[0], f"fm.contract({given}, 1, 1, 1, {split})")
+        else:
+            value = f"fm.contract_apart({given}, {terms.matrix}, {terms.vectors}, {split})"
+            b.add(Assign(tuple(names), value))
 
     def fold(self, b: Builder, names: Sequence[str]) -> None:
-        (name,) = names
-        whole = f"tl.sum({name}, axis=0)" if parts_of(b.s) > 1 else name
-        total = _total(b, self.contraction, whole)
-        if total != name:
-            b.set(name, total)
+        whole = [f"tl.sum({name}, axis=0)" if parts_of(b.s) > 1 else name for name in names]
+        total = whole[0] if len(names) == 1 else f"fm.both({', '.join(whole)})"
+        if total != names[0]:
+            b.set(names[0], total)
 
     def bind(self, b: Builder, names: Sequence[str]) -> None:
         b.packs[self.contraction.sums] = Packed(names[0], 1)
@@ -168,19 +180,10 @@ def _terms(b: Builder, c: Contraction) -> Terms:
     return found
 
 
-def _product(b: Builder, c: Contraction, before: str) -> str:
-    """What was there before, and the products of a contraction's matrix and vectors."""
-    terms, matrix, vectors = _terms(b, c), _matrix(b, c), _vectors(b, c)
-    if c.along == ROWS:
-        matrix = f"tl.trans({matrix})"
-    split = f", {parts_of(b.s)}" if parts_of(b.s) > 1 else ""
-    counts = f"{terms.matrix}, {terms.vectors}, {terms.parts}"
-    return f"fm.contract({matrix}, {vectors}, {before}, {counts}{split})"
-
-
-def _total(b: Builder, c: Contraction, products: str) -> str:
-    parts = _terms(b, c).parts
-    return products if parts == 1 else f"fm.contracted({products}, {parts})"
+def _operands(b: Builder, c: Contraction) -> str:
+    """The matrix and the vectors."""
+    matrix, vectors = _matrix(b, c), _vectors(b, c)
+    return f"{f'tl.trans({matrix})' if c.along == ROWS else matrix}, {vectors}"
 
 
 def _matrix(b: Builder, c: Contraction) -> str:

@@ -19,7 +19,9 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Kernels know this module alone.
+from fusion_compiler.codegen.tensor_units import both as both
 from fusion_compiler.codegen.tensor_units import contract as contract
+from fusion_compiler.codegen.tensor_units import contract_apart as contract_apart
 from fusion_compiler.codegen.tensor_units import contracted as contracted
 from fusion_compiler.codegen.tensor_units import halves as halves
 from fusion_compiler.codegen.tensor_units import stack as stack

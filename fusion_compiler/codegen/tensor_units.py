@@ -98,6 +98,39 @@ def contract(
 
 
 @triton.jit
+def contract_apart(
+    matrix,
+    vectors,
+    main,
+    rest,
+    matrix_terms: tl.constexpr,
+    vector_terms: tl.constexpr,
+    split: tl.constexpr = 1,
+):
+    """`contract` with (main, rest), each [m, n]: of what bfloat16 holds of both, and of what that leaves."""
+    held, x_0 = matrix.to(tl.bfloat16), vectors.to(tl.bfloat16)
+    left = beyond(vectors, x_0)
+    x_1 = left.to(tl.bfloat16)
+    main = add_product(main, held, x_0, split)
+    if vector_terms > 1:
+        rest = add_product(rest, held, x_1, split)
+        if vector_terms > 2:
+            rest = add_product(rest, held, beyond(left, x_1).to(tl.bfloat16), split)
+    if matrix_terms > 1:
+        held = beyond(matrix, held).to(tl.bfloat16)
+        rest = add_product(rest, held, x_0, split)
+        if vector_terms > 1:
+            rest = add_product(rest, held, x_1, split)
+    return main, rest
+
+
+@triton.jit
+def both(main, rest):
+    """The sum; where the first is infinite, the second may be no number."""
+    return main + tl.where(rest == rest, rest, 0.0)
+
+
+@triton.jit
 def contracted(total, parts: tl.constexpr):
     """The sum of the parts of a product [m, parts * n]; where the first is infinite, the others may be no
     numbers."""
@@ -108,4 +141,4 @@ def contracted(total, parts: tl.constexpr):
         part = tl.arange(0, parts)[None, :, None]
         main = tl.sum(tl.where(part == 0, apart, 0.0), axis=1)
         rest = tl.sum(tl.where(part == 0, 0.0, apart), axis=1)
-        return main + tl.where(rest == rest, rest, 0.0)
+        return both(main, rest)

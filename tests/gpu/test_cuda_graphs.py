@@ -235,7 +235,7 @@ def test_what_is_not_recorded_says_why_and_is_right() -> None:
     fast = fc.compile(put, cudagraphs=True)
     with pytest.warns(FusionWarning, match="address may change"):
         for _ in range(3):
-            mine, new = torch.randn(2, 64, device=CUDA)
+            mine, new = torch.randn(64, device=CUDA), torch.randn(64, device=CUDA)
             theirs, weight = mine.clone(), new.clone().requires_grad_()
             torch.testing.assert_close(fast(mine, weight), put(theirs, weight))
     dynamic = fc.compile(lambda x: x.sin() + 1, cudagraphs=True, dynamic=True)

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
 import fusion_compiler as fc
+from fusion_compiler.optimizer import backward
 from fusion_compiler.options import When
 from tests.optimizers import (
     OPTIMIZERS,
@@ -113,3 +114,27 @@ def test_stochastic_rounding_draws_what_aten_draws() -> None:
         made.append(model[0].detach())
     differ = (made[0] != made[1]).float().mean().item()  # where a fused product has another last digit
     assert differ < 1e-3 and not torch.equal(made[0], (1 - 0.01 * grad.float()).bfloat16())
+
+
+def test_a_compiled_backward_frees_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of a step is lower by the gradients; parameters are what updates at its end leave."""
+    monkeypatch.setattr(backward, "BUCKET_BYTES", 4 << 20)
+    peaks: dict[str, int] = {}
+    left: dict[str, list[torch.Tensor]] = {}
+    for when in ("step", "backward"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))).cuda()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        fast = fc.compile(model, optimizer=optimizer, when=when, strict=True, cudagraphs=False)
+        for _ in range(5):
+            torch.cuda.reset_peak_memory_stats()
+            fast(torch.randn(64, 1024, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks[when] = torch.cuda.max_memory_allocated()
+        left[when] = [param.detach() for param in model.parameters()]
+    gradients = sum(param.nbytes for param in left["step"])
+    peaks["backward"] -= 2 * gradients  # the first model and its state are there still
+    assert peaks["step"] - peaks["backward"] >= 0.8 * gradients
+    for one, two in zip(left["backward"], left["step"], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
