@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode, pages, performance, steps
+from benchmarks import decode, optimizer, optimizer_bars, pages, performance, steps
 from benchmarks.bars import family_of
 from benchmarks.case import FIRST_TABLE, PHASES
 from benchmarks.performance import MARK as FIGURES
@@ -88,6 +88,24 @@ def decode_text(result: dict[str, Any]) -> str:
     )
 
 
+def optimizer_text(result: dict[str, Any]) -> str:
+    """Updates and whole steps for each optimizer, and the bars that are missed."""
+    held = list(optimizer_bars.bars(result["rows"], optimizer.LIST))
+    missed = [f"- {what}: {value:.2f}" for what, value, met in held if not met]
+    header = ["", *optimizer_bars.CONTENDERS, *(f"x {name}" for name in (optimizer_bars.WHOLE, "fused"))]
+    return "\n\n".join(
+        [
+            "Updates alone: ms, and what part of that a copy of their bytes takes. Whole steps: ms of wall "
+            "time, and GB at the peak. `torch.compile` is its model with PyTorch's fused optimizer (Adagrad "
+            "has none on a GPU); all other columns have the model that `fc.compile` compiled:",
+            markdown(header, optimizer_bars.lines(result["rows"])),
+            f"{sum(met for *_, met in held)} of {len(held)} bars met; not:",
+            "\n".join(missed),
+            origin(result),
+        ]
+    )
+
+
 def text_of(results: Path) -> str:
     """The block between the marks."""
     parts: list[str] = []
@@ -96,6 +114,12 @@ def text_of(results: Path) -> str:
         if file.exists():
             parts.append(write(json.loads(file.read_text())))
     return "\n\n".join(parts)
+
+
+def optimizer_page(results: Path) -> str:
+    """The block between the marks of docs/optimizer.md."""
+    file = results / "optimizer.json"
+    return optimizer_text(json.loads(file.read_text())) if file.exists() else ""
 
 
 def plan_text() -> str:
@@ -112,4 +136,6 @@ def main(options: argparse.Namespace) -> None:
     readme = rewritten(file.read_text(), FIGURES, text_of(results))
     file.write_text(rewritten(readme, PLAN, plan_text()))
     performance.write(results, ROOT / "docs")
+    page = ROOT / "docs" / "optimizer.md"
+    page.write_text(rewritten(page.read_text(), FIGURES, optimizer_page(results)))
     pages.write(ROOT / "docs")
