@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -496,3 +497,12 @@ def test_memory_that_has_another_name_is_not_written_early(monkeypatch: pytest.M
         fast(x).square().mean().backward()
         optimizer.step()
         torch.testing.assert_close([param.detach() for param in ours.parameters()], want)
+
+
+def test_nothing_outlives_the_model_and_its_optimizer() -> None:
+    model, optimizer = both_trained(lambda call, model, x: call(x).square().mean())
+    param = weakref.ref(model.layers[0].weight)
+    del model, optimizer
+    torch._dynamo.reset()
+    gc.collect()
+    assert param() is None

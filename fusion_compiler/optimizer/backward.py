@@ -83,12 +83,21 @@ class BackwardUpdates:
         self._hook()
 
     def _hook(self) -> None:
-        """Hooks of all parameters that take gradients and have none yet."""
+        """Hooks of all parameters that take gradients and have none yet.
+
+        A parameter keeps its hook where no garbage collection looks: the hook must not keep the parameter.
+        """
+        own = weakref.WeakMethod(self._accumulated)
+
+        def accumulated(param: Tensor) -> None:
+            if (method := own()) is not None:
+                method(param)
+
         for group in self.fused.groups:
             for param in group["params"]:
                 wanted = self.chosen is None or id(param) in self.chosen
                 if param.requires_grad and wanted and id(param) not in self._hooks:
-                    self._hooks[id(param)] = param.register_post_accumulate_grad_hook(self._accumulated)
+                    self._hooks[id(param)] = param.register_post_accumulate_grad_hook(accumulated)
                     gradients.take(param, self._takes)
 
     def _check_alone(self, model: nn.Module | None = None) -> None:

@@ -12,6 +12,7 @@ backward made, it was all. A further gradient in a later pass is a second one to
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,12 +24,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Taker = Callable[[Tensor, Tensor], bool]  # of (parameter, its gradient): whether it is taken
 Boxed = Callable[[list[Any]], Any]
 
-_takers: Any = WeakTensorKeyDictionary()  # parameter -> Taker
+_takers: Any = WeakTensorKeyDictionary()  # parameter -> weak method of who takes its gradients
 
 
 def take(param: Tensor, taker: Taker) -> None:
-    """Has `taker` called with the parameter's gradients, in the middle of compiled backward passes."""
-    _takers[param] = taker
+    """Has `taker`, a method whose object is not kept alive by that, called with the parameter's gradients in
+    the middle of compiled backward passes."""
+    _takers[param] = weakref.WeakMethod(taker)
 
 
 def leave(param: Tensor) -> None:
@@ -112,7 +114,8 @@ class Handover:
         if alone is None:
             self._look(edge, param, grad)
             return False
-        taker = _takers.get(param)
+        method = _takers.get(param)
+        taker: Taker | None = method() if method is not None else None
         return taker is not None and taker(param, grad)
 
     def _look(self, edge: Any, param: Tensor, grad: Tensor) -> None:
