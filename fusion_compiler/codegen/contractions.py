@@ -139,20 +139,17 @@ class Contracted:
             pieces.prepare(b, self.contraction.vectors)
         split = f"{parts_of(b.s)}, " if parts_of(b.s) > 1 else ""
         zeros = f"tl.zeros([{split}{b.s.block_rows}, {pieces.padded(len(self.numbers))}], tl.float32)"
-        names = [b.variables.new("products")]
-        names += [b.variables.new("rest")] * (_terms(b, self.contraction).parts > 1)
-        for name in names:
-            b.set(name, zeros)
-        return tuple(names)
+        bases = ("products",) if _terms(b, self.contraction).parts == 1 else ("products", "rest")
+        return tuple(b.let(base, zeros) for base in bases)
 
     def step(self, b: Builder, names: Sequence[str]) -> None:
         terms = _terms(b, self.contraction)
         given = f"{_operands(b, self.contraction)}, {', '.join(names)}"
-        split = f"{parts_of(b.s)}"
+        split = f", {parts_of(b.s)}" if parts_of(b.s) > 1 else ""
         if terms.parts == 1:
-            b.set(names[0], f"fm.contract({given}, 1, 1, 1, {split})")
+            b.set(names[0], f"fm.contract({given}, 1, 1, 1{split})")
         else:
-            value = f"fm.contract_apart({given}, {terms.matrix}, {terms.vectors}, {split})"
+            value = f"fm.contract_apart({given}, {terms.matrix}, {terms.vectors}{split})"
             b.add(Assign(tuple(names), value))
 
     def fold(self, b: Builder, names: Sequence[str]) -> None:

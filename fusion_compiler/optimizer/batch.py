@@ -163,10 +163,7 @@ class Batch:
         for counters, expected, values in zip(
             self._counts, self._expected, zip(*counts, strict=True), strict=True
         ):
-            if len(values) == 1:
-                expected.fill_(values[0])
-            else:
-                expected.copy_(torch.tensor(values, dtype=expected.dtype)[self._index])
+            expected.copy_(torch.tensor(values, dtype=expected.dtype)[self._index])
             counters.copy_(expected)
         for each, now in zip(self.sets, counts, strict=True):
             each.counts = now

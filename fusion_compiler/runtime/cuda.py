@@ -13,7 +13,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from fusion_compiler.errors import CacheError, FusionWarning
+from fusion_compiler.ir.device import device_spec
 from fusion_compiler.runtime.binding import Entry, direct_call
 from fusion_compiler.runtime.builds import Build, compile_build, forget, is_entry
 
@@ -33,7 +34,6 @@ ROUNDS = 5
 WAIT_CYCLES = 400_000
 # A candidate slower than the best by this factor in the first round is not timed again.
 HOPELESS = 1.5
-L2_BYTES = 64 << 20  # of a device whose driver does not say
 LONGEST_TURN = 30.0  # seconds that one process times, and others wait
 # Of the drivers: how many programs of so many threads and bytes of shared memory a multiprocessor holds.
 OCCUPANCY = {
@@ -174,7 +174,8 @@ class CudaGpu:
         nothing in the L2, as between two steps of a model. Processes time on one GPU one after the other.
         """
         with torch.cuda.device(self.index), self._alone():
-            l2 = torch.empty(2 * self._l2_bytes(), dtype=torch.uint8, device="cuda")
+            size = 2 * device_spec(torch.device("cuda", self.index)).l2_bytes
+            l2 = torch.empty(size, dtype=torch.uint8, device="cuda")
             samples: list[list[float]] = [[] for _ in calls]
             for call in calls:
                 call()
@@ -185,20 +186,14 @@ class CudaGpu:
                         sample.append(self._time(call, l2))
         return [statistics.median(sample) for sample in samples]
 
-    def _l2_bytes(self) -> int:
-        return getattr(torch.cuda.get_device_properties(self.index), "L2_cache_size", 0) or L2_BYTES
-
     @contextmanager
     def _alone(self) -> Generator[None]:
         """No other process times on this GPU, but for one that takes too long or is another user's."""
         device = torch.cuda.get_device_properties(self.index)
         name = f"fusion-compiler-{getattr(device, 'uuid', self.index)}.lock"
         lock = FileLock(Path(tempfile.gettempdir()) / name, timeout=LONGEST_TURN)
-        try:
+        with suppress(OSError, Timeout):
             lock.acquire()
-        except (OSError, Timeout):
-            yield
-            return
         try:
             yield
         finally:
