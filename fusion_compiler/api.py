@@ -81,9 +81,9 @@ from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rew
 from fusion_compiler.runtime.builds import prepare
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.collection import rare_collections
-from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED, Recordings, Terms, is_asked
+from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, Recordings, Terms, is_asked, is_recorded
 from fusion_compiler.runtime.debug import Debug, DebugSettings
-from fusion_compiler.runtime.gradients import Handover
+from fusion_compiler.runtime.gradients import Handovers
 from fusion_compiler.runtime.kept_plans import KeptPlans
 from fusion_compiler.runtime.kept_plans import key_of as plan_key
 from fusion_compiler.runtime.launch import Runner, compile_all
@@ -192,7 +192,7 @@ class Compiler:
         self.runners: dict[tuple[Canonical, str], Runner] = {}
         self.computed: set[str] = set()  # operators of the forward graphs
         self.recordings = Recordings()
-        self.tensors: dict[str, tuple[int, ...]] = {}  # forward graph -> which of its arguments are tensors
+        self.handovers = Handovers()
         self.peaks: dict[str, int] = {}  # bytes that graphs use at once, by prediction
         self.progress = Progress(options.progress)
 
@@ -266,7 +266,7 @@ class Compiler:
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
         self.peaks[info.name] = order.peak
-        handover = self.handover(gm, info)
+        handover = self.handovers.of(gm, info)
         given = handover.given if handover is not None else {}
         stitched = stitch(plan, called, order, view=view, ranges=ranges, given=given)
         self.debug.stage(info.name, "stitch", stitched)
@@ -287,7 +287,7 @@ class Compiler:
             terms = self.terms(plan, device, size_hints(inputs), info, order.peak)
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms)
         if handover is not None:  # a recording gives back what was recorded
-            handover.enabled = not notes.get("CUDA graph", "").startswith(RECORDED)
+            handover.enabled = not is_recorded(notes.get("CUDA graph"))
         where = ["captured " + ("from disk" if info.from_disk else "anew")]
         where += ["planned from disk"] if ready is not None else []
         seconds = ", ".join([*where, since(began, self.stages.seconds)])
@@ -296,19 +296,6 @@ class Compiler:
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
-
-    def handover(self, gm: fx.GraphModule, info: GraphInfo) -> Handover | None:
-        """How a backward hands gradients of parameters on before its end; of other graphs None."""
-        graph = info.name.partition(".")[0]
-        if info.phase is Phase.FORWARD:
-            values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-            self.tensors[graph] = tuple(i for i, v in enumerate(values) if isinstance(v, torch.Tensor))
-        if info.phase is not Phase.BACKWARD or graph not in self.tensors:
-            return None
-        origins = (info.origins.get(f"primals_{i + 1}") for i in self.tensors[graph])
-        pairs = zip(self.tensors[graph], origins, strict=True)
-        parameters = [i for i, origin in pairs if origin is not None and origin.kind == "parameter"]
-        return Handover(gm, self.tensors[graph], parameters)
 
     def key(self, info: GraphInfo, dag: OpDag, setting: Setting, backend: str) -> str | None:
         """Under which the decisions about a graph are kept; None where they are not: what a pattern of the

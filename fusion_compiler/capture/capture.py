@@ -35,7 +35,7 @@ from fusion_compiler.capture.partition import partition
 from fusion_compiler.capture.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
 from fusion_compiler.capture.tangents import Backward, Boxed, Missing, leave_undefined, separable
 from fusion_compiler.ir import record
-from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, origins_of
+from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
 from fusion_compiler.runtime.stages import Stages
@@ -319,7 +319,7 @@ class _Compilers:
 
 def _named(graph: fx.GraphModule, phase: Phase, origins: Sequence[Origin]) -> dict[str, Origin]:
     """Origins by the placeholders of AOTAutograd's graph, which numbers its arguments as Dynamo's are."""
-    names = [f"primals_{i + 1}" for i in range(len(origins))]
+    names = list(map(argument_name, range(len(origins))))
     if phase is Phase.INFERENCE:
         names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
     return dict(zip(names, origins, strict=False))
@@ -402,7 +402,7 @@ def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> Graph
     static = {int(i) for i in metadata.static_input_indices}
     if phase is Phase.BACKWARD:
         # The partitioner keeps the joint graph's names for inputs that it saves.
-        names = {f"primals_{i + 1}" for i in static}
+        names = set(map(argument_name, static))
         static = {i for i, node in enumerate(placeholders) if node.name in names}
         owned = tuple(node.name for node in placeholders if not node.name.startswith("primals_"))
     elif phase is Phase.FORWARD:

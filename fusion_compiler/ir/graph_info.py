@@ -22,6 +22,11 @@ class Origin:
 Origins = Mapping[str, Origin]  # by placeholder; those that are missing hold what another graph computed
 
 
+def argument_name(position: int) -> str:
+    """AOTAutograd's name for an argument of a graph that is trained, in its forward and in its backward."""
+    return f"primals_{position + 1}"
+
+
 def origins_of(graph: fx.Graph) -> dict[str, Origin]:
     """Of the placeholders of a graph above autograd, by what TorchDynamo says of them."""
     return {node.name: _origin(node) for node in graph.find_nodes(op="placeholder")}

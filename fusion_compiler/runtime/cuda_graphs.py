@@ -144,6 +144,11 @@ def is_asked(note: str | None) -> bool:
     return note is not None and note.partition(";")[0] == RECORDED
 
 
+def is_recorded(note: str | None) -> bool:
+    """Whether a graph is recorded, asked for or not, by what was noted."""
+    return note is not None and note.startswith(RECORDED)
+
+
 def paused() -> bool:
     return _pauses > 0
 

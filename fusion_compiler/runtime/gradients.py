@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fusion_compiler.ir.graph_info import GraphInfo, Phase, argument_name
+
 Taker = Callable[[Tensor, Tensor], bool]  # of (parameter, its gradient): whether it is taken
 Boxed = Callable[[list[Any]], Any]
 
@@ -37,11 +39,31 @@ def leave(param: Tensor) -> None:
     _takers.pop(param, None)
 
 
+class Handovers:
+    """Those of one compile(): what a backward hands on is for arguments of its forward."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, tuple[int, ...]] = {}  # graph -> which arguments of its forward are tensors
+
+    def of(self, gm: fx.GraphModule, info: GraphInfo) -> Handover | None:
+        """That of a backward whose forward came before; None of other graphs."""
+        graph = info.name.partition(".")[0]
+        if info.phase is Phase.FORWARD:
+            values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+            self._tensors[graph] = tuple(i for i, v in enumerate(values) if isinstance(v, Tensor))
+        tensors = self._tensors.get(graph)
+        if info.phase is not Phase.BACKWARD or tensors is None:
+            return None
+        origins = {i: info.origins.get(argument_name(i)) for i in tensors}
+        parameters = [i for i, origin in origins.items() if origin is not None and origin.kind == "parameter"]
+        return Handover(gm, tensors, parameters)
+
+
 class Handover:
     """Of one backward graph.
 
-    gm: its placeholders that are arguments of the forward graph have AOTAutograd's names, "primals_1", ...;
-        its outputs are the gradients of these arguments.
+    gm: its placeholders that are arguments of the forward graph have their names (`argument_name`); its
+        outputs are the gradients of these arguments.
     tensors: which arguments of the forward graph are tensors: those that autograd has an edge for.
     parameters: which of them are parameters.
     """
@@ -51,7 +73,7 @@ class Handover:
         self.given = {position: self._give(position) for position in parameters}
         self._tensors = tuple(tensors)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        self._arguments = {names.index(f"primals_{i + 1}"): i for i in tensors if f"primals_{i + 1}" in names}
+        self._arguments = {names.index(n): i for i in tensors if (n := argument_name(i)) in names}
         self._alone: Any = WeakTensorKeyDictionary()  # parameter -> whether its gradient is this graph's
         self._running = threading.local()
 

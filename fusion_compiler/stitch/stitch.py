@@ -19,6 +19,7 @@ from fusion_compiler.ir import loops
 from fusion_compiler.ir.canonical import salts_of
 from fusion_compiler.ir.dag import OpDag, size_hints
 from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.graph_info import argument_name
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
@@ -57,7 +58,7 @@ def stitch(
     view: callable(tensor, shape, strides, elements further) -> another view of the tensor's memory.
     ranges: gives cluster or op name -> text of the range that a profiler shows for it.
     given: position of a result -> callable(it) -> what is returned in its place, called as soon as the result
-        is made and the argument "primals_<position + 1>", which it may write, was last read.
+        is made and the argument of that position (`argument_name`), which it may write, was last read.
 
     The module's `forward` takes its arguments as one list, which it empties. Where a runner has a
     `link`, its function is called directly as soon as it is known.
@@ -209,16 +210,15 @@ class _Stitcher:
         last: dict[str, int] = {}
         for number, step in enumerate(self.order.steps):
             last |= dict.fromkeys([*step.makes, *step.reads], number)
-        made = {name for step in self.order.steps for name in step.makes}
         results: Any = self.source.graph.output_node().args[0]
         memories = Counter(memory(dag, node.name) for node in results if isinstance(node, fx.Node))
         for position, give in self.given.items():
             node = results[position]
-            if not isinstance(node, fx.Node) or memories[memory(dag, node.name)] > 1:
+            if not isinstance(node, fx.Node):
                 continue
             own = memory(dag, node.name)
-            if own in made:
-                number = max(last[own], last.get(f"primals_{position + 1}", 0))
+            if own in last and own not in dag.inputs and memories[own] == 1:
+                number = max(last[own], last.get(argument_name(position), 0))
                 found.setdefault(number, []).append((node.name, give))
         return found
 
