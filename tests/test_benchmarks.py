@@ -34,7 +34,7 @@ from benchmarks.families import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CA
 from benchmarks.kernels import leaves, run, truth_of
 from benchmarks.nets import NETS
 from benchmarks.processes import in_turn
-from benchmarks.readme import FIGURES, PLAN, RESULTS, plan_text, rewritten, text_of
+from benchmarks.readme import FIGURES, PLAN, RESULTS, optimizer_page, plan_text, rewritten, text_of
 from benchmarks.record import ROOT, Record, geometric_mean, table
 from benchmarks.sizes import ALL_CASES
 from benchmarks.timing import OverBudgetError, budget, kind_of, median_by_repetition
@@ -426,6 +426,8 @@ def test_readme_quotes_the_results(tmp_path: Path) -> None:
 def test_the_readme_is_what_the_results_say() -> None:
     readme = (ROOT / "README.md").read_text()
     assert rewritten(readme, FIGURES, text_of(RESULTS)) == readme
+    page = (ROOT / "docs" / "optimizer.md").read_text()
+    assert rewritten(page, FIGURES, optimizer_page(RESULTS)) == page
 
 
 def test_the_readme_has_the_plan_of_the_encoder_layer() -> None:
