@@ -48,7 +48,6 @@ from fusion_compiler.ir.canonical import Canonical, canonical, describe
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import OpDag, build, size_hints
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
-from fusion_compiler.ir.dims import hint, numel
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
@@ -63,7 +62,7 @@ from fusion_compiler.passes.chunks.chunk import chunk_losses
 from fusion_compiler.passes.chunks.gradients import chunk_gradients, large_logits
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.fuse.dependent import launched_dependently
-from fusion_compiler.passes.fuse.step_time import step_time
+from fusion_compiler.passes.fuse.step_time import nbytes, step_time
 from fusion_compiler.passes.patterns.indexed import key_of
 from fusion_compiler.passes.patterns.match import match_all
 from fusion_compiler.passes.patterns.notes import notes_of_hints
@@ -248,7 +247,7 @@ class Compiler:
             told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
             self.stages.enter("plan")
             plan, ready = planned(info, dag, replace(setting, matches=found.matches)), None
-        order = ordered(plan, info.owned)
+        order = ordered(plan, info.owned, setting.hints)
         if ready is None:
             steps = [step.name for step in order.steps]
             plan = launched_dependently(plan, steps, info, self.options.dependent_launch)
@@ -284,7 +283,7 @@ class Compiler:
         if graphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
         elif graphs == "auto" and backend == "triton":
-            terms = self.terms(plan, device, size_hints(inputs), info, order.peak)
+            terms = functools.partial(self.terms, plan, setting, info, order.peak)
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms)
         if handover is not None:  # a recording gives back what was recorded
             handover.enabled = not is_recorded(notes.get("CUDA graph"))
@@ -371,17 +370,19 @@ class Compiler:
     def terms(
         self,
         plan: FusionPlan,
-        device: DeviceSpec,
-        hints: Mapping[sympy.Symbol, int],
+        setting: Setting,
         info: GraphInfo,
         peak: int,
+        at: Mapping[sympy.Symbol, int] | None = None,
     ) -> Terms:
-        """What decides whether a graph is recorded unasked."""
-        time = step_time(plan, device, hints)
-        results = plan.dag.outputs[: info.outputs if info.phase is Phase.FORWARD else None]
-        metas = (meta for name in dict.fromkeys(results) for meta in plan.dag.op(name).outputs)
-        copied = sum(hint(numel(meta.shape), hints) * meta.dtype.itemsize for meta in metas)
-        return Terms(time.host_us, time.gpu_us, peak, 2e6 * copied / device.copy_bandwidth)
+        """What decides whether a graph is recorded unasked, or calls of it whose sizes are `at`."""
+        at = at or setting.hints
+        time = step_time(plan, setting.device, setting.hints, at)
+        results = dict.fromkeys(plan.dag.outputs[: info.outputs if info.phase is Phase.FORWARD else None])
+        copied = nbytes(plan.dag, results, at)
+        peak = peak if at == setting.hints else ordered(plan, info.owned, at).peak
+        copy_us = 2e6 * copied / setting.device.copy_bandwidth
+        return Terms(time.host_us, time.gpu_us, peak, copy_us, time.replay_us)
 
     def report_left(self, plan: FusionPlan) -> None:
         """Warns of dtypes that no kernel can hold; `strict` raises if an op has no kernel and no library."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -18,7 +19,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.ir.dag import size_hints
+from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
+from fusion_compiler.ir.ops import Kind
+from fusion_compiler.passes.fuse.step_time import step_time
 from fusion_compiler.runtime import cuda_graphs
 from fusion_compiler.runtime.binding import SHARED_BYTES, ZeroedScratch, unkept_scratch
 from fusion_compiler.runtime.cuda_graphs import (
@@ -32,6 +37,7 @@ from fusion_compiler.runtime.cuda_graphs import (
     form_of,
     refusal,
 )
+from fusion_compiler.stitch.order import ordered
 from tests.fake_gpu import FakeGpu, use
 from tests.hand_made import contiguous
 
@@ -190,7 +196,7 @@ def test_a_backward_follows_its_forward(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(backward_runs) == 3
 
 
-PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0)
+PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0, replay_us=160.0)
 
 
 @pytest.mark.parametrize(
@@ -200,11 +206,49 @@ PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0)
         (replace(PAYS, gpu_us=1000.0), "its launches take 900 us, what they launch 1000 us"),
         (replace(PAYS, peak=5 << 30), r"a recording keeps its 5.4 GB, more than 1.1 GB"),
         (replace(PAYS, copy_us=100.0), "to copy its results takes 100 us"),
+        (replace(PAYS, host_us=160.0, gpu_us=2.0), "its launches take 160 us, a recording's 160 us"),
     ],
 )
 def test_what_is_recorded_unasked(terms: Terms, reason: str | None) -> None:
     found = terms.refusal
     assert found is None if reason is None else found is not None and reason in found
+
+
+def test_sizes_are_recorded_unasked_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(cuda_graphs, "recorded", lambda *_: lambda arguments: ran.append("replayed") or [])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def terms(at: Mapping[sympy.Symbol, int] | None) -> Terms:
+        (size,) = (8192,) if at is None else at.values()
+        return replace(PAYS, copy_us=size / 10)
+
+    def plain(arguments: list[Any]) -> list[Any]:
+        ran.append("plain")
+        return []
+
+    call, note = Recordings().wrap(plain, sized(told=True), [], info_of(Phase.INFERENCE), terms)
+    assert "but with the sizes that it was captured with: to copy its results takes 819 us" in note
+    for size in (65536, 65536, 65536, 64, 64, 64):
+        call([size, torch.ones(size)])
+    assert ran == ["plain"] * 4 + ["replayed"] * 2
+
+
+def test_what_is_predicted_of_a_symbolic_graph_is_of_the_sizes_that_it_was_captured_with() -> None:
+    """And of other sizes as far as their bytes are more: what it takes, holds at most and gives back."""
+    fast = fc.compile(lambda x, y: (x @ y).relu(), dynamic=True, backend="eager", device="h200")
+    rows, width = 4096, 1024
+    with torch.no_grad():
+        fast(torch.ones(rows, width), torch.ones(width, width))
+    (plan,) = fast.plan
+    sizes = size_hints([n.meta["val"] for n in plan.dag.module.graph.find_nodes(op="placeholder")])
+    assert set(sizes.values()) == {rows, width}
+    (product,) = (op for op in map(plan.dag.op, plan.dag.order) if op.kind is Kind.CONTRACTION)
+    assert product.flops == 2 * rows * width * width
+    larger = {symbol: size * (16 if size == rows else 1) for symbol, size in sizes.items()}
+    now, then = (step_time(plan, device_spec("h200"), sizes, at) for at in (sizes, larger))
+    assert then.gpu_us > 8 * now.gpu_us > 80 and then.host_us == now.host_us
+    assert ordered(plan, hints=sizes).peak >= rows * width * 4
 
 
 @dataclass
@@ -233,7 +277,7 @@ def unasked(monkeypatch: pytest.MonkeyPatch) -> Unasked:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     graph, recordings = traced(lambda x: x + 1, "cuda:0"), Recordings()
     made = [
-        recordings.wrap(run_of(phase), graph, [], info_of(phase), PAYS)
+        recordings.wrap(run_of(phase), graph, [], info_of(phase), lambda _: PAYS)
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     ]
     assert [note for _, note in made] == [UNASKED] * 2

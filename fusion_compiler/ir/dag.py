@@ -176,40 +176,51 @@ def _argument(arg: object) -> object:
     return arg
 
 
-def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMeta]) -> int:
+Hints = Mapping[sympy.Symbol, int]
+
+
+def _work(
+    node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMeta], hints: Hints
+) -> int:
     """Arithmetic of one op: table rows by element, matrix products by their inner dimension."""
+
+    def numel_of(meta: TensorMeta) -> int:
+        return numel(meta.shape, hints)
+
     spec = spec_of(node.target)
-    out = sum(numel(m.shape) for m in outputs)
+    out = sum(map(numel_of, outputs))
     if spec is not None:
-        return spec.flops * (max([out, *(numel(m.shape) for m in inputs)]) if spec.combine else out)
+        return spec.flops * (max([out, *map(numel_of, inputs)]) if spec.combine else out)
     name = name_of(node.target)
     if name in ("mm", "bmm", "linear", "expert_mm"):
-        return 2 * out * hint(inputs[0].shape[-1])
+        return 2 * out * hint(inputs[0].shape[-1], hints)
     if name in ("addmm", "baddbmm", "_addmm_activation"):
-        return 2 * out * hint(inputs[1].shape[-1])
+        return 2 * out * hint(inputs[1].shape[-1], hints)
     if "attention" in name and len(inputs) >= 3:
         query, key = inputs[:2]  # two products, forward; five in the backward pass
-        return (10 if "backward" in name else 4) * numel(query.shape) * hint(key.shape[-2])
+        return (10 if "backward" in name else 4) * numel_of(query) * hint(key.shape[-2], hints)
     if name.startswith("convolution") and len(inputs) >= 2:
         weight = inputs[2 if "backward" in name else 1]
         positions = inputs[0] if "backward" in name else outputs[0]
-        return 2 * numel(positions.shape) * numel(weight.shape[1:]) * (2 if "backward" in name else 1)
+        return 2 * numel_of(positions) * numel(weight.shape[1:], hints) * (2 if "backward" in name else 1)
     return 0
 
 
-def _bytes(meta: TensorMeta) -> int:
-    return numel(meta.shape) * meta.dtype.itemsize
+def _bytes(meta: TensorMeta, hints: Hints) -> int:
+    return numel(meta.shape, hints) * meta.dtype.itemsize
 
 
-def _moved(node: fx.Node, outputs: tuple[TensorMeta, ...], reads: list[tuple[TensorMeta, ...]]) -> int:
+def _moved(
+    node: fx.Node, outputs: tuple[TensorMeta, ...], reads: list[tuple[TensorMeta, ...]], hints: Hints
+) -> int:
     """Bytes that an op reads and writes when it runs alone: of matrices that rows choose, one a row."""
     if written(node.target):
         outputs, reads = (), reads[1:]
-    moved = sum(_bytes(m) for metas in (outputs, *reads) for m in metas)
+    moved = sum(_bytes(m, hints) for metas in (outputs, *reads) for m in metas)
     if node.target is expert_mm:
         (rows,), (matrices,), _ = reads
-        few, many = hint(rows.shape[0]), hint(matrices.shape[0])
-        moved -= max(0, many - few) * _bytes(matrices) // many
+        few, many = hint(rows.shape[0], hints), hint(matrices.shape[0], hints)
+        moved -= max(0, many - few) * _bytes(matrices, hints) // many
     return moved
 
 
@@ -253,6 +264,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
     graph: nx.DiGraph[str] = nx.DiGraph()
     inputs: list[str] = []
     outputs: tuple[str, ...] = ()
+    hints = size_hints([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")])
     pinned = pinned_values(gm.graph)
     rounded = round_trips(gm.graph)
     for node in gm.graph.nodes:
@@ -273,8 +285,8 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             outputs=metas,
             args=tuple(_argument(a) for a in node.args),
             kwargs=tuple((k, _argument(v)) for k, v in node.kwargs.items()),
-            flops=0 if is_input else _work(node, metas, flat),
-            bytes=0 if is_input else _moved(node, metas, reads),
+            flops=0 if is_input else _work(node, metas, flat, hints),
+            bytes=0 if is_input else _moved(node, metas, reads, hints),
             source=None if is_input else source_of(node),
             call=None if is_input else call_of(node),
             pinned=node in pinned,

@@ -69,11 +69,11 @@ def _value(expr: sympy.Basic, known: Mapping[sympy.Symbol, int]) -> int | Fracti
     return _value(value, known) if isinstance(value, sympy.Rational) else int(value)  # type: ignore[arg-type]
 
 
-def numel(shape: Iterable[Dim]) -> int:
-    """Number of elements, symbols estimated."""
+def numel(shape: Iterable[Dim], values: Mapping[sympy.Symbol, int] | None = None) -> int:
+    """Number of elements, symbols estimated as by `hint`."""
     total = 1
     for dim in shape:
-        total *= hint(dim)
+        total *= hint(dim, values)
     return total
 
 

@@ -33,7 +33,7 @@ from fusion_compiler.optimizer.batch import Group
 from fusion_compiler.optimizer.fused import FusedOptimizer
 from fusion_compiler.runtime import gradients
 
-BUCKET_BYTES = 64 << 20  # of gradients that wait for a launch
+BUCKET_BYTES = 100_000_000  # of gradients that wait for a launch
 
 
 class _Spent(Tensor):
@@ -184,10 +184,10 @@ class BackwardUpdates:
             left = set(map(id, prepared.own))
         prepared.run()
         for param in params:
-            del self._pending[id(param)]
             if id(param) not in left:
                 param.grad = self._spent_of(param)
                 self._updated[id(param)] = param
+        self._pending.clear()
         self._bytes = 0
 
     # -- between them ------------------------------------------------------------------------------

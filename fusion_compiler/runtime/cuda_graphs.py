@@ -12,12 +12,13 @@ one's backward, a graph that the user records, a profile.
 
 Inference whose sizes differ from call to call, or that writes into memory which may be elsewhere the next
 time (a cache of keys and values that `generate` makes for each prompt), is recorded in each form that comes
-twice.
+twice; unasked those of whose sizes that pays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -158,19 +159,23 @@ class Terms:
     """Predictions for one graph, by which it is recorded unasked, or not.
 
     host_us: to launch its kernels and library calls one by one. gpu_us: for which these run. peak: bytes that
-    it uses at once, which its recording keeps. copy_us: to copy its results out.
+    it uses at once, which its recording keeps. copy_us: to copy its results out. replay_us: of the host, to
+    replay its recording.
     """
 
     host_us: float
     gpu_us: float
     peak: int
     copy_us: float
+    replay_us: float
 
     @property
     def refusal(self) -> str | None:
         """Why it is not recorded; None where that pays."""
         if self.host_us <= self.gpu_us:
             return f"its launches take {self.host_us:.0f} us, what they launch {self.gpu_us:.0f} us"
+        if self.host_us <= self.replay_us:
+            return f"its launches take {self.host_us:.0f} us, a recording's {self.replay_us:.0f} us"
         if self.peak > MOST_KEPT:
             return f"a recording keeps its {self.peak / 1e9:.1f} GB, more than {MOST_KEPT / 1e9:.1f} GB"
         if self.copy_us > MOST_COPIED * self.host_us:
@@ -178,6 +183,9 @@ class Terms:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return "a process group is there, which may move parameters"
         return None
+
+
+TermsOf = Callable[[Mapping[sympy.Symbol, int] | None], Terms]  # at some sizes; None: those of its capture
 
 
 class Recordings:
@@ -193,7 +201,7 @@ class Recordings:
         gm: fx.GraphModule,
         inputs: Sequence[Any],
         info: GraphInfo,
-        terms: Terms | None = None,
+        terms: TermsOf | None = None,
     ) -> tuple[Boxed, str]:
         """`run` to be called in recordings, or as it is, and a note of what was decided.
 
@@ -202,9 +210,12 @@ class Recordings:
         """
         graph = info.name.partition(".")[0]
         form = form_of(gm, info.static_inputs)
-        reason = refusal(gm, form, info.phase) or (terms.refusal if terms is not None else None)
+        reason = refusal(gm, form, info.phase)
+        if reason is None and info.phase is Phase.INFERENCE and (form.sizes or terms is None):
+            return _inference(run, gm, inputs, info, form, terms)
+        reason = reason or (terms(None).refusal if terms is not None else None)
         if reason is None and info.phase is Phase.INFERENCE:
-            return _inference(run, gm, inputs, info, form, asked=terms is None)
+            return _inference(run, gm, inputs, info, form, terms)
         if terms is not None:
             return self._unasked(run, gm, inputs, info, reason)
         if info.phase is not Phase.BACKWARD:
@@ -239,17 +250,40 @@ class Recordings:
 
 
 def _inference(
-    run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo, form: Form, *, asked: bool
+    run: Boxed,
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    info: GraphInfo,
+    form: Form,
+    terms: TermsOf | None,
 ) -> tuple[Boxed, str]:
     """Recorded, with results that the next call overwrites if that was asked for, and a note of it."""
     info = replace(info, static_inputs=(*info.static_inputs, *form.written))
     later = recorded(run, gm, inputs, info, _device_index(gm))
-    note = RECORDED if asked else UNASKED
-    if not asked:
+    note = RECORDED if terms is None else UNASKED
+    if terms is not None:
         later = _unless(paused, run, _copied(later, None))
     if form == Form():
         return _after_one(run, later), note
-    return _when_known(run, later, form), f"{note}; {FORMS}"
+    note = f"{note}; {FORMS}"
+    if terms is None or not form.sizes:
+        return _when_known(run, later, form), note
+    if (reason := terms(None).refusal) is not None:
+        note = f"{note}, but with the sizes that it was captured with: {reason}"
+    return _when_known(run, later, form, _pays(terms, gm, form)), note
+
+
+def _pays(terms: TermsOf, gm: fx.GraphModule, form: Form) -> Callable[[tuple[int, ...]], bool]:
+    """Whether calls with such numbers as sizes are recorded unasked."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    values = [nodes[i].meta["val"] for i in form.sizes]
+    symbols = [v.node.expr if isinstance(v, torch.SymInt) else None for v in values]
+
+    def pays(sizes: tuple[int, ...]) -> bool:
+        at = {s: n for s, n in zip(symbols, sizes, strict=True) if isinstance(s, sympy.Symbol)}
+        return terms(at).refusal is None
+
+    return pays
 
 
 class _Turns:
@@ -366,8 +400,14 @@ def _after_one(first: Boxed, later: Boxed) -> Boxed:
     return call
 
 
-def _when_known(plain: Boxed, later: Boxed, form: Form) -> Boxed:
-    """`later` for calls of a form that came before, else `plain`: to record takes as long as many calls."""
+def _when_known(
+    plain: Boxed, later: Boxed, form: Form, pays: Callable[[tuple[int, ...]], bool] = lambda sizes: True
+) -> Boxed:
+    """`later` for calls of a form that came before, else `plain`: to record takes as long as many calls.
+
+    pays: whether those with some sizes are recorded at all.
+    """
+    pays = functools.lru_cache(maxsize=4 * MOST_FORMS)(pays)
     known: set[tuple[int, ...]] = set()
     once: dict[tuple[int, ...], None] = {}
 
@@ -379,7 +419,7 @@ def _when_known(plain: Boxed, later: Boxed, form: Form) -> Boxed:
             del once[found]
             known.add(found)
             return later(arguments)
-        if form.is_aligned(found):
+        if form.is_aligned(found) and pays(found[: len(form.sizes)]):
             once[found] = None
             if len(once) > MOST_FORMS:
                 del once[next(iter(once))]

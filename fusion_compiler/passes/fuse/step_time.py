@@ -6,12 +6,14 @@ kernels in 5.1 ms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import sympy
 
+from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import numel
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.schema import is_view
@@ -19,21 +21,42 @@ from fusion_compiler.passes.fuse.cost import contraction_cost
 from fusion_compiler.schedule.cost import NO_HINTS
 
 CALL_US, KERNEL_US, GRAPH_US = 35.0, 20.0, 100.0  # of the host: a library call, a kernel, a graph
+REPLAY_US = 60.0  # of the host: to replay what was recorded of a graph, with PyTorch's bookkeeping
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Microseconds of the host and of the device, one beside the other."""
+    """Microseconds of the host and of the device, one beside the other. replay_us: of the host, of a recording."""
 
     host_us: float
     gpu_us: float
+    replay_us: float = GRAPH_US + REPLAY_US
 
 
-def step_time(plan: FusionPlan, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> StepTime:
-    """Predicted from the plan; calls that are no contractions count as short ones."""
+def step_time(
+    plan: FusionPlan,
+    device: DeviceSpec,
+    hints: Mapping[sympy.Symbol, int] = NO_HINTS,
+    at: Mapping[sympy.Symbol, int] | None = None,
+) -> StepTime:
+    """Predicted from the plan; calls that are no contractions count as short ones.
+
+    hints: the sizes that it was made for. at: those of a call that has others, which takes longer or shorter
+    as it moves more bytes or fewer.
+    """
+    at = hints if at is None else at
     calls = [left for left in plan.leftovers if not is_view(plan.dag.op(left.op).target)]
     products = [plan.dag.op(c.op) for c in calls if c.kind == Kind.CONTRACTION]
-    gpu = sum(cluster.cost.us for cluster in plan.clusters)
-    gpu += sum(contraction_cost(op, device, hints).us for op in products)
-    gpu += (len(calls) - len(products)) * device.launch_us
+    times = [(c.cost.us, (*c.inputs, *c.outputs)) for c in plan.clusters]
+    times += [(contraction_cost(op, device, hints).us, (*op.inputs, op.name)) for op in products]
+    gpu = (len(calls) - len(products)) * device.launch_us
+    for us, names in times:
+        grown = 1.0 if at == hints else nbytes(plan.dag, names, at) / max(1, nbytes(plan.dag, names, hints))
+        gpu += us if grown == 1.0 else max(device.launch_us, us * grown)
     return StepTime(GRAPH_US + CALL_US * len(calls) + KERNEL_US * len(plan.clusters), gpu)
+
+
+def nbytes(dag: OpDag, names: Iterable[str], hints: Mapping[sympy.Symbol, int]) -> int:
+    """Of some values at some sizes."""
+    metas = (meta for name in names for meta in dag.op(name).outputs)
+    return sum(numel(meta.shape, hints) * meta.dtype.itemsize for meta in metas)
