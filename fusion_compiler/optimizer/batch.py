@@ -96,6 +96,7 @@ class Batch:
         self._expected = [column.clone() for column in self._counts]
         self._addresses = self._addresses_of([one.held for one in ready])
         self._places: dict[tuple[int, ...], tuple[tuple[int, ...], Tensor]] = {}
+        self._tables: dict[tuple[int, ...], Tensor] = {}
         sizes = [local(param).numel() for param in self._params]
         self._filled = [i for i, size in enumerate(sizes) if size]
         self._elements = tuple(sizes[i] for i in self._filled)
@@ -141,7 +142,7 @@ class Batch:
         if len(self._filled) < len(self._params):  # an empty one has no address
             columns = [[column[i] for i in self._filled] for column in columns]
             addresses = tuple(addresses[i] for i in self._filled)
-        return Rows(columns, addresses, self._elements, self._sets, self._places)
+        return Rows(columns, addresses, self._elements, self._sets, self._places, self._tables)
 
     def _parts(self, grads: Sequence[Any]) -> Sequence[Tensor]:
         """What of the gradients lies on this process. Raises TypeError where one is of another class."""
@@ -161,8 +162,9 @@ class Batch:
     def count(self, counts: Sequence[tuple[float, ...]]) -> None:
         """Gives the counters of each set their new values."""
         if len(counts) == 1:  # the same, in fewer calls
-            for column, value in zip(chain(self._counts, self._expected), (*counts[0], *counts[0]), strict=True):
-                column.fill_(value)
+            for counters, expected, value in zip(self._counts, self._expected, counts[0], strict=True):
+                expected.fill_(value)
+                counters.fill_(value)
             self.sets[0].counts = counts[0]
             return
         for counters, expected, values in zip(

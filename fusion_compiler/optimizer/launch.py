@@ -29,9 +29,10 @@ class Rows:
     """The tensors of some parameters, of which no two begin at one address.
 
     columns: for each tensor of the formulas' structure that of all parameters. addresses: of the gradients,
-    the second column; the others' stay what they are as long as `places` is kept: by those of the gradients,
-    which formulas the sets take, and the table. elements: how many each parameter has. sets: which numbers
-    each takes.
+    the second column; the others' stay what they are as long as `places` and `tables` are kept. elements: how
+    many each parameter has. sets: which numbers each takes.
+    places: by addresses of the gradients, which formulas the sets take, and the table on the device. tables:
+    by these formulas, the table for some gradients on the host.
     """
 
     columns: Sequence[Sequence[Tensor]]
@@ -39,6 +40,7 @@ class Rows:
     elements: tuple[int, ...]
     sets: tuple[int, ...]
     places: dict[tuple[int, ...], tuple[tuple[int, ...], Tensor]]
+    tables: dict[tuple[int, ...], Tensor]
 
 
 @functools.lru_cache(maxsize=64)
@@ -131,9 +133,13 @@ class MultiTensor:
     def _table(self, rows: Rows, ways: tuple[int, ...]) -> Tensor:
         found = rows.places.pop(rows.addresses, None)
         if found is None or found[0] != ways:
-            columns = [list(map(Tensor.data_ptr, column)) for column in rows.columns]
-            formulas = [ways[which] for which in rows.sets]
-            table = torch.tensor([*columns, rows.elements, rows.sets, formulas]).t().contiguous()
+            if ways not in rows.tables:
+                columns = [list(map(Tensor.data_ptr, column)) for column in rows.columns]
+                formulas = [ways[which] for which in rows.sets]
+                table = torch.tensor([*columns, rows.elements, rows.sets, formulas])
+                rows.tables[ways] = table.t().contiguous()
+            table = rows.tables[ways].clone()
+            table[:, 1] = torch.tensor(rows.addresses)
             # Memory that is not pinned is copied before the call returns, and the host waits for nothing.
             found = ways, table.to(self.device, non_blocking=True)
         rows.places[rows.addresses] = found  # the last used comes last

@@ -26,7 +26,10 @@ REPLAY_US = 60.0  # of the host: to replay what was recorded of a graph, with Py
 
 @dataclass(frozen=True)
 class StepTime:
-    """Microseconds of the host and of the device, one beside the other. replay_us: of the host, of a recording."""
+    """Microseconds of the host and of the device, one beside the other.
+
+    replay_us: of the host, where the graph is recorded.
+    """
 
     host_us: float
     gpu_us: float
