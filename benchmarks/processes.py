@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSION_CACHE_DIR")
+BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}  # is kept, as that of an installed package
 READY = "ready to measure"
 Result = dict[str, Any]
 Task = Mapping[str, Any]
@@ -76,7 +77,7 @@ class _Process:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  it lives as long as this
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(given)],
-            cwd=ROOT, env=os.environ | caches, text=True,
+            cwd=ROOT, env=os.environ | caches | BYTECODE, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
         )  # fmt: skip
         self._lines: queue.Queue[str] = queue.Queue()

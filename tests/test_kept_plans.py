@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from fusion_compiler import api
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir import record
+from fusion_compiler.ir.loops import Constant
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.passes.chunks import chunk
 from fusion_compiler.runtime.cache import PLANS
@@ -117,10 +118,26 @@ def spoil(file: Path, damage: str) -> None:
     text = json.dumps(value)
     old, new = '{"Cluster"', '{"Path"'
     if damage == "another graph":
-        old = json.dumps(value["clusters"][0]["Cluster"][1])
+        cluster = next(made["Cluster"] for made in value["values"] if "Cluster" in made)
+        old = json.dumps(cluster[1])
         new = json.dumps(["gone"])
     assert old in text
     kept.put(key, json.loads(text.replace(old, new)))
+
+
+def test_a_value_is_written_once_and_is_what_it_was() -> None:
+    """1, 1.0 and True are equal in Python and no values of each other here."""
+    made = [Constant(value, torch.float32) for value in (1, 1.0, True, 0.0, -0.0)]
+    written = json.loads(json.dumps(record.write((*made, *made, (made[0],)))))
+    again = record.read(written)
+    assert len(written["values"]) == 5
+    assert [repr(v) for v in again] == [repr(v) for v in (*made, *made, (made[0],))]
+    for wrong in ({"at": 5}, {"at": -1}, {"at": "0"}):
+        with pytest.raises((ValueError, TypeError)):
+            record.read({**written, "value": [wrong]})
+    later = {"Constant": [{"at": 1}, {"dtype": "float32"}]}  # made of what comes behind it
+    with pytest.raises(ValueError, match="value 1 of 0"):
+        record.read({"value": {"at": 0}, "values": [later, later]})
 
 
 def test_what_cannot_be_written_is_told() -> None:

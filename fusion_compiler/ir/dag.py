@@ -267,12 +267,13 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
     hints = size_hints([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")])
     pinned = pinned_values(gm.graph)
     rounded = round_trips(gm.graph)
+    results: dict[fx.Node, tuple[TensorMeta, ...]] = {}
     for node in gm.graph.nodes:
         if node.op == "output":
             outputs = tuple(n.name for n in node.all_input_nodes)
             continue
-        metas = metas_of(node.meta.get("val"))
-        reads = [metas_of(n.meta.get("val")) for n in node.all_input_nodes]
+        metas = results[node] = metas_of(node.meta.get("val"))
+        reads = [results[n] for n in node.all_input_nodes]
         flat = [m for r in reads for m in r]
         is_input = node.op in ("placeholder", "get_attr")
         if is_input:

@@ -1,11 +1,13 @@
 """Decisions as JSON and back: the clusters and programs of a graph whose sizes are numbers.
 
-A frozen dataclass is a dict of its class's name and its fields; of the classes that are listed here, and of
-nothing else, so that what is read names no code. Symbols are those of salts; expressions of them are refused.
+A frozen dataclass is a dict of its class's name and its fields, written once whatever has it, as layers have
+the same loop nests and costs; of the classes that are listed here, and of nothing else, so that what is read
+names no code. Symbols are those of salts; expressions of them are refused.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from enum import Enum
@@ -37,57 +39,92 @@ class NotWritable(Exception):
     """Why something cannot be written down."""
 
 
-def write(value: Any) -> Any:
+def write(value: Any) -> dict[str, Any]:
     """Anything that consists of the classes above, as what JSON holds. Raises NotWritable."""
-    if isinstance(value, Enum):
-        if type(value).__name__ in _ENUMS:
-            return {"enum": [type(value).__name__, value.name]}
-    elif value is None or type(value) in (bool, int, str):
-        return value
-    elif type(value) is float:
-        return {"float": value.hex()}
-    elif isinstance(value, tuple):
-        return [write(v) for v in value]  # type: ignore[misc]
-    elif isinstance(value, frozenset):
-        return {"set": sorted((write(v) for v in value), key=str)}  # type: ignore[misc]
-    elif isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    elif isinstance(value, OpOverload):
-        return {"op": [value.namespace, value._opname, value._overloadname]}
-    elif isinstance(value, sympy.Symbol) and value == sympy.Symbol(value.name, integer=True):
-        return {"symbol": value.name}
-    elif type(value) is _CLASSES.get(type(value).__name__):
-        name = type(value).__name__
-        return {name: [write(getattr(value, f)) for f in _FIELDS[name]]}
-    raise NotWritable(f"{type(value).__name__} {str(value)[:40]}")
+    writer = _Writer()
+    return {"value": writer.write(value), "values": writer.values}
 
 
-def read(value: Any) -> Any:
+def read(written: Mapping[str, Any]) -> Any:
     """What was written. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
-    if isinstance(value, list):
-        return tuple(map(read, value))  # type: ignore[arg-type]
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()  # type: ignore[misc]
-    if kind in _CLASSES:
-        return _CLASSES[kind](**dict(zip(_FIELDS[kind], map(read, inner), strict=True)))
-    if kind == "float":
-        return float.fromhex(inner)
-    if kind == "set":
-        return frozenset(map(read, inner))
-    if kind == "symbol":
-        return sympy.Symbol(inner, integer=True)
-    if kind == "enum":
-        return _ENUMS[inner[0]][inner[1]]
-    if kind == "op":
-        found = getattr(getattr(getattr(torch.ops, inner[0]), inner[1]), inner[2])
-        if isinstance(found, OpOverload):
-            return found
-    elif kind == "dtype":
-        found = getattr(torch, inner)
-        if isinstance(found, torch.dtype):
-            return found
-    raise ValueError(f"{kind} {inner} is nothing that is written")
+    return _Reader(written["values"]).read(written["value"])
+
+
+class _Writer:
+    """values: those of the classes above as they are written, each once; what has one names its number."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._known: dict[str, int] = {}
+
+    def write(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            if type(value).__name__ in _ENUMS:
+                return {"enum": [type(value).__name__, value.name]}
+        elif value is None or type(value) in (bool, int, str):
+            return value
+        elif type(value) is float:
+            return {"float": value.hex()}
+        elif isinstance(value, tuple):
+            return list(map(self.write, value))  # type: ignore[arg-type]
+        elif isinstance(value, frozenset):
+            return {"set": sorted(map(self.write, value), key=str)}  # type: ignore[arg-type]
+        elif isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        elif isinstance(value, OpOverload):
+            return {"op": [value.namespace, value._opname, value._overloadname]}
+        elif isinstance(value, sympy.Symbol) and value == sympy.Symbol(value.name, integer=True):
+            return {"symbol": value.name}
+        elif type(value) is _CLASSES.get(type(value).__name__):
+            name = type(value).__name__
+            return self._once({name: [self.write(getattr(value, f)) for f in _FIELDS[name]]})
+        raise NotWritable(f"{type(value).__name__} {str(value)[:40]}")
+
+    def _once(self, written: dict[str, Any]) -> dict[str, int]:
+        """As text, in which 1, 1.0 and True differ."""
+        number = self._known.setdefault(json.dumps(written), len(self.values))
+        if number == len(self.values):
+            self.values.append(written)
+        return {"at": number}
+
+
+class _Reader:
+    def __init__(self, written: list[Any]) -> None:
+        self.values: list[Any] = []
+        for value in written:  # what one consists of comes before it
+            self.values.append(self._made(value))
+
+    def _made(self, written: Any) -> Any:
+        ((name, inner),) = written.items()
+        return _CLASSES[name](**dict(zip(_FIELDS[name], map(self.read, inner), strict=True)))
+
+    def read(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(map(self.read, value))  # type: ignore[arg-type]
+        if not isinstance(value, dict):
+            return value
+        ((kind, inner),) = value.items()  # type: ignore[misc]
+        if kind == "at":
+            if not 0 <= inner < len(self.values):
+                raise ValueError(f"value {inner} of {len(self.values)}")
+            return self.values[inner]
+        if kind == "float":
+            return float.fromhex(inner)
+        if kind == "set":
+            return frozenset(map(self.read, inner))
+        if kind == "symbol":
+            return sympy.Symbol(inner, integer=True)
+        if kind == "enum":
+            return _ENUMS[inner[0]][inner[1]]
+        if kind == "op":
+            found = getattr(getattr(getattr(torch.ops, inner[0]), inner[1]), inner[2])
+            if isinstance(found, OpOverload):
+                return found
+        elif kind == "dtype":
+            found = getattr(torch, inner)
+            if isinstance(found, torch.dtype):
+                return found
+        raise ValueError(f"{kind} {inner} is nothing that is written")
 
 
 _DECIDED = ("clusters", "leftovers", "rejections", "calls")  # of a plan, beside what it was made of
@@ -95,16 +132,15 @@ _DECIDED = ("clusters", "leftovers", "rejections", "calls")  # of a plan, beside
 
 def write_decisions(plan: FusionPlan, programs: Mapping[str, tuple[kernel.Program, ...]]) -> dict[str, Any]:
     """A plan and the programs of its clusters, by their names, as what JSON holds. Raises NotWritable."""
-    made = {field: write(getattr(plan, field)) for field in _DECIDED}
-    emitted = {name: write(candidates) for name, candidates in programs.items()}
-    return {**made, "notes": dict(plan.notes), "programs": emitted}
+    decided = tuple(getattr(plan, field) for field in _DECIDED)
+    return {**write((*decided, tuple(programs.items()))), "notes": dict(plan.notes)}
 
 
 def read_decisions(
     written: Mapping[str, Any], name: str, dag: OpDag, setting: plan_data.Setting
 ) -> tuple[FusionPlan, dict[str, tuple[kernel.Program, ...]]]:
     """The plan of `dag` that was written, and the programs. Raises as `read` does."""
-    clusters, leftovers, rejections, calls = (read(written[field]) for field in _DECIDED)
+    clusters, leftovers, rejections, calls, programs = read(written)
     device, notes = setting.device.name, dict(written["notes"])
     plan = FusionPlan(name, dag, clusters, leftovers, rejections, device, calls, notes, setting)
-    return plan, {cluster: read(found) for cluster, found in written["programs"].items()}
+    return plan, dict(programs)
