@@ -283,7 +283,7 @@ class Compiler:
         if graphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
         elif graphs == "auto" and backend == "triton":
-            terms = functools.partial(self.terms, plan, setting, info, order.peak)
+            terms = functools.partial(self.terms, replace(plan, solved=None), setting, info, order.peak)
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms)
         if handover is not None:  # a recording gives back what was recorded
             handover.enabled = not is_recorded(notes.get("CUDA graph"))
