@@ -55,6 +55,24 @@ def test_a_speech_encoder_is_as_right_as_eager(numerics: str) -> None:
     assert not copies, copies
 
 
+def test_what_is_query_and_key_at_once_has_its_factor_twice() -> None:
+    def attention(x: Tensor, v: Tensor) -> Tensor:
+        both = x * 0.25
+        return F.scaled_dot_product_attention(both, both, v)
+
+    def by_a_view(x: Tensor, v: Tensor) -> Tensor:
+        both = (x / 3).transpose(1, 2)
+        return F.scaled_dot_product_attention(both, both, v.transpose(1, 2))
+
+    for function in (attention, by_a_view):
+        new, notes = applied(scale_scores, function, *torch.randn(2, 2, 4, 7, 8, dtype=torch.float64))
+        assert [note.applied for note in notes] == [True, True]
+        assert not any(target in (aten.mul.Tensor, aten.div.Tensor) for target in targets(new))
+        x, v = torch.randn(2, 2, 4, 7, 8, dtype=torch.float64)
+        fast = fc.compile(function, strict=True, backend="eager", device="h200")
+        torch.testing.assert_close(fast(x, v), function(x, v))
+
+
 def split(x: Tensor) -> Tensor:
     return x.view(2, 7, 4, 8).transpose(1, 2)
 

@@ -64,8 +64,9 @@ def scale_scores(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     notes: list[RewriteNote] = []
     for call in new.graph.find_nodes(op="call_function", target=_SDPA):
         for name, (product, factor) in _factors(call).items():
-            product.replace_all_uses_with(product.all_input_nodes[0])
-            erase_unused({product, *product.all_input_nodes[1:]})
+            if product.users:  # queries and keys may be one: each has the factor
+                product.replace_all_uses_with(product.all_input_nodes[0])
+                erase_unused({product, *product.all_input_nodes[1:]})
             _multiply(call, factor)
             notes.append(RewriteNote(SCALE, call.name, True, f"its {name} times {factor:g}"))
     new.recompile()
