@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
@@ -46,8 +45,9 @@ from fusion_compiler.errors import (
 from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.canonical import Canonical, canonical, describe
 from fusion_compiler.ir.chunks import Chunked
-from fusion_compiler.ir.dag import OpDag, build, size_hints
+from fusion_compiler.ir.dag import OpDag, build, nbytes, size_hints
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
+from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
@@ -62,7 +62,7 @@ from fusion_compiler.passes.chunks.chunk import chunk_losses
 from fusion_compiler.passes.chunks.gradients import chunk_gradients, large_logits
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.fuse.dependent import launched_dependently
-from fusion_compiler.passes.fuse.step_time import nbytes, step_time
+from fusion_compiler.passes.fuse.step_time import step_time
 from fusion_compiler.passes.patterns.indexed import key_of
 from fusion_compiler.passes.patterns.match import match_all
 from fusion_compiler.passes.patterns.notes import notes_of_hints
@@ -247,7 +247,7 @@ class Compiler:
             told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
             self.stages.enter("plan")
             plan, ready = planned(info, dag, replace(setting, matches=found.matches)), None
-        order = ordered(plan, info.owned, setting.hints)
+        order = ordered(plan, info.owned)
         if ready is None:
             steps = [step.name for step in order.steps]
             plan = launched_dependently(plan, steps, info, self.options.dependent_launch)
@@ -283,7 +283,7 @@ class Compiler:
         if graphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
         elif graphs == "auto" and backend == "triton":
-            terms = functools.partial(self.terms, replace(plan, solved=None), setting, info, order.peak)
+            terms = functools.partial(self.terms, replace(plan, solved=None), info, order.peak)
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms)
         if handover is not None:  # a recording gives back what was recorded
             handover.enabled = not is_recorded(notes.get("CUDA graph"))
@@ -367,19 +367,14 @@ class Compiler:
             )
         return run, decision
 
-    def terms(
-        self,
-        plan: FusionPlan,
-        setting: Setting,
-        info: GraphInfo,
-        peak: int,
-        at: Mapping[sympy.Symbol, int] | None = None,
-    ) -> Terms:
+    def terms(self, plan: FusionPlan, info: GraphInfo, peak: int, at: Hints | None = None) -> Terms:
         """What decides whether a graph is recorded unasked, or calls of it whose sizes are `at`."""
+        setting = plan.setting
+        assert setting is not None
         at = at or setting.hints
         time = step_time(plan, setting.device, setting.hints, at)
         results = dict.fromkeys(plan.dag.outputs[: info.outputs if info.phase is Phase.FORWARD else None])
-        copied = nbytes(plan.dag, results, at)
+        copied = nbytes((meta for name in results for meta in plan.dag.op(name).outputs), at)
         peak = peak if at == setting.hints else ordered(plan, info.owned, at).peak
         copy_us = 2e6 * copied / setting.device.copy_bandwidth
         return Terms(time.host_us, time.gpu_us, peak, copy_us, time.replay_us)

@@ -219,8 +219,11 @@ def test_sizes_are_recorded_unasked_where_that_pays(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cuda_graphs, "recorded", lambda *_: lambda arguments: ran.append("replayed") or [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
+    asked: list[int] = []
+
     def terms(at: Mapping[sympy.Symbol, int] | None) -> Terms:
         (size,) = (8192,) if at is None else at.values()
+        asked.append(size)
         return replace(PAYS, copy_us=size / 10)
 
     def plain(arguments: list[Any]) -> list[Any]:
@@ -229,9 +232,10 @@ def test_sizes_are_recorded_unasked_where_that_pays(monkeypatch: pytest.MonkeyPa
 
     call, note = Recordings().wrap(plain, sized(told=True), [], info_of(Phase.INFERENCE), terms)
     assert "but with the sizes that it was captured with: to copy its results takes 819 us" in note
-    for size in (65536, 65536, 65536, 64, 64, 64):
+    for size in (65536, 65536, 65536, 64, 64, 64, 7):
         call([size, torch.ones(size)])
-    assert ran == ["plain"] * 4 + ["replayed"] * 2
+    assert ran == [*["plain"] * 4, "replayed", "replayed", "plain"]
+    assert asked == [8192, 65536, 64], "once of each size, when it comes again"
 
 
 def test_what_is_predicted_of_a_symbolic_graph_is_of_the_sizes_that_it_was_captured_with() -> None:

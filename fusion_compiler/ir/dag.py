@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils._sympy.functions import Max
 
 from fusion_compiler.ir.calls import EagerCall, call_of, name_of
-from fusion_compiler.ir.dims import Dim, hint, numel, simple
+from fusion_compiler.ir.dims import Dim, Hints, hint, numel, simple
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.pinned import pinned_values
@@ -176,12 +176,7 @@ def _argument(arg: object) -> object:
     return arg
 
 
-Hints = Mapping[sympy.Symbol, int]
-
-
-def _work(
-    node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMeta], hints: Hints
-) -> int:
+def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMeta], hints: Hints) -> int:
     """Arithmetic of one op: table rows by element, matrix products by their inner dimension."""
 
     def numel_of(meta: TensorMeta) -> int:
@@ -206,8 +201,9 @@ def _work(
     return 0
 
 
-def _bytes(meta: TensorMeta, hints: Hints) -> int:
-    return numel(meta.shape, hints) * meta.dtype.itemsize
+def nbytes(metas: Iterable[TensorMeta], hints: Hints | None = None) -> int:
+    """Sizes that are estimated, as the length that a convolution leaves, may come out below zero."""
+    return sum(max(0, numel(m.shape, hints)) * m.dtype.itemsize for m in metas)
 
 
 def _moved(
@@ -216,11 +212,11 @@ def _moved(
     """Bytes that an op reads and writes when it runs alone: of matrices that rows choose, one a row."""
     if written(node.target):
         outputs, reads = (), reads[1:]
-    moved = sum(_bytes(m, hints) for metas in (outputs, *reads) for m in metas)
+    moved = sum(nbytes(metas, hints) for metas in (outputs, *reads))
     if node.target is expert_mm:
         (rows,), (matrices,), _ = reads
         few, many = hint(rows.shape[0], hints), hint(matrices.shape[0], hints)
-        moved -= max(0, many - few) * _bytes(matrices, hints) // many
+        moved -= max(0, many - few) * nbytes([matrices], hints) // many
     return moved
 
 
@@ -298,7 +294,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
     return OpDag(graph, tuple(inputs), outputs, gm)
 
 
-def size_hints(inputs: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
+def size_hints(inputs: Sequence[Any]) -> Hints:
     """The sizes that symbols had when the graph was captured."""
     hints: dict[sympy.Symbol, int] = {}
     for value in inputs:

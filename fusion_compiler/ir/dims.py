@@ -10,6 +10,7 @@ from math import prod
 import sympy
 
 Dim = int | sympy.Expr
+Hints = Mapping[sympy.Symbol, int]  # sizes that symbols had, or are taken to have
 
 
 def simple(dim: Dim) -> Dim:
@@ -47,14 +48,14 @@ def not_above(a: Dim, b: Dim) -> bool:
     return bool(sympy.expand(sympy.sympify(b) - a).is_nonnegative)
 
 
-def hint(dim: Dim, values: Mapping[sympy.Symbol, int] | None = None) -> int:
+def hint(dim: Dim, values: Hints | None = None) -> int:
     """A number for estimates: the size itself; symbols from `values`, else 64 each."""
     if isinstance(dim, int):
         return dim
     return int(_value(dim, values or {}))
 
 
-def _value(expr: sympy.Basic, known: Mapping[sympy.Symbol, int]) -> int | Fraction:
+def _value(expr: sympy.Basic, known: Hints) -> int | Fraction:
     """An expression in numbers, exact; sympy's own substitution takes thirty times as long."""
     if isinstance(expr, sympy.Symbol):
         return known.get(expr, 64)
@@ -69,7 +70,7 @@ def _value(expr: sympy.Basic, known: Mapping[sympy.Symbol, int]) -> int | Fracti
     return _value(value, known) if isinstance(value, sympy.Rational) else int(value)  # type: ignore[arg-type]
 
 
-def numel(shape: Iterable[Dim], values: Mapping[sympy.Symbol, int] | None = None) -> int:
+def numel(shape: Iterable[Dim], values: Hints | None = None) -> int:
     """Number of elements, symbols estimated as by `hint`."""
     total = 1
     for dim in shape:

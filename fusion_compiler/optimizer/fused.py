@@ -245,11 +245,9 @@ class FusedOptimizer:
             each = [(at, g, p) for at, (g, p) in enumerate((g, p) for g, ps in chosen for p in ps)]
             assembly, updates, begun = self._anew(each, numbers, grads)
             own = assembly.own
-        elif assembly.own:
+        else:
             now, more, begun = self._anew(assembly.own, numbers, grads)  # its reason may be over
             updates, own = updates + more, now.own
-        else:
-            own, begun = assembly.own, True
         if begun and len(own) == len(assembly.own):
             self._assemblies[key] = assembly
             if len(self._assemblies) > MOST_ASSEMBLIES:

@@ -27,7 +27,7 @@ from fusion_compiler.errors import CacheError, FusionWarning
 
 DEFAULT_BYTES = 64 * 2**20
 FOLDER = "tuning-1"  # of the records; another number for another form of them
-PLANS = "plans-2"  # and of those that are decisions about a whole graph
+PLANS = "plans-1"  # and of those that are decisions about a whole graph
 REWRITES = "rewrites-1"  # and of what the rewrites made of one
 RECORD = re.compile(r"[0-9a-f]{64}\.json")
 UNFINISHED = re.compile(r"[0-9a-f]{64}\.\w+\.tmp")

@@ -18,7 +18,7 @@ twice; unasked those of whose sizes that pays.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.runtime.binding import unkept_scratch
 
@@ -185,7 +186,7 @@ class Terms:
         return None
 
 
-TermsOf = Callable[[Mapping[sympy.Symbol, int] | None], Terms]  # at some sizes; None: those of its capture
+TermsOf = Callable[[Hints | None], Terms]  # at some sizes; None: those of its capture
 
 
 class Recordings:
@@ -211,9 +212,8 @@ class Recordings:
         graph = info.name.partition(".")[0]
         form = form_of(gm, info.static_inputs)
         reason = refusal(gm, form, info.phase)
-        if reason is None and info.phase is Phase.INFERENCE and (form.sizes or terms is None):
-            return _inference(run, gm, inputs, info, form, terms)
-        reason = reason or (terms(None).refusal if terms is not None else None)
+        if reason is None and terms is not None and not form.sizes:  # of which each is judged by itself
+            reason = terms(None).refusal
         if reason is None and info.phase is Phase.INFERENCE:
             return _inference(run, gm, inputs, info, form, terms)
         if terms is not None:
@@ -405,7 +405,7 @@ def _when_known(
 ) -> Boxed:
     """`later` for calls of a form that came before, else `plain`: to record takes as long as many calls.
 
-    pays: whether those with some sizes are recorded at all.
+    pays: whether those with some sizes are recorded at all; asked when they come again.
     """
     pays = functools.lru_cache(maxsize=4 * MOST_FORMS)(pays)
     known: set[tuple[int, ...]] = set()
@@ -415,11 +415,11 @@ def _when_known(
         found = form.of(arguments)
         if found in known:
             return later(arguments)
-        if found in once and len(known) < MOST_FORMS:
+        if found in once and len(known) < MOST_FORMS and pays(found[: len(form.sizes)]):
             del once[found]
             known.add(found)
             return later(arguments)
-        if form.is_aligned(found) and pays(found[: len(form.sizes)]):
+        if form.is_aligned(found):
             once[found] = None
             if len(once) > MOST_FORMS:
                 del once[next(iter(once))]

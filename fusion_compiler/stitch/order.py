@@ -13,12 +13,11 @@ import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import sympy
 from torch import fx
 
 from fusion_compiler.ir.chunks import Chunked
-from fusion_compiler.ir.dag import Op, OpDag, Ref, TensorMeta
-from fusion_compiler.ir.dims import numel
+from fusion_compiler.ir.dag import Op, OpDag, Ref, nbytes
+from fusion_compiler.ir.dims import Hints, numel
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.schema import written
@@ -66,21 +65,20 @@ class Order:
         return f"{sparkline(self.curve)} {_size(self.peak)} in {step}: {most}"
 
 
-def ordered(
-    plan: FusionPlan, owned: Iterable[str] = (), hints: Mapping[sympy.Symbol, int] | None = None
-) -> Order:
+def ordered(plan: FusionPlan, owned: Iterable[str] = (), hints: Hints | None = None) -> Order:
     """The steps that the outputs of `plan.dag` need, and those that change something, in order.
 
     owned: inputs that are freed at their last use because the caller gives them up. hints: sizes for which
-    bytes are counted.
+    bytes are counted; by default those that the plan was made for.
     Raises RuntimeError where clusters and calls read each other in a circle.
     """
+    hints = plan.setting.hints if hints is None and plan.setting is not None else hints
     changing = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
     steps = _steps(plan, hints)
     impure = {step.name for step in steps if step.name in changing or not changing.isdisjoint(step.makes)}
     steps = _needed(plan, steps, impure)
     read = {name for step in steps for name in step.reads}
-    held = {name: _bytes(plan.dag.op(name).outputs, hints) for name in owned if name in read}
+    held = {name: nbytes(plan.dag.op(name).outputs, hints) for name in owned if name in read}
     returned = frozenset(memory(plan.dag, name) for name in plan.dag.outputs)
     kinds = itertools.product((False, True), repeat=2)
     waits = _waits(plan, steps, impure)
@@ -139,12 +137,7 @@ def _overwritten(plan: FusionPlan, name: str) -> set[str]:
     return {memory(plan.dag, operand.name) for operand in operands if isinstance(operand, Ref)}
 
 
-def _bytes(metas: Sequence[TensorMeta], hints: Mapping[sympy.Symbol, int] | None) -> int:
-    """Those that are estimated, as the length that a convolution leaves, may come out below zero."""
-    return sum(max(0, numel(m.shape, hints)) * m.dtype.itemsize for m in metas)
-
-
-def _steps(plan: FusionPlan, hints: Mapping[sympy.Symbol, int] | None) -> list[Step]:
+def _steps(plan: FusionPlan, hints: Hints | None) -> list[Step]:
     """Everything that could run, in program order: a cluster where the last of its outputs stands."""
     dag = plan.dag
     position = {name: i for i, name in enumerate(dag.order)}
@@ -160,13 +153,13 @@ def _steps(plan: FusionPlan, hints: Mapping[sympy.Symbol, int] | None) -> list[S
         else:
             makes, reads = tuple(_results(dag, name)), op.inputs
         own = {n for n in makes if len(dag.op(n).outputs) == 1 and base_of(dag, n) is None}
-        sizes = tuple(_bytes(dag.op(n).outputs, hints) if n in own else 0 for n in makes)
+        sizes = tuple(nbytes(dag.op(n).outputs, hints) if n in own else 0 for n in makes)
         reads = tuple(dict.fromkeys(root(dag, i) for i in reads))
         steps.append(Step(name, reads, makes, sizes, _beside(op, hints) if name in makes else 0))
     return steps
 
 
-def _beside(op: Op, hints: Mapping[sympy.Symbol, int] | None) -> int:
+def _beside(op: Op, hints: Hints | None) -> int:
     if not isinstance(op.target, Chunked):
         return 0
     return op.target.beside([(numel(meta.shape, hints), meta.dtype) for meta in op.outputs])

@@ -6,14 +6,11 @@ kernels in 5.1 ms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import sympy
-
-from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.ir.dag import nbytes
 from fusion_compiler.ir.device import DeviceSpec
-from fusion_compiler.ir.dims import numel
+from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.schema import is_view
@@ -39,8 +36,8 @@ class StepTime:
 def step_time(
     plan: FusionPlan,
     device: DeviceSpec,
-    hints: Mapping[sympy.Symbol, int] = NO_HINTS,
-    at: Mapping[sympy.Symbol, int] | None = None,
+    hints: Hints = NO_HINTS,
+    at: Hints | None = None,
 ) -> StepTime:
     """Predicted from the plan; calls that are no contractions count as short ones.
 
@@ -54,12 +51,7 @@ def step_time(
     times += [(contraction_cost(op, device, hints).us, (*op.inputs, op.name)) for op in products]
     gpu = (len(calls) - len(products)) * device.launch_us
     for us, names in times:
-        grown = 1.0 if at == hints else nbytes(plan.dag, names, at) / max(1, nbytes(plan.dag, names, hints))
+        metas = [meta for name in names for meta in plan.dag.op(name).outputs]
+        grown = 1.0 if at == hints else nbytes(metas, at) / max(1, nbytes(metas, hints))
         gpu += us if grown == 1.0 else max(device.launch_us, us * grown)
     return StepTime(GRAPH_US + CALL_US * len(calls) + KERNEL_US * len(plan.clusters), gpu)
-
-
-def nbytes(dag: OpDag, names: Iterable[str], hints: Mapping[sympy.Symbol, int]) -> int:
-    """Of some values at some sizes."""
-    metas = (meta for name in names for meta in dag.op(name).outputs)
-    return sum(numel(meta.shape, hints) * meta.dtype.itemsize for meta in metas)
