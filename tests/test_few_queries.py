@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,9 @@ import fusion_compiler as fc
 from fusion_compiler.capture.few_queries import in_chunks
 from fusion_compiler.ir.few_queries import attend
 from fusion_compiler.passes.rewrites.few_queries import MOST_QUERIES
+from fusion_compiler.runtime.target import compile_for
 from tests.exactness import not_as_close, wide
+from tests.test_dependent_launch import programs_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -174,6 +177,30 @@ def test_quantised_caches_are_read_as_they_are() -> None:
     scales = [torch.rand(2, 2, 256, 1).to(torch.bfloat16) / 50 for _ in range(2)]
     plan = checked(quantised, q, k, scales[0], v, scales[1], padding(2, 256))
     assert len(plan.clusters) == 2
+
+
+@pytest.mark.parametrize("keys", ["bfloat16", "int8"])
+@pytest.mark.parametrize("size", [16, 64])
+def test_no_thread_holds_more_columns_than_there_are(size: int, keys: str) -> None:
+    """Of a product's operand four threads hold a row: one whose columns do not reach for them all is multiplied
+    wrong (https://github.com/triton-lang/triton/pull/11691), on the device alone."""
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return attention(q, k.to(q.dtype), v.to(q.dtype), mask)
+
+    with FakeTensorMode(), torch.no_grad():
+        q, k, v = tensors(1, 8, 4, 1024, size, torch.bfloat16)
+        k, v = (x.to(getattr(torch, keys)) for x in (k, v))
+        mask = torch.ones(1, 1, 1, 1024, dtype=torch.bool)
+        (plan,) = fc.explain(masked, q, k, v, mask, device="h200").plans
+    assert "chunks of 16" in str(plan)
+    found: list[tuple[int, int]] = []
+    for program in programs_of(plan, plan.clusters[0], limit=1000):
+        for kernel in program.kernels:
+            text = compile_for(kernel, "sm_90").asm["ttgir"]
+            held = r"tensor<\d+x(\d+)xbf16, #ttg.dot_op<{opIdx = 0, parent = #mma\d*, kWidth = (\d+)}>> \*"
+            found += [(int(columns), int(own)) for columns, own in re.findall(held, text)]
+    assert found and all(columns >= 4 * own for columns, own in found), found
 
 
 def test_pages_are_read_where_they_lie() -> None:
