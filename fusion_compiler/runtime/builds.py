@@ -48,6 +48,8 @@ TRITON_LOCK = threading.RLock()
 # integers wrap around as in eager.
 OPTIONS = {"debug": True, "sanitize_overflow": False}
 
+_hashing = threading.Lock()
+
 DEPENDENT_LAUNCH = 90  # the first compute capability that has it, times ten
 
 # What a server takes to start and what a kernel takes to compile: it is used where it gains.
@@ -128,12 +130,21 @@ def _arguments(build: Build) -> dict[str, Any]:
     return {"src": source, "target": _target(build), "options": options}
 
 
+def _hash_triton() -> None:
+    """Triton's hash of itself, part of each key, takes 0.3 s in which it holds no lock of the interpreter's."""
+    with _hashing, contextlib.suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 def cache_entry(build: Build) -> Path:
     """The folder of `build` in Triton's cache on disk, by the key that triton.compile uses."""
     from triton import knobs
     from triton.compiler.compiler import get_cache_key, make_backend
     from triton.runtime.cache import get_cache_manager
 
+    _hash_triton()
     wanted = _arguments(build)
     backend = make_backend(wanted["target"])
     options = backend.parse_options(wanted["options"])
@@ -265,7 +276,8 @@ def _cores() -> int:
 
 
 def prepare() -> None:
-    """Starts the compile server, which is ready half a second later."""
+    """Starts the compile server, which is ready half a second later, and has Triton hash itself meanwhile."""
+    threading.Thread(target=_hash_triton, daemon=True).start()
     if _cores() > 1 and sys.executable:
         with contextlib.suppress(OSError, ImportError), _servers.lock:
             _servers.running(_cores())
@@ -402,12 +414,10 @@ def serve(workers: int, requests: IO[bytes], replies: IO[bytes]) -> None:
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from multiprocessing import get_context
 
-    from triton.runtime import cache
-
     # What the workers inherit: the functions that kernels import (the package itself does not import
-    # torch), and Triton's hash of itself, 0.3 s.
+    # torch), and Triton's hash of itself.
     importlib.import_module("fusion_compiler.codegen.math")
-    cache.triton_key()
+    _hash_triton()
     pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_end_with_parent)
     with pool as processes:
         processes.submit(os.getpid).result()  # forks them all

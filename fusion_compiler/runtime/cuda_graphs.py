@@ -338,13 +338,18 @@ def _copied(run: Boxed, count: int | None) -> Boxed:
 
     def call(arguments: list[Any]) -> list[Any]:
         results = list(run(arguments))
-        places = [i for i, r in enumerate(results[:count]) if isinstance(r, torch.Tensor)]
-        own = [_memory(results[i]) for i in places]
-        copies = [torch.empty_like(memory) for memory in own]
+        copies: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
+        for i, result in enumerate(results[:count]):
+            if not isinstance(result, torch.Tensor):
+                continue
+            memory = result if result.is_contiguous() else _memory(result)
+            copy = torch.empty_like(memory)
+            copies.append(copy)
+            own.append(memory)
+            results[i] = copy if memory is result else copy.as_strided(result.shape, result.stride(), 0)
         if own:
             torch._foreach_copy_(copies, own)
-        for i, copy in zip(places, copies, strict=True):
-            results[i] = copy.as_strided(results[i].shape, results[i].stride(), 0)
         return results
 
     return call
