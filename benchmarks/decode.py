@@ -56,7 +56,7 @@ def bars(rows: Sequence[Row], bandwidth: float) -> Iterator[tuple[str, float, bo
             over = ours["step_ms"] / first["step_ms"]
             yield f"{name}: times batch 1 <= {BATCH}", over, over <= BATCH
         else:
-            least = OF_QUANTISED if "int8" in name or "float8" in name else OF_COPY
+            least = OF_QUANTISED if any(kind in name for kind in ("int8", "float8", "int4")) else OF_COPY
             yield f"{name}: of the copy bandwidth >= {least}", drawn, drawn >= least
         if (faster := ratio(row)) is not None:
             yield f"{name}: x torch.compile >= {FASTER}", faster, faster >= FASTER

@@ -67,10 +67,31 @@ class Float8Linear(Int8Linear):
         self.weight = self.weight.to(torch.float8_e4m3fn)
 
 
+class Int4Linear(nn.Module):
+    """Two weights of four bits in a byte, a scale for each GROUP of a row's."""
+
+    GROUP = 128
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, of: nn.Linear) -> None:
+        super().__init__()
+        rows, width = of.weight.shape
+        self.group = min(self.GROUP, width)
+        self.register_buffer("weight", torch.randint(0, 256, (rows, width // 2), dtype=torch.uint8))
+        scale = torch.rand(rows, width // self.group) / (4 * width**0.5)
+        self.register_buffer("scale", scale.to(of.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.stack((self.weight & 15, self.weight >> 4), -1).flatten(1).to(x.dtype) - 8
+        return F.linear(x, (whole.unflatten(1, (-1, self.group)) * self.scale[..., None]).flatten(1))
+
+
 def quantised(kind: int, batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
-    """kind: 0 for int8, 1 for float8; the head is of the embedding, and stays as it is."""
+    """kind: 0 for int8, 1 for float8, 2 for int4; the head is of the embedding, and stays as it is."""
     decoder, made = llama(batch, context, length, **shape)
-    linear = (Int8Linear, Float8Linear)[kind]
+    linear = (Int8Linear, Float8Linear, Int4Linear)[kind]
     for module in list(decoder.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and name != "lm_head":
@@ -189,6 +210,7 @@ DECODERS: tuple[Workload, ...] = (
     ),
     _row("Llama-1B int8", quantised, {**LLAMA_1B, "kind": 0}, kind=0),
     _row("Llama-1B float8", quantised, {**LLAMA_1B, "kind": 1}, kind=1),
+    _row("Llama-1B int4", quantised, {**LLAMA_1B, "kind": 2}, kind=2),
     *(
         _row(
             f"Llama-8B 2 layers, {n // 1024}K keys", long_context,

@@ -52,6 +52,11 @@ def bias_of_channels(x: Tensor, bias: Tensor) -> Tensor:
     return F.relu(x + bias[:, None, None])
 
 
+def product_of_nibbles(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    weight = torch.stack((w & 15, w >> 4), -1).flatten(1).to(x.dtype) - 8
+    return F.linear(x, (weight.unflatten(1, (-1, 128)) * scale[..., None]).flatten(1))
+
+
 def rotary_of_pairs(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = q[..., ::2], q[..., 1::2]
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
@@ -186,6 +191,7 @@ EXAMPLES = {
         "bfloat16 [32, 8192, 128], bfloat16 [32, 1, 128], bfloat16 [128], bfloat16 [128], int64 [1]",
     ),
     "Block window": Example(bias_of_channels, "bfloat16 [32, 512, 64, 64], bfloat16 [512]"),
+    "Runs": Example(product_of_nibbles, "bfloat16 [1, 2048], uint8 [4096, 1024], bfloat16 [4096, 16]"),
     "Interleaved": Example(
         rotary_of_pairs, "bfloat16 [4, 2048, 32, 128], bfloat16 [2048, 1, 64], bfloat16 [2048, 1, 64]"
     ),

@@ -3,6 +3,7 @@
 window                          of what
 windows/interleaved.py          every other element and its right neighbour, moved together
 windows/block.py                one element that serves all lanes of a block, or one row that serves all
+windows/runs.py                 one element for each of several runs of lanes
 windows/misaligned.py           whole words of rows that begin anywhere
 segments.py                     one element for each segment of a row
 here                            any address for each lane
@@ -19,7 +20,7 @@ from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import TRITON_TYPES, convert
 from fusion_compiler.codegen.tile import Expression
 from fusion_compiler.codegen.tile import Store as StoreStatement
-from fusion_compiler.codegen.windows import block, interleaved, misaligned
+from fusion_compiler.codegen.windows import block, interleaved, misaligned, runs
 from fusion_compiler.ir.loops import COLS, ROWS, InRange, Load, Node, Store, right_neighbours
 
 
@@ -33,6 +34,8 @@ def load(b: Builder, number: int, then: str) -> Expression:
         return f"tl.broadcast_to({block.loaded_once(b, number, node)}, {b.shape(groups)})"
     if block.is_same_in_rows(b, node):
         return f"tl.broadcast_to({block.row_loaded_once(b, number, node)}, {b.shape(groups)})"
+    if (length := runs.length_of(b, node)) > 1:
+        return runs.load(b, number, node, length, then)
     pointer = f"{b.pointers[node.buffer]} + {b.index(node.index)}"
     if not node.index.terms and node.index.const == 0:
         pointer = b.pointers[node.buffer]

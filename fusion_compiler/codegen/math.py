@@ -591,6 +591,16 @@ def corrected(mean, squares, left, count):
 
 
 @triton.jit
+def repeated(x, count: tl.constexpr):
+    """Each column of a tile so many times."""
+    if len(x.shape) == 1:
+        return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], count]), [x.shape[0] * count])
+    else:
+        wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], count])
+        return tl.reshape(wide, [x.shape[0], x.shape[1] * count])
+
+
+@triton.jit
 def load_behind(pointer, first, lead, count: tl.constexpr, width: tl.constexpr = 0):
     """`count` elements from `first - lead` on: whole words are loaded, and moved by `lead` elements.
 

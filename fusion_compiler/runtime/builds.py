@@ -131,7 +131,7 @@ def _arguments(build: Build) -> dict[str, Any]:
 
 
 def _hash_triton() -> None:
-    """Triton's hash of itself, part of each key, takes 0.3 s in which it holds no lock of the interpreter's."""
+    """Part of each key is Triton's hash of itself: 0.3 s, in which others run."""
     with _hashing, contextlib.suppress(ImportError):
         from triton.runtime.cache import triton_key
 

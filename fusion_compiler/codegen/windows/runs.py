@@ -1,0 +1,101 @@
+"""The window of a load that moves with outer columns alone, of which a block has several: an element serves a
+run of lanes.
+
+    run = first_col // 128 + tl.arange(0, 8)[None, :]
+    scale = fm.repeated(tl.load(in2_ptr + row * 16 + run), 128)
+
+The scale of a group of weights, a byte that holds two of them, the nearest pixel of a smaller picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.codegen.expression import decompose, dim_text, index_text
+from fusion_compiler.codegen.tile import Expression
+from fusion_compiler.ir.dims import quotient
+from fusion_compiler.ir.loops import COLS, ROWS, InRange, Load
+from fusion_compiler.schedule.analysis import Analysis
+
+RUN = "run"  # the variable with the number of each run
+
+
+def length_of(b: Builder, node: Load) -> int:
+    """Lanes that an element serves, the most there are; 1 where the window does not fit."""
+    if b.s.misaligned or any(key < 0 for key, _ in node.index.terms):
+        return 1
+    length = b.tile.lanes // 2
+    while length > 1 and not b.a.is_outer(node.index, COLS, length):
+        length //= 2
+    within = None if node.within is None else b.loops.nodes[node.within]
+    if length > 1 and within is not None and not (isinstance(within, InRange) and _is_inner(b, node, within)):
+        return 1
+    return max(1, length)
+
+
+def _is_inner(b: Builder, node: Load, within: InRange) -> bool:
+    """Whether a mask tells inner columns apart, each of which has the same element: all may load it."""
+    bounds = within.low, within.high
+    some = all(isinstance(n, int) for n in bounds) and within.low < within.high
+    last = max(key for key, _ in node.index.terms)
+    return some and all(key > last for key, _ in within.index.terms)
+
+
+def load(b: Builder, number: int, node: Load, length: int, then: str) -> Expression:
+    """One load for each run, repeated along it."""
+    alike = [i for i, n in enumerate(b.loops.nodes) if isinstance(n, Load) and _of(n) == _of(node)]
+    if node.within is None and len(alike) == 1:
+        return _loaded(b, node, length, then)
+    key = (f"{RUN} {then}", alike[0])
+    if key not in b.named:
+        name = b.pointers[node.buffer].removesuffix("_ptr")
+        b.named[key] = b.let(name, _loaded(b, node, length, then), number)
+    if node.within is None:
+        return b.named[key]
+    return f"tl.where({b.variable(node.within)}, {b.named[key]}, 0)"
+
+
+def _of(node: Load) -> object:
+    return node.buffer, node.index, node.dtype
+
+
+def _loaded(b: Builder, node: Load, length: int, then: str) -> Expression:
+    """The index over columns of which each is a run."""
+    axes, first = list(b.loops.axes), b.a.first[COLS]
+    left = length
+    for i in reversed(range(first, len(axes))):  # those that an element serves, of the last one a part
+        size = axes[i].size
+        taken = left if quotient(size, left) is not None else int(size)
+        axes[i] = replace(axes[i], size=quotient(size, taken) or 1)
+        left //= taken
+    runs = Analysis(replace(b.loops, axes=tuple(axes)))
+    merged, whole = runs.merged(node.index)
+    several = [i for i in range(first, len(axes)) if axes[i].size != 1]
+
+    def variable(number: int) -> str:
+        if number < first:
+            return "row" if number in whole else b.axis(number)
+        if number in whole or several == [number]:
+            return _runs(b, length)
+        if number not in several:
+            return "0"
+        own, place = tuple(axes[i] for i in several), several.index(number)
+        key = (f"{RUN} of {length}", number)
+        return b.once(key, f"{RUN}_{place}", decompose(own, place, _runs(b, length)))
+
+    masks = [b.tile.row_mask if ROWS in b.index_groups(node.index) else None]
+    if b.tile.col_mask:
+        size = f"{_runs(b, length)} < {dim_text(runs.size(COLS))}"
+        masks.append(b.once((f"{RUN}_inside", length), f"{RUN}_inside", size))
+    pointer = f"{b.pointers[node.buffer]} + {index_text(merged, variable, b.variable)}"
+    mask = " & ".join(m for m in masks if m) or None
+    return b.loaded(node, pointer, mask, f"fm.repeated({then}, {length})")
+
+
+def _runs(b: Builder, length: int) -> str:
+    lanes = f"tl.arange(0, {b.tile.lanes // length})" + ("" if b.tile.flat else "[None, :]")
+    start = b.tile.start
+    if start is not None:
+        lanes = f"{start if start.isidentifier() else f'({start})'} // {length} + {lanes}"
+    return b.once((RUN, length), RUN, lanes)
