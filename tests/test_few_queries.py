@@ -182,7 +182,7 @@ def test_quantised_caches_are_read_as_they_are() -> None:
 @pytest.mark.parametrize("keys", ["bfloat16", "int8"])
 @pytest.mark.parametrize("size", [16, 64])
 def test_no_thread_holds_more_columns_than_there_are(size: int, keys: str) -> None:
-    """Four threads hold a row of a product's operand: where its columns do not reach for them all, it comes out
+    """Four threads hold a row of a product's operand: unless its columns reach for them all, it is
     wrong (https://github.com/triton-lang/triton/pull/11691), on the device alone."""
 
     def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
