@@ -236,7 +236,8 @@ def _computed(b: Builder, nodes: Nodes) -> Packed:
     axis = _axis(b, nodes) if groups else axes[0]
     before = dict(b.env)
     for t, tile in zip(operands, tiles, strict=True):
-        b.env[t[0]] = lying(tile, axis)
+        text = lying(tile, axis)
+        b.env[t[0]] = text if is_variable(text) else b.let(b.variables.base(tile.variable), text)
         b.env.pop(~t[0], None)
     value, base = value_of(b, nodes[0])
     b.env = before

@@ -1,0 +1,112 @@
+"""Every schedule of every cluster of whole models beside the cluster's fx subgraph, in the interpreter.
+
+Which schedule runs is decided by time alone, so that a wrong one among them shows on some devices, or days.
+Sizes are tiny here; on a GPU they are the models' own (`gpu/test_every_schedule.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.decoders import DECODERS
+from benchmarks.workloads import WORKLOADS, Workload, gradient_for, step
+from fusion_compiler.api import Compiler
+from fusion_compiler.errors import HardwareExceededError
+from fusion_compiler.ir.canonical import Canonical, canonical
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.kernel import Program
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.ir.writes import base_of
+from fusion_compiler.options import Options
+from fusion_compiler.runtime.builds import compile_builds
+from fusion_compiler.runtime.launch import Backend, Runner, find_gpu, program_builds
+from fusion_compiler.runtime.verify import Verification, Verifier, coarsest
+from fusion_compiler.stitch.stitch import subgraph
+
+
+class Checking(Compiler):
+    """Runs clusters by ATen, and at the first call of each all programs that it has.
+
+    kernels: what runs these, "interpret" or "triton".
+    """
+
+    def __init__(self, kernels: Backend) -> None:
+        super().__init__(Options.of(backend="eager", tune="all"))
+        self.kernels: Backend = kernels
+        self.table = Verification()
+        self.seen: set[Canonical] = set()
+        self.refused: list[str] = []
+
+    def runner(
+        self,
+        cluster: Cluster,
+        plan: FusionPlan,
+        device: DeviceSpec,
+        backend: str,
+        ready: Mapping[str, tuple[Program, ...]] | None = None,
+    ) -> Any:
+        by_aten = super().runner(cluster, plan, device, backend, ready)
+        key = canonical(cluster, plan.dag)
+        bases = [base_of(plan.dag, n) for n in cluster.outputs]
+        written = frozenset(cluster.inputs.index(b) for b in bases if b is not None)
+
+        def call(*arguments: Any) -> tuple[torch.Tensor, ...]:
+            if key not in self.seen:
+                self.seen.add(key)
+                programs = self.emit(key, cluster, plan.dag, device)
+                self._check(programs, cluster, plan, by_aten, arguments, written)
+            return by_aten(*arguments)
+
+        call.__name__ = call.__qualname__ = cluster.name
+        return call
+
+    def _check(
+        self,
+        programs: tuple[Program, ...],
+        cluster: Cluster,
+        plan: FusionPlan,
+        by_aten: Runner,
+        arguments: tuple[Any, ...],
+        written: frozenset[int],
+    ) -> None:
+        if self.kernels == "triton":
+            compile_builds(b for p in programs for b in program_builds(p, find_gpu(None).target))
+        for program in programs:
+            name = f"{cluster.name} under {program.schedule}"
+            run = Runner((program,), by_aten.fallback, name=name, strict=True, backend=self.kernels)
+            one = Verifier(
+                run, subgraph(cluster, plan.dag), name, cluster.outputs, coarsest(plan.dag, cluster.ops),
+                self.table, self.warned, written,
+            )  # fmt: skip
+            try:
+                one(*(a.clone() if i in written else a for i, a in enumerate(arguments)))
+            except HardwareExceededError:
+                self.refused.append(name)
+
+
+def check(workload: Workload, device: str, quick: bool, kernels: Backend) -> None:
+    torch._dynamo.reset()
+    compiler = Checking(kernels)
+    model, batch = workload.make(device, quick)
+    fast: Any = torch.compile(model, backend=compiler.backend(), dynamic=False)
+    gradient = gradient_for(model, batch) if workload.train else None
+    step(fast, batch, workload.train, gradient)
+    rows = compiler.table.rows
+    assert len({row.cluster for row in rows}) > 4
+    assert not [row for row in rows if not row.agrees], str(compiler.table)
+    assert len(compiler.refused) < len(compiler.seen), compiler.refused
+
+
+ROWS = (*WORKLOADS, *DECODERS)
+EACH = pytest.mark.parametrize("workload", ROWS, ids=[w.name for w in ROWS])
+
+
+@pytest.mark.filterwarnings("ignore::fusion_compiler.FusionWarning")  # clusters run by ATen
+@EACH
+def test_every_schedule_is_right(workload: Workload) -> None:
+    check(workload, "cpu", True, "interpret")
