@@ -330,13 +330,26 @@ def test_a_kernel_behind_a_call_is_launched_plainly() -> None:
 
 
 def test_a_kernel_behind_one_that_may_not_be_launched_is_launched_plainly() -> None:
+    """A kernel whose grid may be empty."""
+
+    def f(x: Tensor) -> Tensor:
+        return torch.softmax(torch.softmax(x[5:], -1).cumsum(0), 0)
+
+    fast = fc.compile(f, backend="eager", device="h200", dynamic=True)
+    fast(torch.randn(64, 32))
+    (plan,) = fast.plan
+    assert len(plan.clusters) > 1 and all(cluster.constants is None for cluster in plan.clusters)
+
+
+def test_kernels_of_any_size_but_none_start_early() -> None:
     def f(x: Tensor) -> Tensor:
         return torch.softmax(torch.softmax(x, -1).cumsum(0), 0)
 
     fast = fc.compile(f, backend="eager", device="h200", dynamic=True)
     fast(torch.randn(64, 32))
     (plan,) = fast.plan
-    assert len(plan.clusters) > 1 and all(cluster.constants is None for cluster in plan.clusters)
+    first, *others = plan.clusters
+    assert first.constants is None and others and all(c.constants is not None for c in others)
 
 
 def test_programs_that_wait_for_each_other_take_no_part() -> None:

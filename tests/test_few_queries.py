@@ -166,6 +166,34 @@ def test_capped_scores(groups: int, masked: bool) -> None:
     assert len(plan.clusters) == 2 + masked and "written-out attention: done" in str(plan)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_cache_of_any_length(masked: bool) -> None:
+    """The second length is one of all that have two chunks: a symbol, and the last one may be a part."""
+    fast = fc.compile(attention, backend="interpret")
+    for keys in (300, 333, 512, 65, 700, 16):
+        q, k, v = tensors(2, 2, 4, keys, 32)
+        mask = padding(2, keys) if masked else None
+        with torch.no_grad():
+            ours, eager = fast(q, k, v, mask), attention(q, k, v, mask)
+        exact = attention(*map(wide, (q, k, v)), mask)
+        assert not_as_close(ours, eager, exact) is None
+    first, other, few = fast.plan
+    assert "these are few" in str(few)
+    assert "300 keys" in str(first) and "(now 333) keys" in str(other)
+    assert not other.leftovers and len(other.clusters) <= 3
+
+
+def test_keys_that_grow_stay_with_the_library() -> None:
+    def grown(q: Tensor, k: Tensor, v: Tensor, new: Tensor) -> Tensor:
+        return attention(q, torch.cat((k, new), 2), torch.cat((v, new), 2))
+
+    fast = fc.compile(grown, backend="eager")
+    for keys in (300, 301, 302):
+        q, k, v = tensors(1, 2, 1, keys, 32)
+        fast(q, k, v, k[:, :, :1])
+    assert "few queries: refused: its keys grow from call to call" in str(fast.plan[-1])
+
+
 def test_quantised_caches_are_read_as_they_are() -> None:
     """int8 keys and values with a scale for each: they become floats within the kernel."""
 
@@ -234,9 +262,10 @@ def test_what_stays_a_call() -> None:
         *tensors(1, 2, 2, 64, 16), torch.rand(1, 4, 1, 64),
     )  # fmt: skip
     assert "larger than" in refusal(attention, *tensors(1, 1, 1, 64, 512))
-    torch._dynamo.mark_dynamic(k, 2)
-    torch._dynamo.mark_dynamic(v, 2)
-    assert "only known at run time" in refusal(attention, q, k, v)
+    few = tensors(1, 2, 1, 20, 16)
+    for x in few[1:]:
+        torch._dynamo.mark_dynamic(x, 2)
+    assert "only known at run time, and these are few" in refusal(attention, *few)
     many = tensors(1, 2, 1, 64, 16, queries=MOST_QUERIES + 1)
     assert not refusal(attention, *many)
     fast = fc.compile(lambda q, k, v: (q @ k.mT).tanh().softmax(-1) @ v, backend="eager")

@@ -29,13 +29,13 @@ def in_chunks(
 ) -> Tensor:
     """`few_queries.attend`. A query all of whose keys are masked gets zeros, as from PyTorch's attention."""
     keys = key.shape[2]
-    count = -(-keys // chunk)
-    missing = count * chunk - keys
+    count = (keys + chunk - 1) // chunk
+    missing = isinstance(keys, torch.SymInt) or keys % chunk > 0
 
     def chunks(x: Tensor, dim: int, fill: float) -> Tensor:
         after = [0, 0] * (x.dim() - 1 - dim)
-        padded = torch.constant_pad_nd(x, [*after, 0, missing], fill) if missing else x
-        return padded.unflatten(dim, (count, chunk))
+        padded = torch.constant_pad_nd(x, [*after, 0, count * chunk - keys], fill) if missing else x
+        return padded.view(*x.shape[:dim], count, chunk, *x.shape[dim + 1 :])
 
     def matrices(x: Tensor) -> Tensor:
         return chunks(x, 2, 0).unsqueeze(2).float()

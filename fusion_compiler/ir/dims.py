@@ -48,6 +48,21 @@ def not_above(a: Dim, b: Dim) -> bool:
     return bool(sympy.expand(sympy.sympify(b) - a).is_nonnegative)
 
 
+@lru_cache(maxsize=65536)
+def is_positive(dim: Dim) -> bool:
+    """Whether a size is no zero for any value of the symbols (False: not proved)."""
+    if isinstance(dim, int):
+        return dim > 0
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    symbols = [s for s in dim.free_symbols if isinstance(s, sympy.Symbol) and s.is_positive]
+    if len(symbols) < len(dim.free_symbols):
+        return False
+    least = bound_sympy(dim, {symbol: ValueRanges(1, int_oo) for symbol in symbols}).lower
+    return bool(least > 0)
+
+
 def hint(dim: Dim, values: Hints | None = None) -> int:
     """A number for estimates: the size itself; symbols from `values`, else 64 each."""
     if isinstance(dim, int):

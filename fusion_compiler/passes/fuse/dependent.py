@@ -7,10 +7,10 @@ nobody in the graph writes, weights say, and then wait for the kernel before (`m
 
 What holds inside a kernel is said in `codegen.passes.launched_dependently`. Here it is which are launched so:
 
-- one that follows another cluster's kernel in the graph, on the same device, which surely is launched: its
-  sizes are numbers, and none is zero. So the first kernel of a graph, and of what follows a call, begins when
-  all before it has ended: an optimizer's step may have written the weights, and calls may trigger, clear
-  memory or wait for other streams as they like.
+- one that follows another cluster's kernel in the graph, on the same device, which surely is launched: no
+  size of it can be zero. So the first kernel of a graph, and of what follows a call, begins when all before
+  it has ended: an optimizer's step may have written the weights, and calls may trigger, clear memory or wait
+  for other streams as they like.
 - constants are graph inputs whose addresses stay (parameters and buffers), of whose memory no op of the graph
   writes any part.
 
@@ -29,6 +29,7 @@ import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.dims import is_positive
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
@@ -116,7 +117,7 @@ def _storage(value: torch.Tensor) -> int:
 def _follows(before: Cluster, cluster: Cluster, dag: OpDag) -> bool:
     """Whether a cluster's first kernel comes right behind another's last one, which surely runs."""
     metas = [dag.op(name).outputs[0] for name in (*before.inputs, *before.outputs)]
-    runs = all(isinstance(size, int) and size > 0 for meta in metas for size in meta.shape)
+    runs = all(is_positive(size) for meta in metas for size in meta.shape)
     devices = {dag.op(name).outputs[0].device for c in (before, cluster) for name in c.outputs}
     return runs and len(devices) == 1
 

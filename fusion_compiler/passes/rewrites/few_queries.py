@@ -17,6 +17,7 @@ from torch import fx
 from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, wants_gradient
 from fusion_compiler.ir.few_queries import attend
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.schema import is_view
 from fusion_compiler.passes.rewrites.grouped_query import repeated
 
 _aten = torch.ops.aten
@@ -24,6 +25,7 @@ _SDPA = _aten.scaled_dot_product_attention.default
 RULE = "few queries"
 MOST_QUERIES = 8  # that share a head's keys: each has scores of its own in registers
 MOST_HEAD = 256
+KEYS = 2  # dimension of keys and values
 TILE = 16384  # elements of a chunk's keys: half of them make twice as many partial results
 LEAST_CHUNK, MOST_CHUNKS = 16, 2048  # keys of one; of which one program adds up a head's
 PROGRAMS = 264  # two for each multiprocessor of the largest device there is
@@ -64,8 +66,14 @@ def _refusal(call: fx.Node) -> str:
     query, key, value = tensors
     if torch.is_grad_enabled() and any(map(wants_gradient, ancestors(call))):
         return "its gradient is wanted"
-    if not all(isinstance(n, int) and n > 0 for t in tensors for n in t.shape):
-        return "how many keys it has is only known at run time"
+    known = [*query.shape, *(n for t in (key, value) for i, n in enumerate(t.shape) if i != KEYS)]
+    if not all(isinstance(n, int) and n > 0 for n in known) or not _hint(key.shape[KEYS]):
+        return "its sizes are only known at run time"
+    if not isinstance(key.shape[KEYS], int):
+        if _hint(key.shape[KEYS]) <= 2 * LEAST_CHUNK:
+            return "how many keys it has is only known at run time, and these are few"
+        if _viewed(named["key"]).target is _aten.cat.default:  # no number of chunks would do for long
+            return "its keys grow from call to call"
     if named["dropout_p"] or named["is_causal"]:
         return "its weights are dropped" if named["dropout_p"] else "a causal mask is not written out"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -84,9 +92,25 @@ def _refusal(call: fx.Node) -> str:
 
 
 def _described(call: fx.Node) -> str:
-    keys = arguments(call)["key"].meta["val"].shape[2]
-    chunk = _chunk(call)
-    return f"{keys} keys of each head in {-(-keys // chunk)} chunks of {chunk}: clusters"
+    keys, chunk = _keys(call), _chunk(call)
+    count = keys if isinstance(keys, int) else f"{keys} (now {_hint(keys)})"
+    return f"{count} keys of each head in {-(-_hint(keys) // chunk)} chunks of {chunk}: clusters"
+
+
+def _keys(call: fx.Node) -> int | torch.SymInt:
+    return arguments(call)["key"].meta["val"].shape[KEYS]
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a node shows, as it is or with its heads repeated."""
+    while is_view(node.target) and isinstance(source := node.args[0], fx.Node):
+        node = source
+    return node
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """A size, or what it was when the graph was captured; 0 where that is not known."""
+    return int(size if isinstance(size, int) else size.node.hint or 0)
 
 
 def _floor(n: int) -> int:
@@ -102,10 +126,13 @@ def _ceiling(n: int) -> int:
 def _chunk(call: fx.Node) -> int:
     """Keys of a chunk: as few as give every multiprocessor something to read, as many as a tile holds."""
     named = arguments(call)
-    batch, heads, keys, _ = named["key"].meta["val"].shape
+    batch, heads, *_ = named["key"].meta["val"].shape
+    keys = _hint(_keys(call))
     size = max(named[n].meta["val"].shape[-1] for n in ("key", "value"))
     fair = max(LEAST_CHUNK, _floor(batch * heads * keys // PROGRAMS))
     chunk = min(fair, max(LEAST_CHUNK, TILE // _ceiling(size)), max(LEAST_CHUNK, _ceiling(keys)))
+    if not isinstance(_keys(call), int):  # a graph for one chunk would be for no others
+        chunk = min(chunk, _floor(keys // 2))
     return max(chunk, _ceiling(-(-keys // MOST_CHUNKS)))
 
 
