@@ -323,22 +323,6 @@ def test_timing_noise_does_not_beat_the_prediction() -> None:
     assert launched_grid(gpu) == 8
 
 
-@pytest.mark.parametrize("dependent", [False, True])
-def test_kernels_that_start_early_are_timed_behind_each_other(
-    dependent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With tensors of their own, unless these are large."""
-    programs = [
-        replace(p, kernels=tuple(replace(k, dependent=dependent) for k in p.kernels)) for p in blocks()
-    ]
-    a, b = vectors(1000)
-    for most, pairs in ((1 << 20, dependent), (1000, False)):
-        monkeypatch.setattr("fusion_compiler.runtime.launch.MOST_COPIED", most)
-        gpu = FakeGpu(us=(9.0, 8.0, 5.0))
-        assert torch.equal(runner(gpu, *programs)(a, b)[0], a + b)
-        assert len(gpu.launched) == (6 if pairs else 3) + 1 and launched_grid(gpu) == 2
-
-
 @pytest.mark.parametrize("record", [{"candidate": 17}, {"candidate": "0"}, [], "x", {"candidate": -1}, {}])
 def test_a_foreign_record_is_ignored(tmp_path: Path, record: Any) -> None:
     cache = Cache(tmp_path)

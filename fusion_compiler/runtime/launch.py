@@ -42,7 +42,6 @@ NOISE = 0.02
 # each launch at most one such group waits for programs that have not started. The device must hold the groups
 # of so many launches, or waiting programs could fill it.
 LAUNCHES_AT_ONCE = 4
-MOST_COPIED = 64 << 20  # bytes of arguments, for the second of two kernels that are timed behind each other
 MOST_VARIANTS = 4  # of a program's kernels that differ in which inputs are aligned
 
 
@@ -212,7 +211,8 @@ class Runner:
             return next(iter(launchers), 0)
         updated = frozenset[int]().union(*(self.candidates[i].updated for i in launchers))
         try:
-            times = gpu.times(self._calls([*launchers.values()], arguments, updated))
+            given = [_again(a) if i in updated else a for i, a in enumerate(arguments)]
+            times = gpu.times([functools.partial(launcher, *given) for launcher in launchers.values()])
         except torch.OutOfMemoryError:
             return next(iter(launchers))
         bar = min(times) * (1 + NOISE)
@@ -220,22 +220,6 @@ class Runner:
         if self.cache is not None:
             self.cache.put(key, {"cluster": self.name, "candidate": chosen, "us": times})
         return chosen
-
-    def _calls(
-        self, launchers: Sequence[Launcher], arguments: Sequence[torch.Tensor | int], updated: frozenset[int]
-    ) -> list[Callable[[], object]]:
-        """What is timed of each candidate: a call, or two where kernels start while the one before them ends.
-
-        Alone such a kernel has nothing to load its weights beside. The second call has tensors of its own,
-        which are not in the L2 either, unless these are large: then what is loaded early is a small part.
-        """
-        given = [_again(a) if i in updated else a for i, a in enumerate(arguments)]
-        size = sum(a.nbytes for a in arguments if isinstance(a, torch.Tensor))
-        if not _is_dependent(self.candidates) or size > MOST_COPIED:
-            return [functools.partial(launcher, *given) for launcher in launchers]
-        whole = [isinstance(a, torch.Tensor) and a.is_contiguous() for a in arguments]
-        other = [_again(a) if whole[i] or i in updated else a for i, a in enumerate(arguments)]
-        return [functools.partial(_one_behind_the_other, launcher, given, other) for launcher in launchers]
 
     def for_any_address(self, program: Program) -> Program:
         """`program`, or in its place one that makes no assumption about the addresses of its inputs."""
@@ -297,18 +281,6 @@ def _again(argument: torch.Tensor | int) -> torch.Tensor | int:
     return torch.empty_strided(
         argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device
     ).copy_(argument)
-
-
-def _is_dependent(programs: Iterable[Program]) -> bool:
-    """Whether kernels are on the device while those before them end."""
-    return any(kernel.dependent for program in programs for kernel in program.kernels)
-
-
-def _one_behind_the_other(
-    launcher: Launcher, first: Sequence[torch.Tensor | int], second: Sequence[torch.Tensor | int]
-) -> None:
-    launcher(*first)
-    launcher(*second)
 
 
 class _Bound:
@@ -402,8 +374,7 @@ def tuning_key(candidates: Iterable[Program], device: str) -> str:
         for kernel in program.kernels
     ]
     digest = hashlib.sha256(repr(kernels).encode()).hexdigest()
-    pairs = " in pairs" if any(kernel.dependent for p in candidates for kernel in p.kernels) else ""
-    return f"tuning{pairs} {digest} on {device}, {_versions()}"
+    return f"tuning {digest} on {device}, {_versions()}"
 
 
 def compile_all(
