@@ -48,8 +48,6 @@ TRITON_LOCK = threading.RLock()
 # integers wrap around as in eager.
 OPTIONS = {"debug": True, "sanitize_overflow": False}
 
-_hashing = threading.Lock()
-
 DEPENDENT_LAUNCH = 90  # the first compute capability that has it, times ten
 
 # What a server takes to start and what a kernel takes to compile: it is used where it gains.
@@ -131,8 +129,8 @@ def _arguments(build: Build) -> dict[str, Any]:
 
 
 def _hash_triton() -> None:
-    """Part of each key is Triton's hash of itself: 0.3 s, in which others run."""
-    with _hashing, contextlib.suppress(ImportError):
+    """Part of each key is Triton's hash of itself, which it keeps: 0.3 s, in which other threads run."""
+    with contextlib.suppress(ImportError):
         from triton.runtime.cache import triton_key
 
         triton_key()
@@ -144,7 +142,6 @@ def cache_entry(build: Build) -> Path:
     from triton.compiler.compiler import get_cache_key, make_backend
     from triton.runtime.cache import get_cache_manager
 
-    _hash_triton()
     wanted = _arguments(build)
     backend = make_backend(wanted["target"])
     options = backend.parse_options(wanted["options"])
