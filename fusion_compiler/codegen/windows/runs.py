@@ -37,7 +37,7 @@ def length_of(b: Builder, node: Load) -> int:
 def _is_inner(b: Builder, node: Load, within: InRange) -> bool:
     """Whether a mask tells inner columns apart, each of which has the same element: all may load it."""
     bounds = within.low, within.high
-    some = all(isinstance(n, int) for n in bounds) and within.low < within.high
+    some = all(isinstance(n, int) for n in bounds) and within.low < within.high and bool(within.index.terms)
     last = max(key for key, _ in node.index.terms)
     return some and all(key > last for key, _ in within.index.terms)
 
