@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import decompose, dim_text, index_text
 from fusion_compiler.codegen.tile import Expression
@@ -19,11 +21,16 @@ from fusion_compiler.ir.loops import COLS, ROWS, InRange, Load
 from fusion_compiler.schedule.analysis import Analysis
 
 RUN = "run"  # the variable with the number of each run
+# Integers that say where to read: Triton sees that neighbours load the same one, and with it that their
+# addresses follow each other, which it does not of what was repeated.
+POSITIONS = (torch.int32, torch.int64)
 
 
 def length_of(b: Builder, node: Load) -> int:
     """Lanes that an element serves, the most there are; 1 where the window does not fit."""
-    if b.s.misaligned or any(key < 0 for key, _ in node.index.terms):
+    outer = any(key >= b.a.first[COLS] and b.loops.axes[key].size != 1 for key, _ in node.index.terms)
+    direct = all(key >= 0 for key, _ in node.index.terms)
+    if b.s.misaligned or not outer or not direct or b.dtypes[node.buffer] in POSITIONS:
         return 1
     length = b.tile.lanes // 2
     while length > 1 and not b.a.is_outer(node.index, COLS, length):
