@@ -119,10 +119,14 @@ class Analysis:
 
     def is_outer(self, index: Index, group: str, block: int) -> bool:
         """Whether an access moves with outer axes of a group alone: it is the same within each block."""
+        inner = self.within_moving(index, group)
+        return inner != 0 and quotient(inner, block) is not None
+
+    def within_moving(self, index: Index, group: str) -> Dim:
+        """How many elements of a group each step of an access along it is for; 0 where it takes none."""
         axes, first = self.axes[group], self.first[group]
         moving = [key - first for key, _ in index.terms if first <= key < first + len(axes)]
-        inner = product(a.size for a in axes[max(moving, default=0) + 1 :])
-        return bool(moving) and inner != 0 and quotient(inner, block) is not None
+        return product(a.size for a in axes[max(moving) + 1 :]) if moving else 0
 
     def gathers(self, rows: int, cols: int) -> bool:
         """Whether lanes of such a tile load elements from here and there, as of a mean of some rows and some

@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import convert, decompose, dim_text, index_text
+from fusion_compiler.codegen.expression import convert
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.codegen.windows.columns import Columns, address
 from fusion_compiler.ir.dims import simple
-from fusion_compiler.ir.loops import COLS, ROWS, Index, Load, Store
-from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.ir.loops import Index, Load, Store
 
 PAIR = "pair"  # the variable with the element numbers of twice the columns
 
@@ -68,33 +68,5 @@ def _address(b: Builder, buffer: str, index: Index) -> tuple[str, str | None]:
     """(addresses of elements and their right neighbours, mask): the index over twice the columns."""
     last = len(b.loops.axes) - 1
     axes = (*b.loops.axes[:last], replace(b.loops.axes[last], size=simple(b.loops.axes[last].size * 2)))
-    wide = Analysis(replace(b.loops, axes=axes))
     terms = tuple((k, c if k != last else 1) for k, c in index.terms)
-    merged, whole = wide.merged(Index(index.const, terms))
-
-    def variable(number: int) -> str:
-        if axes[number].group == ROWS:
-            return "row" if number in whole else b.axis(number)
-        text = _columns(b)
-        if number not in whole and len(wide.axes[COLS]) > 1:
-            position = number - wide.first[COLS]
-            return b.once(
-                (PAIR, position + 1), f"{PAIR}_{position}", decompose(wide.axes[COLS], position, text)
-            )
-        return text
-
-    pointer = f"{b.pointers[buffer]} + {index_text(merged, variable, b.variable)}"
-    masks = [b.tile.row_mask if ROWS in b.index_groups(index) else None]
-    if b.tile.col_mask:
-        masks.append(
-            b.once((f"{PAIR}_inside", 0), f"{PAIR}_inside", f"{_columns(b)} < {dim_text(wide.size(COLS))}")
-        )
-    return pointer, " & ".join(m for m in masks if m) or None
-
-
-def _columns(b: Builder) -> str:
-    lanes = f"tl.arange(0, {2 * b.tile.lanes})" + ("" if b.tile.flat else "[None, :]")
-    start = b.tile.start
-    if start is not None:
-        lanes = f"{start if start.isidentifier() else f'({start})'} * 2 + {lanes}"
-    return b.once((PAIR, 0), PAIR, lanes)
+    return address(b, Columns(PAIR, axes, 2 * b.tile.lanes, "* 2"), buffer, Index(index.const, terms))

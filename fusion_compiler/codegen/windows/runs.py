@@ -14,11 +14,10 @@ from dataclasses import replace
 import torch
 
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import decompose, dim_text, index_text
 from fusion_compiler.codegen.tile import Expression
+from fusion_compiler.codegen.windows.columns import Columns, address
 from fusion_compiler.ir.dims import quotient
-from fusion_compiler.ir.loops import COLS, ROWS, InRange, Load
-from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.ir.loops import COLS, InRange, Load
 
 RUN = "run"  # the variable with the number of each run
 # Integers that say where to read: Triton sees that neighbours load the same one, and with it that their
@@ -32,8 +31,8 @@ def length_of(b: Builder, node: Load) -> int:
     direct = all(key >= 0 for key, _ in node.index.terms)
     if b.s.misaligned or not outer or not direct or b.dtypes[node.buffer] in POSITIONS:
         return 1
-    length = b.tile.lanes // 2
-    while length > 1 and not b.a.is_outer(node.index, COLS, length):
+    inner, length = b.a.within_moving(node.index, COLS), b.tile.lanes // 2
+    while length > 1 and (inner == 0 or quotient(inner, length) is None):
         length //= 2
     within = None if node.within is None else b.loops.nodes[node.within]
     if length > 1 and within is not None and not (isinstance(within, InRange) and _is_inner(b, node, within)):
@@ -69,40 +68,11 @@ def _of(node: Load) -> object:
 
 def _loaded(b: Builder, node: Load, length: int, then: str) -> Expression:
     """The index over columns of which each is a run."""
-    axes, first = list(b.loops.axes), b.a.first[COLS]
-    left = length
-    for i in reversed(range(first, len(axes))):  # those that an element serves, of the last one a part
+    axes, left = list(b.loops.axes), length
+    for i in reversed(range(b.a.first[COLS], len(axes))):  # those that an element serves, of the last a part
         size = axes[i].size
         taken = left if quotient(size, left) is not None else int(size)
         axes[i] = replace(axes[i], size=quotient(size, taken) or 1)
         left //= taken
-    runs = Analysis(replace(b.loops, axes=tuple(axes)))
-    merged, whole = runs.merged(node.index)
-    several = [i for i in range(first, len(axes)) if axes[i].size != 1]
-
-    def variable(number: int) -> str:
-        if number < first:
-            return "row" if number in whole else b.axis(number)
-        if number in whole or several == [number]:
-            return _runs(b, length)
-        if number not in several:
-            return "0"
-        own, place = tuple(axes[i] for i in several), several.index(number)
-        key = (f"{RUN} of {length}", number)
-        return b.once(key, f"{RUN}_{place}", decompose(own, place, _runs(b, length)))
-
-    masks = [b.tile.row_mask if ROWS in b.index_groups(node.index) else None]
-    if b.tile.col_mask:
-        size = f"{_runs(b, length)} < {dim_text(runs.size(COLS))}"
-        masks.append(b.once((f"{RUN}_inside", length), f"{RUN}_inside", size))
-    pointer = f"{b.pointers[node.buffer]} + {index_text(merged, variable, b.variable)}"
-    mask = " & ".join(m for m in masks if m) or None
-    return b.loaded(node, pointer, mask, f"fm.repeated({then}, {length})")
-
-
-def _runs(b: Builder, length: int) -> str:
-    lanes = f"tl.arange(0, {b.tile.lanes // length})" + ("" if b.tile.flat else "[None, :]")
-    start = b.tile.start
-    if start is not None:
-        lanes = f"{start if start.isidentifier() else f'({start})'} // {length} + {lanes}"
-    return b.once((RUN, length), RUN, lanes)
+    columns = Columns(RUN, tuple(axes), b.tile.lanes // length, f"// {length}")
+    return b.loaded(node, *address(b, columns, node.buffer, node.index), f"fm.repeated({then}, {length})")
