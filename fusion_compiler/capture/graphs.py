@@ -89,6 +89,12 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
+def hinted(size: int | torch.SymInt) -> int:
+    """The size in the call that was captured, which decides what is fast, not what is right; 0 where that is
+    not known."""
+    return int(size if isinstance(size, int) else size.node.hint or 0)
+
+
 def wants_gradient(node: fx.Node) -> bool:
     """Whether a node is an input of the graph with a gradient: as Dynamo saw it, where it was captured so."""
     value = node.meta.get("example_value", node.meta.get("val"))

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import fake_mode
+from fusion_compiler.capture.graphs import fake_mode, hinted
 from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
 from fusion_compiler.passes.chunks.body import chunked
@@ -97,7 +97,7 @@ def _is_large(node: fx.Node, limits: Limits) -> bool:
     hidden = factors(node)[0].meta["val"].shape[1]
     if not value.is_floating_point():
         return False
-    rows, width, hidden = (n if isinstance(n, int) else int(n.node.hint) for n in (*value.shape, hidden))
+    rows, width, hidden = map(hinted, (*value.shape, hidden))
     size = rows * width * value.dtype.itemsize
     return size >= limits.bytes and width >= limits.width * hidden and rows >= 2 * limits.rows
 

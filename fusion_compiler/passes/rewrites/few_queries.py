@@ -14,7 +14,7 @@ import math
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, wants_gradient
+from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, hinted, wants_gradient
 from fusion_compiler.ir.few_queries import attend
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 from fusion_compiler.ir.schema import is_view
@@ -67,10 +67,10 @@ def _refusal(call: fx.Node) -> str:
     if torch.is_grad_enabled() and any(map(wants_gradient, ancestors(call))):
         return "its gradient is wanted"
     known = [*query.shape, *(n for t in (key, value) for i, n in enumerate(t.shape) if i != KEYS)]
-    if not all(isinstance(n, int) and n > 0 for n in known) or not _hint(key.shape[KEYS]):
+    if not all(isinstance(n, int) and n > 0 for n in known) or not hinted(key.shape[KEYS]):
         return "its sizes are only known at run time"
     if not isinstance(key.shape[KEYS], int):
-        if _hint(key.shape[KEYS]) <= 2 * LEAST_CHUNK:
+        if hinted(key.shape[KEYS]) <= 2 * LEAST_CHUNK:
             return "how many keys it has is only known at run time, and these are few"
         if _viewed(named["key"]).target is _aten.cat.default:  # no number of chunks would do for long
             return "its keys grow from call to call"
@@ -93,8 +93,8 @@ def _refusal(call: fx.Node) -> str:
 
 def _described(call: fx.Node) -> str:
     keys, chunk = _keys(call), _chunk(call)
-    count = keys if isinstance(keys, int) else f"{keys} (now {_hint(keys)})"
-    return f"{count} keys of each head in {-(-_hint(keys) // chunk)} chunks of {chunk}: clusters"
+    count = keys if isinstance(keys, int) else f"{keys} (now {hinted(keys)})"
+    return f"{count} keys of each head in {-(-hinted(keys) // chunk)} chunks of {chunk}: clusters"
 
 
 def _keys(call: fx.Node) -> int | torch.SymInt:
@@ -106,11 +106,6 @@ def _viewed(node: fx.Node) -> fx.Node:
     while is_view(node.target) and isinstance(source := node.args[0], fx.Node):
         node = source
     return node
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """A size, or what it was when the graph was captured; 0 where that is not known."""
-    return int(size if isinstance(size, int) else size.node.hint or 0)
 
 
 def _floor(n: int) -> int:
@@ -127,7 +122,7 @@ def _chunk(call: fx.Node) -> int:
     """Keys of a chunk: as few as give every multiprocessor something to read, as many as a tile holds."""
     named = arguments(call)
     batch, heads, *_ = named["key"].meta["val"].shape
-    keys = _hint(_keys(call))
+    keys = hinted(_keys(call))
     size = max(named[n].meta["val"].shape[-1] for n in ("key", "value"))
     fair = max(LEAST_CHUNK, _floor(batch * heads * keys // PROGRAMS))
     chunk = min(fair, max(LEAST_CHUNK, TILE // _ceiling(size)), max(LEAST_CHUNK, _ceiling(keys)))

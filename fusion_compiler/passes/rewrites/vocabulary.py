@@ -12,13 +12,12 @@ embeddings and biases need nothing more.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusion_compiler.capture.graphs import arguments, copied, emit
+from fusion_compiler.capture.graphs import arguments, copied, emit, hinted
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
 
 _aten = torch.ops.aten
@@ -57,15 +56,10 @@ def _refusal(call: fx.Node) -> str:
     result = call.meta["val"]
     if result.device.type != "cuda" or result.dtype not in (torch.float16, torch.bfloat16):
         return f"no gain is known for {result.dtype} on {result.device.type}"
-    rows = math.prod(_hint(s) for s in result.shape[:-1])
+    rows = math.prod(hinted(s) for s in result.shape[:-1])
     if rows < MIN_ROWS:
         return f"{rows} rows do not pay for a copy of the weight"
     return ""
-
-
-def _hint(size: Any) -> int:
-    """The size in the call that was traced: it decides what is fast, not what is right."""
-    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def _padding(call: fx.Node) -> int:
