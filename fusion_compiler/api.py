@@ -406,27 +406,28 @@ class Compiler:
 
         With backend "eager" that subgraph is what runs: the runners as they are, and a warning.
         """
-        table = self.plans.verification
         if backend == "eager" and any(isinstance(p, UserKernel) for p in self.patterns):
             return runners  # the user's kernels are compared, and nothing else runs
         if backend == "eager":
-            table.nothing = f"the clusters run as ATen ops on {kind}: there is no kernel to compare them with"
+            nothing = f"the clusters run as ATen ops on {kind}: there is no kernel to compare them with"
             todo = "run the kernels: on a GPU, or here with backend='interpret'"
-            self.warned.warn("verify", f"verify=True: {table.nothing}\n  what to do: {todo}")
+            self.plans.verification.nothing = nothing
+            self.warned.warn("verify", f"verify=True: {nothing}\n  what to do: {todo}")
             return runners
-        return {
-            c.name: Verifier(
-                runners[c.name],
-                subgraph(c, plan.dag),
-                c.name,
-                c.outputs,
-                coarsest(plan.dag, c.ops),
-                table,
-                self.warned,
-                frozenset(c.inputs.index(b) for n in c.outputs if (b := base_of(plan.dag, n)) is not None),
-            )
-            for c in plan.clusters
-        }
+        return {c.name: self.verifier(c, plan.dag, runners[c.name]) for c in plan.clusters}
+
+    def verifier(self, cluster: Cluster, dag: OpDag, run: Runner) -> Verifier:
+        """`run` of a cluster, compared with its fx subgraph when it is first called."""
+        return Verifier(
+            run,
+            subgraph(cluster, dag),
+            cluster.name,
+            cluster.outputs,
+            coarsest(dag, cluster.ops),
+            self.plans.verification,
+            self.warned,
+            frozenset(cluster.inputs.index(b) for n in cluster.outputs if (b := base_of(dag, n)) is not None),
+        )
 
     def hints(self, phase: Phase) -> list[Traced]:
         """The cluster hints to look for in a graph.

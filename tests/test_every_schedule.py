@@ -6,7 +6,7 @@ Sizes are tiny here; on a GPU they are the models' own (`gpu/test_every_schedule
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from benchmarks.workloads import WORKLOADS, Workload, gradient_for, step
 from fusion_compiler.api import Compiler
 from fusion_compiler.errors import HardwareExceededError
 from fusion_compiler.ir.canonical import Canonical, canonical
+from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
@@ -25,8 +26,6 @@ from fusion_compiler.ir.writes import base_of
 from fusion_compiler.options import Options
 from fusion_compiler.runtime.builds import compile_builds
 from fusion_compiler.runtime.launch import Backend, Runner, find_gpu, program_builds
-from fusion_compiler.runtime.verify import Verification, Verifier, coarsest
-from fusion_compiler.stitch.stitch import subgraph
 
 
 class Checking(Compiler):
@@ -38,28 +37,17 @@ class Checking(Compiler):
     def __init__(self, kernels: Backend) -> None:
         super().__init__(Options.of(backend="eager", tune="all"))
         self.kernels: Backend = kernels
-        self.table = Verification()
         self.seen: set[Canonical] = set()
         self.refused: list[str] = []
 
-    def runner(
-        self,
-        cluster: Cluster,
-        plan: FusionPlan,
-        device: DeviceSpec,
-        backend: str,
-        ready: Mapping[str, tuple[Program, ...]] | None = None,
-    ) -> Any:
-        by_aten = super().runner(cluster, plan, device, backend, ready)
+    def runner(self, cluster: Cluster, plan: FusionPlan, device: DeviceSpec, *rest: Any, **named: Any) -> Any:
+        by_aten = super().runner(cluster, plan, device, *rest, **named)
         key = canonical(cluster, plan.dag)
-        bases = [base_of(plan.dag, n) for n in cluster.outputs]
-        written = frozenset(cluster.inputs.index(b) for b in bases if b is not None)
 
         def call(*arguments: Any) -> tuple[torch.Tensor, ...]:
             if key not in self.seen:
                 self.seen.add(key)
-                programs = self.emit(key, cluster, plan.dag, device)
-                self._check(programs, cluster, plan, by_aten, arguments, written)
+                self._check(self.emit(key, cluster, plan.dag, device), cluster, plan.dag, by_aten, arguments)
             return by_aten(*arguments)
 
         call.__name__ = call.__qualname__ = cluster.name
@@ -69,22 +57,20 @@ class Checking(Compiler):
         self,
         programs: tuple[Program, ...],
         cluster: Cluster,
-        plan: FusionPlan,
+        dag: OpDag,
         by_aten: Runner,
         arguments: tuple[Any, ...],
-        written: frozenset[int],
     ) -> None:
+        bases = [base_of(dag, name) for name in cluster.outputs]
+        written = {cluster.inputs.index(base) for base in bases if base is not None}
         if self.kernels == "triton":
             compile_builds(b for p in programs for b in program_builds(p, find_gpu(None).target))
         for program in programs:
             name = f"{cluster.name} under {program.schedule}"
             run = Runner((program,), by_aten.fallback, name=name, strict=True, backend=self.kernels)
-            one = Verifier(
-                run, subgraph(cluster, plan.dag), name, cluster.outputs, coarsest(plan.dag, cluster.ops),
-                self.table, self.warned, written,
-            )  # fmt: skip
+            given = [a.clone() if i in written else a for i, a in enumerate(arguments)]
             try:
-                one(*(a.clone() if i in written else a for i, a in enumerate(arguments)))
+                self.verifier(replace(cluster, name=name), dag, run)(*given)
             except HardwareExceededError:
                 self.refused.append(name)
 
@@ -96,9 +82,9 @@ def check(workload: Workload, device: str, quick: bool, kernels: Backend) -> Non
     fast: Any = torch.compile(model, backend=compiler.backend(), dynamic=False)
     gradient = gradient_for(model, batch) if workload.train else None
     step(fast, batch, workload.train, gradient)
-    rows = compiler.table.rows
+    rows = compiler.plans.verification.rows
     assert len({row.cluster for row in rows}) > 4
-    assert not [row for row in rows if not row.agrees], str(compiler.table)
+    assert not [row for row in rows if not row.agrees], str(compiler.plans.verification)
     assert len(compiler.refused) < len(compiler.seen), compiler.refused
 
 
