@@ -4,8 +4,8 @@ A token's time is what more tokens take, so that the prompt is not in it: the me
 difference between two lengths over the difference of these. `eager` and `transformers` are the model as it
 is, without and with the torch.compile that `generate` applies by itself where a cache is static; `ours` is
 `fusion_compiler.compile(model)`, and `step` a call of such a model beside a cache, in a run that nobody
-waits for.
-Greedy, bfloat16, weights of a Llama-1B shape, a prompt of 1024. Needs a GPU; with --quick it tries itself.
+waits for. Greedy, bfloat16, weights of a Llama-1B shape, a prompt of 1024. Needs a GPU; with --quick it tries
+itself.
 
     python -m benchmarks.generation [--only ours] [--quick]
 """
@@ -85,14 +85,15 @@ def main() -> None:
     with device:
         model = llama_model(context + MANY, **shape).eval()
         prompt = tokens(shape["vocabulary"], 1, context)
-    fast = fc.compile(model, backend="auto" if not given.quick else "eager")
+    backend = "eager" if given.quick else "auto"
     measures: dict[str, Callable[[], float]] = {
-        "ours": lambda: seconds_of_a_token(fast, prompt),
-        "step": lambda: seconds_of_a_step(model, fast, prompt),
+        "ours": lambda: seconds_of_a_token(fc.compile(model, backend=backend), prompt),
+        "step": lambda: seconds_of_a_step(model, fc.compile(model, backend=backend), prompt),
         "eager": lambda: seconds_of_a_token(model, prompt, disable_compile=True),
         "transformers": lambda: seconds_of_a_token(model, prompt),
     }
     for name in given.only or NAMES:
+        torch._dynamo.reset()  # a length that another one had would make this one a symbol
         seconds = measures[name]()
         print(f"{name:14}{1e3 * seconds:8.3f} ms a token{1 / seconds:8.0f} tokens a second", flush=True)
 
