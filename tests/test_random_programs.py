@@ -134,6 +134,26 @@ def test_other_roundings_are_right(dtype: str) -> None:
     assert judge(SMOOTH, off_by(1e-7)) == Verdict("right")
 
 
+def test_attention_that_is_written_out_may_round_as_one_call() -> None:
+    """A gradient that cancels: the call takes what it subtracts from its output, which is rounded."""
+    shapes = ((8, 4, 16),)
+    halves = (Input(i, shapes, "bfloat16", gradient=True) for i in (1, 2))
+    inputs = (*halves, Input(3, shapes, "bfloat16", "normal", gradient=True))
+    attention = "v0 = torch.softmax(a1 @ a2.mT * a1.shape[-1] ** -0.5, -1) @ a2"
+    given = Program(inputs, (attention, "v1 = torch.stack([v0, a3], 3)"), ("v1",))
+    assert judge(given, lambda fn, dynamic: given.fused_function) == Verdict("right")
+    assert judge(given, lambda fn, dynamic: fn) == Verdict("right")
+    assert judge(given, off_by(2**-3)).kind == "wrong"
+
+
+def test_written_attention_of_drawn_programs_is_known() -> None:
+    drawn = (draw(seed) for seed in range(2000))
+    written = [p for p in drawn if "torch.softmax(" in p.body and " @ " in p.body and ".mT" in p.body]
+    assert written
+    for given in written:
+        assert "attention" in given.fused_function.__code__.co_names, given.body
+
+
 def test_what_aot_autograd_cannot_do_does_not_apply() -> None:
     given = Program((Input(0, ((4, 6),), "float32", layout="expanded"),), ("a0.fill_(2)",), ("a0",))
     assert judge(given, failing).kind == "does not apply"

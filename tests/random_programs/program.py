@@ -34,6 +34,14 @@ for make in ARGUMENTS:
             ones = [torch.ones_like(r) for r in roots]
             print(torch.autograd.grad(roots, leaves, ones, allow_unused=True))
 """
+# Attention as a program writes it out, and as one call.
+WRITTEN_OUT = (
+    (r"torch\.softmax\((\w+) @ (\w+)\.mT \* \1\.shape\[-1\] \*\* -0\.5, -1\) @ \2", r"attention(\1, \2, \2)"),
+    (
+        r"torch\.softmax\(\((\w+) @ \1\.mT\)\.masked_fill\(~\((.+)\), float\('-inf'\)\), -1\) @ (\w+)",
+        r"attention(\1, \1, \3, \2, 1.0)",
+    ),
+)
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -137,6 +145,14 @@ class Program:
         """The same in float64, whatever float it names."""
         return _function(re.sub(r"torch\.(bfloat16|float16|float32)\b", "torch.float64", self.body))
 
+    @cached_property
+    def fused_function(self) -> Callable[..., tuple[Tensor, ...]]:
+        """The same with attention that is written out as a call of PyTorch's fused kernel."""
+        body = self.body
+        for written, call in WRITTEN_OUT:
+            body = re.sub(written, call, body)
+        return _function(body)
+
     def arguments(self, run: int = 0) -> list[Tensor]:
         return [i.tensor(run) for i in self.inputs]
 
@@ -176,7 +192,16 @@ def seeded(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Of three or four dimensions, by the kernel that takes four."""
+    missing = (1,) * (4 - query.dim())
+    q, k, v = (x.view(*missing, *x.shape) for x in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale).reshape(value.shape)
+
+
 def _function(body: str) -> Callable[..., tuple[Tensor, ...]]:
-    scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "attention": attention}
     exec(body, scope)
     return scope["program"]
