@@ -58,6 +58,11 @@ def in_padding(x: Tensor, s: Tensor) -> Tensor:
     return x + F.pad(s[..., None], (0, 3)).flatten(-2)
 
 
+def of_one_channel(x: Tensor) -> Tensor:
+    """Its gradient: an element serves a channel's pixels, and is hidden from the other channel's."""
+    return torch.logsumexp(x, (2, 3)).unbind(1)[0]
+
+
 def normalized(x: Tensor, s: Tensor) -> Tensor:
     return F.layer_norm(repeated(x, s), x.shape[-1:])
 
@@ -71,6 +76,8 @@ def normalized(x: Tensor, s: Tensor) -> Tensor:
         (repeated, ((5, 96), (5, 4))),
         (nearest, ((3, 16, 24), (3, 8, 12))),
         (in_padding, ((7, 512), (7, 128))),
+        (of_one_channel, ((3, 2, 2, 3),)),
+        (of_one_channel, ((64, 4, 4, 6),)),
         (normalized, ((9, 1024), (9, 8))),
         (normalized, ((3, 20000), (3, 1250))),
     ],

@@ -68,11 +68,9 @@ def _of(node: Load) -> object:
 
 def _loaded(b: Builder, node: Load, length: int, then: str) -> Expression:
     """The index over columns of which each is a run."""
-    axes, left = list(b.loops.axes), length
-    for i in reversed(range(b.a.first[COLS], len(axes))):  # those that an element serves, of the last a part
-        size = axes[i].size
-        taken = left if quotient(size, left) is not None else int(size)
-        axes[i] = replace(axes[i], size=quotient(size, taken) or 1)
-        left //= taken
-    columns = Columns(RUN, tuple(axes), b.tile.lanes // length, f"// {length}")
+    axes, outer = b.loops.axes, max(key for key, _ in node.index.terms) + 1
+    inner = b.a.within_moving(node.index, COLS)
+    served = (quotient(inner, length) or 1, *(1 for _ in axes[outer + 1 :]))
+    axes = (*axes[:outer], *(replace(a, size=n) for a, n in zip(axes[outer:], served, strict=True)))
+    columns = Columns(RUN, axes, b.tile.lanes // length, f"// {length}")
     return b.loaded(node, *address(b, columns, node.buffer, node.index), f"fm.repeated({then}, {length})")
