@@ -50,6 +50,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "sum of one element": (lambda a: a.sum(1), (x(1, 1).expand(2, 1),)),
     "sum that is the same for each element": (lambda a: a[None].sum(0), (x(1).expand(5),)),
     "reduction of a number": (lambda a: torch.softmax(a, 0) + a.amax(0), (torch.tensor(1.5),)),
+    "any and all of one element": (
+        lambda a, b: (a.any(0), a.all(0), b.any(0), b.all(0, True)),
+        (torch.tensor([[0, 1, 6]], dtype=torch.uint8), torch.tensor([[0.0, 0.5, -2.0, float("nan")]])),
+    ),
     "sum of nothing": (lambda a: (a.sum(1) + 2, a.sum(0), a.sum()), (x(3, 0),)),
     "sum over rows for each row": (lambda a: a.sum(0).sum(0) + a, (x(2, 1).expand(2, 2),)),
     "sums that are the same in every column": (lambda a: a.sum(0), (x(9, 1).expand(9, 30),)),

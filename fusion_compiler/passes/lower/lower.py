@@ -471,6 +471,8 @@ class Lowering(Builder):
         dtype = compute_dtype(op.outputs[0].dtype)
         if spec.combine in ("argmax", "argmin"):
             return self.constant(0, dtype, op.name)
+        if spec.combine in ("any", "all"):  # of bytes they are bytes
+            value = self.converted(value, torch.bool, op.name)
         return self.rounder.rounded(op, self.converted(value, dtype, op.name))
 
     def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
