@@ -234,6 +234,34 @@ def test_lengths_that_differ_from_call_to_call() -> None:
     assert not plan.leftovers
 
 
+def doubled_front(c: Tensor, at: Tensor) -> Tensor:
+    front = c[:, : (c.shape[1] + 1) // 2]
+    front.index_fill_(0, at, 2.0)
+    return front
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_view_of_what_is_written_is_one_of_the_argument(dynamic: bool, gradient: bool) -> None:
+    """Wherever the argument lies in its memory, and with nothing copied for it."""
+    fast = fc.compile(doubled_front, backend="interpret", device="h200", dynamic=dynamic)
+    for offset, length in ((1, 5), (4, 6), (0, 9)):
+        memory = torch.randn(100).requires_grad_(gradient)
+        ours, theirs = ((memory * 1)[offset:][: 7 * length].view(7, length) for _ in range(2))
+        for at in (2, 0):
+            shown, want = (f(x, torch.tensor([at])) for f, x in ((fast, ours), (doubled_front, theirs)))
+            torch.testing.assert_close((ours, shown), (theirs, want))
+            assert shown.data_ptr() == ours.data_ptr() and shown.requires_grad == gradient
+    assert gradient or not any("in place: refused" in str(p) for p in fast.plan)
+
+
+def test_a_result_is_not_the_argument_that_has_its_numbers() -> None:
+    fast = fc.compile(lambda c: torch.slice_scatter(c, c[1:], 0, 1), backend="interpret", device="h200")
+    given = torch.randn(4, 8)
+    torch.testing.assert_close(result := fast(given), given)
+    assert result.data_ptr() != given.data_ptr()
+
+
 def rotated(c: Tensor, n: Tensor, angle: Tensor, at: Tensor, q: Tensor) -> Tensor:
     """RoPE, the write, and attention that reads it."""
     a, b = n.chunk(2, -1)

@@ -21,7 +21,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TorchDynamoException
-from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
+from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -30,6 +30,7 @@ from fusion_compiler.capture import autograd_cache, kept_rewrites
 from fusion_compiler.capture.autograd_cache import stored
 from fusion_compiler.capture.decompositions import gradients_of_interpolation
 from fusion_compiler.capture.graph_text import read
+from fusion_compiler.capture.in_place import show_arguments
 from fusion_compiler.capture.kept_rewrites import KeptRewrites, Rewritten
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.capture.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
@@ -256,6 +257,8 @@ class _Compilers:
         """What AOTAutograd gets of a graph that it has just made."""
         if self._expected:
             raise _AbsentError
+        if phase is not Phase.BACKWARD:
+            show_arguments(graph.graph, _shown())
         if phase is Phase.INFERENCE:
             self._rewrite_joint(graph.graph)
         info = _info(graph, self._name, phase, ())
@@ -388,6 +391,19 @@ def rewrite(
         graph, more = rule(graph)
         notes += more
     return graph, notes
+
+
+def _shown() -> dict[int, int]:
+    """Which results of a graph with a forward pass AOTAutograd makes again as views of an argument: by their
+    positions those of the arguments."""
+    context = TracingContext.try_get()
+    metadata: Any = context.fw_metadata if context else None
+    if metadata is None or metadata.tokens:
+        return {}
+    if any(isinstance(m, SubclassCreationMeta) for m in metadata.subclass_inp_meta):
+        return {}
+    told = enumerate(metadata.output_info, metadata.num_mutated_inp_runtime_indices)
+    return {i: info.base_idx for i, info in told if info.output_type is OutputType.alias_of_input}
 
 
 def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> GraphInfo:

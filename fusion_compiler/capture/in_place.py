@@ -62,6 +62,31 @@ def written_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     return made, notes
 
 
+def show_arguments(graph: fx.Graph, shown: Mapping[int, int]) -> None:
+    """Lets results that are views of a written argument's new value be views of the argument; in place.
+
+    AOTAutograd makes such a result again of the argument, where the result lies in its memory: which another
+    tensor with the same numbers does not tell. shown: positions of results, and of the argument of each.
+    """
+    placeholders, output = graph.find_nodes(op="placeholder"), graph.output_node()
+    written = {copy.args[0]: copy for copy in graph.find_nodes(op="call_function", target=COPY)}
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for i, number in shown.items():
+        views, base = [], results[i]
+        while isinstance(base, fx.Node) and is_view_node(base):
+            views.append(base)
+            base = base.args[0]
+        argument = written.get(placeholders[number], placeholders[number])
+        if not views or base.op == "placeholder" or _form(base) != _form(argument):  # type: ignore[union-attr]
+            continue
+        with graph.inserting_before(output):
+            for view in reversed(views):
+                argument = emit(view, view.target, argument, *view.args[1:], **view.kwargs)  # type: ignore[arg-type]
+        results[i] = argument
+        output.args = (type(output.args[0])(results),)  # type: ignore[call-arg,arg-type]
+        erase_unused({*views, base})  # type: ignore[arg-type]
+
+
 def _begins(node: fx.Node) -> bool:
     return node.target in PARTS or node.target is COPY or in_place_form(node) is not None
 
@@ -178,15 +203,18 @@ class _Writes:
                 self.before.setdefault(reader, []).append(made)
             where = "an argument" if home.op == "placeholder" else "a result that dies"
             notes.append(RewriteNote("in place", name, True, f"written into {where}"))
+        for copy in self.graph.find_nodes(op="call_function", target=COPY):
+            copy.replace_all_uses_with(copy.args[0])  # of views that are returned, which read nothing
         self.in_order()
         return tuple(notes)
 
     def says_nothing(self, write: _Write) -> bool:
-        """Whether there is nothing to write: memory that has the result already, which all then read, or what
-        no cluster makes; or a cluster makes all of the base where it makes the rest."""
+        """Whether there is nothing to write: memory that has the result already, which all then read if it is
+        not returned, or what no cluster makes; or a cluster makes all of the base where it makes the rest."""
         target = write.result.target
         if write.form is None and write.indices is None and _is_same(write.source, write.view):
-            return self.replaced(write, write.region)
+            kept = target is not COPY and self.graph.output_node() in _readers(write.result)
+            return kept or self.replaced(write, write.region)
         if target is COPY:
             return not _is_computed(root(write.source))
         return spec_of(target) is not None and owner(write.base) not in self.copies
