@@ -299,3 +299,29 @@ def test_sizes_that_are_estimated_below_zero_take_no_memory() -> None:
     tensors = torch.randn(3, 2, 13), torch.randn(2, 2, 3), torch.randn(2, 2, 4)
     torch.testing.assert_close(fast(*tensors), convolved(*tensors))
     assert "memory: " in str(fast.plan[0])
+
+
+DIFFERENCES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "sum over rows": lambda x, n: x[:, n:].square().sum(0),
+    "sum over columns": lambda x, n: x[:, n:].square().sum(1),
+    "sum of all": lambda x, n: x[:, n:].exp().sum(),
+    "softmax": lambda x, n: torch.softmax(x[:, n:], 1),
+    "softmax of some rows": lambda x, n: torch.softmax(x[n:], 1),
+    "running sums": lambda x, n: x[:, n:].cumsum(1),
+    "largest of each column": lambda x, n: x[:, n:].argmax(0),
+    "layer norm": lambda x, n: F.layer_norm(x[:, n:], (x.shape[1] - n,)),
+}
+
+
+@pytest.mark.parametrize("least", [0, 1])
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_sizes_that_are_differences(name: str, least: int) -> None:
+    """Of two symbols, which estimates take for one number, as if there were no element, or one."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return DIFFERENCES[name](x, y.shape[0] - least)
+
+    fast = fc.compile(fn, backend="interpret", device="h200", dynamic=True)
+    for rows, columns, cut in ((9, 12, 3), (5, 200, 2), (20, 700, 11)):
+        x, y = torch.randn(rows + cut, columns), torch.randn(cut)
+        torch.testing.assert_close(fast(x, y), fn(x, y))

@@ -48,7 +48,7 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Not a table: the best tiles depend on how many columns there are for each multiprocessor."""
     width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
-    if width == 1:
+    if a.size(COLS) == 1:
         return _one_column(device, count)
     if _is_known_product(a):
         return ()  # none was: the model ranks them
