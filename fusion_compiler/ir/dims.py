@@ -11,6 +11,7 @@ import sympy
 
 Dim = int | sympy.Expr
 Hints = Mapping[sympy.Symbol, int]  # sizes that symbols had, or are taken to have
+FEW = 16
 
 
 def simple(dim: Dim) -> Dim:
@@ -64,10 +65,11 @@ def is_positive(dim: Dim) -> bool:
 
 
 def hint(dim: Dim, values: Hints | None = None) -> int:
-    """A number for estimates: the size itself; symbols from `values`, else 64 each."""
+    """A number for estimates: the size itself; symbols from `values`, else 64 each, of which a difference leaves
+    a few."""
     if isinstance(dim, int):
         return dim
-    return int(_value(dim, values or {}))
+    return int(_value(dim, values)) if values else max(FEW, int(_value(dim, {})))
 
 
 def _value(expr: sympy.Basic, known: Hints) -> int | Fraction:
