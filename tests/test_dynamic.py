@@ -326,3 +326,12 @@ def test_sizes_that_are_differences(name: str, one: bool) -> None:
     for rows, columns, cut in ((9, 12, 3), (5, 200, 2), (20, 700, 11)):
         x, y = torch.randn(rows, columns), torch.randn(cut)
         torch.testing.assert_close(fast(x, y), fn(x, y))
+
+
+def test_rows_of_what_is_made_of_a_size_alone() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.full((x.shape[0], 2), 2)[2:-1]
+
+    fast = fc.compile(fn, backend="interpret", device="h200", dynamic=True, fullgraph=True)
+    for rows, columns in ((9, 12), (5, 7)):
+        torch.testing.assert_close(fast(x := torch.randn(rows, columns)), fn(x))

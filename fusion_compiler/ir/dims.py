@@ -11,7 +11,7 @@ import sympy
 
 Dim = int | sympy.Expr
 Hints = Mapping[sympy.Symbol, int]  # sizes that symbols had, or are taken to have
-FEW = 16
+FEW = 16  # that an estimate without any hint is at least: of 64 - 64 nothing would be left
 
 
 def simple(dim: Dim) -> Dim:
@@ -65,8 +65,7 @@ def is_positive(dim: Dim) -> bool:
 
 
 def hint(dim: Dim, values: Hints | None = None) -> int:
-    """A number for estimates: the size itself; symbols from `values`, else 64 each, of which a difference leaves
-    a few."""
+    """A number for estimates: the size itself; symbols from `values`, else 64 each, and FEW at least."""
     if isinstance(dim, int):
         return dim
     return int(_value(dim, values)) if values else max(FEW, int(_value(dim, {})))

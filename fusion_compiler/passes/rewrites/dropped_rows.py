@@ -65,7 +65,8 @@ def _is_pointwise(node: fx.Node) -> bool:
     computes = spec is not None and spec.kind is Kind.ELEMENTWISE and spec.expr is not None
     if not computes and getattr(node.target, "_opname", "") not in CONVERSIONS:
         return False
-    return node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
+    result, operand = node.meta["val"], node.all_input_nodes[0].meta["val"]  # which may be a size
+    return isinstance(operand, torch.Tensor) and result.shape == operand.shape
 
 
 def _reason(cut: fx.Node, linear: fx.Node) -> str:

@@ -189,8 +189,9 @@ def _is_by_row(routing: Routing, node: fx.Node, rows: int) -> bool:
         return False
     if target._schema.is_mutable and node.args[0] not in inside:
         return False
-    sorted_ones = [n.meta["val"].shape for n in node.all_input_nodes if n in inside]
-    others = [n.meta["val"].shape for n in node.all_input_nodes if n not in inside]
+    tensors = [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]  # others are sizes
+    sorted_ones = [n.meta["val"].shape for n in tensors if n in inside]
+    others = [n.meta["val"].shape for n in tensors if n not in inside]
     aligned = all(len(s) == out.dim() and s[0] == rows for s in sorted_ones)
     return aligned and all(len(s) < out.dim() or s[0] == 1 for s in others)
 
