@@ -120,6 +120,22 @@ def test_sizes_that_differ_are_recorded_in_inference_where_they_are_told() -> No
         assert found is None if fits else found is not None and "sizes differ" in found
 
 
+def test_a_view_of_an_argument_whose_sizes_differ_is_not_recorded() -> None:
+    """AOTAutograd makes it again of the argument, at the offset that the result has: a copy has none."""
+    graph = sized(told=True)
+    output = graph.graph.output_node()
+    (x,) = output.all_input_nodes
+    for target, told in ((torch.ops.aten.t.default, True), (torch.ops.aten.sin.default, False)):
+        with graph.graph.inserting_before(output):
+            result = graph.graph.call_function(target, (x,))
+        result.meta["val"] = x.meta["val"]
+        output.args = ((result,),)
+        found = refusal(graph, form_of(graph, ()), Phase.INFERENCE)
+        assert (found is not None and "is a view of an argument" in found) == told
+    fixed = traced(lambda x: x.t(), "cuda")
+    assert refusal(fixed, form_of(fixed, ()), Phase.INFERENCE) is None
+
+
 def test_what_is_written_may_lie_anywhere_in_inference() -> None:
     graph = traced(writes, "cuda", "cuda")
     form = form_of(graph, (1,))

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
+from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.runtime.binding import unkept_scratch
 
 RECORDED = "recorded"
@@ -85,6 +86,9 @@ def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
     inputs = gm.graph.find_nodes(op="placeholder")
     if not _sized(inputs, form) or (form.sizes and phase is not Phase.INFERENCE):
         return "its sizes differ from call to call; compile with dynamic=False to record one graph for each"
+    shown = next(filter(_is_part_of_argument, gm.graph.output_node().all_input_nodes), None)
+    if form.sizes and shown is not None:  # else AOTAutograd knows where without looking at the result
+        return f"its result {shown.name} is a view of an argument, of which a recording loses the place"
     values = _values(gm)
     tensors = [(n, value) for n, value in values if isinstance(value, torch.Tensor)]
     other = next((f"{n.name} is on {t.device}" for n, t in tensors if t.device.type != "cuda"), None)
@@ -103,6 +107,13 @@ def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
             "of the module, or marked by torch._dynamo.mark_static_address"
         )
     return None
+
+
+def _is_part_of_argument(node: fx.Node) -> bool:
+    part = is_view_node(node)
+    while is_view_node(node) or node.target is torch.ops.aten.copy_.default:  # of what has been written
+        node = node.args[0]  # type: ignore[assignment]
+    return part and node.op == "placeholder"
 
 
 def _sized(inputs: Sequence[fx.Node], form: Form) -> bool:
