@@ -202,6 +202,20 @@ def test_symbolic_sizes_are_not_kept() -> None:
     assert "autograd" in model.plan[0].notes and not entries()
 
 
+def test_views_whose_sizes_pytorch_loses_are_not_kept() -> None:
+    """Of a product of matrices in batches with one matrix, two parts of which are returned."""
+
+    def parts(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = a @ b
+        return product.permute(1, 2, 0), product[..., ::2]
+
+    a, b = torch.randn(17, 7, 5, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    for _ in range(2):
+        model = compiled(parts)
+        torch.testing.assert_close(model(a, b), parts(a, b))
+    assert "sizes of _unsafe_view" in model.plan[0].notes["autograd"] and not entries()
+
+
 def test_inputs_that_share_memory_are_not_kept() -> None:
     x = torch.randn(8)
     model = compiled(lambda a, b: a.sin() + b)

@@ -27,7 +27,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.capture import autograd_cache, kept_rewrites
-from fusion_compiler.capture.autograd_cache import stored
+from fusion_compiler.capture.autograd_cache import StoredGraph, stored
 from fusion_compiler.capture.decompositions import gradients_of_interpolation
 from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.in_place import show_arguments
@@ -272,7 +272,7 @@ class _Compilers:
             context.fw_metadata.bw_donated_idxs = []  # what is saved is not written over, and read again
         known = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
         known |= {"notes": record.write(self._joint_notes), "bare": bare, "separable": self._separable}
-        text = stored(graph, known)
+        text = stored(graph, known) if (reason := _unkept()) is None else StoredGraph("", reason)
         if text.reason:
             self._not_kept(text.reason)
         text.run = self._staged(graph, fakes, replace(info, digest=text.digest), bare)
@@ -404,6 +404,19 @@ def _shown() -> dict[int, int]:
         return {}
     told = enumerate(metadata.output_info, metadata.num_mutated_inp_runtime_indices)
     return {i: info.base_idx for i, info in told if info.output_type is OutputType.alias_of_input}
+
+
+def _unkept() -> str | None:
+    """Why what AOTAutograd knows of a graph cannot be read again; None where it can.
+
+    The sizes of these views are written from memory that was given back (pytorch#185861 mends that).
+    """
+    context = TracingContext.try_get()
+    metadata: Any = context.fw_metadata if context else None
+    told = [] if metadata is None else [info.view_meta_sequence for info in metadata.output_info]
+    views = [type(view).__name__ for found in told if found is not None for view in found.sequence]
+    lost = next((v for v in views if v in ("_unsafe_view_ViewMeta", "resize__ViewMeta")), None)
+    return None if lost is None else f"PyTorch does not keep the sizes of {lost.removesuffix('_ViewMeta')}"
 
 
 def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> GraphInfo:
