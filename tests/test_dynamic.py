@@ -335,3 +335,15 @@ def test_rows_of_what_is_made_of_a_size_alone() -> None:
     fast = fc.compile(fn, backend="interpret", device="h200", dynamic=True, fullgraph=True)
     for rows, columns in ((9, 12), (5, 7)):
         torch.testing.assert_close(fast(x := torch.randn(rows, columns)), fn(x))
+
+
+def test_a_size_that_a_guard_makes_one_is_broadcast() -> None:
+    """Other sizes are captured again."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        return y - y[14::3]
+
+    fast = fc.compile(fn, backend="interpret", device="h200", dynamic=True)
+    for length in (16, 17, 15):
+        torch.testing.assert_close(fast(x := torch.randn(length)), fn(x))

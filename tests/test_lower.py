@@ -50,6 +50,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "sum of one element": (lambda a: a.sum(1), (x(1, 1).expand(2, 1),)),
     "sum that is the same for each element": (lambda a: a[None].sum(0), (x(1).expand(5),)),
     "reduction of a number": (lambda a: torch.softmax(a, 0) + a.amax(0), (torch.tensor(1.5),)),
+    **{
+        f"a single integer beside integers of {dtype}": (
+            lambda a, b: (a > b, b >= a, torch.where(a < b, a, 1), torch.div(a, b, rounding_mode="trunc")),
+            (torch.arange(240, 250).to(dtype), torch.tensor(-11)),
+        )
+        for dtype in (torch.uint8, torch.int8, torch.int32)
+    },
     "any and all of one element": (
         lambda a, b: (a.any(0), a.all(0), b.any(0), b.all(0, True)),
         (torch.tensor([[0, 1, 6]], dtype=torch.uint8), torch.tensor([[0.0, 0.5, -2.0, float("nan")]])),

@@ -12,6 +12,7 @@ import networkx as nx
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import Max
 
 from fusion_compiler.ir.calls import EagerCall, call_of, name_of
@@ -133,10 +134,13 @@ def kind_of(node: fx.Node) -> Kind:
 
 
 def dim_of(size: int | torch.SymInt) -> Dim:
-    """An integer as it is; a SymInt as its sympy expression, or as an integer where it is constant."""
+    """An integer as it is; a SymInt as its sympy expression, or as an integer where it is constant: also as 1
+    where a guard says so, by which an operator may have broadcast."""
     if isinstance(size, int):
         return size
     expr = sympy.expand(size.node.expr)
+    if size.node.hint == 1 and not expr.is_Symbol and statically_known_true(size == 1):
+        return 1
     return int(expr) if expr.is_Integer else expr
 
 

@@ -10,12 +10,13 @@ not be rounded, unless it is pinned (ir/pinned.py): then the rounding decides so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.ir.dag import Op, Ref
+from fusion_compiler.ir.dag import Op, Ref, TensorMeta
 from fusion_compiler.ir.loops import Compute, Constant, Load, Node, Reduce, Scan, Value
 from fusion_compiler.passes.lower.builder import Builder
 
@@ -67,14 +68,18 @@ class Rounder:
 
     def comparable(self, op: Op, operands: list[tuple[str, object]]) -> list[tuple[str, object]]:
         """What 16-bit tensors are compared with, numbers and single elements, in their dtype: as PyTorch
-        promotes them on a CPU."""
+        promotes them on a CPU. Also single integers, which wrap around, that integers are compared with."""
         metas = {name: self.dag.op(name).outputs[0] for name in op.inputs if self.dag.op(name).outputs}
-        dtypes = {m.dtype for m in metas.values() if m.shape and m.dtype.is_floating_point}
+        names = (a.name for a in op.target._schema.arguments)  # type: ignore[union-attr]
+        given = dict(zip(names, op.args, strict=False))
+        several = {m.dtype for m in metas.values() if m.shape}
+        if several and not any(map(_is_fractional, several)) and several != {torch.bool}:
+            dtype = functools.reduce(torch.promote_types, several)
+            return [(name, self._wrapped(v, given.get(name), metas, dtype)) for name, v in operands]
+        dtypes = set(filter(_is_fractional, several))
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         if dtype not in HALVES:
             return operands
-        names = (a.name for a in op.target._schema.arguments)  # type: ignore[union-attr]
-        given = dict(zip(names, op.args, strict=False))
         found: list[tuple[str, object]] = []
         for name, operand in operands:
             source = given.get(name)
@@ -86,6 +91,17 @@ class Rounder:
                     operand = Value(self._converted(node, dtype, True, source.name))
             found.append((name, operand))
         return found
+
+    def _wrapped(
+        self, operand: object, source: object, metas: Mapping[str, TensorMeta], dtype: torch.dtype
+    ) -> object:
+        """An operand, in a dtype of integers if it is a single integer of another."""
+        if not isinstance(operand, Value) or not isinstance(source, Ref) or metas[source.name].shape:
+            return operand
+        have = self.nodes[operand.node].dtype
+        if _is_fractional(have) or have in (torch.bool, dtype):
+            return operand
+        return Value(self.build.converted(operand.node, dtype, source.name))
 
     def _converted(self, node: int, dtype: torch.dtype, pinned: bool, name: str) -> int:
         operands = (("self", Value(node)), ("rounding", str(dtype)))
@@ -116,6 +132,10 @@ class Rounder:
                 )
             case _:
                 return False
+
+
+def _is_fractional(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def unrounded(nodes: Sequence[Node], node: int, dtype: torch.dtype) -> int:
