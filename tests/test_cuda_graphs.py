@@ -120,16 +120,21 @@ def test_sizes_that_differ_are_recorded_in_inference_where_they_are_told() -> No
         assert found is None if fits else found is not None and "sizes differ" in found
 
 
-def test_a_view_of_an_argument_whose_sizes_differ_is_not_recorded() -> None:
-    """AOTAutograd makes it again of the argument, at the offset that the result has: a copy has none."""
-    graph = sized(told=True)
-    output = graph.graph.output_node()
-    (x,) = output.all_input_nodes
-    for target, told in ((torch.ops.aten.t.default, True), (torch.ops.aten.sin.default, False)):
-        with graph.graph.inserting_before(output):
-            result = graph.graph.call_function(target, (x,))
-        result.meta["val"] = x.meta["val"]
-        output.args = ((result,),)
+def test_a_view_of_what_else_is_there_is_not_recorded_where_sizes_differ() -> None:
+    """AOTAutograd makes it again of the argument or the other result, at the offset that it has: a copy has
+    none."""
+    sin, t = torch.ops.aten.sin.default, torch.ops.aten.t.default
+    for both, told in (((t,), True), ((sin,), False), ((sin, t), True), ((sin, sin), False)):
+        graph = sized(told=True)
+        output = graph.graph.output_node()
+        (x,) = output.all_input_nodes
+        results: list[fx.Node] = []
+        for target in both:
+            with graph.graph.inserting_before(output):
+                source = results[0] if target is t and results else x
+                results.append(graph.graph.call_function(target, (source,)))
+            results[-1].meta["val"] = x.meta["val"]
+        output.args = (tuple(results),)
         found = refusal(graph, form_of(graph, ()), Phase.INFERENCE)
         assert (found is not None and "is a view of an argument" in found) == told
     fixed = traced(lambda x: x.t(), "cuda")

@@ -34,8 +34,8 @@ from fusion_compiler.ir.pinned import pin
 from fusion_compiler.ir.random import merge_seeds
 
 _aten = torch.ops.aten
-# The cut nearest to the sink is the same for every maximum flow; of 32 layers the default takes up to four
-# seconds to find one, this a quarter of one.
+# The cut nearest to the sink is the same for every maximum flow; of 32 layers the default takes two to
+# three seconds to find one, this a quarter of one.
 _flow = networkx.algorithms.flow.boykov_kolmogorov
 
 

@@ -18,6 +18,7 @@ twice; unasked those of whose sizes that pays.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -86,9 +87,9 @@ def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
     inputs = gm.graph.find_nodes(op="placeholder")
     if not _sized(inputs, form) or (form.sizes and phase is not Phase.INFERENCE):
         return "its sizes differ from call to call; compile with dynamic=False to record one graph for each"
-    shown = next(filter(_is_part_of_argument, gm.graph.output_node().all_input_nodes), None)
+    shown = _shown(gm.graph.output_node().all_input_nodes)
     if form.sizes and shown is not None:  # else AOTAutograd knows where without looking at the result
-        return f"its result {shown.name} is a view of an argument, of which a recording loses the place"
+        return f"its result {shown.name} is a view of an argument or another result; a copy loses its place"
     values = _values(gm)
     tensors = [(n, value) for n, value in values if isinstance(value, torch.Tensor)]
     other = next((f"{n.name} is on {t.device}" for n, t in tensors if t.device.type != "cuda"), None)
@@ -109,11 +110,19 @@ def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
     return None
 
 
-def _is_part_of_argument(node: fx.Node) -> bool:
-    part = is_view_node(node)
-    while is_view_node(node) or node.target is torch.ops.aten.copy_.default:  # of what has been written
+def _shown(results: Sequence[fx.Node]) -> fx.Node | None:
+    """A result that is a view of an argument, or of memory that another result shows as well."""
+    roots = {node: _root(node) for node in results}
+    several = Counter(roots.values())
+    views = (node for node in results if is_view_node(node))
+    return next((n for n in views if roots[n].op == "placeholder" or several[roots[n]] > 1), None)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The node that has the memory which a result shows; the argument that has been written into."""
+    while is_view_node(node) or node.target is torch.ops.aten.copy_.default:
         node = node.args[0]  # type: ignore[assignment]
-    return part and node.op == "placeholder"
+    return node
 
 
 def _sized(inputs: Sequence[fx.Node], form: Form) -> bool:
