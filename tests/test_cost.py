@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, TensorMeta
 from fusion_compiler.ir.device import DEVICES, device_spec
-from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.dims import FEW, hint
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Value
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Cost
@@ -599,8 +599,13 @@ def test_eager_cost():
     assert small == Cost(H200.launch_us, 32, 16, 8, "launch")
 
 
-def test_a_size_that_is_estimated_below_zero_costs_nothing():
+def test_a_size_that_is_estimated_below_zero_is_a_few_elements():
     """What a slice leaves of sizes that no one has told: either estimate may be the larger one."""
-    n = Nest({"i": (sympy.Symbol("s0", integer=True, positive=True) - 100, COLS)})
-    n.store("y", n.mul(n.load("x", at={"i": 1}, numel=1), n.constant(2.0)), at={"i": 1}, numel=1)
-    assert cost_of(n.nest(), H200, n.buffers).us == 0.0
+
+    def cost(size: Any):
+        n = Nest({"i": (size, COLS)})
+        n.store("y", n.mul(n.load("x", at={"i": 1}, numel=16), n.constant(2.0)), at={"i": 1}, numel=16)
+        return cost_of(n.nest(), H200, n.buffers)
+
+    assert cost(sympy.Symbol("s0", integer=True, positive=True) - 100) == cost(FEW)
+    assert cost(0).us == 0.0
