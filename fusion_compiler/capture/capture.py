@@ -267,9 +267,8 @@ class _Compilers:
         bare = phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes)
         if self.key is None:
             return self._staged(graph, fakes, info, bare)
-        context = TracingContext.try_get()
-        if context is not None and context.fw_metadata is not None:
-            context.fw_metadata.bw_donated_idxs = []  # what is saved is not written over, and read again
+        if (metadata := _metadata()) is not None:
+            metadata.bw_donated_idxs = []  # what is saved is not written over, and read again
         known = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
         known |= {"notes": record.write(self._joint_notes), "bare": bare, "separable": self._separable}
         text = stored(graph, known) if (reason := _unkept()) is None else StoredGraph("", reason)
@@ -338,8 +337,7 @@ def _passed_on(inputs: Sequence[Any], fakes: Sequence[Any]) -> bool:
     inputs: of the Dynamo graph, called where neither autograd nor autocast has a part in what runs.
     fakes: of the graph that is compiled.
     """
-    context = TracingContext.try_get()
-    metadata: Any = context.fw_metadata if context else None
+    metadata = _metadata()
     if metadata is None or len(inputs) != len(fakes):
         return False
     if any(isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x) for x in inputs):
@@ -393,11 +391,16 @@ def rewrite(
     return graph, notes
 
 
+def _metadata() -> Any:
+    """What AOTAutograd knows of the graph that it compiles; None outside of it."""
+    context = TracingContext.try_get()
+    return None if context is None else context.fw_metadata
+
+
 def _shown() -> dict[int, int]:
     """Which results of a graph with a forward pass AOTAutograd makes again as views of an argument: by their
     positions those of the arguments."""
-    context = TracingContext.try_get()
-    metadata: Any = context.fw_metadata if context else None
+    metadata = _metadata()
     if metadata is None or metadata.tokens:
         return {}
     if any(isinstance(m, SubclassCreationMeta) for m in metadata.subclass_inp_meta):
@@ -411,8 +414,7 @@ def _unkept() -> str | None:
 
     The sizes of these views are written from memory that was given back (pytorch#185861 mends that).
     """
-    context = TracingContext.try_get()
-    metadata: Any = context.fw_metadata if context else None
+    metadata = _metadata()
     told = [] if metadata is None else [info.view_meta_sequence for info in metadata.output_info]
     views = [type(view).__name__ for found in told if found is not None for view in found.sequence]
     lost = next((v for v in views if v in ("_unsafe_view_ViewMeta", "resize__ViewMeta")), None)
@@ -420,8 +422,7 @@ def _unkept() -> str | None:
 
 
 def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> GraphInfo:
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context else None
+    metadata = _metadata()
     placeholders = graph.graph.find_nodes(op="placeholder")
     returned = graph.graph.output_node().args[0]
     outputs = len(returned) if isinstance(returned, Sequence) else 1

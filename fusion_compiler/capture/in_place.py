@@ -69,14 +69,14 @@ def show_arguments(graph: fx.Graph, shown: Mapping[int, int]) -> None:
     tensor with the same numbers does not tell. shown: positions of results, and of the argument of each.
     """
     placeholders, output = graph.find_nodes(op="placeholder"), graph.output_node()
-    written = {copy.args[0]: copy for copy in graph.find_nodes(op="call_function", target=COPY)}
+    copies = {copy.args[0]: copy for copy in graph.find_nodes(op="call_function", target=COPY)}
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for i, number in shown.items():
         views, base = [], results[i]
         while isinstance(base, fx.Node) and is_view_node(base):
             views.append(base)
             base = base.args[0]
-        argument = written.get(placeholders[number], placeholders[number])
+        argument = copies.get(placeholders[number], placeholders[number])
         if not views or base.op == "placeholder" or _form(base) != _form(argument):  # type: ignore[union-attr]
             continue
         with graph.inserting_before(output):

@@ -87,8 +87,8 @@ def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
     inputs = gm.graph.find_nodes(op="placeholder")
     if not _sized(inputs, form) or (form.sizes and phase is not Phase.INFERENCE):
         return "its sizes differ from call to call; compile with dynamic=False to record one graph for each"
-    shown = _shown(gm.graph.output_node().all_input_nodes)
-    if form.sizes and shown is not None:  # else AOTAutograd knows where without looking at the result
+    shown = _shown(gm.graph.output_node().all_input_nodes) if form.sizes else None
+    if shown is not None:  # of known sizes AOTAutograd knows the place without looking at the result
         return f"its result {shown.name} is a view of an argument or another result; a copy loses its place"
     values = _values(gm)
     tensors = [(n, value) for n, value in values if isinstance(value, torch.Tensor)]
