@@ -83,6 +83,7 @@ from fusion_compiler.runtime.collection import rare_collections
 from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, Recordings, Terms, is_asked, is_recorded
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.gradients import Handovers
+from fusion_compiler.runtime.graph_tuning import GraphTuning
 from fusion_compiler.runtime.kept_plans import KeptPlans
 from fusion_compiler.runtime.kept_plans import key_of as plan_key
 from fusion_compiler.runtime.launch import Runner, compile_all
@@ -280,11 +281,12 @@ class Compiler:
             rules = (p.name for p in self.given if not isinstance(p, ClusterHint))
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
         graphs = False if info.phase is Phase.CHUNK else self.options.cudagraphs  # recorded with its caller
+        tuning = self.tuning(plan, runners) if backend == "triton" and not self.options.verify else None
         if graphs is True:
-            run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend)
+            run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend, tuning)
         elif graphs == "auto" and backend == "triton":
             terms = functools.partial(self.terms, replace(plan, solved=None), info, order.peak)
-            run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms)
+            run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms, tuning)
         if handover is not None:  # a recording gives back what was recorded
             handover.enabled = not is_recorded(notes.get("CUDA graph"))
         where = ["captured " + ("from disk" if info.from_disk else "anew")]
@@ -354,11 +356,12 @@ class Compiler:
         inputs: Sequence[Any],
         info: GraphInfo,
         backend: str,
+        tuning: GraphTuning | None,
     ) -> tuple[Callable[..., Any], str]:
         """`run` replayed as a CUDA graph where that can be, and what was decided."""
         decision = f"backend {backend!r} launches nothing"
         if backend == "triton":
-            run, decision = self.recordings.wrap(run, gm, inputs, info)
+            run, decision = self.recordings.wrap(run, gm, inputs, info, tuning=tuning)
         if not (is_asked(decision) or decision == FORWARD_IS_NOT):
             self.warned.warn(
                 f"cudagraphs {decision}",
@@ -366,6 +369,13 @@ class Compiler:
                 "  what to do: change that, or leave it where host time does not count",
             )
         return run, decision
+
+    def tuning(self, plan: FusionPlan, runners: Mapping[str, Runner]) -> GraphTuning:
+        """What chooses among the schedules of a graph's kernels where it is recorded."""
+        us: dict[Runner, float] = {}
+        for cluster in plan.clusters:
+            us[runners[cluster.name]] = us.get(runners[cluster.name], 0.0) + cluster.cost.us
+        return GraphTuning(sorted(us, key=us.__getitem__, reverse=True), self.stages)
 
     def terms(self, plan: FusionPlan, info: GraphInfo, peak: int, at: Hints | None = None) -> Terms:
         """What decides whether a graph is recorded unasked, or calls of it whose sizes are `at`."""

@@ -55,6 +55,10 @@ def rms_normed(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:
     return r + torch.addmm(b, F.rms_norm(x, g.shape, g), w)
 
 
+def softmax_product(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:
+    return torch.addmm(b, torch.softmax(x, -1), w)
+
+
 def operands(rows: int, k: int, n: int, dtype: torch.dtype) -> list[Tensor]:
     """x [rows, k], the matrix [k, n], its bias [n], a residual [rows, n], the weights of a norm [k]."""
     shapes = (rows, k), (k, n), (n,), (rows, n), (k,)
@@ -67,7 +71,12 @@ def finished(fast: Compiled) -> list[str]:
     return [p.schedule for p in chosen if "the last finishes" in p.schedule]
 
 
-def check(f: Function, inputs: list[Tensor], number: int = 0, choose: Schedules = schedules_of) -> Compiled:
+def divided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Those whose programs share the rows come first."""
+    return tuple(sorted(schedules_of(loops, name, device), key=lambda s: not s.last_finishes))
+
+
+def check(f: Function, inputs: list[Tensor], number: int = 0, choose: Schedules = divided) -> Compiled:
     """One kernel, as close to float64 as eager, whose bits are the same again; the interpreter finds counters
     that are not zero at the end."""
     fast = Compiled(f, number, choose)
@@ -96,6 +105,22 @@ def test_odd_sizes(rows: int, k: int, n: int) -> None:
         check(gelu_and_residual, operands(rows, k, n, dtype))
 
 
+def undivided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Those whose programs have all rows, and share none."""
+    return tuple(s for s in schedules_of(loops, name, device) if s.programs is None and s.block_rows >= 256)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("f", [gelu_and_residual, normed, rms_normed, softmax_product])
+@pytest.mark.parametrize(("k", "n"), [(300, 136), (512, 520), (1024, 40), (257, 130)])
+@pytest.mark.usefixtures("small_matrices")
+def test_programs_of_all_rows_leave_nothing_over(f: Function, k: int, n: int, dtype: torch.dtype) -> None:
+    fast = check(f, operands(1, k, n, dtype), choose=undivided)
+    (runner,) = fast.compiler.runners.values()
+    (kernel,) = runner.candidates[0].kernels
+    assert "ticket" not in kernel.source and not runner.candidates[0].scratch
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("f", [normed, rms_normed])
 @pytest.mark.parametrize(("k", "n"), [(304, 72), (128, 128), (257, 96)])
@@ -112,10 +137,6 @@ def test_several_vectors_are_normalized_by_numbers_of_their_own() -> None:
     for rows in (2, 4):
         for dtype in (torch.float32, torch.bfloat16):
             check(normed, operands(rows, 96, 640, dtype))
-
-
-def softmax_product(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:
-    return torch.addmm(b, torch.softmax(x, -1), w)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -200,8 +221,8 @@ def test_it_takes_a_launch_and_its_bytes(k: int, n: int) -> None:
     (cluster,) = plan.clusters
     streamed = 1e6 * 2 * k * n / 4.28e12
     assert streamed + 1.5 < cluster.cost.us < streamed + 2.8
-    (kernel,) = programs_of(plan)[0].kernels
-    assert 66 <= kernel.grid[0] <= 528
+    shared = [p.kernels[0] for p in programs_of(plan) if "the last finishes" in p.schedule]
+    assert shared and all(66 <= kernel.grid[0] <= 528 for kernel in shared)
 
 
 class Block(nn.Module):
@@ -251,7 +272,7 @@ def test_threads_of_a_tile_have_no_rows_of_their_own(device: DeviceSpec) -> None
     for shapes in ((1, 1024, 3072), (2, 1024, 1000), (1, 4096, 1024), (1, 4096, 16384), (1, 40, 8192)):
         plan = planned(product, shapes)
         for cluster in plan.clusters:
-            found = schedules(cluster.loops, device)
+            found = [s for s in schedules(cluster.loops, device) if s.block_rows < shapes[1]]
             assert found and all(s.num_warps * device.warp_size >= 2 * s.block_rows for s in found)
 
 
@@ -263,7 +284,7 @@ def test_threads_of_a_tile_have_no_rows_of_their_own(device: DeviceSpec) -> None
     [(gelu_and_residual, (1, 1024, 1024)), (normed, (1, 1024, 3072)), (product, (8, 1024, 4096))],
 )
 def test_kernels_wait_before_counters_and_spill_nothing(f: Function, shapes: tuple[int, int, int]) -> None:
-    program = programs_of(planned(f, shapes))[0]
+    program = next(p for p in programs_of(planned(f, shapes)) if "the last finishes" in p.schedule)
     (kernel,) = program.kernels
     body = kernel.source.rpartition("@triton.jit\n")[2]
     before, _, after = body.partition("fm.wait_for_kernels()")
@@ -275,3 +296,13 @@ def test_kernels_wait_before_counters_and_spill_nothing(f: Function, shapes: tup
         assert not compile_for(kernel, target).spills, target
     (theirs,) = programs_of(planned(f, shapes, "mi300x"), "mi300x")[0].kernels
     assert not compile_for(theirs, "gfx942").spills
+
+
+@pytest.mark.parametrize("f", [gelu_and_residual, normed])
+def test_all_rows_stay_in_the_registers_of_those_who_load_them(f: Function) -> None:
+    programs = [p for p in programs_of(planned(f, (1, 1024, 3072))) if p.schedule.startswith("1024 x")]
+    assert len(programs) == 2
+    for program in programs:
+        (kernel,) = program.kernels
+        binary = compile_for(kernel, "sm_90")
+        assert not binary.spills and binary.shared_bytes < 1024 * 32, "less than the matrix's part"

@@ -458,3 +458,20 @@ def test_the_variance_of_large_columns_takes_one_reading(kind: str, monkeypatch:
         assert ((ours - true).abs() <= grown * 2**-21 * size + 1e-12)[finite].all()
     sums = [n for plan in fn.plan for n in plan.dag.order if "sum" in n]
     assert len(sums) == 3, "a part's mean, and two sums of one reading"
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_product_over_one_is_element_wise(batch: tuple[int, ...]) -> None:
+    """As of frequencies and positions: no call of a library, whatever the memory order of its operands."""
+
+    def turned(x: Tensor, y: Tensor) -> Tensor:
+        return torch.matmul(x, y.mT).mT.cos()
+
+    compiled = Compiled(turned)
+    x, y = (torch.randn(*batch, size, 1, dtype=torch.float64) for size in (5, 7))
+    got = compiled(x.float(), y.float())
+    truth = turned(x, y)
+    assert got.stride() == truth.stride()
+    torch.testing.assert_close(got.double(), truth, rtol=1e-5, atol=1e-5)
+    (plan,) = compiled.plans
+    assert len(plan.clusters) == 1 and not [left for left in plan.leftovers if left.kind is Kind.CONTRACTION]

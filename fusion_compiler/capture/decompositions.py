@@ -275,6 +275,11 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     return (x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))).contiguous()
 
 
+def _outer(x: Tensor, y: Tensor) -> Any:
+    """A product [.., m, 1] times [.., 1, n], as of frequencies and positions, is element-wise."""
+    return (x * y).contiguous() if statically_known_true(x.shape[-1] == 1) else NotImplemented
+
+
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """PyTorch's own reads the value of a 0-d index while tracing, which a FakeTensor does not have."""
     return aten.index.Tensor(x.reshape(-1), [index])
@@ -797,6 +802,8 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.scatter.src: _scatter,
     aten.scatter.value: _scatter,
     aten.scatter_add.default: _scatter_add,
+    aten.mm.default: _outer,
+    aten.bmm.default: _outer,
     aten.take.default: _take,
     aten.bucketize.Tensor: _bucketize,
     aten.native_layer_norm.default: _layer_norm,

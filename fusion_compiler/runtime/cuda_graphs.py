@@ -22,28 +22,36 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import BuiltinFunctionType
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ir.schema import written
 from fusion_compiler.runtime.binding import unkept_scratch
 
 RECORDED = "recorded"
-UNASKED = "recorded, as its launches take longer than what they launch"
+UNASKED = "recorded, as its launches can take longer than what they launch"
 FORMS = "once for each of the sizes and places of its arguments that come twice"
 FORWARD_IS_NOT = "its forward is not recorded"
 MOST_KEPT = 1 << 30  # bytes that a recording keeps from step to step, where nobody asked for it
+SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
 MOST_COPIED = 0.1  # of the time that a recording saves, for copies of its results
+MOST_TOGETHER = 1 << 14  # elements: copies that one call makes of many have one program for each 64K of one
 MOST_FORMS = 64  # of one graph that are recorded; and of those that came once, that are remembered
 ALIGNED = 16  # bytes: PyTorch's recordings copy what begins elsewhere, and would write into the copy
 
 Boxed = Callable[[list[Any]], Any]
+# Of a graph, its arguments, positions of those that it writes into, and the index of its device: see
+# `graph_tuning.GraphTuning`.
+Tuning = Callable[[Boxed, Sequence[Any], Sequence[int], int], None]
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,21 @@ def _root(node: fx.Node) -> fx.Node:
     return node
 
 
+def repeatable(gm: fx.GraphModule) -> tuple[int, ...] | None:
+    """Positions of arguments that a graph writes into, where calls can be made once more after these have
+    been put back; None where it may leave something else, as where it draws random numbers."""
+    places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    found: set[int] = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or isinstance(node.target, BuiltinFunctionType):
+            continue
+        if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
+            return None
+        into = tree_leaves([node.args[i] for i in written(node.target) if i < len(node.args)])
+        found |= {places[root] for root in map(_root, into) if root in places}
+    return tuple(sorted(found))
+
+
 def _sized(inputs: Sequence[fx.Node], form: Form) -> bool:
     """Whether all sizes of a graph's arguments are numbers, or made of those that are arguments as well."""
     from torch.fx.experimental.symbolic_shapes import free_symbols
@@ -193,7 +216,7 @@ class Terms:
     @property
     def refusal(self) -> str | None:
         """Why it is not recorded; None where that pays."""
-        if self.host_us <= self.gpu_us:
+        if SLOWER_HOST * self.host_us <= self.gpu_us:
             return f"its launches take {self.host_us:.0f} us, what they launch {self.gpu_us:.0f} us"
         if self.host_us <= self.replay_us:
             return f"its launches take {self.host_us:.0f} us, a recording's {self.replay_us:.0f} us"
@@ -223,11 +246,13 @@ class Recordings:
         inputs: Sequence[Any],
         info: GraphInfo,
         terms: TermsOf | None = None,
+        tuning: Tuning | None = None,
     ) -> tuple[Boxed, str]:
         """`run` to be called in recordings, or as it is, and a note of what was decided.
 
         run: takes its arguments as one list. terms: those of a graph that is recorded unasked; its results
-        are copied out. The note is RECORDED, UNASKED, FORWARD_IS_NOT or another reason.
+        are copied out. tuning: of inference, before it is first recorded. The note is RECORDED, UNASKED,
+        FORWARD_IS_NOT or another reason.
         """
         graph = info.name.partition(".")[0]
         form = form_of(gm, info.static_inputs)
@@ -235,7 +260,7 @@ class Recordings:
         if reason is None and terms is not None and not form.sizes:  # of which each is judged by itself
             reason = terms(None).refusal
         if reason is None and info.phase is Phase.INFERENCE:
-            return _inference(run, gm, inputs, info, form, terms)
+            return _inference(run, gm, inputs, info, form, terms, tuning)
         if terms is not None:
             return self._unasked(run, gm, inputs, info, reason)
         if info.phase is not Phase.BACKWARD:
@@ -276,10 +301,14 @@ def _inference(
     info: GraphInfo,
     form: Form,
     terms: TermsOf | None,
+    tuning: Tuning | None,
 ) -> tuple[Boxed, str]:
     """Recorded, with results that the next call overwrites if that was asked for, and a note of it."""
     info = replace(info, static_inputs=(*info.static_inputs, *form.written))
     later = recorded(run, gm, inputs, info, _device_index(gm))
+    if tuning is not None and (places := repeatable(gm)) is not None:
+        index = _device_index(gm)
+        later = _after(lambda arguments: tuning(run, arguments, places, index), later)
     note = RECORDED if terms is None else UNASKED
     if terms is not None:
         later = _unless(paused, run, _copied(later, None))
@@ -358,15 +387,18 @@ def _copied(run: Boxed, count: int | None) -> Boxed:
 
     def call(arguments: list[Any]) -> list[Any]:
         results = list(run(arguments))
-        copies: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []  # of the short ones
         own: list[torch.Tensor] = []
         for i, result in enumerate(results[:count]):
             if not isinstance(result, torch.Tensor):
                 continue
             memory = result if result.is_contiguous() else _memory(result)
             copy = torch.empty_like(memory)
-            copies.append(copy)
-            own.append(memory)
+            if memory.numel() > MOST_TOGETHER:
+                copy.copy_(memory)
+            else:
+                copies.append(copy)
+                own.append(memory)
             results[i] = copy if memory is result else copy.as_strided(result.shape, result.stride(), 0)
         if own:
             torch._foreach_copy_(copies, own)
@@ -422,6 +454,20 @@ def _after_one(first: Boxed, later: Boxed) -> Boxed:
         return called(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _after(first: Callable[[list[Any]], None], later: Boxed) -> Boxed:
+    """`later`; before its first call comes `first`, with the same arguments."""
+    pending = True
+
+    def call(arguments: list[Any]) -> Any:
+        nonlocal pending
+        if pending:
+            pending = False
+            first(arguments)
+        return later(arguments)
+
     return call
 
 

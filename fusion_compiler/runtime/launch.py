@@ -7,6 +7,7 @@ earlier process, or by timing the candidates) and leaves behind a function that 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -14,6 +15,7 @@ import importlib.metadata
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -42,6 +44,7 @@ NOISE = 0.02
 # each launch at most one such group waits for programs that have not started. The device must hold the groups
 # of so many launches, or waiting programs could fill it.
 LAUNCHES_AT_ONCE = 4
+CLOSE, MOST_RIVALS = 1.5, 4  # times the fastest candidate alone, that one in a graph may take; and how many
 MOST_VARIANTS = 4  # of a program's kernels that differ in which inputs are aligned
 
 
@@ -59,6 +62,18 @@ def find_gpu(device: torch.device | None) -> Gpu:
         raise MissingTritonError(detail=error) from error
     index: int | None = None if device is None else device.index  # torch.device("cuda") has none
     return gpu_of(torch.cuda.current_device() if index is None else index)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What timing chose among the candidates.
+
+    us: of each alone; None of one that cannot be launched. in_graph: what stands around it was timed as well.
+    """
+
+    candidate: int
+    us: tuple[float | None, ...]
+    in_graph: bool = False
 
 
 class Runner:
@@ -113,6 +128,7 @@ class Runner:
         self._warned = WarnOnce(strict)
         self._lock = threading.RLock()
         self._launchers: dict[int, Launcher] = {}
+        self._choices: dict[int, tuple[Gpu, Choice]] = {}  # by the index of the device
         self._links: list[Callable[[Launcher], None]] = []
         self._entry: Launcher = {
             "triton": self._dispatch,
@@ -173,11 +189,9 @@ class Runner:
     def _decide(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
         """The function of the best candidate on `gpu`. Raises KernelError when none can be launched."""
         rivals = self.candidates[:1] if gpu.is_capturing() or not self.tune else self.candidates
-        key = tuning_key(self.candidates, gpu.name)
         if len(rivals) > 1:
-            chosen = self._recorded(key)
-            if chosen is None:
-                chosen = self._fastest(gpu, arguments, key)
+            choice = self._recorded(gpu) or self._fastest(gpu, arguments)
+            self._choices[gpu.index], chosen = (gpu, choice), choice.candidate
             order = [chosen, *(i for i in range(len(self.candidates)) if i != chosen)]
         else:
             order = list(range(len(self.candidates)))
@@ -191,14 +205,23 @@ class Runner:
                 reasons.append(f"\n  {self.candidates[i].schedule or f'candidate {i}'}: {_brief(error)}")
         raise self._error("compile", "".join(reasons))
 
-    def _recorded(self, key: str) -> int | None:
-        """The candidate that an earlier process found fastest."""
-        record = self.cache.get(key) if self.cache is not None else None
-        chosen = record.get("candidate") if isinstance(record, dict) else None
-        known = isinstance(chosen, int) and 0 <= chosen < len(self.candidates)
-        return chosen if known else None
+    def _recorded(self, gpu: Gpu) -> Choice | None:
+        """What an earlier process found fastest."""
+        record = self.cache.get(tuning_key(self.candidates, gpu.name)) if self.cache is not None else None
+        if not isinstance(record, dict):
+            return None
+        chosen, us = record.get("candidate"), record.get("us", ())
+        if not (isinstance(chosen, int) and 0 <= chosen < len(self.candidates)):
+            return None
+        return Choice(chosen, tuple(us), bool(record.get("in_graph")))
 
-    def _fastest(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int], key: str) -> int:
+    def _keep(self, gpu: Gpu, choice: Choice) -> Choice:
+        if self.cache is not None:
+            key = tuning_key(self.candidates, gpu.name)
+            self.cache.put(key, {"cluster": self.name, **dataclasses.asdict(choice)})
+        return choice
+
+    def _fastest(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Choice:
         """Compiles all candidates at once, times those that can be launched, and keeps the outcome."""
         compile_builds(b for program in self.candidates for b in program_builds(program, gpu.target))
         launchers: dict[int, Launcher] = {}
@@ -208,18 +231,43 @@ class Runner:
             except KernelError:
                 continue  # `_decide` reports it, if no other can be launched
         if len(launchers) < 2:
-            return next(iter(launchers), 0)
+            return Choice(next(iter(launchers), 0), ())
         updated = frozenset[int]().union(*(self.candidates[i].updated for i in launchers))
         try:
             given = [_again(a) if i in updated else a for i, a in enumerate(arguments)]
             times = gpu.times([functools.partial(launcher, *given) for launcher in launchers.values()])
         except torch.OutOfMemoryError:
-            return next(iter(launchers))
+            return Choice(next(iter(launchers)), ())
         bar = min(times) * (1 + NOISE)
-        chosen = next(i for i, us in zip(launchers, times, strict=True) if us <= bar)
-        if self.cache is not None:
-            self.cache.put(key, {"cluster": self.name, "candidate": chosen, "us": times})
-        return chosen
+        us = dict(zip(launchers, times, strict=True))
+        chosen = next(i for i, time in us.items() if time <= bar)
+        return self._keep(gpu, Choice(chosen, tuple(us.get(i) for i in range(len(self.candidates)))))
+
+    def rivals(self, index: int) -> tuple[int, ...]:
+        """The candidate that device `index` launches, and others that may be faster among other kernels;
+        none where there is no choice, or it was made so."""
+        _, choice = self._choices.get(index, (None, None))
+        if choice is None or choice.in_graph or self._entry is not self._launchers.get(index):
+            return ()
+        us = {i: time for i, time in enumerate(choice.us) if time is not None and i != choice.candidate}
+        close = [i for i in us if us[i] <= CLOSE * min(t for t in choice.us if t is not None)]
+        close.sort(key=us.__getitem__)
+        return (choice.candidate, *close[: MOST_RIVALS - 1]) if close else ()
+
+    def rival_builds(self, index: int) -> list[Build]:
+        programs = [self.candidates[i] for i in self.rivals(index)]
+        return [b for p in programs for b in program_builds(p, self._choices[index][0].target)]
+
+    def take(self, candidate: int, index: int) -> None:
+        """Launches one of the rivals from now on. Raises KernelError where that cannot be."""
+        gpu, _ = self._choices[index]
+        launcher = self._launchers[index] = _Bound(self, self.candidates[candidate], gpu).variant()
+        self._enter(launcher)
+
+    def settle(self, candidate: int, index: int) -> None:
+        """Keeps the outcome of trials within a graph: there are no rivals any more."""
+        gpu, choice = self._choices[index]
+        self._choices[index] = gpu, self._keep(gpu, Choice(candidate, choice.us, in_graph=True))
 
     def for_any_address(self, program: Program) -> Program:
         """`program`, or in its place one that makes no assumption about the addresses of its inputs."""
@@ -398,9 +446,9 @@ def compile_all(
         except Exception:  # no Triton or no driver: each runner says so when it is called
             continue
         programs = runner.candidates if runner.tune else runner.candidates[:1]
-        recorded = runner._recorded(tuning_key(runner.candidates, gpu.name)) if len(programs) > 1 else None
+        recorded = runner._recorded(gpu) if len(programs) > 1 else None
         if recorded is not None:
-            programs = (runner.candidates[recorded],)
+            programs = (runner.candidates[recorded.candidate],)
         builds += [build for program in programs for build in program_builds(program, gpu.target)]
     if not builds:
         return {}

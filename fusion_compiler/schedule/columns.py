@@ -25,6 +25,8 @@ PRODUCTS = ((8, 256, 1, 4), (8, 512, 2, 2), (4, 256, 1, 8), (16, 256, 1, 2))
 # The same where the matrix's size is known: columns of a block, whole sectors, and programs a multiprocessor.
 IN_FLIGHT = ((128, 2), (64, 2), (128, 1), (128, 4), (64, 4), (256, 2), (32, 4))
 TYPICAL = 4  # of these
+# The same of programs that share no rows: two words or four of each, which are whole sectors.
+UNDIVIDED, UNDIVIDED_WARPS = (4 * WORD, 2 * WORD), 16
 WORDS = 8  # of a thread's tile at most, all of which it loads at once
 # Threads for each row of a tile at least: with fewer, Triton gives each thread rows of its own, as it loads a
 # vector, and brings the matrix there through shared memory.
@@ -103,9 +105,9 @@ def _is_known_product(a: Analysis) -> bool:
 
 def _of_products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
     """Tiles of all rows of a program's group where its threads hold them, else of a few rows in turn; each
-    finished by the last program of a block, where that may be, and by a second kernel."""
+    finished by the last program of a block, where that may be, and by a second kernel; or of all rows."""
     turns = made(a, device, PRODUCTS) if a.weighted_columns else ()
-    for s in dict.fromkeys((*_in_flight(a, device), *turns)):
+    for s in dict.fromkeys((*_in_flight(a, device), *_undivided(a, device), *turns)):
         programs = -(-hint(a.size(ROWS)) // s.block_rows) if s.programs is None else s.programs
         if _last_finishes(a, programs, s.block_cols):
             yield replace(s, last_finishes=True)
@@ -131,6 +133,15 @@ def _in_flight(a: Analysis, device: DeviceSpec) -> list[Schedule]:
             rows = max(1, TURN_WARPS * held // block)
             turns.append(_staged(rows, block, Cols.GRID, enough(groups, count, rows), TURN_WARPS))
     return whole or ([] if a.weighted_columns else turns)
+
+
+def _undivided(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
+    """Tiles of all rows, where few threads hold these: nothing is left for a counter or another kernel."""
+    rows = padded(max(1, hint(a.size(ROWS))))
+    for cols in () if a.weighted_columns else UNDIVIDED:
+        warps = rows * cols // (device.warp_size * WORD * WORDS)
+        if 1 <= warps <= UNDIVIDED_WARPS:
+            yield Schedule(rows, cols, Cols.GRID, num_warps=warps)
 
 
 def _last_finishes(a: Analysis, programs: int, block: int) -> bool:

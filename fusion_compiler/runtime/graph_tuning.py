@@ -1,0 +1,127 @@
+"""Schedules chosen by what a whole graph takes.
+
+What a kernel takes alone (`launch.Runner`) is not what it takes between others: it starts while the one
+before it ends, on multiprocessors that are not all free, and the next one starts while it ends. Where a graph
+is recorded its candidates that came close are recorded and replayed in their places, those of the longest
+kernels first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from fusion_compiler.errors import FusionError
+from fusion_compiler.runtime.binding import unkept_scratch
+from fusion_compiler.runtime.builds import compile_builds
+from fusion_compiler.runtime.cuda import WAIT_CYCLES
+from fusion_compiler.runtime.launch import Runner
+from fusion_compiler.runtime.stages import Stages
+
+GAIN = 0.005  # of the graph's time, by which a candidate is better: noise is less
+ROUNDS = 7
+MOST_SECONDS = 3.0
+
+Boxed = Callable[[list[Any]], Any]
+Measure = Callable[[], float]  # microseconds that the graph takes with what its runners launch now
+
+
+class GraphTuning:
+    """Tries the candidates of one graph's runners within it, once.
+
+    runners: each once, those that take longest first. measured: makes a `Measure` of a graph, its arguments,
+    and what puts back what it has written.
+    """
+
+    def __init__(
+        self,
+        runners: Sequence[Runner],
+        stages: Stages,
+        measured: Callable[[Boxed, Sequence[Any], Callable[[], None]], Measure] | None = None,
+    ) -> None:
+        self._runners, self._stages = runners, stages
+        self._measured = measured or replayed
+
+    def __call__(self, run: Boxed, arguments: Sequence[Any], written: Sequence[int], index: int) -> None:
+        """Leaves the runners with the fastest of their candidates, and the arguments as they are.
+
+        written: positions of arguments that the graph writes into. index: of the device. Where memory does
+        not suffice the runners keep what was fastest alone.
+        """
+        runners = [runner for runner in self._runners if runner.rivals(index)]
+        if not runners:
+            return
+        start = time.perf_counter()
+        compile_builds(build for runner in runners for build in runner.rival_builds(index))
+        with suppress(torch.OutOfMemoryError), _put_back([arguments[i] for i in written]) as restore:
+            measure = self._measured(run, arguments, restore)
+            best = measure()
+            for runner in runners:
+                if time.perf_counter() < start + MOST_SECONDS:
+                    best = _settle(runner, index, best, measure)
+        self._stages.add("tune within the graph", time.perf_counter() - start)
+
+
+@contextmanager
+def _put_back(tensors: Sequence[torch.Tensor]) -> Generator[Callable[[], None]]:
+    """Gives what puts back the values that tensors have now, as the context does at its end."""
+    copies = [tensor.clone() for tensor in tensors]
+
+    def restore() -> None:
+        if copies:
+            torch._foreach_copy_(list(tensors), copies)
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+def _settle(runner: Runner, index: int, best: float, measure: Measure) -> float:
+    """Leaves a runner with its fastest candidate, and gives what the graph takes with it."""
+    chosen, *others = runner.rivals(index)
+    try:
+        for i in others:
+            try:
+                runner.take(i, index)
+            except FusionError:  # it needs more than the device has
+                continue
+            us = measure()
+            if us < best * (1 - GAIN):
+                us = (us + measure()) / 2  # it may have been luck
+            if us < best * (1 - GAIN):
+                best, chosen = us, i
+    finally:
+        runner.take(chosen, index)
+    runner.settle(chosen, index)
+    return best
+
+
+def replayed(run: Boxed, arguments: Sequence[Any], restore: Callable[[], None]) -> Measure:
+    """Median microseconds of the device for a graph that is recorded anew."""
+
+    def measure() -> float:
+        with unkept_scratch():
+            run(list(arguments))  # loads what this form of arguments needs, which a recording may not
+        restore()
+        graph = torch.cuda.CUDAGraph()
+        with unkept_scratch(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run(list(arguments))
+        samples: list[float] = []
+        for _ in range(ROUNDS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            restore()
+            torch.cuda._sleep(WAIT_CYCLES)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) * 1000)
+        return statistics.median(samples)
+
+    return measure
