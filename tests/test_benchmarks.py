@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -598,3 +600,11 @@ def test_bars_of_decoding() -> None:
         2.4e9 / 0.7e-3 / 4.28e12
     )
     assert "5 of 7 bars met" in decode.show(rows, 4.28e12)
+
+
+def test_the_persistent_kernel_computes_the_layers() -> None:
+    command = [sys.executable, "-m", "benchmarks.persistent", "--quick"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    errors = [float(x) for x in re.findall(r"error (\S+)", ran.stdout)]
+    assert len(errors) == 4 and max(errors) < 1e-5, ran.stdout

@@ -107,12 +107,13 @@ def test_odd_sizes(rows: int, k: int, n: int) -> None:
 
 def undivided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Those whose programs have all rows, and share none."""
-    return tuple(s for s in schedules_of(loops, name, device) if s.programs is None and s.block_rows >= 256)
+    whole = (s for s in schedules_of(loops, name, device) if s.programs in (None, 1))
+    return tuple(s for s in whole if s.block_rows >= 256)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("f", [gelu_and_residual, normed, rms_normed, softmax_product])
-@pytest.mark.parametrize(("k", "n"), [(300, 136), (600, 520), (1024, 40), (257, 130)])
+@pytest.mark.parametrize(("k", "n"), [(300, 136), (600, 520), (1024, 40), (257, 130), (2100, 24)])
 @pytest.mark.usefixtures("small_matrices")
 def test_programs_of_all_rows_leave_nothing_over(f: Function, k: int, n: int, dtype: torch.dtype) -> None:
     fast = check(f, operands(1, k, n, dtype), choose=undivided)
@@ -272,7 +273,7 @@ def test_threads_of_a_tile_have_no_rows_of_their_own(device: DeviceSpec) -> None
     for shapes in ((1, 1024, 3072), (2, 1024, 1000), (1, 4096, 1024), (1, 4096, 16384), (1, 40, 8192)):
         plan = planned(product, shapes)
         for cluster in plan.clusters:
-            found = [s for s in schedules(cluster.loops, device) if s.block_rows < shapes[1]]
+            found = [s for s in schedules(cluster.loops, device) if s.block_rows < min(shapes[1], 1024)]
             assert found and all(s.num_warps * device.warp_size >= 2 * s.block_rows for s in found)
 
 

@@ -11,8 +11,13 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
+from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.ir.canonical import canonical
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse import candidates
+from fusion_compiler.runtime.target import compile_for, instructions
 from tests.exactness import Compiled, Schedules, cramped, not_as_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -286,3 +291,23 @@ def test_what_is_reduced_across_the_rows(rows: int, dtype: torch.dtype) -> None:
 
 def test_many_rows_are_reduced_by_another_kernel() -> None:
     check(lambda x, w: F.linear(x, w).sum(0), *linear(9, 48, 160), kernels=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
+def test_bytes_become_floats_without_conversions(dtype: torch.dtype) -> None:
+    """Of those a multiprocessor does sixteen in a cycle."""
+    with FakeTensorMode():
+        x = torch.empty(1, 4096, dtype=torch.bfloat16, device="cuda")
+        w = torch.empty(2048, 4096, dtype=dtype, device="cuda")
+        fast = fc.compile(lambda x, w: F.linear(x, w.to(x.dtype)), backend="eager", device="h200")
+        with torch.no_grad():
+            fast(x, w)
+    (plan,) = fast.plan
+    (cluster,) = plan.clusters
+    compiler = Compiler(Options.of(device="h200"))
+    programs = compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200"))
+    for program in programs:
+        for kernel in program.kernels:
+            assert "fm.from_byte(" in kernel.source
+            assert "I2F" not in instructions(kernel, "sm_90"), program.schedule
+            assert not compile_for(kernel, "gfx942").spills

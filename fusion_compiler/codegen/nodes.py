@@ -42,6 +42,7 @@ from fusion_compiler.schedule.analysis import operand_of, rounding_of
 from fusion_compiler.schedule.schedule import Cols
 
 aten = torch.ops.aten
+BYTES = (torch.int8, torch.uint8)
 KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that stay as they were loaded
 
 
@@ -193,6 +194,8 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
             return f"{_as_float(b, dividend)} * {_reciprocal(b, divisor)}"
 
     _spread(b, refs)
+    if _widens_bytes(b, node):
+        return f"fm.from_byte({b.variable(refs[0])})"
 
     def operand(n: int) -> tuple[str | None, object, torch.dtype]:
         value = nodes[n]
@@ -203,6 +206,15 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
         )
 
     return compute_text(node, operand, rough)
+
+
+def _widens_bytes(b: Builder, node: Compute) -> bool:
+    """Whether it makes floats of bytes that were loaded: four of these lie in one register."""
+    operands = dict(node.operands)
+    source = operands.get("self")
+    loaded = b.loops.nodes[source.node] if isinstance(source, Value) else None
+    to_float = node.target is aten._to_copy.default and node.dtype is torch.float32
+    return to_float and isinstance(loaded, Load) and loaded.dtype in BYTES and "rounding" not in operands
 
 
 def _is_narrower(b: Builder, operand: int, number: int) -> bool:

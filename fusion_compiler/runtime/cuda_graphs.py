@@ -44,7 +44,7 @@ FORWARD_IS_NOT = "its forward is not recorded"
 MOST_KEPT = 1 << 30  # bytes that a recording keeps from step to step, where nobody asked for it
 SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
 MOST_COPIED = 0.1  # of the time that a recording saves, for copies of its results
-MOST_TOGETHER = 1 << 14  # elements: copies that one call makes of many have one program for each 64K of one
+FEW_COPIES = 2  # made one by one: together a program has 64K elements, and logits take four times as long
 MOST_FORMS = 64  # of one graph that are recorded; and of those that came once, that are remembered
 ALIGNED = 16  # bytes: PyTorch's recordings copy what begins elsewhere, and would write into the copy
 
@@ -387,21 +387,21 @@ def _copied(run: Boxed, count: int | None) -> Boxed:
 
     def call(arguments: list[Any]) -> list[Any]:
         results = list(run(arguments))
-        copies: list[torch.Tensor] = []  # of the short ones
+        copies: list[torch.Tensor] = []
         own: list[torch.Tensor] = []
         for i, result in enumerate(results[:count]):
             if not isinstance(result, torch.Tensor):
                 continue
             memory = result if result.is_contiguous() else _memory(result)
             copy = torch.empty_like(memory)
-            if memory.numel() > MOST_TOGETHER:
-                copy.copy_(memory)
-            else:
-                copies.append(copy)
-                own.append(memory)
+            copies.append(copy)
+            own.append(memory)
             results[i] = copy if memory is result else copy.as_strided(result.shape, result.stride(), 0)
-        if own:
+        if len(own) > FEW_COPIES:
             torch._foreach_copy_(copies, own)
+        else:
+            for copy, memory in zip(copies, own, strict=True):
+                copy.copy_(memory)
         return results
 
     return call

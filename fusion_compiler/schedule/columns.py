@@ -136,12 +136,14 @@ def _in_flight(a: Analysis, device: DeviceSpec) -> list[Schedule]:
 
 
 def _undivided(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
-    """Tiles of all rows, where few threads hold these: nothing is left for a counter or another kernel."""
-    rows = padded(max(1, hint(a.size(ROWS))))
+    """Tiles of all rows, or of as many as threads hold in turn: nothing is left for a counter."""
+    rows, held = padded(max(1, hint(a.size(ROWS)))), device.warp_size * WORD * WORDS
     for cols in () if a.weighted_columns else UNDIVIDED:
-        warps = rows * cols // (device.warp_size * WORD * WORDS)
+        warps = rows * cols // held
         if 1 <= warps <= UNDIVIDED_WARPS:
             yield Schedule(rows, cols, Cols.GRID, num_warps=warps)
+        elif warps > UNDIVIDED_WARPS:
+            yield _staged(UNDIVIDED_WARPS * held // cols, cols, Cols.GRID, 1, UNDIVIDED_WARPS)
 
 
 def _last_finishes(a: Analysis, programs: int, block: int) -> bool:

@@ -30,6 +30,8 @@ TALLEST = 2048  # columns of a block of several rows, which lie side by side in 
 PRODUCT_COLS = 256  # of a matrix's row: a word for each thread of a warp, so that no warp waits for another
 PRODUCT_SUMS = 64  # that a thread of a product keeps, of its rows and vectors
 PRODUCT_WORDS = 24  # that it loads at once, of its rows and matrices
+# Of a row that is loaded whole, before the kernel waits for what others make: elements of it and of a warp.
+MOST_AT_ONCE, AT_ONCE = 16384, 1024
 IN_FLIGHT = 24576  # elements of matrices that a multiprocessor has to wait for at once
 MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the others are done
 
@@ -84,6 +86,8 @@ def _products(a: Analysis, device: DeviceSpec) -> tuple[Shape, ...]:
     shapes: list[Shape] = [(r, c, c // warp) for r, c in tiles if c <= max(width, warp)]
     if len(a.sums_along) > len(a.weighted) and width <= 8 * warp:  # of what the vectors are made
         shapes.insert(int(cols < width), (max(1, rows // 2), 0, max(1, width // warp)))
+    elif cols < width <= MOST_AT_ONCE and len(a.weighted) < LEAST:
+        shapes.insert(1, (1, width, max(1, width // AT_ONCE)))
     return tuple(dict.fromkeys(shapes))
 
 

@@ -1,4 +1,4 @@
-"""Functions of 16-bit tensors on the device's own instructions: every number, within their bounds."""
+"""Functions of 16-bit tensors on the device's own instructions: every number within bounds; bytes."""
 
 from __future__ import annotations
 
@@ -18,3 +18,26 @@ def test_every_number(name: str, dtype: torch.dtype) -> None:
         compiler = functools.partial(fc.compile, strict=True)
         x = every_number(dtype).cuda()
         check(compiler, fn, x, bounds()[name][dtype], name in WITH_GRADIENTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
+def test_every_byte_becomes_its_number(dtype: torch.dtype) -> None:
+    """In rows of whole words, of one byte more, and that begin anywhere; alone and multiplied."""
+    numbers = torch.arange(256, device="cuda").to(torch.uint8).view(dtype)
+    bytes_ = numbers[torch.randint(256, (64, 4099), device="cuda")]
+    bytes_[0, :256] = numbers
+    fast = fc.compile(lambda x: (x.float() * 2 + 1, x.to(torch.bfloat16), x.float().sum(-1)), strict=True)
+    for x in (bytes_[:, :4096].contiguous(), bytes_, bytes_[:, 3:], bytes_[:, :3].contiguous(), numbers[:1]):
+        twice, narrow, total = fast(x)
+        exact = x.double()
+        assert torch.equal(twice.double(), exact * 2 + 1) and torch.equal(narrow.double(), exact)
+        assert torch.equal(total.double(), exact.sum(-1))  # whole numbers below 2^24
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
+def test_products_with_bytes_are_exact(dtype: torch.dtype) -> None:
+    weight = torch.randint(0, 256, (2048, 4096), device="cuda").to(torch.uint8).view(dtype)
+    x = torch.randint(-8, 9, (1, 4096), device="cuda").float()
+    with torch.no_grad():
+        got = fc.compile(lambda x, w: torch.nn.functional.linear(x, w.float()), strict=True)(x, weight)
+    assert torch.equal(got.double(), x.double() @ weight.double().T)
