@@ -107,6 +107,14 @@ def product_of_columns(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias, x, w)
 
 
+def product_of_columns_alone(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, x, w)
+
+
+def product_of_bytes(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w.to(x.dtype))
+
+
 def normed_product(x: Tensor, norm: Tensor, w: Tensor) -> Tensor:
     return F.rms_norm(x, norm.shape, norm) @ w
 
@@ -212,6 +220,9 @@ EXAMPLES = {
     "The last program of a block of columns": Example(
         product_of_columns, "bfloat16 [1, 1024], bfloat16 [1024, 4096], bfloat16 [4096]"
     ),
+    "All rows of a few columns": Example(
+        product_of_columns_alone, "bfloat16 [1, 1024], bfloat16 [1024, 4096], bfloat16 [4096]"
+    ),
     "Exchange": Example(softmax, "bfloat16 [16, 262144]"),
     "Rematerialization": Example(softmax, "bfloat16 [4096, 32768]", gradients=True),
     "Shared rows": Example(rms_norm, "bfloat16 [512, 65536], bfloat16 [65536]", gradients=True),
@@ -234,6 +245,7 @@ EXAMPLES = {
     "Strength reduction": Example(gelu, "bfloat16 [8192, 4096]"),
     "Reciprocals": Example(softmax, "bfloat16 [8192, 4096]"),
     "Short forms": Example(swiglu, "bfloat16 [8192, 4096], bfloat16 [8192, 4096]"),
+    "Floats of bytes": Example(product_of_bytes, "bfloat16 [1, 4096], int8 [4096, 4096]"),
     "Masks made again": Example(dropout, "bfloat16 [8192, 4096]", gradients=True),
     "Late checks": Example(embedding_rms_norm, "int64 [8192], bfloat16 [32000, 4096], bfloat16 [4096]"),
 }
