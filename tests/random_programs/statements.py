@@ -216,7 +216,9 @@ def cast(g: Draft) -> str | None:
     if x is None:
         return None
     kinds = ("int64", "int32", "bool") if x.exact and g.rng.random() < 0.3 else g.floats
-    return f"{x.name}.to(torch.{g.rng.choice((*kinds, 'float32'))})"
+    kind = g.rng.choice((*kinds, "float32"))
+    copied = x.floating and x.dtype != getattr(torch, kind)  # in float64, where nothing is converted, too
+    return f"{x.name}.to(torch.{kind}{', copy=True' if copied else ''})"
 
 
 def reduction(g: Draft) -> str | None:
