@@ -42,11 +42,12 @@ class Options:
         (library calls aside: passes/fuse/library.py), numbers or a device that none takes, a failed kernel.
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
-    tune: time the four schedules per distinct cluster that look best, on the device; "all": every one that
-        the schedule space knows; False takes the cost model's first.
+    tune: time the four schedules per distinct cluster that look best, on the device, and those that come close
+        again within a graph of inference that is recorded; "all": every one that the schedule space knows;
+        False takes the cost model's first.
     cudagraphs: record graphs as CUDA graphs at their second call, inference in each of its sizes, and replay
         them later.
-        "auto": those whose launches take longer than what they launch, with results of the caller's own;
+        "auto": those whose launches can take longer than what they launch, with results of the caller's own;
         True: all, and results are overwritten by the next step's (see runtime/cuda_graphs.py).
     dependent_launch: kernels of one graph are on the device while those before them end, and load weights
         meanwhile: "auto" in inference where they are short, True in all inference, on NVIDIA from sm_90 on.

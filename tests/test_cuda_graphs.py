@@ -224,7 +224,8 @@ PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0, replay_us=1
     ("terms", "reason"),
     [
         (PAYS, None),
-        (replace(PAYS, gpu_us=1700.0), None),  # a busy host takes longer than predicted
+        (replace(PAYS, gpu_us=1700.0), None),  # a busy host takes longer than predicted,
+        (replace(PAYS, gpu_us=1000.0, peak=1 << 27), "what they launch 1000 us"),  # where that keeps little
         (replace(PAYS, gpu_us=1800.0), "its launches take 900 us, what they launch 1800 us"),
         (replace(PAYS, peak=5 << 30), r"a recording keeps its 5.4 GB, more than 1.1 GB"),
         (replace(PAYS, copy_us=100.0), "to copy its results takes 100 us"),

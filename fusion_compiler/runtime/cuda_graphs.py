@@ -43,6 +43,7 @@ FORMS = "once for each of the sizes and places of its arguments that come twice"
 FORWARD_IS_NOT = "its forward is not recorded"
 MOST_KEPT = 1 << 30  # bytes that a recording keeps from step to step, where nobody asked for it
 SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
+LITTLE = 1 << 26  # bytes that it keeps where only such a host is slower than the device
 MOST_COPIED = 0.1  # of the time that a recording saves, for copies of its results
 FEW_COPIES = 2  # made one by one: together a program has 64K elements, and logits take four times as long
 MOST_FORMS = 64  # of one graph that are recorded; and of those that came once, that are remembered
@@ -216,7 +217,8 @@ class Terms:
     @property
     def refusal(self) -> str | None:
         """Why it is not recorded; None where that pays."""
-        if SLOWER_HOST * self.host_us <= self.gpu_us:
+        slowest = self.host_us * (SLOWER_HOST if self.peak <= LITTLE else 1)
+        if slowest <= self.gpu_us:
             return f"its launches take {self.host_us:.0f} us, what they launch {self.gpu_us:.0f} us"
         if self.host_us <= self.replay_us:
             return f"its launches take {self.host_us:.0f} us, a recording's {self.replay_us:.0f} us"

@@ -191,14 +191,18 @@ class Runner:
         rivals = self.candidates[:1] if gpu.is_capturing() or not self.tune else self.candidates
         if len(rivals) > 1:
             choice = self._recorded(gpu) or self._fastest(gpu, arguments)
-            self._choices[gpu.index], chosen = (gpu, choice), choice.candidate
+            chosen = choice.candidate
             order = [chosen, *(i for i in range(len(self.candidates)) if i != chosen)]
         else:
+            choice = None
             order = list(range(len(self.candidates)))
         reasons: list[str] = []
         for i in order:
             try:
-                return _Bound(self, self.candidates[i], gpu).variant()
+                launcher = _Bound(self, self.candidates[i], gpu).variant()
+                if choice is not None and i == choice.candidate:
+                    self._choices[gpu.index] = gpu, choice
+                return launcher
             except KernelError as error:
                 if len(order) == 1:
                     raise
@@ -210,10 +214,11 @@ class Runner:
         record = self.cache.get(tuning_key(self.candidates, gpu.name)) if self.cache is not None else None
         if not isinstance(record, dict):
             return None
-        chosen, us = record.get("candidate"), record.get("us", ())
+        chosen, us = record.get("candidate"), record.get("us")
         if not (isinstance(chosen, int) and 0 <= chosen < len(self.candidates)):
             return None
-        return Choice(chosen, tuple(us), bool(record.get("in_graph")))
+        us = tuple(us) if isinstance(us, list) else ()
+        return Choice(chosen, us, bool(record.get("in_graph")))
 
     def _keep(self, gpu: Gpu, choice: Choice) -> Choice:
         if self.cache is not None:
