@@ -120,14 +120,15 @@ def test_a_graph_is_tuned_once() -> None:
     assert graph.measures == before == 3
 
 
-def test_without_memory_it_stays_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_without_memory_or_a_recording_it_stays_as_it_is(tmp_path: Path, error: type[RuntimeError]) -> None:
     graph = Graph(Cache(tmp_path))
 
     def measured(run: Any, arguments: Sequence[Any], restore: Callable[[], None]) -> Callable[[], float]:
         def measure() -> float:
             run(list(arguments))
             if graph.gpu.launched[-1][1][0] != 8:
-                raise torch.OutOfMemoryError("no memory")
+                raise error("no memory")
             return 100.0
 
         return measure

@@ -51,14 +51,15 @@ class GraphTuning:
         """Leaves the runners with the fastest of their candidates, and the arguments as they are.
 
         written: positions of arguments that the graph writes into. index: of the device. Where memory does
-        not suffice the runners keep what was fastest alone.
+        not suffice, or the graph cannot be recorded, which its recording then tells, the runners keep what was
+        fastest alone.
         """
         runners = [runner for runner in self._runners if runner.rivals(index)]
         if not runners:
             return
         start = time.perf_counter()
         compile_builds(build for runner in runners for build in runner.rival_builds(index))
-        with suppress(torch.OutOfMemoryError), _put_back([arguments[i] for i in written]) as restore:
+        with suppress(RuntimeError), _put_back([arguments[i] for i in written]) as restore:
             measure = self._measured(run, arguments, restore)
             best = measure()
             for runner in runners:
