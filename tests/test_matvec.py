@@ -14,10 +14,12 @@ import fusion_compiler as fc
 from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.canonical import canonical
-from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.device import DeviceSpec, device_spec
+from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.runtime.target import compile_for, instructions
+from fusion_compiler.schedule.schedule import Schedule
 from tests.exactness import Compiled, Schedules, cramped, not_as_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -311,3 +313,24 @@ def test_bytes_become_floats_without_conversions(dtype: torch.dtype) -> None:
             assert "fm.from_byte(" in kernel.source
             assert "I2F" not in instructions(kernel, "sm_90"), program.schedule
             assert not compile_for(kernel, "gfx942").spills
+
+
+def at_once(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Whole rows of a matrix, which are multiplied on tensor units."""
+    return tuple(s for s in schedules_of(loops, name, device) if (s.block_rows, s.block_cols) == (16, 2048))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_whole_rows_on_tensor_units(rows: int, normed: bool, dtype: torch.dtype) -> None:
+    def f(x: Tensor, w: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
+        return residual + F.linear(F.rms_norm(x, norm.shape, norm) if normed else x, w)
+
+    x, w = linear(rows, 48, 2048, dtype)
+    inputs = [x, w, torch.rand(2048).to(dtype), torch.randn(rows, 48).to(dtype)]
+    fast = Compiled(f, 0, at_once)
+    with torch.no_grad():
+        ours, eager, truth = fast(*inputs), f(*inputs), f(*(i.double() for i in inputs))
+    assert not_as_close(ours, eager, truth) is None
+    assert all(len(r.candidates) == 1 for r in fast.compiler.runners.values() if "mm" in r.name)

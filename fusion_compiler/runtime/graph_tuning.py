@@ -51,7 +51,7 @@ class GraphTuning:
         """Leaves the runners with the fastest of their candidates, and the arguments as they are.
 
         written: positions of arguments that the graph writes into. index: of the device. Where memory does
-        not suffice, or the graph cannot be recorded, which its recording then tells, the runners keep what was
+        not suffice, or the graph cannot be recorded, as its recording then tells, the runners keep what was
         fastest alone.
         """
         runners = [runner for runner in self._runners if runner.rivals(index)]
