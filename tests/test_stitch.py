@@ -293,3 +293,27 @@ def test_memory_is_shown_as_a_curve_with_what_is_alive_at_its_peak() -> None:
     (plan,) = fast.plan
     assert plan.notes["memory"].startswith("█") and "mm 1.0 MB" in plan.notes["memory"]
     assert plan.notes["memory"] in str(plan)
+
+
+SHOWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "unfold": lambda x: x.unfold(0, 2, 1),
+    "as_strided": lambda x: x.as_strided((4, 3), (3, 2)),
+    "view": lambda x: x.view(torch.int8),
+}
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_what_a_call_shows_is_read_before_it_is_written_over(shown: str) -> None:
+    """Views that no kernel reads through remain calls; who reads their results reads the argument."""
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        before = SHOWN[shown](x)
+        wide = before.to(torch.int32)
+        quotient = torch.div(wide, before.abs() + 1, rounding_mode="floor")
+        x[:, ::2].mul_(2)
+        return quotient.clamp(-2, 3), wide
+
+    x = torch.randint(-6, 7, (5, 5)).to(torch.uint8 if shown == "view" else torch.int8)
+    own, theirs = x.clone(), x.clone()
+    got, truth = fc.compile(f, backend="interpret")(own), f(theirs)
+    assert all(map(torch.equal, got, truth)) and torch.equal(own, theirs)

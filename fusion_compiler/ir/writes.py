@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref, TensorMeta
 from fusion_compiler.ir.dims import Dim
@@ -31,10 +32,15 @@ def root(dag: OpDag, name: str) -> str:
 
 
 def memory(dag: OpDag, name: str) -> str:
-    """The tensor whose memory holds a value, through views and writes."""
-    while (base := base_of(dag, name := root(dag, name))) is not None:
+    """The tensor whose memory holds a value, through writes and views, those that stay calls too."""
+    while (base := base_of(dag, name := root(dag, name)) or _viewed(dag.op(name))) is not None:
         name = base
     return name
+
+
+def _viewed(op: Op) -> str | None:
+    """The operand whose memory the result of a call shows."""
+    return op.inputs[0] if isinstance(op.target, OpOverload) and op.target.is_view else None
 
 
 def bases(dag: OpDag) -> Mapping[str, str]:

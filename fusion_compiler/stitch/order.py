@@ -152,7 +152,7 @@ def _steps(plan: FusionPlan, hints: Hints | None) -> list[Step]:
             continue
         else:
             makes, reads = tuple(_results(dag, name)), op.inputs
-        own = {n for n in makes if len(dag.op(n).outputs) == 1 and base_of(dag, n) is None}
+        own = {n for n in makes if len(dag.op(n).outputs) == 1 and memory(dag, n) == n}
         sizes = tuple(nbytes(dag.op(n).outputs, hints) if n in own else 0 for n in makes)
         reads = tuple(dict.fromkeys(root(dag, i) for i in reads))
         steps.append(Step(name, reads, makes, sizes, _beside(op, hints) if name in makes else 0))
