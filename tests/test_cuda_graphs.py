@@ -479,3 +479,33 @@ def test_a_recording_clears_its_scratch_once() -> None:
         assert large.numel() == SHARED_BYTES and large.data_ptr() != small.data_ptr()
     with unkept_scratch():
         assert first(1, (3, 5))[0] is not small
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_inference_is_tuned_once_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch, drawn: bool) -> None:
+    """But where it draws random numbers: trials would draw them as well."""
+    ran: list[Any] = []
+    monkeypatch.setattr(cuda_graphs, "recorded", lambda *_: lambda arguments: ran.append("replayed") or [])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def plain(arguments: list[Any]) -> list[Any]:
+        ran.append("plain")
+        return []
+
+    def tuning(run: Any, arguments: Sequence[Any], written: Sequence[int], index: int) -> None:
+        assert run is plain
+        ran.append(("tuned", arguments, written, index))
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(y)
+        return torch.rand_like(y) if drawn else y + 1
+
+    graph = traced(f, "cuda", "cuda")
+    info = replace(info_of(Phase.INFERENCE), static_inputs=(0,))
+    for terms in (None, lambda at: PAYS):
+        call, _ = Recordings().wrap(plain, graph, [], info, terms, tuning)
+        for number in range(3):
+            call([number])
+        first = [] if drawn else [("tuned", [1], (0,), 0)]
+        assert ran == ["plain", *first, "replayed", "replayed"]
+        ran.clear()

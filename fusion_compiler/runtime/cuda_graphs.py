@@ -309,8 +309,7 @@ def _inference(
     info = replace(info, static_inputs=(*info.static_inputs, *form.written))
     later = recorded(run, gm, inputs, info, _device_index(gm))
     if tuning is not None and (places := repeatable(gm)) is not None:
-        index = _device_index(gm)
-        later = _after(lambda arguments: tuning(run, arguments, places, index), later)
+        later = _after_one(_tuned(run, later, tuning, places, _device_index(gm)), later)
     note = RECORDED if terms is None else UNASKED
     if terms is not None:
         later = _unless(paused, run, _copied(later, None))
@@ -322,6 +321,16 @@ def _inference(
     if (reason := terms(None).refusal) is not None:
         note = f"{note}, but with the sizes that it was captured with: {reason}"
     return _when_known(run, later, form, _pays(terms, gm, form)), note
+
+
+def _tuned(run: Boxed, later: Boxed, tuning: Tuning, written: Sequence[int], index: int) -> Boxed:
+    """`later`, which records, with the schedules that are fastest in `run`."""
+
+    def call(arguments: list[Any]) -> Any:
+        tuning(run, arguments, written, index)
+        return later(arguments)
+
+    return call
 
 
 def _pays(terms: TermsOf, gm: fx.GraphModule, form: Form) -> Callable[[tuple[int, ...]], bool]:
@@ -456,20 +465,6 @@ def _after_one(first: Boxed, later: Boxed) -> Boxed:
         return called(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
-    return call
-
-
-def _after(first: Callable[[list[Any]], None], later: Boxed) -> Boxed:
-    """`later`; before its first call comes `first`, with the same arguments."""
-    pending = True
-
-    def call(arguments: list[Any]) -> Any:
-        nonlocal pending
-        if pending:
-            pending = False
-            first(arguments)
-        return later(arguments)
-
     return call
 
 

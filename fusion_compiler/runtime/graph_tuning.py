@@ -20,6 +20,7 @@ from fusion_compiler.errors import FusionError
 from fusion_compiler.runtime.binding import unkept_scratch
 from fusion_compiler.runtime.builds import compile_builds
 from fusion_compiler.runtime.cuda import WAIT_CYCLES
+from fusion_compiler.runtime.cuda_graphs import Boxed
 from fusion_compiler.runtime.launch import Runner
 from fusion_compiler.runtime.stages import Stages
 
@@ -27,7 +28,6 @@ GAIN = 0.005  # of the graph's time, by which a candidate is better: noise is le
 ROUNDS = 7
 MOST_SECONDS = 3.0
 
-Boxed = Callable[[list[Any]], Any]
 Measure = Callable[[], float]  # microseconds that the graph takes with what its runners launch now
 
 
