@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +30,6 @@ from fusion_compiler.runtime.cuda_graphs import (
     FORMS,
     FORWARD_IS_NOT,
     RECORDED,
-    UNASKED,
     Form,
     Recordings,
     Terms,
@@ -239,7 +238,7 @@ def test_what_is_recorded_unasked(terms: Terms, reason: str | None) -> None:
 
 def test_sizes_are_recorded_unasked_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(cuda_graphs, "recorded", lambda *_: lambda arguments: ran.append("replayed") or [])
+    monkeypatch.setattr(cuda_graphs, "Recorder", lambda *_: lambda arguments: ran.append("replayed") or [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     asked: list[int] = []
@@ -276,87 +275,6 @@ def test_what_is_predicted_of_a_symbolic_graph_is_of_the_sizes_that_it_was_captu
     now, then = (step_time(plan, device_spec("h200"), sizes, at) for at in (sizes, larger))
     assert then.gpu_us > 8 * now.gpu_us > 80 and then.host_us == now.host_us
     assert ordered(plan, hints=sizes).peak >= rows * width * 4
-
-
-@dataclass
-class Unasked:
-    """A recorded forward that saves one tensor and its backward; `ran` says how each call went."""
-
-    ran: list[str]
-    forward: Any
-    backward: Any
-
-
-@pytest.fixture
-def unasked(monkeypatch: pytest.MonkeyPatch) -> Unasked:
-    ran: list[str] = []
-    own = {phase: (torch.ones(4), torch.full((2, 3), 2.0)) for phase in (Phase.FORWARD, Phase.BACKWARD)}
-
-    def replayed(run: Any, gm: Any, inputs: Any, info: GraphInfo, index: int) -> Any:
-        return lambda arguments: ran.append(f"{info.phase} replayed") or list(own[info.phase])
-
-    def run_of(phase: Phase) -> Any:
-        return lambda arguments: ran.append(f"{phase} plain") or [torch.ones(4), torch.zeros(2, 3)]
-
-    monkeypatch.setattr(cuda_graphs, "refusal", lambda *_: None)
-    monkeypatch.setattr(cuda_graphs, "recorded", replayed)
-    monkeypatch.setattr(cudagraph_trees, "get_manager", lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    graph, recordings = traced(lambda x: x + 1, "cuda:0"), Recordings()
-    made = [
-        recordings.wrap(run_of(phase), graph, [], info_of(phase), lambda _: PAYS)
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
-    ]
-    assert [note for _, note in made] == [UNASKED] * 2
-    return Unasked(ran, made[0][0], made[1][0])
-
-
-def test_a_recorded_forward_is_followed_by_its_backward(unasked: Unasked) -> None:
-    """Two forwards before a backward: the second saves memory of its own, and so does its backward."""
-    first = unasked.forward([])
-    unasked.backward([first[1]])
-    second = unasked.forward([])
-    third = unasked.forward([])
-    unasked.backward([third[1]])
-    unasked.backward([second[1]])
-    unasked.backward([unasked.forward([])[1]])
-    assert unasked.ran == [
-        "forward plain", "backward plain", "forward replayed", "forward plain", "backward plain",
-        "backward replayed", "forward replayed", "backward replayed",
-    ]  # fmt: skip
-
-
-def test_results_are_the_callers_own(unasked: Unasked) -> None:
-    unasked.forward([])
-    kept = unasked.forward([])
-    gradients = unasked.backward([kept[1]])
-    again = unasked.forward([])
-    assert kept[0].data_ptr() != again[0].data_ptr() and kept[1].data_ptr() == again[1].data_ptr()
-    assert gradients[1].data_ptr() != unasked.backward([again[1]])[1].data_ptr()
-    assert torch.equal(gradients[1], torch.full((2, 3), 2.0)) and gradients[1].stride() == (3, 1)
-
-
-def test_nothing_is_replayed_in_a_profile_or_into_the_users_own_graph(
-    unasked: Unasked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unasked.forward([])
-    with cuda_graphs.unrecorded():
-        unasked.forward([])
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        unasked.forward([])
-    unasked.forward([])
-    assert unasked.ran == ["forward plain"] * 3 + ["forward replayed"]
-
-
-def test_copies_have_the_layout_of_what_they_are_of() -> None:
-    base = torch.arange(24.0).reshape(4, 6)
-    results = [base.t(), base[1:3, ::2], base[0].expand(3, 6), torch.empty(0, 3), 7]
-    copies = cuda_graphs._copied(lambda arguments: results, None)([])
-    for copy, result in zip(copies[:4], results[:4], strict=True):
-        assert isinstance(result, Tensor) and torch.equal(copy, result) and copy.stride() == result.stride()
-        assert not result.numel() or copy.data_ptr() != result.data_ptr()
-    assert copies[4] == 7
 
 
 class Net(nn.Module):
@@ -485,7 +403,8 @@ def test_a_recording_clears_its_scratch_once() -> None:
 def test_inference_is_tuned_once_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch, drawn: bool) -> None:
     """But where it draws random numbers: trials would draw them as well."""
     ran: list[Any] = []
-    monkeypatch.setattr(cuda_graphs, "recorded", lambda *_: lambda arguments: ran.append("replayed") or [])
+    for name in ("recorded", "Recorder"):
+        monkeypatch.setattr(cuda_graphs, name, lambda *_: lambda arguments: ran.append("replayed") or [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def plain(arguments: list[Any]) -> list[Any]:

@@ -1,14 +1,15 @@
 """Launching a whole graph at once: recorded on the device at the second call, replayed from the third.
 
-Recording, the memory pool that all recordings share, copies of inputs whose address changes, the state of
-random numbers and the pairing of forward and backward are PyTorch's own (torch._inductor.cudagraph_trees,
-what torch.compile(mode="reduce-overhead") uses). What stands here is which graphs may be recorded, and why
-others may not. The first call of a graph runs as without recordings: kernels are tuned in it.
+What stands here is which graphs may be recorded, and why others may not. The first call of a graph runs as
+without recordings: kernels are tuned in it.
 
-Results lie in the recordings' memory: the next step's may take their place. PyTorch raises where an
-overwritten one is read; what is to be kept longer is cloned. Where a graph is recorded unasked (`Terms`) its
-results are copied out, and whatever a recording does not foresee runs as without: a forward before the last
-one's backward, a graph that the user records, a profile.
+Where the user asks for recordings they are PyTorch's (torch._inductor.cudagraph_trees, what
+torch.compile(mode="reduce-overhead") uses), with one pool for all. Results lie in it: the next step's may
+take their place. PyTorch raises where an overwritten one is read; what is to be kept longer is cloned.
+
+Where a graph is recorded unasked (`Terms`) they are those of `recording`, which cost the host less: results
+are copied out, and whatever a recording does not foresee runs as without: a forward before the last one's
+backward, a graph that the user records, a profile, another stream.
 
 Inference whose sizes differ from call to call, or that writes into memory which may be elsewhere the next
 time (a cache of keys and values that `generate` makes for each prompt), is recorded in each form that comes
@@ -36,6 +37,7 @@ from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.schema import written
 from fusion_compiler.runtime.binding import unkept_scratch
+from fusion_compiler.runtime.recording import ALIGNED, Boxed, Pool, Recorder
 
 RECORDED = "recorded"
 UNASKED = "recorded, as its launches can take longer than what they launch"
@@ -45,11 +47,9 @@ MOST_KEPT = 1 << 30  # bytes that a recording keeps from step to step, where nob
 SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
 LITTLE = 1 << 26  # bytes that it keeps where only such a host is slower than the device
 MOST_COPIED = 0.1  # of the time that a recording saves, for copies of its results
-FEW_COPIES = 2  # made one by one: together a program has 64K elements, and logits take four times as long
 MOST_FORMS = 64  # of one graph that are recorded; and of those that came once, that are remembered
-ALIGNED = 16  # bytes: PyTorch's recordings copy what begins elsewhere, and would write into the copy
+MOST_PLACES = 8  # of the arguments of one graph that are recorded unasked, if they move
 
-Boxed = Callable[[list[Any]], Any]
 # Of a graph, its arguments, positions of those that it writes into, and the index of its device: see
 # `graph_tuning.GraphTuning`.
 Tuning = Callable[[Boxed, Sequence[Any], Sequence[int], int], None]
@@ -240,6 +240,7 @@ class Recordings:
     def __init__(self) -> None:
         self._forwards: dict[str, int] = {}  # graph -> index of its device
         self._turns: dict[str, _Turns] = {}
+        self._pools: dict[int, Pool] = {}  # of inference, by the index of its device
 
     def wrap(
         self,
@@ -262,7 +263,7 @@ class Recordings:
         if reason is None and terms is not None and not form.sizes:  # of which each is judged by itself
             reason = terms(None).refusal
         if reason is None and info.phase is Phase.INFERENCE:
-            return _inference(run, gm, inputs, info, form, terms, tuning)
+            return self._inference(run, gm, inputs, info, form, terms, tuning)
         if terms is not None:
             return self._unasked(run, gm, inputs, info, reason)
         if info.phase is not Phase.BACKWARD:
@@ -285,42 +286,44 @@ class Recordings:
         if info.phase is Phase.BACKWARD:
             if (turns := self._turns.get(graph)) is None:
                 return run, FORWARD_IS_NOT
-            plain = _beside_recordings(run, turns.index)
-            later = plain if reason is not None else recorded(run, gm, inputs, info, turns.index)
-            return turns.backward(run, _copied(later, None), plain), reason or UNASKED
+            if reason is not None:
+                return turns.backward(run, None), reason
+            return turns.backward(run, info.static_inputs), UNASKED
         if reason is not None:
             return run, reason
-        turns = _Turns(_device_index(gm), info.outputs)
-        later = recorded(run, gm, inputs, info, turns.index)
-        self._turns[graph] = turns
-        return turns.forward(run, _copied(later, info.outputs)), UNASKED
+        turns = self._turns[graph] = _Turns(Pool(_device_index(gm)))
+        return turns.forward(run, info.static_inputs, info.outputs), UNASKED
 
-
-def _inference(
-    run: Boxed,
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    info: GraphInfo,
-    form: Form,
-    terms: TermsOf | None,
-    tuning: Tuning | None,
-) -> tuple[Boxed, str]:
-    """Recorded, with results that the next call overwrites if that was asked for, and a note of it."""
-    info = replace(info, static_inputs=(*info.static_inputs, *form.written))
-    later = recorded(run, gm, inputs, info, _device_index(gm))
-    if tuning is not None and (places := repeatable(gm)) is not None:
-        later = _after_one(_tuned(run, later, tuning, places, _device_index(gm)), later)
-    note = RECORDED if terms is None else UNASKED
-    if terms is not None:
-        later = _unless(paused, run, _copied(later, None))
-    if form == Form():
-        return _after_one(run, later), note
-    note = f"{note}; {FORMS}"
-    if terms is None or not form.sizes:
-        return _when_known(run, later, form), note
-    if (reason := terms(None).refusal) is not None:
-        note = f"{note}, but with the sizes that it was captured with: {reason}"
-    return _when_known(run, later, form, _pays(terms, gm, form)), note
+    def _inference(
+        self,
+        run: Boxed,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        info: GraphInfo,
+        form: Form,
+        terms: TermsOf | None,
+        tuning: Tuning | None,
+    ) -> tuple[Boxed, str]:
+        """Recorded, with results that the next call overwrites if that was asked for, and a note of it."""
+        index, static = _device_index(gm), (*info.static_inputs, *form.written)
+        if terms is None:
+            note, later = RECORDED, recorded(run, gm, inputs, replace(info, static_inputs=static), index)
+        else:
+            pool = self._pools.setdefault(index, Pool(index))
+            most = MOST_PLACES if form == Form() else MOST_FORMS
+            note, later = UNASKED, Recorder(run, pool, lambda _: static, None, most)
+        if tuning is not None and (places := repeatable(gm)) is not None:
+            later = _after_one(_tuned(run, later, tuning, places, index), later)
+        if terms is not None:
+            later = _unless(paused, run, later)
+        if form == Form():
+            return _after_one(run, later), note
+        note = f"{note}; {FORMS}"
+        if terms is None or not form.sizes:
+            return _when_known(run, later, form), note
+        if (reason := terms(None).refusal) is not None:
+            note = f"{note}, but with the sizes that it was captured with: {reason}"
+        return _when_known(run, later, form, _pays(terms, gm, form)), note
 
 
 def _tuned(run: Boxed, later: Boxed, tuning: Tuning, written: Sequence[int], index: int) -> Boxed:
@@ -347,33 +350,48 @@ def _pays(terms: TermsOf, gm: fx.GraphModule, form: Form) -> Callable[[tuple[int
 
 
 class _Turns:
-    """A forward and its backward that are recorded unasked: a recorded forward is followed by its backward.
+    """A forward and its backward that are recorded unasked: a replayed forward is followed by its backward.
 
     Else the forward runs as without recordings, and so does the backward of one that did.
     """
 
-    def __init__(self, index: int, outputs: int) -> None:
-        self.index, self._outputs = index, outputs
-        self._saved = frozenset[int]()  # addresses of what the last recorded forward saved
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._saved = frozenset[int]()  # addresses of what the last replayed forward saved
         self._pending = False
 
-    def forward(self, plain: Boxed, later: Boxed) -> Boxed:
+    def forward(self, plain: Boxed, static: Sequence[int], outputs: int) -> Boxed:
+        """static: positions of arguments that stay where they are; outputs: how many results are shown."""
+        recorder = Recorder(plain, self._pool, lambda _: static, outputs, MOST_PLACES)
+
         def replay(arguments: list[Any]) -> list[Any]:
-            given = _addresses(arguments)
-            results = later(arguments)
-            self._saved, self._pending = _addresses(results[self._outputs :]) - given, True
+            with self._pool.turn:
+                found = recorder.find(arguments)
+                results = recorder(arguments)
+                if found is not None:
+                    self._saved, self._pending = _addresses(found.saved), True
             return results
 
-        return _after_one(plain, _unless(lambda: self._pending or paused(), plain, replay))
+        return _after_one(plain, _unless(self._is_hindered, plain, replay))
 
-    def backward(self, first: Boxed, later: Boxed, plain: Boxed) -> Boxed:
-        """first: where the forward was not recorded; plain: where it was, and the backward is not to be."""
+    def _is_hindered(self) -> bool:
+        return self._pending or paused() or self._pool.is_beside()
+
+    def backward(self, plain: Boxed, static: Sequence[int] | None) -> Boxed:
+        """static: as of a forward, besides what that saved; None where it is not to be recorded."""
+
+        def places(arguments: Sequence[Any]) -> set[int]:
+            tensors = ((i, v) for i, v in enumerate(arguments) if isinstance(v, torch.Tensor))
+            return {*(static or ()), *(i for i, v in tensors if v.data_ptr() in self._saved)}
+
+        recorder = Recorder(plain, self._pool, places, None, MOST_PLACES)
 
         def call(arguments: list[Any]) -> Any:
             if not self._pending or not self._saved & _addresses(arguments):
-                return first(arguments)
+                return plain(arguments)
             self._pending = False
-            return (plain if paused() else later)(arguments)
+            hindered = static is None or paused() or torch.cuda.is_current_stream_capturing()
+            return (plain if hindered else recorder)(arguments)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
@@ -391,39 +409,6 @@ def _unless(condition: Callable[[], bool], plain: Boxed, later: Boxed) -> Boxed:
         return (plain if hindered else later)(arguments)
 
     return call
-
-
-def _copied(run: Boxed, count: int | None) -> Boxed:
-    """`run` with copies of its first `count` results, of all without a number."""
-
-    def call(arguments: list[Any]) -> list[Any]:
-        results = list(run(arguments))
-        copies: list[torch.Tensor] = []
-        own: list[torch.Tensor] = []
-        for i, result in enumerate(results[:count]):
-            if not isinstance(result, torch.Tensor):
-                continue
-            memory = result if result.is_contiguous() else _memory(result)
-            copy = torch.empty_like(memory)
-            copies.append(copy)
-            own.append(memory)
-            results[i] = copy if memory is result else copy.as_strided(result.shape, result.stride(), 0)
-        if len(own) > FEW_COPIES:
-            torch._foreach_copy_(copies, own)
-        else:
-            for copy, memory in zip(copies, own, strict=True):
-                copy.copy_(memory)
-        return results
-
-    return call
-
-
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """All that a tensor spans of its memory, in one dimension."""
-    if not tensor.numel():
-        return tensor.new_empty(0)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((last + 1,), (1,))
 
 
 def _device_index(gm: fx.GraphModule) -> int:

@@ -1,0 +1,208 @@
+"""Recordings that nobody asked for, on a device that runs again what was captured, into the same memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusion_compiler as fc
+from fusion_compiler.runtime import cuda_graphs
+from fusion_compiler.runtime.cuda_graphs import UNASKED, Terms
+from fusion_compiler.runtime.recording import Boxed, Recorder
+from tests.fake_gpu import FakeGpu, use
+
+PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0, replay_us=160.0)
+
+
+@dataclass
+class FakePool:
+    """Replays by running again, with the arguments that the capture had."""
+
+    index: int = 0
+    beside: bool = False
+    captures: int = 0
+    replays: int = 0
+    turn: Any = field(default_factory=nullcontext[None])
+
+    def is_beside(self) -> bool:
+        return self.beside
+
+    def capture(self, run: Boxed, arguments: Sequence[Any]) -> tuple[Callable[[], None], list[Any]]:
+        self.captures += 1
+        places = [a.untyped_storage() for a in arguments if isinstance(a, Tensor)]
+        before = [place.clone() for place in places]
+        results = list(run(list(arguments)))
+        for place, values in zip(places, before, strict=True):  # a capture runs nothing
+            place.copy_(values)
+
+        def replay() -> None:
+            self.replays += 1
+            for kept, new in zip(results, list(run(list(arguments))), strict=True):
+                if isinstance(kept, Tensor):  # all of its memory, of any layout, without a new version
+                    kept.untyped_storage().copy_(new.untyped_storage())
+
+        return replay, results
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
+    made: list[FakePool] = []
+
+    def pool(index: int) -> FakePool:
+        made.append(FakePool(index))
+        return made[-1]
+
+    monkeypatch.setattr(cuda_graphs, "Pool", pool)
+    monkeypatch.setattr(cuda_graphs, "refusal", lambda *_: None)
+    monkeypatch.setattr(cuda_graphs, "_device_index", lambda gm: 0)
+    monkeypatch.setattr(Terms, "refusal", None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+def test_results_have_the_layout_of_what_they_are_of_and_are_the_callers_own() -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+
+    def run(arguments: list[Any]) -> list[Any]:
+        (x,) = arguments
+        y = x + base
+        return [y.t(), y[1:3, ::2], y[0].expand(3, 6), torch.empty(0, 3), 7, x]
+
+    recorder = Recorder(run, FakePool(), lambda _: (), None, 1)  # type: ignore[arg-type]
+    xs = [torch.randn(4, 6) for _ in range(4)]
+    got = [recorder([x]) for x in xs]
+    assert recorder.find(xs[:1]) is not None
+    for x, results in zip(xs, got, strict=True):
+        for result, want in zip(results, run([x]), strict=True):
+            if isinstance(want, Tensor):
+                assert torch.equal(result, want) and result.stride() == want.stride()
+            else:
+                assert result == want
+    places = [r.data_ptr() for results in got[1:] for r in results if isinstance(r, Tensor) and r.numel()]
+    assert len(set(places)) == len(places)
+
+
+def test_arguments_of_any_layout_are_copied() -> None:
+    memory = torch.randn(6, 8)
+    recorder = Recorder(lambda given: [given[0] * 2], FakePool(), lambda _: (), None, 1)  # type: ignore[arg-type]
+    for of in (memory.t(), memory[::2, ::2], memory[:1].expand(4, 8)):
+        recorder = Recorder(lambda given: [given[0] * 2], FakePool(), lambda _: (), None, 1)  # type: ignore[arg-type]
+        for _ in range(3):
+            memory.normal_()
+            assert torch.equal(recorder([of])[0], of * 2)
+
+
+def test_what_lies_elsewhere_is_recorded_anew_up_to_a_number() -> None:
+    pool = FakePool()
+    recorder = Recorder(lambda given: [given[0] * given[1], given[0]], pool, lambda _: (0,), 1, 2)  # type: ignore[arg-type]
+    places = [torch.randn(8) for _ in range(3)]
+    for _ in range(3):
+        for place in places:
+            place.normal_()
+            x = torch.randn(8)
+            product, same = recorder([place, x])
+            assert torch.equal(product, place * x) and same.data_ptr() == place.data_ptr()
+    assert (pool.captures, pool.replays) == (2, 4)
+    pool.beside = True
+    assert torch.equal(recorder([places[0], x])[0], places[0] * x) and pool.replays == 4
+
+
+def test_what_is_not_aligned_is_not_recorded() -> None:
+    pool = FakePool()
+    recorder = Recorder(lambda given: [given[0] + 1], pool, lambda _: (), None, 2)  # type: ignore[arg-type]
+    x = torch.randn(9)[1:]
+    for _ in range(3):
+        assert torch.equal(recorder([x])[0], x + 1)
+    assert pool.captures == 0
+
+
+def test_numbers_tell_recordings_apart() -> None:
+    pool = FakePool()
+    recorder = Recorder(lambda given: [given[1] * given[0]], pool, lambda _: (), None, 4)  # type: ignore[arg-type]
+    for number in (2, 3, 2, 3):
+        x = torch.randn(4)
+        assert torch.equal(recorder([number, x])[0], x * number)
+    assert (pool.captures, pool.replays) == (2, 2)
+
+
+class Net(nn.Module):
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("steps", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return torch.tanh(self.linear(x)) * x + self.steps
+
+
+def steps_beside_eager(fast: Any, model: nn.Module, exact: nn.Module, pattern: str) -> None:
+    """Forwards (f), backwards (b) of the last one without, and calls that are dropped (d)."""
+    pending: list[tuple[Tensor, Tensor]] = []
+    for letter in pattern:
+        if letter == "b":
+            for result in pending.pop():
+                result.square().sum().backward()
+            continue
+        x = torch.randn(3, 8)
+        pair = fast(x), exact(x.double())
+        torch.testing.assert_close(pair[0], pair[1], check_dtype=False)
+        if letter == "f":
+            pending.append(pair)
+
+
+@pytest.mark.parametrize("pattern", ["fb", "ffbb", "fdb", "dfb", "fbfb", "fffbbb"])
+def test_gradients_are_eagers(pattern: str, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch) -> None:
+    use(FakeGpu(), monkeypatch)
+    model = Net()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, exact)]
+    for _ in range(5):
+        steps_beside_eager(fast, model, exact, pattern)
+        for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.steps, exact.steps, check_dtype=False)
+    assert [plan.notes["CUDA graph"] for plan in fast.plan] == [UNASKED] * 2
+    (pool,) = pools
+    assert pool.captures == (1 if pattern == "dfb" else 2)  # what was dropped may still get its backward
+    assert pool.replays >= (1 if "d" in pattern else 4)
+
+
+def test_a_backward_of_what_was_written_over_raises(
+    pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(FakeGpu(), monkeypatch)
+    fast = fc.compile(Net(), tune=False, strict=True)
+    for _ in range(4):
+        kept = fast(torch.randn(3, 8)).sum()
+        kept.backward(retain_graph=True)
+    kept.backward(retain_graph=True)  # nothing was written yet
+    fast(torch.randn(3, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+    assert pools[0].replays
+
+
+def test_nothing_is_replayed_in_a_profile(pools: list[FakePool], monkeypatch: pytest.MonkeyPatch) -> None:
+    use(FakeGpu(), monkeypatch)
+    fast = fc.compile(Net(), tune=False, strict=True)
+    with torch.no_grad():
+        for _ in range(4):
+            fast(torch.randn(3, 8))
+        before = pools[0].replays
+        with cuda_graphs.unrecorded():
+            fast(torch.randn(3, 8))
+        assert pools[0].replays == before == 2
