@@ -114,13 +114,23 @@ def test_what_lies_elsewhere_is_recorded_anew_up_to_a_number() -> None:
     assert torch.equal(recorder([places[0], x])[0], places[0] * x) and pool.replays == 4
 
 
-def test_what_is_not_aligned_is_not_recorded() -> None:
-    pool = FakePool()
-    recorder = Recorder(lambda given: [given[0] + 1], pool, lambda _: (), None, 2)  # type: ignore[arg-type]
-    x = torch.randn(9)[1:]
-    for _ in range(3):
-        assert torch.equal(recorder([x])[0], x + 1)
-    assert pool.captures == 0
+def test_what_is_not_aligned_is_recorded_where_its_copy_lies() -> None:
+    """As a token that was cut out of a prompt: the call that is recorded loads kernels for such a place."""
+    pool, places = FakePool(), list[int]()
+
+    def run(given: list[Any]) -> list[Any]:
+        places.extend(value.data_ptr() % 16 for value in given)
+        return [given[0] + given[1], given[0]]
+
+    recorder = Recorder(run, pool, lambda _: (1,), None, 2)  # type: ignore[arg-type]
+    memory, weight = torch.randn(10, 4), torch.randn(9)[1:].reshape(4, 2)
+    cut = memory.view(-1)[1:33].view(8, 4).t()
+    for x in (cut[:, 1:5:2], cut[:, 1:5:2], memory.t()[:, 1:5:2]):
+        memory.normal_()
+        total, same = recorder([x, weight])
+        assert torch.equal(total, x + weight) and torch.equal(same, x)
+    assert (pool.captures, pool.replays) == (1, 2)
+    assert set(places[::2]) == {0} and set(places[1::2]) == {weight.data_ptr() % 16} != {0}
 
 
 def test_numbers_tell_recordings_apart() -> None:

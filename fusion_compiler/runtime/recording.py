@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fusion_compiler.runtime.binding import unkept_scratch
 
-ALIGNED = 16  # bytes, at which copies begin: kernels for other places than a call's may not be loaded yet
+ALIGNED = 16  # bytes, at which copies begin: kernels for other places than theirs need not be loaded
 FEW_COPIES = 2  # made one by one: together a program has 64K elements, and logits take four times as long
 
 Boxed = Callable[[list[Any]], Any]
@@ -147,12 +147,12 @@ class Recorder:
 
     def record(self, arguments: list[Any]) -> Any:
         """A call without a recording, behind which one is made."""
-        given = list(arguments)
-        results = self._run(arguments)
-        if len(self._made) < self._most and not any(
-            value.data_ptr() % ALIGNED for value in given if isinstance(value, Tensor)
-        ):
-            self._made.append(Recording(self._pool, self._run, given, self._static(given), self._shown))
+        if len(self._made) >= self._most:
+            return self._run(arguments)
+        static = set(self._static(arguments))
+        given = [value if i in static else _aligned(value) for i, value in enumerate(arguments)]
+        results = self._run(list(given))
+        self._made.append(Recording(self._pool, self._run, given, static, self._shown))
         return results
 
     def __call__(self, arguments: list[Any]) -> Any:
@@ -162,6 +162,14 @@ class Recorder:
                 return self._run(arguments)
             found = self.find(arguments)
             return self.record(arguments) if found is None else found(arguments)
+
+
+def _aligned(value: Any) -> Any:
+    """An argument where a recording's copy of it could lie."""
+    if not isinstance(value, Tensor) or not value.data_ptr() % ALIGNED:
+        return value
+    layout = _Layout(value)
+    return layout.tensor(layout.memory(value).clone())
 
 
 class _Layout:
