@@ -278,7 +278,7 @@ def test_what_is_predicted_of_a_symbolic_graph_is_of_the_sizes_that_it_was_captu
 
 
 class Net(nn.Module):
-    """A parameter, a buffer that is written into, dropout."""
+    """Parameters, and a buffer that is written into."""
 
     steps: Tensor
 

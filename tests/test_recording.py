@@ -6,26 +6,26 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import cudagraph_trees
 
 import fusion_compiler as fc
 from fusion_compiler.runtime import cuda_graphs
 from fusion_compiler.runtime.cuda_graphs import UNASKED, Terms
-from fusion_compiler.runtime.recording import Boxed, Recorder
+from fusion_compiler.runtime.recording import Boxed, Pool, Recorder
 from tests.fake_gpu import FakeGpu, use
-
-PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0, replay_us=160.0)
+from tests.test_cuda_graphs import Net
 
 
 @dataclass
 class FakePool:
     """Replays by running again, with the arguments that the capture had."""
 
-    index: int = 0
     beside: bool = False
     captures: int = 0
     replays: int = 0
@@ -56,7 +56,8 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
     made: list[FakePool] = []
 
     def pool(index: int) -> FakePool:
-        made.append(FakePool(index))
+        assert index == 0
+        made.append(FakePool())
         return made[-1]
 
     monkeypatch.setattr(cuda_graphs, "Pool", pool)
@@ -91,7 +92,6 @@ def test_results_have_the_layout_of_what_they_are_of_and_are_the_callers_own() -
 
 def test_arguments_of_any_layout_are_copied() -> None:
     memory = torch.randn(6, 8)
-    recorder = Recorder(lambda given: [given[0] * 2], FakePool(), lambda _: (), None, 1)  # type: ignore[arg-type]
     for of in (memory.t(), memory[::2, ::2], memory[:1].expand(4, 8)):
         recorder = Recorder(lambda given: [given[0] * 2], FakePool(), lambda _: (), None, 1)  # type: ignore[arg-type]
         for _ in range(3):
@@ -103,10 +103,11 @@ def test_what_lies_elsewhere_is_recorded_anew_up_to_a_number() -> None:
     pool = FakePool()
     recorder = Recorder(lambda given: [given[0] * given[1], given[0]], pool, lambda _: (0,), 1, 2)  # type: ignore[arg-type]
     places = [torch.randn(8) for _ in range(3)]
+    x = torch.randn(8)
     for _ in range(3):
         for place in places:
             place.normal_()
-            x = torch.randn(8)
+            x.normal_()
             product, same = recorder([place, x])
             assert torch.equal(product, place * x) and same.data_ptr() == place.data_ptr()
     assert (pool.captures, pool.replays) == (2, 4)
@@ -140,19 +141,6 @@ def test_numbers_tell_recordings_apart() -> None:
         x = torch.randn(4)
         assert torch.equal(recorder([number, x])[0], x * number)
     assert (pool.captures, pool.replays) == (2, 2)
-
-
-class Net(nn.Module):
-    steps: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("steps", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps.add_(1)
-        return torch.tanh(self.linear(x)) * x + self.steps
 
 
 def steps_beside_eager(fast: Any, model: nn.Module, exact: nn.Module, pattern: str) -> None:
@@ -196,9 +184,10 @@ def test_a_backward_of_what_was_written_over_raises(
 ) -> None:
     use(FakeGpu(), monkeypatch)
     fast = fc.compile(Net(), tune=False, strict=True)
-    for _ in range(4):
-        kept = fast(torch.randn(3, 8)).sum()
-        kept.backward(retain_graph=True)
+    for _ in range(3):
+        fast(torch.randn(3, 8)).sum().backward()
+    kept = fast(torch.randn(3, 8)).sum()
+    kept.backward(retain_graph=True)
     kept.backward(retain_graph=True)  # nothing was written yet
     fast(torch.randn(3, 8)).sum().backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -206,7 +195,9 @@ def test_a_backward_of_what_was_written_over_raises(
     assert pools[0].replays
 
 
-def test_nothing_is_replayed_in_a_profile(pools: list[FakePool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replayed_in_a_profile_or_into_the_users_own_graph(
+    pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(FakeGpu(), monkeypatch)
     fast = fc.compile(Net(), tune=False, strict=True)
     with torch.no_grad():
@@ -215,4 +206,31 @@ def test_nothing_is_replayed_in_a_profile(pools: list[FakePool], monkeypatch: py
         before = pools[0].replays
         with cuda_graphs.unrecorded():
             fast(torch.randn(3, 8))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            fast(torch.randn(3, 8))
         assert pools[0].replays == before == 2
+        fast(torch.randn(3, 8))
+        assert pools[0].replays == 3
+
+
+def test_the_stream_is_that_of_the_first_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on another before it, as a warm-up makes them, bind nothing."""
+    streams = {0: "main"}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index=0: streams[index])
+    for name in ("device", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    for name in ("graph_pool_handle", "Stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(cudagraph_trees, "clear_cublas_manager", nullcontext)
+    pool = Pool(0)
+    beside: list[bool] = []
+    for stream in ("warm-up", "main"):
+        streams[0] = stream
+        beside.append(pool.is_beside())
+    pool.capture(list, [])
+    for stream in ("main", "warm-up"):
+        streams[0] = stream
+        beside.append(pool.is_beside())
+    pool.capture(list, [])
+    assert [*beside, pool.is_beside()] == [False, False, False, True, True]

@@ -72,7 +72,7 @@ class Form:
         return (*sizes, *(arguments[i].data_ptr() for i in self.written))
 
     def is_aligned(self, found: tuple[int, ...]) -> bool:
-        """Whether calls of a form can be recorded."""
+        """Whether calls of a form can be recorded: PyTorch's recordings would write into an aligned copy."""
         return not any(address % ALIGNED for address in found[len(self.sizes) :])
 
 
@@ -367,10 +367,10 @@ class _Turns:
         def replay(arguments: list[Any]) -> list[Any]:
             with self._pool.turn:
                 found = recorder.find(arguments)
-                results = recorder(arguments)
-                if found is not None:
-                    self._saved, self._pending = _addresses(found.saved), True
-            return results
+                if found is None:
+                    return recorder.record(arguments)
+                self._saved, self._pending = _addresses(found.saved), True
+                return found(arguments)
 
         return _after_one(plain, _unless(self._is_hindered, plain, replay))
 

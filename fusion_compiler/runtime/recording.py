@@ -34,14 +34,11 @@ class Pool:
         self.turn = threading.RLock()
         self._index = index
         self._memory: tuple[Any, Any] | None = None  # and the stream that captures into it
-        self._stream: Any = None
+        self._stream: torch.cuda.Stream | None = None  # of the calls, once there is a recording
 
     def is_beside(self) -> bool:
         """Whether the current stream is another than that of the recordings."""
-        stream = torch.cuda.current_stream(self._index)
-        if self._stream is None:
-            self._stream = stream
-        return bool(stream != self._stream)
+        return self._stream is not None and torch.cuda.current_stream(self._index) != self._stream
 
     def capture(self, run: Boxed, arguments: Sequence[Any]) -> tuple[Callable[[], None], list[Any]]:
         """What launches a call anew, and the results that this leaves; nothing runs yet."""
@@ -50,6 +47,7 @@ class Pool:
         with torch.cuda.device(self._index):
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                self._stream = torch.cuda.current_stream()
             pool, stream = self._memory
             graph = torch.cuda.CUDAGraph()
             captured = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
@@ -146,7 +144,7 @@ class Recorder:
         return next((made for made in self._made if made.fits(arguments)), None)
 
     def record(self, arguments: list[Any]) -> Any:
-        """A call without a recording, behind which one is made."""
+        """A call of which `find` gave nothing, and behind it a recording."""
         if len(self._made) >= self._most:
             return self._run(arguments)
         static = set(self._static(arguments))
