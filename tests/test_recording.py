@@ -195,6 +195,36 @@ def test_a_backward_of_what_was_written_over_raises(
     assert pools[0].replays
 
 
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        return grad_outputs[0] * saved, None
+
+
+def test_what_a_replay_saved_is_told_from_what_the_next_one_saves() -> None:
+    """Also where it is no copy of an argument, which a copy into it would tell."""
+    pool = FakePool()
+    recorder = Recorder(lambda given: [given[0] + 1, given[0].exp()], pool, lambda _: (), 1, 1)  # type: ignore[arg-type]
+    x = torch.randn(8)
+    recorder([x])
+    for is_late in (False, True):
+        leaf = torch.randn(8, requires_grad=True)
+        result = Keeps.apply(leaf, recorder([x])[1])
+        if not is_late:
+            result.sum().backward()
+            assert torch.equal(leaf.grad, x.exp())  # type: ignore[arg-type]
+            continue
+        recorder([x])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+
+
 def test_nothing_is_replayed_in_a_profile_or_into_the_users_own_graph(
     pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
