@@ -146,6 +146,13 @@ def test_attention_that_is_written_out_may_round_as_one_call() -> None:
     assert judge(given, off_by(2**-3)).kind == "wrong"
 
 
+def test_attention_that_is_written_out_may_be_written_into() -> None:
+    inputs = tuple(Input(i, ((8, 4, 16),), "float32", "normal", gradient=True) for i in range(2))
+    attention = "v0 = torch.softmax(a0 @ a1.mT * a0.shape[-1] ** -0.5, -1) @ a1"
+    given = Program(inputs, (attention, "v0[1:].mul_(2)"), ("v0",))
+    assert judge(given) == Verdict("right")
+
+
 def test_written_attention_of_drawn_programs_is_known() -> None:
     drawn = (draw(seed) for seed in range(2000))
     written = [p for p in drawn if "torch.softmax(" in p.body and " @ " in p.body and ".mT" in p.body]
