@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._inductor import cudagraph_trees
 
 import fusion_compiler as fc
+from fusion_compiler.errors import FusionWarning
 from fusion_compiler.runtime import cuda_graphs
 from fusion_compiler.runtime.cuda_graphs import UNASKED, Terms
 from fusion_compiler.runtime.recording import Boxed, Pool, Recorder
@@ -134,6 +135,21 @@ def test_what_is_not_aligned_is_recorded_where_its_copy_lies() -> None:
     assert set(places[::2]) == {0} and set(places[1::2]) == {weight.data_ptr() % 16} != {0}
 
 
+def test_a_recording_for_which_memory_does_not_suffice_is_left_out_and_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("2 GB")
+
+    pool = FakePool()
+    monkeypatch.setattr(pool, "capture", full)
+    recorder = Recorder(lambda given: [given[0] * 2], pool, lambda _: (), None, 4)  # type: ignore[arg-type]
+    x = torch.randn(8)
+    with pytest.warns(FusionWarning, match="without a recording.*2 GB"):
+        assert torch.equal(recorder([x])[0], x * 2)
+    assert torch.equal(recorder([x])[0], x * 2)
+
+
 def test_numbers_tell_recordings_apart() -> None:
     pool = FakePool()
     recorder = Recorder(lambda given: [given[1] * given[0]], pool, lambda _: (), None, 4)  # type: ignore[arg-type]
@@ -156,6 +172,7 @@ def steps_beside_eager(fast: Any, model: nn.Module, exact: nn.Module, pattern: s
         torch.testing.assert_close(pair[0], pair[1], check_dtype=False)
         if letter == "f":
             pending.append(pair)
+        del pair
 
 
 @pytest.mark.parametrize("pattern", ["fb", "ffbb", "fdb", "dfb", "fbfb", "fffbbb"])
@@ -175,8 +192,8 @@ def test_gradients_are_eagers(pattern: str, pools: list[FakePool], monkeypatch: 
     torch.testing.assert_close(model.steps, exact.steps, check_dtype=False)
     assert [plan.notes["CUDA graph"] for plan in fast.plan] == [UNASKED] * 2
     (pool,) = pools
-    assert pool.captures == (1 if pattern == "dfb" else 2)  # what was dropped may still get its backward
-    assert pool.replays >= (1 if "d" in pattern else 4)
+    assert pool.captures == 2
+    assert pool.replays >= 5
 
 
 def test_a_backward_of_what_was_written_over_raises(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
@@ -37,7 +37,7 @@ from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.schema import written
 from fusion_compiler.runtime.binding import unkept_scratch
-from fusion_compiler.runtime.recording import ALIGNED, Boxed, Pool, Recorder
+from fusion_compiler.runtime.recording import ALIGNED, Boxed, Pool, Recorder, Recording
 
 RECORDED = "recorded"
 UNASKED = "recorded, as its launches can take longer than what they launch"
@@ -357,8 +357,7 @@ class _Turns:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._saved = frozenset[int]()  # addresses of what the last replayed forward saved
-        self._pending = False
+        self._replayed: Recording | None = None  # the last forward, until its backward runs
 
     def forward(self, plain: Boxed, static: Sequence[int], outputs: int) -> Boxed:
         """static: positions of arguments that stay where they are; outputs: how many results are shown."""
@@ -369,36 +368,39 @@ class _Turns:
                 found = recorder.find(arguments)
                 if found is None:
                     return recorder.record(arguments)
-                self._saved, self._pending = _addresses(found.saved), True
+                self._replayed = found
                 return found(arguments)
 
         return _after_one(plain, _unless(self._is_hindered, plain, replay))
 
     def _is_hindered(self) -> bool:
-        return self._pending or paused() or self._pool.is_beside()
+        awaited = self._replayed is not None and self._replayed.is_awaited
+        return awaited or paused() or self._pool.is_beside()
 
     def backward(self, plain: Boxed, static: Sequence[int] | None) -> Boxed:
         """static: as of a forward, besides what that saved; None where it is not to be recorded."""
 
         def places(arguments: Sequence[Any]) -> set[int]:
-            tensors = ((i, v) for i, v in enumerate(arguments) if isinstance(v, torch.Tensor))
-            return {*(static or ()), *(i for i, v in tensors if v.data_ptr() in self._saved)}
+            return {*(static or ()), *self._saved_in(arguments)}
 
         recorder = Recorder(plain, self._pool, places, None, MOST_PLACES)
 
         def call(arguments: list[Any]) -> Any:
-            if not self._pending or not self._saved & _addresses(arguments):
+            if next(self._saved_in(arguments), None) is None:
                 return plain(arguments)
-            self._pending = False
             hindered = static is None or paused() or torch.cuda.is_current_stream_capturing()
-            return (plain if hindered else recorder)(arguments)
+            results = (plain if hindered else recorder)(arguments)
+            self._replayed = None
+            return results
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-
-def _addresses(values: Sequence[Any]) -> frozenset[int]:
-    return frozenset(v.data_ptr() for v in values if isinstance(v, torch.Tensor))
+    def _saved_in(self, arguments: Sequence[Any]) -> Iterator[int]:
+        """The positions of what the last replayed forward saved, as long as its backward has not run."""
+        saved = () if self._replayed is None else self._replayed.places
+        tensors = ((i, v) for i, v in enumerate(arguments) if isinstance(v, torch.Tensor))
+        return (i for i, v in tensors if v.data_ptr() in saved)
 
 
 def _unless(condition: Callable[[], bool], plain: Boxed, later: Boxed) -> Boxed:

@@ -12,12 +12,14 @@ memory: they are replayed one after another, on one stream.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusion_compiler.errors import FusionWarning
 from fusion_compiler.runtime.binding import unkept_scratch
 
 ALIGNED = 16  # bytes, at which copies begin: kernels for other places than theirs need not be loaded
@@ -60,7 +62,7 @@ class Pool:
 class Recording:
     """The launches of a call, with the arguments that it had.
 
-    saved: what each replay leaves in the pool and hands out without a copy.
+    saved: what each replay leaves in the pool and hands out without a copy. places: where that lies.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class Recording:
         ]
         self._own = [layout.memory(self._results[i]) for i, layout in self._outputs]
         self.saved = self._saved(given)
+        self.places = frozenset(value.data_ptr() for value in self.saved)
+        self._holders = self._held()
 
     def _saved(self, given: Sequence[Any]) -> list[Tensor]:
         """The results that are not copied and in no argument's memory; of others, how they lie in it, as
@@ -101,6 +105,18 @@ class Recording:
                 self._of.append((i, of, _Layout(value), int(value.storage_offset())))
                 self._results[i] = None
         return saved
+
+    def _held(self) -> int:
+        """How many hold what a replay saves, or an alias of it: a forward saves all of it, and lets go of all."""
+        if not self.saved:
+            return 0
+        kept: Any = self.saved[0]
+        return kept._use_count() + torch._C._storage_Use_Count(kept.untyped_storage()._cdata)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody still holds what the last replay saved."""
+        return self._held() > self._holders
 
     def fits(self, arguments: Sequence[Any]) -> bool:
         """Whether a call with such arguments launches the same."""
@@ -150,7 +166,12 @@ class Recorder:
         static = set(self._static(arguments))
         given = [value if i in static else _aligned(value) for i, value in enumerate(arguments)]
         results = self._run(list(given))
-        self._made.append(Recording(self._pool, self._run, given, static, self._shown))
+        try:
+            self._made.append(Recording(self._pool, self._run, given, static, self._shown))
+        except torch.OutOfMemoryError as error:
+            self._most = 0
+            text = "memory does not suffice: the graph runs without a recording, as with cudagraphs=False"
+            warnings.warn(f"{text}: {error}", FusionWarning, stacklevel=2)
         return results
 
     def __call__(self, arguments: list[Any]) -> Any:

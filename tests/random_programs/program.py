@@ -198,7 +198,8 @@ def attention(
     """Of three or four dimensions, by the kernel that takes four; a copy, as that keeps its own result."""
     missing = (1,) * (4 - query.dim())
     q, k, v = (x.view(*missing, *x.shape) for x in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale).clone().view(value.shape)
+    made = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return made.clone().view(value.shape)
 
 
 def _function(body: str) -> Callable[..., tuple[Tensor, ...]]:
