@@ -107,7 +107,7 @@ class Recording:
         return saved
 
     def _held(self) -> int:
-        """How many hold what a replay saves, or an alias of it: a forward saves all of it, and lets go of all."""
+        """How many hold what a replay saves, or an alias of it, by the first: all is let go at once."""
         if not self.saved:
             return 0
         kept: Any = self.saved[0]
