@@ -13,6 +13,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +172,32 @@ def test_a_damaged_entry_is_compiled_again(triton_cache: Path, suffix: str) -> N
             assert kernel.kernel == good.kernel and kernel.metadata == good.metadata
 
 
+def test_launchers_are_compiled_with_the_first_kernel_of_each_signature(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to Triton 3.6; from then on it has one for all."""
+    launchers: list[Any] = []
+    driver = SimpleNamespace(make_launcher=None, CudaLauncher=lambda *a: launchers.append(a))
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
+    kernel = SimpleNamespace(src="source", metadata=SimpleNamespace(target=SimpleNamespace(backend="cuda")))
+    monkeypatch.setattr(builds, "compile_build", lambda build: kernel)
+
+    class Server:
+        def ask(self, asked: list[Any]) -> None:
+            self.asked = iter(enumerate(asked))
+
+        def answer(self) -> Any:
+            return builds._numbered_attempt(next(self.asked))
+
+    monkeypatch.setattr(builds._servers, "running", lambda workers: Server())
+    other = replace(fresh_build(303), signature=(*fresh_build(303).signature, ("n", "i32")))
+    asked = [fresh_build(301), fresh_build(302), other]
+    assert [reason for _, reason in builds._compile_served(asked, 2)] == [None] * 3
+    assert launchers == [("source", kernel.metadata)] * 2
+    del driver.make_launcher
+    assert builds._attempt(asked[0], launched=True) is None and len(launchers) == 2
+
+
 def test_a_killed_compiler_leaves_a_usable_cache(triton_cache: Path) -> None:
     build = fresh_build(300)
     for delay in (0.3, 0.45, 0.6, 0.8):
@@ -181,7 +208,7 @@ def test_a_killed_compiler_leaves_a_usable_cache(triton_cache: Path) -> None:
             start_new_session=True,
         )
         assert server.stdin is not None
-        pickle.dump([builds._fields(build), builds._fields(fresh_build(301))], server.stdin)
+        pickle.dump([(builds._fields(b), True) for b in (build, fresh_build(301))], server.stdin)
         server.stdin.flush()
         time.sleep(delay)
         os.killpg(server.pid, 9)
