@@ -11,23 +11,28 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TorchDynamoException
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import TracingContext
+from torch._logging._internal import trace_log
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.capture import autograd_cache, kept_rewrites
 from fusion_compiler.capture.autograd_cache import StoredGraph, stored
+from fusion_compiler.capture.blocks import UnlikeError, with_blocks
 from fusion_compiler.capture.decompositions import gradients_of_interpolation
 from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.in_place import show_arguments
@@ -206,15 +211,21 @@ class _Compilers:
         forward = self._stage(Phase.FORWARD)
         if key is not None:
             forward = autograd_cache.serializable(forward)
-        with autograd_cache.cached(key, self._read) if key is not None else nullcontext():
-            run = aot_autograd(
-                fw_compiler=forward,
-                bw_compiler=self._stage(Phase.BACKWARD),
-                inference_compiler=self._stage(Phase.INFERENCE),
-                partition_fn=functools.partial(self._split, rewrite=self._rewrite_joint, note=self._add_note),
-                keep_inference_input_mutations=True,  # the graph writes into its arguments itself
-                decompositions=dict(decompositions),
-            )(gm, inputs)
+        call = aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=self._stage(Phase.BACKWARD),
+            inference_compiler=self._stage(Phase.INFERENCE),
+            partition_fn=functools.partial(self._split, rewrite=self._rewrite_joint, note=self._add_note),
+            keep_inference_input_mutations=True,  # the graph writes into its arguments itself
+            decompositions=dict(decompositions),
+        )
+        kept = autograd_cache.cached(key, self._read) if key is not None else nullcontext()
+        with kept, _unprinted():
+            try:
+                run = call(gm if self._expected else with_blocks(gm), inputs)
+            except UnlikeError as reason:
+                self._tell(f"each block is traced by itself: {reason}")
+                run = call(gm, inputs)
         if self._bare is not None:
             return self._bare
         return leave_undefined(run) if self._separable else run
@@ -226,11 +237,11 @@ class _Compilers:
         try:
             return autograd_cache.key_of(gm, inputs, self._options)
         except NotWritable as reason:
-            self._not_kept(str(reason))
+            self._tell(f"not kept on disk: {reason}")
             return None
 
-    def _not_kept(self, reason: str) -> None:
-        note = RewriteNote("autograd", "", None, f"not kept on disk: {reason}")
+    def _tell(self, text: str) -> None:
+        note = RewriteNote("autograd", "", None, text)
         self._notes = tuple(dict.fromkeys((*self._notes, note)))
 
     def _rewrite_joint(self, graph: fx.Graph) -> None:
@@ -273,7 +284,7 @@ class _Compilers:
         known |= {"notes": record.write(self._joint_notes), "bare": bare, "separable": self._separable}
         text = stored(graph, known) if (reason := _unkept()) is None else StoredGraph("", reason)
         if text.reason:
-            self._not_kept(text.reason)
+            self._tell(f"not kept on disk: {text.reason}")
         text.run = self._staged(graph, fakes, replace(info, digest=text.digest), bare)
         return text
 
@@ -317,6 +328,15 @@ class _Compilers:
         except Exception as error:
             self._give_up(info.name, error)
             return make_boxed_func(graph.forward)
+
+
+def _unprinted() -> AbstractContextManager[Any]:
+    """AOTAutograd prints each graph for a log of the compilation: while it is entered for one that somebody
+    keeps alone."""
+    logs = (graph_compile.aot_joint_log, graph_compile.aot_graphs_log)
+    if trace_log.handlers or any(log.isEnabledFor(logging.INFO) for log in logs):
+        return nullcontext()
+    return patch.object(fx.GraphModule, "print_readable", lambda *_, **__: "")
 
 
 def _named(graph: fx.GraphModule, phase: Phase, origins: Sequence[Origin]) -> dict[str, Origin]:

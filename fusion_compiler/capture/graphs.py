@@ -24,7 +24,7 @@ _STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}
 # A LazyGraphModule compiles its code when it is first called: most graphs here are only read.
 
 # What a node that replaces another inherits from it.
-_ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace", "recompute", "ac_graph_id", "custom")
+ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace", "recompute", "ac_graph_id", "custom")
 
 
 def copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -66,13 +66,13 @@ def is_pure(node: fx.Node) -> bool:
         node.op == "call_function"
         and isinstance(target, OpOverload)
         and target.namespace == "aten"
-        and not _writes(target)
+        and not writes(target)
         and torch.Tag.nondeterministic_seeded not in target.tags
         and "empty" not in target._schema.name  # uninitialised memory
     )
 
 
-def _writes(target: OpOverload) -> bool:
+def writes(target: OpOverload) -> bool:
     # detach_, which traces of torch.tensor(...) hold, leaves the numbers as they are.
     return target._schema.is_mutable and target is not torch.ops.aten.detach_.default
 
@@ -105,7 +105,7 @@ def mutated_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes whose memory some in-place call of `nodes` writes to, directly or through a view."""
     written: set[fx.Node] = set()
     for node in nodes:
-        if not isinstance(node.target, OpOverload) or not _writes(node.target):
+        if not isinstance(node.target, OpOverload) or not writes(node.target):
             continue
         named = arguments(node)
         for a in node.target._schema.arguments:
@@ -139,7 +139,7 @@ def _viewed(node: fx.Node) -> list[Any]:
 def emit(like: fx.Node, target: OpOverload | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
     """A call at the graph's insertion point that comes from where `like` does, its value traced."""
     node = like.graph.call_function(target, args, kwargs)
-    node.meta = {k: copy.copy(v) for k, v in like.meta.items() if k in _ORIGIN}
+    node.meta = {k: copy.copy(v) for k, v in like.meta.items() if k in ORIGIN}
     node.meta["val"] = _called(node, {})
     return node
 

@@ -22,6 +22,7 @@ from torch._functorch import config, partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
@@ -71,11 +72,21 @@ def partition(
         patch.object(partitioners, "get_default_op_list", extended),
         patch.object(partitioners, "choose_saved_values_set", choose),
         patch.object(partitioners, "estimate_runtime", price),
+        patch.object(partitioners, "reordering_to_mimic_autograd_engine", _reordered),
         patch.object(networkx, "minimum_cut", functools.partial(networkx.minimum_cut, flow_func=_flow)),
     ):
         forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
     keep_old_values(forward, backward, options["num_fwd_outputs"])
     return forward, backward
+
+
+_reorder = partitioners.reordering_to_mimic_autograd_engine
+
+
+def _reordered(backward: fx.GraphModule) -> fx.GraphModule:
+    """PyTorch's reordering, without a text of Python for a graph that nobody runs as it is."""
+    with patch.object(fx, "GraphModule", LazyGraphModule):
+        return _reorder(backward)
 
 
 def _device(graph: fx.Graph) -> torch.device | str:

@@ -1,0 +1,169 @@
+"""Equal stretches of a pre-autograd graph that follow each other, as the layers of a model do.
+
+They are found by what they compute, whatever the modules are called: operators, constants, shapes, strides
+and dtypes repeat with some period, and values go the same ways.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from fusion_compiler.capture.graphs import writes
+
+FEWEST = 5  # of which one forward and two backwards are traced all the same
+PERIODS = 8  # that are tried
+TRIED = 4  # places where the first block may begin, those first between which the fewest values go
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """blocks: the nodes of each. inputs: what each reads from elsewhere, in one order for all. outputs: the
+    positions in a block of what others read."""
+
+    blocks: tuple[tuple[fx.Node, ...], ...]
+    inputs: tuple[tuple[fx.Node, ...], ...]
+    outputs: tuple[int, ...]
+
+
+def repeats(graph: fx.Graph) -> list[Repeat]:
+    """In the order of the graph; none where sizes are symbolic."""
+    if any(_is_symbolic(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")):
+        return []
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    return _within(nodes, [_key(node) for node in nodes])
+
+
+def _within(nodes: Sequence[fx.Node], keys: Sequence[str | None]) -> list[Repeat]:
+    found = max(((p, *_longest(keys, p)) for p in _periods(keys)), key=_saved, default=None)
+    if found is None or _saved(found) <= 0:
+        return []
+    period, start, length = found
+    firsts = [f for f in range(start, start + period) if _count(found, f) >= FEWEST]
+    firsts.sort(key=lambda first: len(_read_outside(nodes[first : first + period])))
+    made = (_repeat([nodes[k : k + period] for k in _begins(found, first)]) for first in firsts[:TRIED])
+    best = next((m for m in made if m is not None), None)
+    end = start + length + period
+    between = [] if best is None else [best]
+    return [*_within(nodes[:start], keys[:start]), *between, *_within(nodes[end:], keys[end:])]
+
+
+def _begins(found: tuple[int, int, int], first: int) -> range:
+    """Where the blocks begin, if the first begins at a place."""
+    period, start, length = found
+    return range(first, start + length + 1, period)
+
+
+def _count(found: tuple[int, int, int], first: int) -> int:
+    return len(_begins(found, first))
+
+
+def _saved(found: tuple[int, int, int]) -> int:
+    """The nodes of the blocks that are not traced."""
+    period, _, length = found
+    return (length // period + 1 - FEWEST + 1) * period
+
+
+def _periods(keys: Sequence[str | None]) -> list[int]:
+    """The most frequent distances between equal calls of which there are few, most frequent first."""
+    places: dict[str, list[int]] = {}
+    for i, key in enumerate(keys):
+        if key is not None:
+            places.setdefault(key, []).append(i)
+    distances = Counter[int]()
+    for found in places.values():
+        if len(found) >= FEWEST:
+            for step in (1, 2, 3, 4):
+                distances.update({b - a for a, b in zip(found, found[step:], strict=False)})
+    return [d for d, _ in distances.most_common(PERIODS)]
+
+
+def _longest(keys: Sequence[str | None], period: int) -> tuple[int, int]:
+    """(start, length) of the longest stretch that equals what follows a period later."""
+    best, start = (0, 0), 0
+    for i in range(len(keys) - period + 1):
+        if i + period < len(keys) and keys[i] is not None and keys[i] == keys[i + period]:
+            continue
+        best = max(best, (start, i - start), key=operator.itemgetter(1))
+        start = i + 1
+    return best
+
+
+def _repeat(blocks: Sequence[Sequence[fx.Node]]) -> Repeat | None:
+    """The blocks up to the first that is connected in another way; None where these are too few, or a result
+    is no tensor of its own."""
+    inputs: list[tuple[fx.Node, ...]] = []
+    for nodes in blocks:
+        read = _connected(blocks[0], nodes)
+        if read is None:
+            break
+        inputs.append(read)
+    blocks = blocks[: len(inputs)]
+    if len(blocks) < FEWEST:
+        return None
+    outputs = {i for nodes in blocks for i in _read_outside(nodes)}
+    for nodes, read in zip(blocks, inputs, strict=True):
+        places = [place for i in outputs for place in _places(nodes[i])]
+        if not all(isinstance(nodes[i].meta.get("val"), torch.Tensor) for i in outputs):
+            return None
+        if len(set(places)) < len(places) or {*places} & {p for n in read for p in _places(n)}:
+            return None
+    return Repeat(tuple(map(tuple, blocks)), tuple(inputs), tuple(sorted(outputs)))
+
+
+def _read_outside(nodes: Sequence[fx.Node]) -> list[int]:
+    """The positions of what others read."""
+    inside = {*nodes}
+    return [i for i, node in enumerate(nodes) if not inside.issuperset(node.users)]
+
+
+def _connected(first: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...] | None:
+    """What `nodes` read from elsewhere, in the order of the first block; None where values go other ways."""
+    there = {node: i for i, node in enumerate(first)}
+    here = {node: i for i, node in enumerate(nodes)}
+    read: dict[fx.Node, fx.Node] = {}
+    for a, b in zip(first, nodes, strict=True):
+        for x, y in zip(_operands(a), _operands(b), strict=True):
+            if there.get(x) != here.get(y) or (x not in there and read.setdefault(x, y) is not y):
+                return None
+    return tuple(read.values())
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """In order, each as often as it is read."""
+    return [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node)]
+
+
+def _key(node: fx.Node) -> str | None:
+    """What equal calls have in common; None of one that no block may hold."""
+    known = isinstance(node.target, OpOverload) and not writes(node.target)
+    if not known and node.target is not operator.getitem:
+        return None
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: _look(n.meta.get("val")))
+    return f"{node.target} {args!r} {kwargs!r} {_look(node.meta.get('val'))} {node.meta.get('recompute')}"
+
+
+def _look(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
+    return str([_look(v) for v in value]) if isinstance(value, tuple | list) else repr(value)
+
+
+def _places(node: fx.Node) -> list[int]:
+    values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    return [value.untyped_storage()._cdata for value in values]
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
+    return value is not None

@@ -1,0 +1,201 @@
+"""Repeated blocks, traced once and copied: the same graph as without, the same numbers as eager."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fusion_compiler as fc
+from fusion_compiler import api
+from fusion_compiler.capture import blocks, capture
+from fusion_compiler.capture.blocks import UnlikeError
+from fusion_compiler.capture.repeats import repeats
+
+
+class Layer(nn.Module):
+    def __init__(self, shared: nn.Linear, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8, bias=False)
+        self.shared, self.dropout = shared, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k = (h.unflatten(-1, (2, 4)).transpose(1, 2) for h in (self.shared(y), y))
+        y = nn.functional.scaled_dot_product_attention(q, k, k, mask).transpose(1, 2).flatten(2)
+        x = x + self.dropout(y)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Layers with a parameter in common, a mask that is computed before them, and what lies between."""
+
+    def __init__(self, layers: int = 7, dropout: float = 0.0, collected: bool = False) -> None:
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.bias, self.collected = nn.Parameter(torch.randn(5)), collected
+        self.layers = nn.ModuleList(Layer(shared, dropout) for _ in range(layers))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        mask = torch.tanh(self.bias)[None, :].expand(5, 5)
+        seen: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, mask)
+            seen.append(x)
+        return (self.head(x), *seen) if self.collected else (self.head(x),)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Counter[Any], int]]:
+    """Of joint graphs, as they are traced: what is told of their nodes, and how many tensors have memory."""
+    found: list[tuple[Counter[Any], int]] = []
+    original = api.partition
+
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        nodes = joint.graph.nodes
+        values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
+        found.append((Counter(map(told_of, nodes)), len({v.untyped_storage()._cdata for v in values})))
+        forward = Counter(n.meta["seq_nr"] for n in nodes if "from_node" in n.meta)
+        backward = {n.meta["seq_nr"] for n in nodes if n.meta.get("autograd_backward")}
+        found[-1][0].update(shared=len(backward & {*forward}), backward=len(backward), forward=len(forward))
+        return original(joint, *args, **kwargs)
+
+    monkeypatch.setattr(api, "partition", partition)
+    return found
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The blocks that were copied."""
+    found: list[int] = []
+    original = blocks._Once.copy_forward
+
+    def copy_forward(self: Any, k: int, *rest: Any) -> Any:
+        if self._tracer is not None:
+            found.append(k)
+        return original(self, k, *rest)
+
+    monkeypatch.setattr(blocks._Once, "copy_forward", copy_forward)
+    return found
+
+
+def gradients(call: Callable[..., Any], model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    results = call(x)
+    sum((r * torch.linspace(-1, 1, r.numel()).view_as(r)).sum() for r in results).backward()  # type: ignore[union-attr]
+    grads = [p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None]
+    return [*(r.detach() for r in results), *grads]
+
+
+def check(model: nn.Module, **options: Any) -> Any:
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, backend="eager", fullgraph=True, **options)
+    for _ in range(2):
+        x = torch.randn(2, 5, 8)
+        ours, truth = gradients(fast, model, x), gradients(exact, exact, x.double())
+        assert len(ours) == len(truth)
+        for a, b in zip(ours, truth, strict=True):
+            torch.testing.assert_close(a, b, check_dtype=False, rtol=1e-4, atol=1e-5)
+    return fast
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_gradients_are_eagers(collected: bool, copies: list[int]) -> None:
+    check(Stack(collected=collected))
+    assert copies == [1, 2, 3, 4]  # of 7: the first and the last two are traced
+
+
+def test_the_joint_graph_is_the_one_without(
+    traced: list[tuple[Counter[Any], int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Stack(dropout=0.1)
+    for once in (True, False):
+        torch._dynamo.reset()
+        if not once:
+            monkeypatch.setattr(capture, "with_blocks", lambda gm: gm)
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            gradients(fc.compile(model, backend="eager", fullgraph=True), model, torch.randn(2, 5, 8))
+    (ours, memory), (plain, other) = traced
+    assert ours - plain == plain - ours == Counter() and memory == other
+
+
+def told_of(node: fx.Node) -> tuple[object, ...]:
+    """All of a node that is not its name or its place."""
+    value = node.meta.get("val")
+    look = (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, Tensor) else None
+    modules = [*(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values()]
+    where = str(modules[-1]) if modules else None
+    keys = frozenset(node.meta) - {"eager_input_vals"}
+    return str(node.target) if node.op == "call_function" else node.op, look, where, keys, node.meta.get("partitioner_tag")
+
+
+def test_without_gradients(copies: list[int]) -> None:
+    model = Stack().eval()
+    fast = fc.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        x = torch.randn(2, 5, 8)
+        torch.testing.assert_close(fast(x)[0], copy.deepcopy(model).double()(x.double())[0], check_dtype=False)
+    assert copies == [1, 2, 3, 4, 5, 6]
+
+
+def test_dropout_of_each_block_is_its_own() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            seen: list[Tensor] = []
+            for _ in range(8):
+                x = nn.functional.dropout(x * 1.5, 0.5) + 1
+                seen.append(x)
+            return tuple(seen)
+
+    first, *rest = fc.compile(Drops(), backend="eager", fullgraph=True)(torch.ones(64, requires_grad=True))
+    for later in rest:
+        assert not torch.equal(later == 1, first == 1)
+
+
+def test_blocks_that_differ_are_traced_one_by_one(copies: list[int]) -> None:
+    model = Stack()
+    for parameter in model.layers[3].up.parameters():  # type: ignore[union-attr]
+        parameter.requires_grad_(False)
+    check(model)
+    assert copies == [1, 2, 4]
+
+
+def test_what_cannot_be_copied_is_traced_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlike(*_: Any) -> Any:
+        raise UnlikeError("a test")
+
+    monkeypatch.setattr(blocks._Once, "copy_backward", unlike)
+    fast = check(Stack())
+    assert "each block is traced by itself: a test" in str(fast.plan)
+
+
+def chain(*calls: Callable[[Tensor], Tensor]) -> fx.Graph:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def run(x: Tensor) -> Tensor:
+        for call in calls:
+            x = call(x)
+        return x
+
+    return make_fx(run, tracing_mode="fake")(torch.randn(4, 4)).graph
+
+
+def test_blocks_are_found_by_what_they_compute() -> None:
+    def block(x: Tensor) -> Tensor:
+        return x + torch.tanh(x * 2).sin()
+
+    (found,) = repeats(chain(torch.cos, *[block] * 6, torch.exp))
+    assert [len(b) for b in found.blocks] == [4] * 6 and len(found.outputs) == 1
+    assert [str(n.target) for n in found.blocks[0]][-1] == "aten.add.Tensor"
+    assert not repeats(chain(*[block] * 4))
+    assert not repeats(chain(*[lambda x, k=k: block(x) + k for k in range(6)]))  # type: ignore[misc]
+    two = repeats(chain(*[block] * 6, torch.exp, *[lambda x: x.relu() - 1] * 9))
+    assert [len(r.blocks) for r in two] == [6, 9]
+    assert not repeats(chain(*[lambda x: x.mul_(2).add_(1)] * 8))
