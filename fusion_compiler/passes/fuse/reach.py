@@ -15,6 +15,7 @@ class Reach:
 
     def __init__(self, sources: Mapping[int, set[int]]) -> None:
         self.members = {number: 1 << number for number in sources}
+        self.kept = sum(self.members.values())  # the numbers that units still go by
         self.above: dict[int, int] = {}
         self.below = dict.fromkeys(sources, 0)
         for number, read in sources.items():
@@ -51,10 +52,9 @@ class Reach:
         for mine, reach, theirs in ((above, self.below, below), (below, self.above, above)):
             for one, other in ((0, 1), (1, 0)):
                 more = theirs[other] | self.members[pair[other]]
-                for number in bits(mine[one] & ~mine[other]):
-                    if number in reach:  # which has the numbers of those that became part of it
-                        reach[number] |= more
-        self.members[first] = members
+                for number in bits(mine[one] & ~mine[other] & self.kept):
+                    reach[number] |= more
+        self.members[first], self.kept = members, self.kept & ~(1 << gone)
         self.above[first], self.below[first] = above[0] | above[1], below[0] | below[1]
         del self.members[gone], self.above[gone], self.below[gone]
 
