@@ -185,7 +185,7 @@ class _Once:
         same = _pairs((*second.given, *second.nodes), (*forward.given, *forward.nodes))
         known = _pairs(same, map(nodes.__getitem__, same.values()))
         known = _pairs((*known, *backward.given), (*known.values(), *map(self._node, tangents)))
-        numbers = {s.meta.get("seq_nr"): nodes[f].meta.get("seq_nr") for s, f in same.items()}
+        numbers: dict[Any, Any] = {s.meta.get("seq_nr"): nodes[f].meta.get("seq_nr") for s, f in same.items()}
         self._copy(backward.nodes, known, k, lambda number: numbers.get(number, number))
         given = {None: None} | dict(zip(backward.given, tangents, strict=True))
         results = ((r, None if r is None else known[r]) for r in backward.results)

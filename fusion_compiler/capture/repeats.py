@@ -112,9 +112,9 @@ def _repeat(blocks: Sequence[Sequence[fx.Node]]) -> Repeat | None:
         return None
     outputs = {i for nodes in blocks for i in _read_outside(nodes)}
     for nodes, read in zip(blocks, inputs, strict=True):
-        places = [place for i in outputs for place in _places(nodes[i])]
         if not all(isinstance(nodes[i].meta.get("val"), torch.Tensor) for i in outputs):
             return None
+        places = [place for i in outputs for place in _places(nodes[i])]
         if len(set(places)) < len(places) or {*places} & {p for n in read for p in _places(n)}:
             return None
     return Repeat(tuple(map(tuple, blocks)), tuple(inputs), tuple(sorted(outputs)))
