@@ -140,7 +140,7 @@ class _Once:
         return results, _Trace([*given], self._since(before), [*made])
 
     def _end(self) -> fx.Node:
-        return next(reversed(self._tracer.graph.nodes))
+        return next(iter(reversed(self._tracer.graph.nodes)))
 
     def _since(self, node: fx.Node) -> list[fx.Node]:
         found: list[fx.Node] = []

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.capture import autograd_cache, kept_rewrites
 from fusion_compiler.capture.autograd_cache import StoredGraph, stored
-from fusion_compiler.capture.blocks import UnlikeError, with_blocks
+from fusion_compiler.capture.blocks import with_blocks
 from fusion_compiler.capture.decompositions import gradients_of_interpolation
 from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.in_place import show_arguments
@@ -221,10 +221,13 @@ class _Compilers:
         )
         kept = autograd_cache.cached(key, self._read) if key is not None else nullcontext()
         with kept, _unprinted():
+            once = gm if self._expected else with_blocks(gm)
             try:
-                run = call(gm if self._expected else with_blocks(gm), inputs)
-            except UnlikeError as reason:
-                self._tell(f"each block is traced by itself: {reason}")
+                run = call(once, inputs)
+            except Exception as error:
+                if once is gm or self.reached or isinstance(error, TorchDynamoException):
+                    raise
+                self._tell(f"each block is traced by itself: {type(error).__name__}: {error}")
                 run = call(gm, inputs)
         if self._bare is not None:
             return self._bare
