@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from fusion_compiler.capture.graphs import ORIGIN, copied
-from fusion_compiler.capture.repeats import Repeat, repeats
+from fusion_compiler.capture.repeats import Repeat, constant, repeats
 
 _PASS = "Interpreter_PropagateUnbackedSymInts"  # by whose name AOTAutograd's trace of a graph goes
 _APART = 1 << 32  # between the numbers that autograd gives to the operators of one block and of the next
@@ -45,9 +45,6 @@ def with_blocks(gm: fx.GraphModule) -> fx.GraphModule:
         return gm
     made, nodes = copied(gm)
     graph = made.graph
-    last = graph.find_nodes(op="placeholder")[-1]
-    for node in graph.find_nodes(op="get_attr"):  # a block may read one that stands behind its beginning
-        last.append(node)
     for repeat in found:
         once = _Once(repeat)
         for k, block in enumerate(repeat.blocks):
@@ -125,8 +122,12 @@ class _Once:
     def _run(self, k: int, arguments: Sequence[Any]) -> list[Any]:
         """As an Interpreter does, which tells the trace where nodes come from."""
         values = dict(zip(self._repeat.inputs[k], arguments, strict=True))
+
+        def value_of(node: fx.Node) -> Any:
+            return constant(node) if node.op == "get_attr" else values[node]
+
         for node in self._repeat.blocks[k]:
-            args, kwargs = map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)
             with fx_traceback.set_current_meta(node, _PASS):
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return [values[self._repeat.blocks[k][i]] for i in self._repeat.outputs]
@@ -180,7 +181,7 @@ class _Once:
             raise UnlikeError("no backward was traced that could be copied")
         if [*map(_about, tangents)] != self._tangents:
             raise UnlikeError("gradients of blocks are laid out in different ways")
-        if [n.target for n in forward.nodes] != [n.target for n in second.nodes]:
+        if [*map(_target, forward.nodes)] != [*map(_target, second.nodes)]:
             raise UnlikeError("blocks were traced in different ways")
         same = _pairs((*second.given, *second.nodes), (*forward.given, *forward.nodes))
         known = _pairs(same, map(nodes.__getitem__, same.values()))
@@ -336,6 +337,11 @@ def _pairs(
         if node is None or other is None or found.setdefault(node, other) is not other:
             raise UnlikeError("blocks are connected in different ways")
     return found
+
+
+def _target(node: fx.Node) -> Any:
+    """What a node calls; constants have names of their own."""
+    return node.op if node.op == "get_attr" else node.target
 
 
 def _about(value: Tensor | None) -> object:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -220,7 +221,8 @@ class _Compilers:
             decompositions=dict(decompositions),
         )
         kept = autograd_cache.cached(key, self._read) if key is not None else nullcontext()
-        with kept, _unprinted():
+        with kept, _unprinted(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Error detected in _CopyBackward")  # which is made good
             once = gm if self._expected else with_blocks(gm)
             try:
                 run = call(once, inputs)

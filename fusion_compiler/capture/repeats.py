@@ -6,6 +6,7 @@ and dtypes repeat with some period, and values go the same ways.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from fusion_compiler.capture.graphs import writes
 
 FEWEST = 5  # of which one forward and two backwards are traced all the same
 PERIODS = 8  # that are tried
+FEW_ELEMENTS = 16  # of constants that are compared; of others each is its own
 TRIED = 4  # places where the first block may begin, those first between which the fewest values go
 
 
@@ -133,7 +135,8 @@ def _connected(first: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> tuple[fx.N
     read: dict[fx.Node, fx.Node] = {}
     for a, b in zip(first, nodes, strict=True):
         for x, y in zip(_operands(a), _operands(b), strict=True):
-            if there.get(x) != here.get(y) or (x not in there and read.setdefault(x, y) is not y):
+            inside = x in there or x.op == "get_attr"  # constants are in the keys
+            if there.get(x) != here.get(y) or (not inside and read.setdefault(x, y) is not y):
                 return None
     return tuple(read.values())
 
@@ -148,8 +151,21 @@ def _key(node: fx.Node) -> str | None:
     known = isinstance(node.target, OpOverload) and not writes(node.target)
     if not known and node.target is not operator.getitem:
         return None
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: _look(n.meta.get("val")))
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), _operand)
     return f"{node.target} {args!r} {kwargs!r} {_look(node.meta.get('val'))} {node.meta.get('recompute')}"
+
+
+def constant(node: fx.Node) -> Any:
+    """Of which a node is the name."""
+    return functools.reduce(getattr, node.target.split("."), node.graph.owning_module)
+
+
+def _operand(node: fx.Node) -> str:
+    if node.op != "get_attr":
+        return _look(node.meta.get("val"))
+    value = constant(node)
+    small = type(value) is torch.Tensor and value.numel() <= FEW_ELEMENTS and value.device.type == "cpu"
+    return f"{value.tolist()!r} {_look(value)}" if small else f"constant {id(value)}"
 
 
 def _look(value: Any) -> str:
