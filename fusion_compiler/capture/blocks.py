@@ -256,9 +256,8 @@ class _Values:
         layout, place = (value.shape, value.stride()), _place(value)
         memory = self._memory.get(place)
         if memory is None:
-            memory = self._memory[place] = torch.empty_strided(*layout, dtype=value.dtype, device="meta")
-            if memory.untyped_storage().nbytes() != value.untyped_storage().nbytes():
-                raise UnlikeError("a value is a part of memory that nothing else is of")
+            length = value.untyped_storage().nbytes() // value.itemsize
+            memory = self._memory[place] = torch.empty(length, dtype=value.dtype, device="meta")
         if memory.dtype != value.dtype:
             raise UnlikeError("memory is read as another dtype")
         with value.fake_mode if isinstance(memory, FakeTensor) else nullcontext():
