@@ -157,7 +157,7 @@ def _key(node: fx.Node) -> str | None:
 
 def constant(node: fx.Node) -> Any:
     """Of which a node is the name."""
-    return functools.reduce(getattr, node.target.split("."), node.graph.owning_module)
+    return functools.reduce(getattr, str(node.target).split("."), node.graph.owning_module)
 
 
 def _operand(node: fx.Node) -> str:
