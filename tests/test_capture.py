@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
+import fusion_compiler as fc
 from fusion_compiler.capture import pre_autograd
 from fusion_compiler.capture.capture import Backend, make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
@@ -529,3 +530,16 @@ def test_nodes_know_their_source() -> None:
         assert source.file.endswith("modeling_llama.py") and source.line > 0
         assert source.code in Path(source.file).read_text().splitlines()[source.line - 1]
         assert all(source_of(n) for n in gm.graph.nodes if n.op == "call_function")
+
+
+@pytest.mark.parametrize("backend", ["eager", "interpret"])
+def test_a_view_and_a_detached_alias_of_one_value(backend: Any) -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y.flatten(), y.detach()
+
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    results = fc.compile(model, backend=backend, fullgraph=True)(x)
+    assert [(r.requires_grad, r.grad_fn is None) for r in results] == [(True, False), (False, True)]
+    assert all(torch.equal(ours, eager) for ours, eager in zip(results, model(x), strict=True))
+    assert results[0].data_ptr() == results[1].data_ptr()

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import fx
+from torch._logging._internal import trace_log
 
+import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning, WarnOnce
 from fusion_compiler.ir.plan_text import format_plan
 from fusion_compiler.runtime.debug import Debug, DebugSettings
@@ -76,6 +78,16 @@ def test_dump_writes_everything_and_prints_nothing(tmp_path: Path):
     assert json.loads((folder / "plan.json").read_text()) == plan.json()
     assert (folder / "kernels/add_tanh_mul.py").read_text() == KERNEL
     ast.parse((folder / "graph-captured.py").read_text())
+
+
+def test_a_dump_has_the_graphs_that_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FUSION_DUMP", str(tmp_path))
+    monkeypatch.setattr(trace_log, "handlers", [])  # as TorchDynamo leaves it where no trace is asked for
+    fast = fc.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), backend="eager")
+    fast(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    for name in ("graph0.forward", "graph0.backward"):
+        for stage in ("capture", "stitch"):
+            assert "return" in (tmp_path / name / f"graph-{stage}.py").read_text()
 
 
 def test_a_second_compilation_does_not_overwrite_the_first(tmp_path: Path):

@@ -41,6 +41,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.package.importer import ObjNotFoundError
 
 from fusion_compiler.capture.graph_text import write
+from fusion_compiler.capture.graphs import place_of
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.runtime.cache import read_plain
@@ -127,7 +128,7 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
 def about_inputs(inputs: Sequence[Any]) -> list[Any]:
     """What AOTAutograd sees of the inputs beside what the graph's text has. Raises NotWritable."""
     about = [_input(x) for x in inputs]
-    storages = [x.untyped_storage()._cdata for x in inputs]
+    storages = [place_of(x) for x in inputs]
     if len(set(storages)) < len(storages):
         raise NotWritable("two of its inputs share memory")
     return about

@@ -27,8 +27,8 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from fusion_compiler.capture.graphs import ORIGIN, copied
-from fusion_compiler.capture.repeats import Repeat, constant, repeats
+from fusion_compiler.capture.graphs import ORIGIN, copied, place_of
+from fusion_compiler.capture.repeats import Repeat, constant, look, repeats
 
 _PASS = "Interpreter_PropagateUnbackedSymInts"  # by whose name AOTAutograd's trace of a graph goes
 _APART = 1 << 32  # between the numbers that autograd gives to the operators of one block and of the next
@@ -93,7 +93,8 @@ class _Once:
         self._forward: _Trace | None = None
         self._second: _Trace | None = None  # of the last block but one
         self._backward: _Trace | None = None
-        self._tangents: Any = None
+        self._tangents: list[object] = []
+        self._opened: Any = None
 
     def call(self, k: int, arguments: Sequence[Any]) -> list[Any]:
         if not all(type(a) is FunctionalTensor for a in arguments):
@@ -116,8 +117,9 @@ class _Once:
             return self.copy_forward(k, arguments)[0]
         if later == 1:
             return self._run(k, arguments)
-        results, self._second = self._traced(k, _Begin.apply(self, *arguments))  # type: ignore[arg-type]
-        return list(_End.apply(self, *results))  # type: ignore[arg-type]
+        inside: Any = _Border.apply(self.end_backward, *arguments)
+        results, self._second = self._traced(k, inside)
+        return list(_Border.apply(self.begin_backward, *results))  # type: ignore[arg-type]
 
     def _run(self, k: int, arguments: Sequence[Any]) -> list[Any]:
         """As an Interpreter does, which tells the trace where nodes come from."""
@@ -228,16 +230,16 @@ class _Once:
         track_tensor_tree(value, fx.Proxy(node, self._tracer), constant=None, tracer=self._tracer)
         return to_fun(value)
 
-    # -- between the gradients of the last block but one ----------------------------------------------
+    # -- between the gradients of the last block but one -------------------------------------------
 
     def begin_backward(self, tangents: Sequence[Tensor | None]) -> None:
         self._tangents = [*map(_about, tangents)]
-        self._before = self._end()
-        self._given = [*map(self._node, tangents)]
+        self._opened = self._end(), [*map(self._node, tangents)]
 
     def end_backward(self, gradients: Sequence[Tensor | None]) -> None:
+        before, given = self._opened
         results = [*map(self._node, gradients)]
-        self._backward = _Trace(self._given, self._since(self._before), results)
+        self._backward = _Trace(given, self._since(before), results)
 
 
 class _Values:
@@ -248,12 +250,12 @@ class _Values:
         for node, new in nodes.items():
             value = node.meta.get("val")
             if isinstance(value, Tensor):
-                self._memory[_place(value)] = new.meta["val"]
+                self._memory[place_of(value)] = new.meta["val"]
 
     def like(self, value: Tensor) -> Tensor:
         if not isinstance(value, FakeTensor):
             raise UnlikeError("a value of the trace is no FakeTensor")
-        layout, place = (value.shape, value.stride()), _place(value)
+        layout, place = (value.shape, value.stride()), place_of(value)
         memory = self._memory.get(place)
         if memory is None:
             length = value.untyped_storage().nbytes() // value.itemsize
@@ -265,32 +267,18 @@ class _Values:
         return made if isinstance(made, FakeTensor) else FakeTensor(value.fake_mode, made, value.device)
 
 
-class _Begin(torch.autograd.Function):
-    """The arguments of the last block but one as they are; ends the trace of its backward."""
+class _Border(torch.autograd.Function):
+    """Values as they are; tells of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, once: _Once, *arguments: Any) -> tuple[Any, ...]:
-        ctx.once = once
-        return _passed(ctx, arguments, [a.requires_grad for a in arguments])
+    def forward(ctx: Any, told: Callable[[Sequence[Tensor | None]], None], *values: Any) -> tuple[Any, ...]:
+        ctx.told = told
+        return _marked(ctx, [to_fun(from_fun(v)) for v in values], [v.requires_grad for v in values])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        ctx.once.end_backward(gradients)
+        ctx.told(gradients)
         return None, *gradients
-
-
-class _End(torch.autograd.Function):
-    """The results of the last block but one as they are; begins the trace of its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, once: _Once, *results: Any) -> tuple[Any, ...]:
-        ctx.once = once
-        return _passed(ctx, results, [r.requires_grad for r in results])
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        ctx.once.begin_backward(tangents)
-        return None, *tangents
 
 
 class _Copy(torch.autograd.Function):
@@ -306,10 +294,6 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         once, k, nodes = ctx.copied
         return None, None, *once.copy_backward(k, nodes, tangents)
-
-
-def _passed(ctx: Any, values: Sequence[Any], differentiable: Sequence[bool]) -> tuple[Any, ...]:
-    return _marked(ctx, [to_fun(from_fun(v)) for v in values], differentiable)
 
 
 def _marked(ctx: Any, values: Sequence[Any], differentiable: Sequence[bool]) -> tuple[Any, ...]:
@@ -345,11 +329,4 @@ def _target(node: fx.Node) -> Any:
 
 def _about(value: Tensor | None) -> object:
     """What a trace depends on of a tensor."""
-    if value is None:
-        return None
-    layout = tuple(value.shape), value.stride(), value.storage_offset()
-    return (*layout, value.dtype, value.device, value.requires_grad)
-
-
-def _place(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return None if value is None else (look(value), value.requires_grad)

@@ -335,13 +335,22 @@ class _Compilers:
             return make_boxed_func(graph.forward)
 
 
+# What AOTAutograd logs of its graphs, and what it gets where it logs nothing.
+_LOGGED = {"_log_inference_graph": None, "_log_joint_graph": None, "_log_fw_bw_graphs": (None, None)}
+
+
 def _unprinted() -> AbstractContextManager[Any]:
-    """AOTAutograd prints each graph for a log of the compilation: while it is entered for one that somebody
-    keeps alone."""
+    """AOTAutograd prints its graphs for logs, and keeps the text beside them on disk: while this is entered
+    it does so only where somebody reads them."""
     logs = (graph_compile.aot_joint_log, graph_compile.aot_graphs_log)
     if trace_log.handlers or any(log.isEnabledFor(logging.INFO) for log in logs):
         return nullcontext()
-    return patch.object(fx.GraphModule, "print_readable", lambda *_, **__: "")
+    known: dict[str, Any] = {n: _always(text) for n, text in _LOGGED.items() if hasattr(graph_compile, n)}
+    return patch.multiple(graph_compile, **known) if known else nullcontext()
+
+
+def _always(result: Any) -> Callable[..., Any]:
+    return lambda *_, **__: result
 
 
 def _named(graph: fx.GraphModule, phase: Phase, origins: Sequence[Origin]) -> dict[str, Origin]:

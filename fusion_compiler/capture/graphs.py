@@ -52,6 +52,11 @@ def unregister_constants(gm: fx.GraphModule) -> None:
         gm.__dict__[name] = constant
 
 
+def place_of(tensor: torch.Tensor) -> int:
+    """Which memory it lies in."""
+    return tensor.untyped_storage()._cdata
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an ATen call by the names of its schema, defaults filled in."""
     assert isinstance(node.target, OpOverload)

@@ -6,7 +6,6 @@ and dtypes repeat with some period, and values go the same ways.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -19,9 +18,10 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from fusion_compiler.capture.graphs import writes
+from fusion_compiler.capture.graphs import place_of, writes
 
-FEWEST = 5  # of which one forward and two backwards are traced all the same
+FEWEST = 5
+TRACED = 3  # of them: the first, and the last two
 PERIODS = 8  # that are tried
 FEW_ELEMENTS = 16  # of constants that are compared; of others each is its own
 TRIED = 4  # places where the first block may begin, those first between which the fewest values go
@@ -50,7 +50,7 @@ def _within(nodes: Sequence[fx.Node], keys: Sequence[str | None]) -> list[Repeat
     if found is None or _saved(found) <= 0:
         return []
     period, start, length = found
-    firsts = [f for f in range(start, start + period) if _count(found, f) >= FEWEST]
+    firsts = [f for f in range(start, start + period) if len(_begins(found, f)) >= FEWEST]
     firsts.sort(key=lambda first: len(_read_outside(nodes[first : first + period])))
     made = (_repeat([nodes[k : k + period] for k in _begins(found, first)]) for first in firsts[:TRIED])
     best = next((m for m in made if m is not None), None)
@@ -65,14 +65,11 @@ def _begins(found: tuple[int, int, int], first: int) -> range:
     return range(first, start + length + 1, period)
 
 
-def _count(found: tuple[int, int, int], first: int) -> int:
-    return len(_begins(found, first))
-
-
 def _saved(found: tuple[int, int, int]) -> int:
-    """The nodes of the blocks that are not traced."""
-    period, _, length = found
-    return (length // period + 1 - FEWEST + 1) * period
+    """The nodes of the blocks that are not traced; none of too few."""
+    period, start, _ = found
+    count = len(_begins(found, start))
+    return (count - TRACED) * period if count >= FEWEST else 0
 
 
 def _periods(keys: Sequence[str | None]) -> list[int]:
@@ -152,34 +149,35 @@ def _key(node: fx.Node) -> str | None:
     if not known and node.target is not operator.getitem:
         return None
     args, kwargs = map_arg((node.args, dict(node.kwargs)), _operand)
-    return f"{node.target} {args!r} {kwargs!r} {_look(node.meta.get('val'))} {node.meta.get('recompute')}"
+    return f"{node.target} {args!r} {kwargs!r} {look(node.meta.get('val'))} {node.meta.get('recompute')}"
 
 
 def constant(node: fx.Node) -> Any:
     """Of which a node is the name."""
-    return functools.reduce(getattr, str(node.target).split("."), node.graph.owning_module)
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def _operand(node: fx.Node) -> str:
     if node.op != "get_attr":
-        return _look(node.meta.get("val"))
+        return look(node.meta.get("val"))
     value = constant(node)
     small = type(value) is torch.Tensor and value.numel() <= FEW_ELEMENTS and value.device.type == "cpu"
-    return f"{value.tolist()!r} {_look(value)}" if small else f"constant {id(value)}"
+    return f"{value.tolist()!r} {look(value)}" if small else f"constant {id(value)}"
 
 
-def _look(value: Any) -> str:
+def look(value: Any) -> str:
+    """All that a trace depends on of a value without autograd."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
-    return str([_look(v) for v in value]) if isinstance(value, tuple | list) else repr(value)
+    return str([look(v) for v in value]) if isinstance(value, tuple | list) else repr(value)
 
 
 def _places(node: fx.Node) -> list[int]:
     values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    return [value.untyped_storage()._cdata for value in values]
+    return list(map(place_of, values))
 
 
 def _is_symbolic(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
-    return value is not None
+    return value is not None  # a size

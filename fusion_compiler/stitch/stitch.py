@@ -34,11 +34,14 @@ aten = torch.ops.aten
 def restrided(
     tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], further: int
 ) -> torch.Tensor:
-    """The memory of `tensor` by another shape and other strides, `further` elements on."""
-    return torch.as_strided(tensor, shape, stride, tensor.storage_offset() + further)
+    """The memory of `tensor` by another shape and other strides, `further` elements on.
+
+    No view of it for autograd: of a forward's two results one may have a gradient and the other none.
+    """
+    return torch.as_strided(tensor.detach(), shape, stride, tensor.storage_offset() + further)
 
 
-# Does the same without the dispatcher and autograd's bookkeeping of views; for real tensors, not FakeTensors.
+# Does the same without the dispatcher; for real tensors, not FakeTensors.
 reinterpreted: Callable[..., torch.Tensor] = getattr(guards, "_reinterpret_tensor")  # noqa: B009  no stub
 
 
