@@ -32,7 +32,7 @@ from benchmarks.sizes import ALL_CASES
 from benchmarks.timing import Yardstick
 from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.emit import program_of, schedules_of
-from fusion_compiler.ir.canonical import Canonical, canonical, describe
+from fusion_compiler.ir.canonical import Canonical, describe
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
@@ -94,11 +94,16 @@ class Capturing(Compiler):
         self.found: list[Found] = []
 
     def runner(
-        self, cluster: Cluster, plan: FusionPlan, device: DeviceSpec, backend: str, ready: Any = None
+        self,
+        cluster: Cluster,
+        form: Canonical,
+        plan: FusionPlan,
+        device: DeviceSpec,
+        *rest: Any,
+        **named: Any,
     ) -> Any:
-        by_aten = super().runner(cluster, plan, device, backend, ready)
-        key, doc = canonical(cluster, plan.dag), describe(cluster, plan.dag)
-        found = Found(cluster.name, key, doc, device, cluster.cost, by_aten.fallback)
+        by_aten = super().runner(cluster, form, plan, device, *rest, **named)
+        found = Found(cluster.name, form, describe(cluster, plan.dag), device, cluster.cost, by_aten.fallback)
         self.found.append(found)
 
         def call(*arguments: Any) -> tuple[Tensor, ...]:

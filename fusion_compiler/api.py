@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -93,6 +93,10 @@ from fusion_compiler.runtime.verify import KernelCheck, Verifier, coarsest
 from fusion_compiler.stitch.order import ordered
 from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
 from fusion_compiler.stitch.units import ranges_of
+
+K = TypeVar("K")
+
+LITTLE = 0.005  # of the time of a graph's clusters: of one that takes less the first schedule is good enough
 
 
 def compile(
@@ -195,6 +199,7 @@ class Compiler:
         self.handovers = Handovers()
         self.peaks: dict[str, int] = {}  # bytes that graphs use at once, by prediction
         self.progress = Progress(options.progress)
+        self.compiling = False  # whether the last graph's kernels are
 
     def backend(self) -> Callable[..., Any]:
         check = KernelCheck(self.plans.verification, self.warned) if self.options.verify else None
@@ -216,6 +221,7 @@ class Compiler:
                 options=repr(self.options),
                 telling=own is None,  # what a pattern of the user's does is not told by its name
                 stages=self.stages,
+                meanwhile=lambda: self.compiling,
             )
         )
         return rarely(backend)
@@ -256,7 +262,13 @@ class Compiler:
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
         self.stages.enter("emit")
         known = len(self.runners)
-        runners = {c.name: self.runner(c, plan, device, backend, ready) for c in plan.clusters}
+        keys = {c.name: canonical(c, plan.dag) for c in plan.clusters}
+        us = times_by(plan, keys)
+        few = sum(us.values()) * (LITTLE if self.options.tune != "all" else 0)
+        runners = {
+            c.name: self.runner(c, keys[c.name], plan, device, backend, ready, timed=us[keys[c.name]] >= few)
+            for c in plan.clusters
+        }
         if key is not None and ready is None:
             made = [*self.runners.values()][known:]
             reason = self.kept.put(key, plan, {r.name: r.candidates for r in made if r.candidates})
@@ -272,7 +284,7 @@ class Compiler:
         self.debug.stage(info.name, "stitch", stitched)
         if backend == "triton":
             self.stages.enter("kernels")
-            compile_all(dict.fromkeys(runners.values()), torch.device(kind), self.progress.kernels)
+            self.compiling = compile_all(dict.fromkeys(runners.values()), torch.device(kind), self.progress)
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
         run = handover.around(run) if handover is not None else run
@@ -372,9 +384,7 @@ class Compiler:
 
     def tuning(self, plan: FusionPlan, runners: Mapping[str, Runner]) -> GraphTuning:
         """What chooses among the schedules of a graph's kernels where it is recorded."""
-        us: dict[Runner, float] = {}
-        for cluster in plan.clusters:
-            us[runners[cluster.name]] = us.get(runners[cluster.name], 0.0) + cluster.cost.us
+        us = times_by(plan, runners)
         return GraphTuning(sorted(us, key=us.__getitem__, reverse=True), self.stages)
 
     def terms(self, plan: FusionPlan, info: GraphInfo, peak: int, at: Hints | None = None) -> Terms:
@@ -465,17 +475,21 @@ class Compiler:
     def runner(
         self,
         cluster: Cluster,
+        form: Canonical,
         plan: FusionPlan,
         device: DeviceSpec,
         backend: str,
         ready: Mapping[str, tuple[Program, ...]] | None = None,
+        *,
+        timed: bool = True,
     ) -> Runner:
-        """The runner of a cluster; identical clusters share one. ready: programs, by the clusters' names."""
-        key = (canonical(cluster, plan.dag), backend)
+        """The runner of a cluster; identical clusters share one. ready: programs, by the clusters' names.
+        timed: whether the best of its schedules is found by timing them."""
+        key = (form, backend)
         if key not in self.runners:
             programs = (ready or {}).get(cluster.name, ())
             if not programs and backend != "eager":
-                programs = self.programs_of(key[0], cluster, plan, device)
+                programs = self.programs_of(form, cluster, plan, device)
             backend = backend if programs else "eager"
             for program in programs[:1]:
                 for kernel in program.kernels:
@@ -487,9 +501,9 @@ class Compiler:
                 name=cluster.name,
                 backend=backend,  # type: ignore[arg-type]
                 strict=self.options.strict,
-                tune=bool(self.options.tune),
+                tune=bool(self.options.tune) and timed,
                 cache=self.cache,
-                home=torch.device(key[0].device),
+                home=torch.device(form.device),
                 stages=self.stages,
             )
         return self.runners[key]
@@ -511,6 +525,14 @@ class Compiler:
         buffers = {b.name: b for b in key.buffers}
         doc, limit = describe(cluster, dag), self.options.schedules
         return emit(key.nests, cluster.name, doc, buffers, device, limit, key.constants)
+
+
+def times_by(plan: FusionPlan, of: Mapping[str, K]) -> dict[K, float]:
+    """Predicted microseconds of a plan's clusters, summed by what `of` has for the name of each."""
+    us: dict[K, float] = {}
+    for cluster in plan.clusters:
+        us[of[cluster.name]] = us.get(of[cluster.name], 0.0) + cluster.cost.us
+    return us
 
 
 def planned(info: GraphInfo, dag: OpDag, setting: Setting) -> FusionPlan:

@@ -43,8 +43,9 @@ class Options:
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
     tune: time the four schedules per distinct cluster that look best, on the device, and those that come
-        close again within a graph of inference that is recorded; "all": every one that the schedule space
-        knows; False takes the cost model's first.
+        close again within a graph of inference that is recorded, but not of clusters with less than half a
+        per cent of their graph's time; "all": every one that the schedule space knows, of every cluster;
+        False takes the cost model's first.
     cudagraphs: record graphs as CUDA graphs at their second call, inference in each of its sizes, and replay
         them later.
         "auto": those whose launches can take longer than what they launch, with results of the caller's own;

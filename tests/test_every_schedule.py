@@ -16,7 +16,7 @@ from benchmarks.decoders import DECODERS
 from benchmarks.workloads import WORKLOADS, Workload, gradient_for, step
 from fusion_compiler.api import Compiler
 from fusion_compiler.errors import HardwareExceededError
-from fusion_compiler.ir.canonical import Canonical, canonical
+from fusion_compiler.ir.canonical import Canonical
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Program
@@ -40,14 +40,21 @@ class Checking(Compiler):
         self.seen: set[Canonical] = set()
         self.refused: list[str] = []
 
-    def runner(self, cluster: Cluster, plan: FusionPlan, device: DeviceSpec, *rest: Any, **named: Any) -> Any:
-        by_aten = super().runner(cluster, plan, device, *rest, **named)
-        key = canonical(cluster, plan.dag)
+    def runner(
+        self,
+        cluster: Cluster,
+        form: Canonical,
+        plan: FusionPlan,
+        device: DeviceSpec,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        by_aten = super().runner(cluster, form, plan, device, *rest, **named)
 
         def call(*arguments: Any) -> tuple[torch.Tensor, ...]:
-            if key not in self.seen:
-                self.seen.add(key)
-                self._check(self.emit(key, cluster, plan.dag, device), cluster, plan.dag, by_aten, arguments)
+            if form not in self.seen:
+                self.seen.add(form)
+                self._check(self.emit(form, cluster, plan.dag, device), cluster, plan.dag, by_aten, arguments)
             return by_aten(*arguments)
 
         call.__name__ = call.__qualname__ = cluster.name

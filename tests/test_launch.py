@@ -20,9 +20,10 @@ import sympy
 import torch
 import triton
 
+from fusion_compiler import api
 from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelError, MissingTritonError
 from fusion_compiler.ir.kernel import Program, Role
-from fusion_compiler.runtime import cuda, launch
+from fusion_compiler.runtime import ahead, cuda, launch
 from fusion_compiler.runtime.binding import (
     Entry,
     Variant,
@@ -36,8 +37,10 @@ from fusion_compiler.runtime.binding import (
 from fusion_compiler.runtime.builds import Build, compile_build
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.launch import MOST_VARIANTS, Runner, compile_all, find_gpu, interpret, tuning_key
+from fusion_compiler.runtime.progress import Progress
+from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.runtime.target import build_of
-from tests.fake_gpu import FakeGpu
+from tests.fake_gpu import FakeGpu, IdleGpu, use
 from tests.hand_made import argument, contiguous, elementwise, row_softmax, ticket_sum, two_kernel_sum
 
 
@@ -459,18 +462,53 @@ def test_compile_all_compiles_each_kernel_once(tmp_path: Path, monkeypatch: pyte
         asked.append(list(builds))
         return {}
 
-    monkeypatch.setattr(launch, "compile_builds", compile_builds)
+    monkeypatch.setattr(ahead, "compile_builds", compile_builds)
+    monkeypatch.setattr(ahead, "is_cached", lambda build: False)  # pyright: ignore[reportUnknownLambdaType]
     gpu, cache = FakeGpu(us=(9.0, 8.0, 5.0)), Cache(tmp_path)
     softmax = runner(gpu, row_softmax(100), cache=cache)
     tuned = runner(gpu, *blocks(), cache=cache)
     untuned = runner(gpu, *blocks(), tune=False)
     eager = Runner((), no_fallback, name="c", backend="eager")
     compile_all([softmax, tuned, untuned, eager])
-    assert [build.name for build in asked[-1]] == ["row_softmax"] + ["elementwise"] * 4
-    assert len(set(asked[-1])) == 4
+    assert softmax.ahead is tuned.ahead is untuned.ahead is not None and eager.ahead is None
+    softmax.ahead.wait()
+    assert [build.name for build in asked[-1]] == ["row_softmax"] + ["elementwise"] * 3
     cache.put(tuning_key(blocks(), "fake"), {"candidate": 2})
     compile_all([tuned])
+    assert len(asked) == 1, "another graph that has the cluster too asks for nothing"
+    later = runner(gpu, *blocks(), cache=cache)
+    compile_all([later])
+    assert later.ahead is not None
+    later.ahead.wait()
     assert len(asked[-1]) == 1 and asked[-1][0].source == blocks()[2].kernels[0].source
+
+
+def test_a_call_waits_for_kernels_that_are_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others' work goes on meanwhile, and the seconds of waiting are told apart from those of loading."""
+    begun, finish, called = threading.Event(), threading.Event(), list[str]()
+
+    def compile_builds(builds: Iterator[Build], report: Callable[[int, int], None]) -> dict[Build, str]:
+        begun.set()
+        report(0, 2)
+        assert finish.wait(30)
+        report(1, 2)
+        called.append("compiled")
+        raise RuntimeError("what is wrong shows when a kernel is loaded")
+
+    monkeypatch.setattr(ahead, "compile_builds", compile_builds)
+    monkeypatch.setattr(ahead, "is_cached", lambda build: False)  # pyright: ignore[reportUnknownLambdaType]
+    stages, gpu = Stages(), FakeGpu()
+    run = Runner((add_bf16(),), no_fallback, name="c", gpus=lambda _: gpu, stages=stages)
+    told: list[tuple[int, int]] = []
+    progress = Progress(enabled=False)
+    monkeypatch.setattr(progress, "kernels", lambda *n: told.append(n))  # pyright: ignore[reportUnknownLambdaType]
+    compile_all([run], progress=progress)
+    assert begun.wait(30) and not called and not told
+    threading.Timer(0.2, finish.set).start()
+    a, b = torch.randn(8, dtype=torch.bfloat16), torch.randn(8, dtype=torch.bfloat16)
+    run(a, b)
+    assert called == ["compiled"] and gpu.loaded and told == [(1, 2)]
+    assert stages.seconds["kernels"] >= 0.1 > stages.seconds["load and tune"]
 
 
 def test_devices_without_an_index_are_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +521,25 @@ def test_devices_without_an_index_are_the_current_one(monkeypatch: pytest.Monkey
 
 
 def test_compile_all_leaves_a_missing_gpu_to_the_runners() -> None:
-    assert compile_all([Runner((add_bf16(),), no_fallback, name="c")], torch.device("cpu")) == {}
+    run = Runner((add_bf16(),), no_fallback, name="c")
+    compile_all([run], torch.device("cpu"))
+    assert run.ahead is None
+
+
+def test_what_takes_little_of_a_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its kernels are fewer to compile; tune="all" times it all the same."""
+    monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(api, "LITTLE", 0.3)
+    for tune, timed in ((True, ["softmax"]), ("all", ["cumsum", "softmax"])):
+        use(gpu := IdleGpu(), monkeypatch)
+        gpu.us = (1.0,) * 1000
+        compiler = api.Compiler(api.Options.of(tune=tune, device="h200"))
+        compiled = torch.compile(lambda x, y: (x.softmax(-1), y.cumsum(0)), backend=compiler.backend())
+        compiled(torch.randn(4096, 1024), torch.randn(64))
+        assert len(compiler.runners) == 2
+        names = [runner.name.partition("_")[0] for runner in compiler.runners.values() if runner.tune]
+        assert sorted(names) == timed
+        assert gpu.timed == len(timed)
 
 
 # -- speed ------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from fusion_compiler import api
 from fusion_compiler.errors import InvalidOptionError
 from fusion_compiler.runtime import builds, progress
 from fusion_compiler.runtime.builds import compile_builds
-from fusion_compiler.runtime.launch import compile_all
 from fusion_compiler.runtime.progress import ERASE, Line, Logged, Plain, Progress, Spinner
 from tests.test_target import fresh_build
 
@@ -300,4 +299,3 @@ def test_kernels_are_counted_as_they_are_done(monkeypatch: pytest.MonkeyPatch) -
     seen: list[tuple[int, int]] = []
     assert compile_builds([*many, many[0]], report=lambda *n: seen.append(n)) == {}
     assert seen == [(1, 3), (2, 3), (3, 3)]
-    assert compile_all([], report=lambda *n: seen.append(n)) == {} and len(seen) == 3

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fusion_compiler as fc
+from fusion_compiler import api
+from fusion_compiler.capture.tangents import Backward, Missing
 from fusion_compiler.ir.dag import OpDag
+from tests.fake_gpu import FakeGpu, use
 
 
 class Model(nn.Module):
@@ -97,3 +103,52 @@ def test_what_made_an_argument_is_left_alone() -> None:
         passed, loss, _ = fast(Doubled.apply(x)[0])
         (mine,) = torch.autograd.grad(passed.sum() + loss, x)
         torch.testing.assert_close(mine, 2 + 8 * x.detach() / 3)
+
+
+class Expecting:
+    """A backward graph's variants, as they are compiled."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        graph = fx.Graph()
+        for i, shape in enumerate(shapes):
+            graph.placeholder(f"tangents_{i + 1}").meta["val"] = torch.empty(shape, device="meta")
+        graph.output(())
+        self.compiled: list[Missing] = []
+        self.backward = Backward(fx.GraphModule({}, graph), self._compile, several=len(shapes) > 1)
+
+    def _compile(self, graph: fx.GraphModule, missing: Missing, number: int) -> Any:
+        assert number == len(self.compiled)
+        self.compiled.append(missing)
+        return lambda args: (missing, args)
+
+
+def test_a_backward_is_made_ahead_for_a_loss_alone() -> None:
+    loss = Expecting((), (4, 4), (2,))
+    loss.backward.prepare()
+    assert loss.compiled == [(False, True, True)]
+    assert loss.backward([1.0, None, None])[0] == (False, True, True) and len(loss.compiled) == 1
+    assert loss.backward([None, 1.0, None])[0] == (True, False, True) and len(loss.compiled) == 2
+    one = Expecting((4, 4))
+    one.backward.prepare()
+    assert one.compiled == [()] and one.backward([1.0])[0] == () and len(one.compiled) == 1
+    for unsure in (Expecting((4,), (2,)), Expecting((), (), (3,))):
+        unsure.backward.prepare()
+        assert unsure.compiled == [], "who knows which of them is trained on"
+
+
+def test_a_backward_is_planned_while_the_kernels_of_its_forward_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path))
+    use(FakeGpu(index=-1), monkeypatch)
+    for busy, expected in ((True, ["graph0.forward", "graph0.backward"]), (False, ["graph0.forward"])):
+        monkeypatch.setattr(api, "compile_all", functools.partial(lambda busy, *_: busy, busy))
+        model = Model().to(torch.float32)
+        fast = fc.compile(model, tune=False)
+        x = torch.randn(3, 6, requires_grad=True)
+        loss = fast(x)[0]
+        assert [plan.name for plan in fast.plan] == expected
+        loss.backward()
+        assert [plan.name for plan in fast.plan] == ["graph0.forward", "graph0.backward"]
+        want = torch.autograd.grad(model(x)[0], x)[0]
+        torch.testing.assert_close(x.grad, want)

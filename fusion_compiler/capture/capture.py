@@ -75,6 +75,7 @@ def make_backend(
     options: str | None = None,
     telling: bool = False,
     stages: Stages | None = None,
+    meanwhile: Callable[[], bool] = lambda: False,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=...)`.
 
@@ -93,6 +94,7 @@ def make_backend(
     telling: whether the options also tell what the rewrites do: then a graph that has been rewritten once is
         neither traced above autograd nor rewritten again.
     stages: told of the seconds of "rewrites" and "autograd".
+    meanwhile: whether what the last graph needs is still being compiled, so that it costs nothing to go on.
     """
     stages = stages or Stages()
     numbers = itertools.count()
@@ -114,7 +116,7 @@ def make_backend(
         return functools.partial(run, *held) if held else run
 
     def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
-        compilers = _Compilers(compile_graph, name, give_up, split, joint_rewrite, options)
+        compilers = _Compilers(compile_graph, name, give_up, split, joint_rewrite, options, meanwhile)
         key = _key_above(gm, inputs, options) if telling and not traced and options is not None else None
         known = kept.get(key) if key is not None else None
         if known is not None and autograd_cache.has_entry(known.autograd):
@@ -178,8 +180,10 @@ class _Compilers:
         split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
         joint_rewrite: Callable[[fx.Graph], Notes],
         options: str | None,
+        meanwhile: Callable[[], bool],
     ) -> None:
         self._compile_graph, self._split, self._options = compile_graph, split, options
+        self._meanwhile = meanwhile
         self._give_up = give_up
         self._name = name
         self._joint_rewrite = joint_rewrite
@@ -308,13 +312,16 @@ class _Compilers:
 
     def _staged(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo, bare: bool) -> Boxed:
         """Compiles a graph. A backward that may be kept, or depends on which gradients arrive, is compiled
-        when it is first called."""
+        when it is first called; or at once, if the forward's kernels are being compiled meanwhile."""
         self.reached = True
         origins = _named(graph, info.phase, self._origins)
         info = replace(info, origins=origins, rewrites=(*self._notes, *self._joint_notes))
         if info.phase is Phase.BACKWARD and (self._separable or self.key is not None):
-            several = self._separable
-            return _boxed(Backward(graph, functools.partial(self._variant, fakes, info), several=several))
+            variant = functools.partial(self._variant, fakes, info)
+            backward = Backward(graph, variant, several=self._separable)
+            if self._meanwhile():
+                backward.prepare()
+            return _boxed(backward)
         compiled = self._compiled(graph, fakes, info)
         if bare:
             self._bare = _unboxed(compiled)

@@ -86,6 +86,13 @@ class Backward:
                 self._compiled[missing] = self._compile(graph, missing, len(self._compiled))
             return self._compiled[missing]
 
+    def prepare(self) -> None:
+        """Compiles it for the gradients that are expected: that of a loss, where one result is a number."""
+        placeholders = self._graph.graph.find_nodes(op="placeholder")
+        dims = [placeholders[i].meta["val"].dim() for i in self._tangents]
+        if not dims or dims.count(0) == 1:
+            self._variant(tuple([dim != 0 for dim in dims]))
+
     def __call__(self, args: list[Any]) -> Any:
         missing = tuple([args[i] is None for i in self._tangents])
         return (self._compiled.get(missing) or self._variant(missing))(args)

@@ -53,6 +53,7 @@ DEPENDENT_LAUNCH = 90  # the first compute capability that has it, times ten
 # What a server takes to start and what a kernel takes to compile: it is used where it gains.
 SERVER_SECONDS = 0.5
 KERNEL_SECONDS = 0.1
+NICE = 5  # of its workers
 # A server that nobody asks gives its memory back.
 IDLE_SECONDS = 120.0
 
@@ -253,9 +254,8 @@ def compile_builds(
     missing = [build for build in dict.fromkeys(builds) if not is_cached(build)]
     workers = workers or _cores()
     at_once = min(workers, len(missing))
-    start = 0.0 if _servers.is_ready(workers) else SERVER_SECONDS
-    gain = len(missing) * KERNEL_SECONDS * (1 - 1 / max(at_once, 1)) - start
-    if gain > 0 and sys.executable:
+    gain = len(missing) * KERNEL_SECONDS * (1 - 1 / max(at_once, 1)) - SERVER_SECONDS
+    if missing and sys.executable and (gain > 0 or _servers.is_ready(workers)):
         served = _compile_served(missing, workers)
     else:
         served = ((build, _attempt(build)) for build in missing)
@@ -275,9 +275,12 @@ def _cores() -> int:
 def prepare() -> None:
     """Starts the compile server, which is ready half a second later, and has Triton hash itself meanwhile."""
     threading.Thread(target=_hash_triton, daemon=True).start()
-    if _cores() > 1 and sys.executable:
-        with contextlib.suppress(OSError, ImportError), _servers.lock:
-            _servers.running(_cores())
+    if _cores() > 1 and sys.executable and _servers.lock.acquire(blocking=False):  # nobody uses it already
+        try:
+            with contextlib.suppress(OSError, ImportError):
+                _servers.running(_cores())
+        finally:
+            _servers.lock.release()
 
 
 def _attempt(build: Build, launched: bool = False) -> str | None:
@@ -319,7 +322,7 @@ def _compile_served(builds: Sequence[Build], workers: int) -> Iterator[tuple[Bui
             if len(answered) < len(builds):  # it died, or nobody wants the rest
                 _servers.stop()
     for index, build in enumerate(builds):
-        if index not in answered:
+        if index not in answered and not _servers.ended:
             yield build, _attempt(build)
 
 
@@ -373,6 +376,7 @@ class _Servers:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.ended = False  # with the process: what is being compiled is not wanted any more
         self._server: _Server | None = None
 
     def is_ready(self, workers: int) -> bool:
@@ -390,9 +394,13 @@ class _Servers:
             self._server.close()
             self._server = None
 
+    def end(self) -> None:
+        self.ended = True
+        self.stop()
+
 
 _servers = _Servers()
-atexit.register(_servers.stop)
+atexit.register(_servers.end)
 
 
 def _settings() -> dict[str, str]:
@@ -416,10 +424,11 @@ def _numbered_attempt(job: tuple[int, tuple[tuple[Any, ...], bool]]) -> tuple[in
     return index, _attempt(Build(*fields), launched)
 
 
-def _end_with_parent() -> None:
-    """A worker whose server is killed would wait for jobs for ever."""
+def _begin_worker() -> None:
+    """A worker whose server is killed would wait for jobs for ever; and who plans meanwhile goes first."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG, of Linux
+        os.nice(NICE)
 
 
 def serve(workers: int, requests: IO[bytes], replies: IO[bytes]) -> None:
@@ -431,7 +440,7 @@ def serve(workers: int, requests: IO[bytes], replies: IO[bytes]) -> None:
     # torch), and Triton's hash of itself.
     importlib.import_module("fusion_compiler.codegen.math")
     _hash_triton()
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_begin_worker)
     with pool as processes:
         processes.submit(os.getpid).result()  # forks them all
         # Nothing is left in the buffer: a list comes when the one before it is answered.

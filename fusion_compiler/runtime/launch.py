@@ -29,10 +29,12 @@ from fusion_compiler.errors import (
 )
 from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.kernel import Buffer, Kernel, Program, Role
+from fusion_compiler.runtime.ahead import Ahead
 from fusion_compiler.runtime.binding import GRID_LIMITS, Entry, Gpu, Launcher, Variant, bind, evaluate
 from fusion_compiler.runtime.builds import Build, compile_builds
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.cuda import gpu_of, make_cache_writable
+from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.runtime.target import build_of
 
@@ -130,6 +132,7 @@ class Runner:
         self._launchers: dict[int, Launcher] = {}
         self._choices: dict[int, tuple[Gpu, Choice]] = {}  # by the index of the device
         self._links: list[Callable[[Launcher], None]] = []
+        self.ahead: Ahead | None = None  # what compiles its kernels
         self._entry: Launcher = {
             "triton": self._dispatch,
             "interpret": self._interpret,
@@ -181,6 +184,10 @@ class Runner:
 
     def _timed_decision(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
         start = time.perf_counter()
+        if self.ahead is not None:
+            self.ahead.wait()
+            began, start = start, time.perf_counter()
+            self._stages.add("kernels", start - began)
         try:
             return self._decide(gpu, arguments)
         finally:
@@ -431,20 +438,19 @@ def tuning_key(candidates: Iterable[Program], device: str) -> str:
 
 
 def compile_all(
-    runners: Iterable[Runner],
-    device: torch.device | None = None,
-    report: Callable[[int, int], None] | None = None,
-) -> dict[str, str]:
-    """Compiles the kernels of many clusters in parallel, ahead of their first calls.
+    runners: Iterable[Runner], device: torch.device | None = None, progress: Progress | None = None
+) -> bool:
+    """Begins to compile the kernels of many clusters in parallel, ahead of their first calls, which wait.
 
     Equal kernels are compiled once, and where an earlier process has tuned a cluster, its winner
-    alone. device: by default the current CUDA device. report: told how many kernels are done, and of how
-    many. Returns kernel name -> reason for those that did not compile; the runners that need them report
-    it when called.
+    alone. device: by default the current CUDA device. progress: is told how many kernels are done, and of
+    how many, while a call waits. Kernels that do not compile are reported by the runners that need them,
+    when they are called. Returns whether there is anything to compile.
     """
     builds: list[Build] = []
+    asked: list[Runner] = []
     for runner in runners:
-        if runner.backend != "triton":
+        if runner.backend != "triton" or runner.ahead is not None:
             continue
         try:
             gpu = runner._gpus(device)
@@ -455,11 +461,14 @@ def compile_all(
         if recorded is not None:
             programs = (runner.candidates[recorded.candidate],)
         builds += [build for program in programs for build in program_builds(program, gpu.target)]
-    if not builds:
-        return {}
+        asked.append(runner)
+    if not asked:
+        return False
     make_cache_writable()
-    failed = compile_builds(builds, report=report)
-    return {build.name: reason for build, reason in failed.items()}
+    ahead = Ahead(builds, progress or Progress(enabled=False))
+    for runner in asked:
+        runner.ahead = ahead
+    return ahead.is_needed
 
 
 def interpret(

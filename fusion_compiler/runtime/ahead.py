@@ -1,0 +1,41 @@
+"""Kernels that are compiled while other work goes on: a forward graph's while its backward is planned."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+
+from fusion_compiler.runtime.builds import Build, compile_builds, is_cached
+from fusion_compiler.runtime.progress import Progress
+
+
+class Ahead:
+    """A thread that brings `builds` into Triton's cache on disk.
+
+    progress: is told how many are done while someone waits. The thread ends with the process, which kernels
+    that nobody called should not hold up; a process that is forked meanwhile waits for nothing.
+    """
+
+    def __init__(self, builds: Sequence[Build], progress: Progress) -> None:
+        self._builds = [build for build in dict.fromkeys(builds) if not is_cached(build)]
+        self._progress = progress
+        self._awaited = False
+        self.is_needed = bool(self._builds)  # whether there is anything to compile
+        self._thread = threading.Thread(target=self._compile, name="fusion_compiler kernels", daemon=True)
+        if self.is_needed:
+            self._thread.start()
+
+    def _compile(self) -> None:
+        with contextlib.suppress(Exception):  # whoever loads a kernel meets what is wrong, and says so
+            compile_builds(self._builds, report=self._report)
+
+    def _report(self, done: int, of: int) -> None:
+        if self._awaited:
+            self._progress.kernels(done, of)
+
+    def wait(self) -> None:
+        if self._thread.is_alive():
+            self._awaited = True
+            with self._progress:
+                self._thread.join()
