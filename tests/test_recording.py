@@ -102,15 +102,20 @@ def test_arguments_of_any_layout_are_copied() -> None:
 
 def test_what_lies_elsewhere_is_recorded_anew_up_to_a_number() -> None:
     pool = FakePool()
-    recorder = Recorder(lambda given: [given[0] * given[1], given[0]], pool, lambda _: (0,), 1, 2)  # type: ignore[arg-type]
+
+    def run(given: list[Any]) -> list[Any]:
+        return [given[0] * given[1], given[0], given[0].view(2, 4).t()]
+
+    recorder = Recorder(run, pool, lambda _: (0,), 1, 2)  # type: ignore[arg-type]
     places = [torch.randn(8) for _ in range(3)]
     x = torch.randn(8)
     for _ in range(3):
         for place in places:
             place.normal_()
             x.normal_()
-            product, same = recorder([place, x])
-            assert torch.equal(product, place * x) and same.data_ptr() == place.data_ptr()
+            product, same, view = recorder([place, x])
+            assert torch.equal(product, place * x) and same is place
+            assert torch.equal(view, place.view(2, 4).t()) and view.data_ptr() == place.data_ptr()
     assert (pool.captures, pool.replays) == (2, 4)
     pool.beside = True
     assert torch.equal(recorder([places[0], x])[0], places[0] * x) and pool.replays == 4

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # Triton's language modules are process-wide, and its interpreter works by replacing what is in
 # them: nothing may be compiled in one thread while another interprets.
 TRITON_LOCK = threading.RLock()
+_hashing, _hashed = threading.Lock(), threading.Event()
 
 # Whatever Triton's defaults and environment variables say: indices are checked (`math.check_index`), and
 # integers wrap around as in eager.
@@ -54,6 +55,7 @@ DEPENDENT_LAUNCH = 90  # the first compute capability that has it, times ten
 SERVER_SECONDS = 0.5
 KERNEL_SECONDS = 0.1
 NICE = 5  # of its workers
+SWITCH_SECONDS = 1e-4  # from thread to thread, while one hashes Triton
 # A server that nobody asks gives its memory back.
 IDLE_SECONDS = 120.0
 
@@ -130,11 +132,23 @@ def _arguments(build: Build) -> dict[str, Any]:
 
 
 def _hash_triton() -> None:
-    """Part of each key is Triton's hash of itself, which it keeps: 0.3 s, in which other threads run."""
-    with contextlib.suppress(ImportError):
+    """Part of each key is Triton's hash of itself, which it keeps: 0.3 s, in which other threads run.
+
+    It is made of a megabyte at a time. Beside a thread that is busy in Python, each would wait for the
+    interpreter's whole switch interval: 2 s, of which whoever needs the hash first would see the rest.
+    """
+    if _hashed.is_set():
+        return
+    with _hashing, contextlib.suppress(ImportError):
         from triton.runtime.cache import triton_key
 
-        triton_key()
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        try:
+            triton_key()
+        finally:
+            sys.setswitchinterval(before)
+        _hashed.set()
 
 
 def cache_entry(build: Build) -> Path:
@@ -143,6 +157,7 @@ def cache_entry(build: Build) -> Path:
     from triton.compiler.compiler import get_cache_key, make_backend
     from triton.runtime.cache import get_cache_manager
 
+    _hash_triton()
     wanted = _arguments(build)
     backend = make_backend(wanted["target"])
     options = backend.parse_options(wanted["options"])

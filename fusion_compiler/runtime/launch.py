@@ -235,7 +235,8 @@ class Runner:
 
     def _fastest(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Choice:
         """Compiles all candidates at once, times those that can be launched, and keeps the outcome."""
-        compile_builds(b for program in self.candidates for b in program_builds(program, gpu.target))
+        if self.ahead is None:
+            compile_builds(b for program in self.candidates for b in program_builds(program, gpu.target))
         launchers: dict[int, Launcher] = {}
         for i, program in enumerate(self.candidates):
             try:

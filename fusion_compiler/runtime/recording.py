@@ -96,11 +96,15 @@ class Recording:
         places = {given[i].untyped_storage().data_ptr(): i for i in self._static}
         shown, saved = {i for i, _ in self._outputs}, list[Tensor]()
         self._of: list[tuple[int, int, _Layout, int]] = []
+        self._same: list[tuple[int, int]] = []  # results that are arguments
         for i, value in enumerate(self._results):
             if i in shown or not isinstance(value, Tensor):
                 continue
             if (of := places.get(value.untyped_storage().data_ptr())) is None:
                 saved.append(value)
+            elif _lies(value) == _lies(given[of]):
+                self._same.append((i, of))
+                self._results[i] = None
             elif value.dtype == given[of].dtype:
                 self._of.append((i, of, _Layout(value), int(value.storage_offset())))
                 self._results[i] = None
@@ -133,6 +137,8 @@ class Recording:
         _copy(copies, self._own)
         for (i, layout), copy in zip(self._outputs, copies, strict=True):
             results[i] = layout.tensor(copy)
+        for i, of in self._same:
+            results[i] = arguments[of]
         for i, of, layout, offset in self._of:
             results[i] = arguments[of].as_strided(layout.shape, layout.stride, offset)
         return results
@@ -207,6 +213,11 @@ class _Layout:
     def tensor(self, memory: Tensor) -> Tensor:
         """The tensor of memory of its own."""
         return memory if self._is_dense else memory.as_strided(self.shape, self.stride, 0)
+
+
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    """What a tensor is of its memory."""
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
 def _copy(into: list[Tensor], of: list[Tensor]) -> None:
