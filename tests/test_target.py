@@ -246,6 +246,32 @@ def test_a_full_disk_moves_the_cache_too(triton_cache: Path, monkeypatch: pytest
     assert len(caught) == 1
 
 
+KEYS = """
+import sys
+from fusion_compiler.runtime.builds import Build, cache_entry
+SOURCE = '''import triton
+import triton.language as tl
+from fusion_compiler.codegen import math as fm
+
+
+@triton.jit
+def NAME(mail_ptr):
+    fm.send_pair(mail_ptr, 1.0, 2.0, 0, tl.arange(0, 2), 2)
+'''
+target, signature = ("cuda", 90, 32), (("mail_ptr", "*i64"),)
+builds = [Build(SOURCE.replace("NAME", name), name, signature, (), target) for name in sys.argv[1:]]
+print(sorted(cache_entry(build).name for build in builds))
+"""
+
+
+def test_keys_do_not_depend_on_which_kernel_had_the_first() -> None:
+    """Else what one process has compiled, another would not find."""
+    orders = (("first", "second"), ("second", "first"))
+    runs = [[sys.executable, "-c", KEYS, *names] for names in orders]
+    keys = {subprocess.run(run, capture_output=True, text=True, check=True).stdout for run in runs}
+    assert len(keys) == 1
+
+
 def test_a_launcher_that_does_not_load_is_removed_and_nothing_else(
     triton_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

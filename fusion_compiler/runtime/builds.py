@@ -131,11 +131,14 @@ def _arguments(build: Build) -> dict[str, Any]:
     return {"src": source, "target": _target(build), "options": options}
 
 
-def _hash_triton() -> None:
-    """Part of each key is Triton's hash of itself, which it keeps: 0.3 s, in which other threads run.
+def _begin_hashing() -> None:
+    """Makes what is part of every kernel's key, once, in 0.3 s in which other threads run.
 
-    It is made of a megabyte at a time. Beside a thread that is busy in Python, each would wait for the
-    interpreter's whole switch interval: 2 s, of which whoever needs the hash first would see the rest.
+    Triton's hash of itself is made of a megabyte at a time. Beside a thread that is busy in Python, each
+    would wait for the interpreter's whole switch interval: 2 s, of which whoever needs a key sees the rest.
+
+    The functions that kernels call get their keys one after another: Triton counts a global constant of
+    theirs in a kernel's key where they had one before, else not: another process would not find the kernel.
     """
     if _hashed.is_set():
         return
@@ -148,6 +151,8 @@ def _hash_triton() -> None:
             triton_key()
         finally:
             sys.setswitchinterval(before)
+        for function in vars(importlib.import_module("fusion_compiler.codegen.math")).values():
+            getattr(function, "cache_key", None)
         _hashed.set()
 
 
@@ -157,7 +162,7 @@ def cache_entry(build: Build) -> Path:
     from triton.compiler.compiler import get_cache_key, make_backend
     from triton.runtime.cache import get_cache_manager
 
-    _hash_triton()
+    _begin_hashing()
     wanted = _arguments(build)
     backend = make_backend(wanted["target"])
     options = backend.parse_options(wanted["options"])
@@ -288,8 +293,8 @@ def _cores() -> int:
 
 
 def prepare() -> None:
-    """Starts the compile server, which is ready half a second later, and has Triton hash itself meanwhile."""
-    threading.Thread(target=_hash_triton, daemon=True).start()
+    """Starts the compile server, which is ready half a second later, and makes keys possible meanwhile."""
+    threading.Thread(target=_begin_hashing, daemon=True).start()
     if _cores() > 1 and sys.executable and _servers.lock.acquire(blocking=False):  # nobody uses it already
         try:
             with contextlib.suppress(OSError, ImportError):
@@ -451,10 +456,7 @@ def serve(workers: int, requests: IO[bytes], replies: IO[bytes]) -> None:
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from multiprocessing import get_context
 
-    # What the workers inherit: the functions that kernels import (the package itself does not import
-    # torch), and Triton's hash of itself.
-    importlib.import_module("fusion_compiler.codegen.math")
-    _hash_triton()
+    _begin_hashing()  # what the workers inherit, with the functions that kernels import
     pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_begin_worker)
     with pool as processes:
         processes.submit(os.getpid).result()  # forks them all
