@@ -25,6 +25,7 @@ from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelE
 from fusion_compiler.ir.kernel import Program, Role
 from fusion_compiler.runtime import ahead, cuda, launch
 from fusion_compiler.runtime.binding import (
+    KEPT_BYTES,
     Entry,
     Variant,
     Varying,
@@ -283,6 +284,12 @@ def test_zeroed_scratch_is_kept_for_stream_and_thread() -> None:
     thread.start()
     thread.join()
     assert other[0] is not grown
+    large = KEPT_BYTES // 4 + 1
+    for _ in range(2):
+        (mailboxes,) = scratch(1, (large,))
+        assert mailboxes.count_nonzero() == 0
+        mailboxes.fill_(1)
+    assert scratch(1, (4,))[0] is grown, "the large ones are given back"
     gpu.capturing = True
     assert scratch(1, (8,))[0] is not grown and scratch(1, (8,))[0].tolist() == [0] * 8
 

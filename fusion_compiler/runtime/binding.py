@@ -209,6 +209,7 @@ class _Unkept(threading.local):
 
 
 _unkept = _Unkept()
+KEPT_BYTES = 1 << 20  # of one kernel's, from launch to launch
 SHARED_BYTES = 1 << 16  # of counters of any kernel; mailboxes of many rows are more
 
 
@@ -226,7 +227,8 @@ class ZeroedScratch:
     """Buffers that kernels find zero and leave zero, so that none is cleared before a launch.
 
     Kept for each stream, because launches on one stream follow each other, and for each thread,
-    because two threads may alternate launches of a program's kernels on one stream. In a CUDA
+    because two threads may alternate launches of a program's kernels on one stream; not what is as large
+    as the mailboxes of thousands of rows, which is cleared in a hundredth of such a kernel's time. In a CUDA
     graph's capture they are allocated, and cleared by the graph: it may later be replayed beside
     other work. So they are within `unkept_scratch`, but once for all launches on a stream: each
     finds zero what the one before left so. Kernels that start while others end do as well: they
@@ -242,12 +244,15 @@ class ZeroedScratch:
         """Tensors of at least so many elements each, all zero when the stream comes to them."""
         if _unkept.cleared is not None:
             return self._shared(_unkept.cleared, stream, elements)
-        if self._gpu.is_capturing():
+        if self._gpu.is_capturing() or self._bytes(elements) > KEPT_BYTES:
             return self._allocate(elements)
         found = self._kept.by_stream.get(stream)
         if found is None or any(have < need for have, need in zip(found[0], elements, strict=True)):
             found = self._kept.by_stream[stream] = (elements, self._allocate(elements))
         return found[1]
+
+    def _bytes(self, elements: tuple[int, ...]) -> int:
+        return sum(count * dtype.itemsize for count, dtype in zip(elements, self._dtypes, strict=True))
 
     def _shared(
         self, cleared: dict[int, torch.Tensor], stream: int, elements: tuple[int, ...]
