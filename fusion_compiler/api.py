@@ -96,7 +96,7 @@ from fusion_compiler.stitch.units import ranges_of
 
 K = TypeVar("K")
 
-LITTLE = 0.005  # of the time of a graph's clusters: of one that takes less the first schedule is good enough
+LITTLE = 0.005  # of a graph's time: clusters that take less are not timed
 
 
 def compile(
@@ -262,11 +262,10 @@ class Compiler:
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
         self.stages.enter("emit")
         known = len(self.runners)
-        keys = {c.name: canonical(c, plan.dag) for c in plan.clusters}
-        us = times_by(plan, keys)
-        few = sum(us.values()) * (LITTLE if self.options.tune != "all" else 0)
+        forms = {c.name: canonical(c, plan.dag) for c in plan.clusters}
+        timed = self.timed(plan, forms)
         runners = {
-            c.name: self.runner(c, keys[c.name], plan, device, backend, ready, timed=us[keys[c.name]] >= few)
+            c.name: self.runner(c, forms[c.name], plan, device, backend, ready, timed=forms[c.name] in timed)
             for c in plan.clusters
         }
         if key is not None and ready is None:
@@ -507,6 +506,14 @@ class Compiler:
                 stages=self.stages,
             )
         return self.runners[key]
+
+    def timed(self, plan: FusionPlan, forms: Mapping[str, Canonical]) -> set[Canonical]:
+        """The forms of clusters whose schedules are timed: of the others the first is good enough."""
+        us = times_by(plan, forms)
+        if self.options.tune == "all" or plan.setting is None:
+            return set(us)
+        least = LITTLE * step_time(plan, plan.setting.device, plan.setting.hints).gpu_us
+        return {form for form, took in us.items() if took >= least}
 
     def programs_of(
         self, key: Canonical, cluster: Cluster, plan: FusionPlan, device: DeviceSpec
