@@ -272,6 +272,30 @@ def test_keys_do_not_depend_on_which_kernel_had_the_first() -> None:
     assert len(keys) == 1
 
 
+LEAVING = """
+from fusion_compiler.runtime import builds
+from fusion_compiler.runtime.ahead import Ahead
+from fusion_compiler.runtime.progress import Progress
+from tests.test_target import fresh_build
+
+builds.prepare()
+ahead = Ahead([fresh_build(300 + i) for i in range(60)], Progress(enabled=False))
+assert ahead.is_needed
+print(ahead._thread.is_alive())
+"""
+
+
+def test_a_process_ends_whatever_is_being_compiled(triton_cache: Path) -> None:
+    """Within the seconds of a few kernels, with nothing said and no server left."""
+    settings = os.environ | {"TRITON_CACHE_DIR": str(triton_cache)}
+    run = [sys.executable, "-c", LEAVING]
+    left = subprocess.run(run, capture_output=True, text=True, env=settings, timeout=60)
+    assert (left.returncode, left.stdout, left.stderr) == (0, "True\n", "")
+    compiled = len(list(triton_cache.glob("*/__grp__row_softmax.json")))
+    time.sleep(1.0)
+    assert len(list(triton_cache.glob("*/__grp__row_softmax.json"))) == compiled < 60
+
+
 def test_a_launcher_that_does_not_load_is_removed_and_nothing_else(
     triton_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
