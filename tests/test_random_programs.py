@@ -119,6 +119,31 @@ def test_what_is_wrong_is_seen(compiled: Any, given: Program, told: str) -> None
     assert str(judge(given, compiled, seconds=1 if compiled is endless else 60)) == told
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_what_is_inexact_is_rounded_otherwise_and_nothing_else(dtype: str) -> None:
+    x = torch.tensor([0.3, 9.0, 0.5, 1.0, -2.0]).to(getattr(torch, dtype))
+    changed, written = torch.zeros(2, 5, dtype=torch.bool)
+    for seed in range(20):
+        into = x.clone()
+        with RandomRounding(seed):
+            tanh, half = x.tanh(), x / 2
+            into.tanh_()
+        changed |= tanh != x.tanh()
+        written |= into != x.tanh()
+        assert torch.equal(half, x / 2)
+        torch.testing.assert_close(tanh, x.tanh())
+    assert bool(changed[[0, 2, 3, 4]].all()) and bool(written[[0, 2, 3, 4]].all())
+
+
+def test_a_variance_in_float64_is_as_far_off_as_a_running_mean_makes_it() -> None:
+    x = torch.randn(2808, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact, far = x.var(), 0.0
+    for seed in range(20):
+        with RandomRounding(seed):
+            far = max(far, abs(float(x.var() / exact) - 1))
+    assert 1e-15 < far < 2e-14
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_other_roundings_are_right(dtype: str) -> None:
     given = program(*SMOOTH.lines, "v2 = v1 == v1.amax(-1, True)", "v3 = v1 * v2", dtype=dtype)
