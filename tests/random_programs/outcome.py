@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.random_programs.program import Program
+from tests.random_programs.rounding import TERMS
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ def difference(ours: Tensor, eager: Tensor, truth: Tensor, members: Sequence[Ten
     """None where every element of `ours` could be that of a correct program.
 
     Integers and bools: as in eager or one of `members`. Floats: at most four times as far from the float64
-    truth as the farthest of them, or four units in the last place, of the largest element in the dtype of
-    the computation; NaN and infinities where one of them or the truth has them. The sign of a zero is
-    not asked for: where terms cancel, it is that of their order.
+    truth as the farthest of them, or four units in the last place, or four times what a term of the largest
+    element may be off by, as terms may cancel (docs/numerics.md); NaN and infinities where one of them or the
+    truth has them. The sign of a zero is not asked for: where terms cancel, it is that of their order.
     """
     if ours.dtype != eager.dtype or ours.shape != eager.shape:
         return f"{ours.dtype} {list(ours.shape)}, eager has {eager.dtype} {list(eager.shape)}"
@@ -151,9 +152,8 @@ def difference(ours: Tensor, eager: Tensor, truth: Tensor, members: Sequence[Ten
     same = ((every == x) | (every.isnan() & x.isnan())).any(0)
     away = torch.where(every.isfinite(), every - truth, 0.0).nan_to_num(0, 0, 0).abs().amax(0)
     info = torch.finfo(ours.dtype)
-    computed = torch.finfo(torch.promote_types(ours.dtype, torch.float32)).eps
     largest = truth[truth.isfinite()].abs().amax() if truth.isfinite().any() else 0.0
-    allowed = 4 * (away + info.eps * truth.abs() + computed * largest + info.tiny * info.eps)
+    allowed = 4 * (away + info.eps * truth.abs() + TERMS[ours.dtype] * largest + info.tiny * info.eps)
     finite = torch.where(truth.isfinite(), truth, eager.double())
     close = x.isfinite() & ((x - finite).abs() <= allowed) & every.isfinite().any(0)
     return _told(ours, eager, truth, same | close)
