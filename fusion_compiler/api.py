@@ -55,7 +55,6 @@ from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.ir.writes import base_of
-from fusion_compiler.optimizer.fuse import fuse_anew
 from fusion_compiler.options import Options, When
 from fusion_compiler.passes.chunks.body import examples
 from fusion_compiler.passes.chunks.chunk import chunk_losses
@@ -137,6 +136,8 @@ def compile(
         raise NotCallableError(got=type(model).__name__)
     compiler = Compiler(chosen, patterns)
     if optimizer is not None and isinstance(model, nn.Module):
+        from fusion_compiler.optimizer.fuse import fuse_anew  # where none is fused its modules are not read
+
         fused = fuse_anew(model, optimizer, when=when, backend=chosen.backend, strict=chosen.strict)
         compiler.plans.optimizer = fused
     if isinstance(model, torch.jit.ScriptModule):
