@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from fusion_compiler.errors import FusionWarning
 from tests.random_programs.generate import draw
 from tests.random_programs.judge import Verdict, judge
-from tests.random_programs.program import Input, Program
+from tests.random_programs.program import Input, Program, attention
 from tests.random_programs.rounding import RandomRounding
 from tests.random_programs.shrink import shrunk
 
@@ -169,6 +170,14 @@ def test_attention_that_is_written_out_may_round_as_one_call() -> None:
     assert judge(given, lambda fn, dynamic: given.fused_function) == Verdict("right")
     assert judge(given, lambda fn, dynamic: fn) == Verdict("right")
     assert judge(given, off_by(2**-3)).kind == "wrong"
+
+
+def test_fused_attention_is_that_of_contiguous_rows() -> None:
+    """As the compiler copies them, where PyTorch would compute by products in float32."""
+    q, k = (torch.randn(2, 8, 8, 32).bfloat16() for _ in range(2))
+    sliced = torch.empty(2, 8, 8, 64, dtype=torch.bfloat16)[..., ::2].copy_(k)
+    assert torch.equal(attention(q, sliced, sliced), attention(q, k, k))
+    assert not torch.equal(scaled_dot_product_attention(q, sliced, sliced), attention(q, k, k))
 
 
 def test_attention_that_is_written_out_may_be_written_into() -> None:
