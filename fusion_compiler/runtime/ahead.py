@@ -18,17 +18,18 @@ class Ahead:
     """
 
     def __init__(self, builds: Sequence[Build], progress: Progress) -> None:
-        self._builds = [build for build in dict.fromkeys(builds) if not is_cached(build)]
+        missing = [build for build in dict.fromkeys(builds) if not is_cached(build)]
         self._progress = progress
         self._awaited = False
-        self.is_needed = bool(self._builds)  # whether there is anything to compile
-        self._thread = threading.Thread(target=self._compile, name="fusion_compiler kernels", daemon=True)
+        self.is_needed = bool(missing)  # whether there is anything to compile
+        name = "fusion_compiler kernels"
+        self._thread = threading.Thread(target=self._compile, args=(missing,), name=name, daemon=True)
         if self.is_needed:
             self._thread.start()
 
-    def _compile(self) -> None:
+    def _compile(self, builds: Sequence[Build]) -> None:
         with contextlib.suppress(Exception):  # whoever loads a kernel meets what is wrong, and says so
-            compile_builds(self._builds, report=self._report)
+            compile_builds(builds, report=self._report)
 
     def _report(self, done: int, of: int) -> None:
         if self._awaited:
