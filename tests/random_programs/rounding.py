@@ -37,8 +37,6 @@ NORMALIZING = {
     "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "batch_norm_backward",
     "_batch_norm_with_update", "_softmax_backward_data", "_log_softmax_backward_data",
 }  # fmt: skip
-# In float64 the truth is eager's own, whose running mean is off by 10 to 30 units in the last place
-# for 2808 elements, by rational numbers, where a compiled program is off by one.
 VARIANCES = {"var", "var_mean", "std", "std_mean"}
 # What a term may be off by; for 16 bits alone, kernels take the hardware's functions (docs/numerics.md).
 TERMS = {
@@ -75,8 +73,11 @@ class RandomRounding(TorchDispatchMode):
             wide = func(*wide_args, **wide_kwargs)
         except RuntimeError:  # it takes these dtypes only
             wide_args, wide = own, result
-        if name in VARIANCES:
-            wide = tree_map(functools.partial(self._unsteady, args[0]), wide, result)
+        if name in VARIANCES | NORMALIZING:
+            sizes = [r.numel() for r in tree_leaves(result) if isinstance(r, Tensor) and r.numel()]
+            unsteady = functools.partial(self._unsteady, args[0].numel() / min(sizes, default=1))
+            wide = tree_map(unsteady, wide, result)
+            wide_args = [unsteady(x, args[i]) if i in written else x for i, x in enumerate(wide_args)]
         if name in NORMALIZING:
             wide = tree_map(self._centred, wide, result)
         for i in written:
@@ -112,11 +113,15 @@ class RandomRounding(TorchDispatchMode):
         noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype) * 2 - 1
         return x + noise * TERMS[narrow.dtype] * x.abs().nan_to_num(0, 0, 0).max()
 
-    def _unsteady(self, of: Tensor, x: Any, narrow: Any) -> Any:
-        """A variance of `of` in float64, as far off as a running mean makes it."""
+    def _unsteady(self, count: float, x: Any, narrow: Any) -> Any:
+        """In float64 a result of statistics of so many elements, as far off as a running mean makes them.
+
+        There the truth is eager's own, whose variance of 2808 elements is off by 10 to 30 units in the last
+        place, by rational numbers, where a compiled program's is off by one.
+        """
         if not isinstance(x, Tensor) or narrow.dtype is not torch.float64 or not x.numel():
             return x
-        eps = math.sqrt(of.numel() / x.numel()) * TERMS[torch.float64]
+        eps = math.sqrt(count) * TERMS[torch.float64]
         return x * (1 + eps * (torch.rand(x.shape, generator=self.generator, dtype=x.dtype) * 2 - 1))
 
     def _write(self, target: Any, wide: Any) -> None:
