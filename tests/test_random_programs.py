@@ -172,6 +172,20 @@ def test_attention_that_is_written_out_may_round_as_one_call() -> None:
     assert judge(given, off_by(2**-3)).kind == "wrong"
 
 
+def test_the_sign_of_what_is_not_a_number_is_nobodys() -> None:
+    special = (Input(i, ((4, 64),), "float32", "special") for i in range(2))
+    given = Program(tuple(special), ("v0 = torch.copysign(a0 * 0 + 1, torch.maximum(a0, a1))",), ("v0",))
+
+    def otherwise(fn: Function, dynamic: bool) -> Function:
+        def call(a: Tensor, b: Tensor) -> tuple[Tensor]:
+            most = torch.maximum(a, b)
+            return (torch.copysign(a * 0 + 1, torch.where(most.isnan(), most.abs(), most)),)
+
+        return call
+
+    assert judge(given, otherwise) == judge(given, lambda fn, dynamic: fn) == Verdict("right")
+
+
 def test_fused_attention_is_that_of_contiguous_rows() -> None:
     """As the compiler copies them, where PyTorch would compute by products in float32."""
     q, k = (torch.randn(2, 8, 8, 32).bfloat16() for _ in range(2))

@@ -149,4 +149,7 @@ class RandomRounding(TorchDispatchMode):
             other = torch.nextafter(nearest, torch.where(error > 0, torch.inf, -torch.inf).to(result.dtype))
             turned = torch.rand(wide.shape, generator=self.generator) < 0.5
             made = torch.where(turned & (error != 0) & nearest.isfinite() & other.isfinite(), other, nearest)
+        if bool(made.isnan().any()):  # whose sign nothing says, but copysign and signbit show
+            sign = torch.randint(0, 2, made.shape, generator=self.generator) * 2 - 1
+            made = torch.where(made.isnan(), torch.copysign(made, sign), made)
         return made if made.stride() == result.stride() else torch.empty_like(result).copy_(made)
