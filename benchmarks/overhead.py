@@ -1,7 +1,8 @@
 """python -m benchmarks overhead: host microseconds of one call of a compiled one-kernel function.
 
 Sizes are small, so that the device is done before the host has launched the next call; what
-counts is guards, argument handling, allocation and the launch.
+counts is guards, argument handling, allocation and the launch. Beside them stands what autograd alone takes
+for a step that computes nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +43,39 @@ def microseconds(case: Case, compile_: Any, train: bool, device: torch.device) -
         return host_time(both if train else forward, device) * 1e6
 
 
+PARAMETERS = 16  # of the step that computes nothing: those of an encoder layer
+
+
+class Nothing(torch.autograd.Function):
+    """Passes the first parameter on, and the gradient to all."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return parameters[0].detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        del ctx
+        return gradients * PARAMETERS
+
+
+def nothing(device: torch.device) -> float:
+    """Microseconds of forward, backward and the removal of gradients around no computation."""
+    parameters = [torch.randn(4, device=device, requires_grad=True) for _ in range(PARAMETERS)]
+    gradient = torch.ones(4, device=device)
+
+    def step() -> None:
+        result: Any = Nothing.apply(*parameters)
+        result.backward(gradient)
+        for parameter in parameters:
+            parameter.grad = None
+
+    for _ in range(20):
+        step()
+    return host_time(step, device) * 1e6
+
+
 def main(options: argparse.Namespace) -> Record:
     device = torch.device(options.device)
     record = Record("overhead", environment(device), options.json)
@@ -64,6 +98,10 @@ def main(options: argparse.Namespace) -> Record:
             lines.append(
                 [f"{case.name}, {phase}", *(figure(row["cells"][n].get("us"), ".1f") for n in names)]
             )
+    name = f"autograd.Function of {PARAMETERS} parameters that computes nothing"
+    if "eager" in names and re.search(options.filter, name):
+        record.add({"case": name, "phase": "step", "cells": {"eager": {"us": (us := nothing(device))}}})
+        lines.append([name, *(figure(us if n == "eager" else None, ".1f") for n in names)])
     print(table(["host us a call", *names], lines))
     found = [
         r["cells"]["compile"]["us"] / r["cells"]["ours"]["us"]
