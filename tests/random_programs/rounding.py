@@ -65,17 +65,17 @@ class RandomRounding(TorchDispatchMode):
             return func(*args, **kwargs)
         own = [x.clone() if i in written and isinstance(x, Tensor) else x for i, x in enumerate(args)]
         result = func(*own, **kwargs)
+        sizes = [r.numel() for r in tree_leaves(result) if isinstance(r, Tensor) and r.numel()]
+        fewest = min(sizes, default=1)
         try:
             wide_args, wide_kwargs = tree_map(self._wide, (args, kwargs))
             if name in ACCUMULATING:
-                fewest = min((r.numel() for r in tree_leaves(result) if isinstance(r, Tensor)), default=1)
                 wide_args = tree_map(lambda w, x: self._disturbed(w, x, fewest), wide_args, args)
             wide = func(*wide_args, **wide_kwargs)
         except RuntimeError:  # it takes these dtypes only
             wide_args, wide = own, result
         if name in VARIANCES | NORMALIZING:
-            sizes = [r.numel() for r in tree_leaves(result) if isinstance(r, Tensor) and r.numel()]
-            unsteady = functools.partial(self._unsteady, args[0].numel() / min(sizes, default=1))
+            unsteady = functools.partial(self._unsteady, args[0].numel() / fewest)
             wide = tree_map(unsteady, wide, result)
             wide_args = [unsteady(x, args[i]) if i in written else x for i, x in enumerate(wide_args)]
         if name in NORMALIZING:
@@ -102,7 +102,7 @@ class RandomRounding(TorchDispatchMode):
             return x
         if bool(((x * 64).frac() == 0).all()) and x.abs().sum() < 2**16:
             return x
-        count = max(x.numel() / max(results, 1), x.shape[-1] if x.dim() else 1)
+        count = max(x.numel() / results, x.shape[-1] if x.dim() else 1)
         eps = math.sqrt(count) * TERMS[narrow.dtype]
         return x * (1 + eps * (torch.rand(x.shape, generator=self.generator, dtype=x.dtype) * 2 - 1))
 
