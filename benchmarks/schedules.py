@@ -94,15 +94,9 @@ class Capturing(Compiler):
         self.found: list[Found] = []
 
     def runner(
-        self,
-        cluster: Cluster,
-        form: Canonical,
-        plan: FusionPlan,
-        device: DeviceSpec,
-        *rest: Any,
-        **named: Any,
+        self, cluster: Cluster, form: Canonical, plan: FusionPlan, device: DeviceSpec, *rest: Any, **more: Any
     ) -> Any:
-        by_aten = super().runner(cluster, form, plan, device, *rest, **named)
+        by_aten = super().runner(cluster, form, plan, device, *rest, **more)
         found = Found(cluster.name, form, describe(cluster, plan.dag), device, cluster.cost, by_aten.fallback)
         self.found.append(found)
 

@@ -263,12 +263,7 @@ class Compiler:
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
         self.stages.enter("emit")
         known = len(self.runners)
-        forms = {c.name: canonical(c, plan.dag) for c in plan.clusters}
-        timed = self.timed(plan, forms)
-        runners = {
-            c.name: self.runner(c, forms[c.name], plan, device, backend, ready, timed=forms[c.name] in timed)
-            for c in plan.clusters
-        }
+        runners = self.runners_of(plan, device, backend, ready)
         if key is not None and ready is None:
             made = [*self.runners.values()][known:]
             reason = self.kept.put(key, plan, {r.name: r.candidates for r in made if r.candidates})
@@ -472,6 +467,21 @@ class Compiler:
         self.warned.fall_back("device", EagerDeviceError(device=kind))
         return "eager"
 
+    def runners_of(
+        self,
+        plan: FusionPlan,
+        device: DeviceSpec,
+        backend: str,
+        ready: Mapping[str, tuple[Program, ...]] | None,
+    ) -> dict[str, Runner]:
+        """The runners of a plan's clusters, by their names; clusters of one form share theirs."""
+        forms = {c.name: canonical(c, plan.dag) for c in plan.clusters}
+        timed = self.timed(plan, forms) if backend == "triton" else set[Canonical]()
+        return {
+            c.name: self.runner(c, forms[c.name], plan, device, backend, ready, timed=forms[c.name] in timed)
+            for c in plan.clusters
+        }
+
     def runner(
         self,
         cluster: Cluster,
@@ -479,11 +489,11 @@ class Compiler:
         plan: FusionPlan,
         device: DeviceSpec,
         backend: str,
-        ready: Mapping[str, tuple[Program, ...]] | None = None,
+        ready: Mapping[str, tuple[Program, ...]] | None,
         *,
-        timed: bool = True,
+        timed: bool,
     ) -> Runner:
-        """The runner of a cluster; identical clusters share one. ready: programs, by the clusters' names.
+        """The runner of a cluster, made where its form has none. ready: programs, by the clusters' names.
         timed: whether the best of its schedules is found by timing them."""
         key = (form, backend)
         if key not in self.runners:
@@ -501,7 +511,7 @@ class Compiler:
                 name=cluster.name,
                 backend=backend,  # type: ignore[arg-type]
                 strict=self.options.strict,
-                tune=bool(self.options.tune) and timed,
+                tune=timed,
                 cache=self.cache,
                 home=torch.device(form.device),
                 stages=self.stages,
@@ -510,9 +520,9 @@ class Compiler:
 
     def timed(self, plan: FusionPlan, forms: Mapping[str, Canonical]) -> set[Canonical]:
         """The forms of clusters whose schedules are timed: of the others the first is good enough."""
+        if self.options.tune is not True or plan.setting is None:
+            return set(forms.values()) if self.options.tune else set()
         us = times_by(plan, forms)
-        if self.options.tune == "all" or plan.setting is None:
-            return set(us)
         least = LITTLE * step_time(plan, plan.setting.device, plan.setting.hints).gpu_us
         return {form for form, took in us.items() if took >= least}
 

@@ -41,15 +41,9 @@ class Checking(Compiler):
         self.refused: list[str] = []
 
     def runner(
-        self,
-        cluster: Cluster,
-        form: Canonical,
-        plan: FusionPlan,
-        device: DeviceSpec,
-        *rest: Any,
-        **named: Any,
+        self, cluster: Cluster, form: Canonical, plan: FusionPlan, device: DeviceSpec, *rest: Any, **more: Any
     ) -> Any:
-        by_aten = super().runner(cluster, form, plan, device, *rest, **named)
+        by_aten = super().runner(cluster, form, plan, device, *rest, **more)
 
         def call(*arguments: Any) -> tuple[torch.Tensor, ...]:
             if form not in self.seen:

@@ -244,15 +244,15 @@ class ZeroedScratch:
         """Tensors of at least so many elements each, all zero when the stream comes to them."""
         if _unkept.cleared is not None:
             return self._shared(_unkept.cleared, stream, elements)
-        if self._gpu.is_capturing() or self._bytes(elements) > KEPT_BYTES:
+        if self._gpu.is_capturing():
             return self._allocate(elements)
         found = self._kept.by_stream.get(stream)
         if found is None or any(have < need for have, need in zip(found[0], elements, strict=True)):
-            found = self._kept.by_stream[stream] = (elements, self._allocate(elements))
+            made = self._allocate(elements)
+            if sum(tensor.nbytes for tensor in made) > KEPT_BYTES:
+                return made
+            found = self._kept.by_stream[stream] = (elements, made)
         return found[1]
-
-    def _bytes(self, elements: tuple[int, ...]) -> int:
-        return sum(count * dtype.itemsize for count, dtype in zip(elements, self._dtypes, strict=True))
 
     def _shared(
         self, cleared: dict[int, torch.Tensor], stream: int, elements: tuple[int, ...]

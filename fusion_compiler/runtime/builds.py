@@ -131,7 +131,7 @@ def _arguments(build: Build) -> dict[str, Any]:
     return {"src": source, "target": _target(build), "options": options}
 
 
-def _begin_hashing() -> None:
+def _prepare_keys() -> None:
     """Makes what is part of every kernel's key, once, in 0.3 s in which other threads run.
 
     Triton's hash of itself is made of a megabyte at a time. Beside a thread that is busy in Python, each
@@ -162,7 +162,7 @@ def cache_entry(build: Build) -> Path:
     from triton.compiler.compiler import get_cache_key, make_backend
     from triton.runtime.cache import get_cache_manager
 
-    _begin_hashing()
+    _prepare_keys()
     wanted = _arguments(build)
     backend = make_backend(wanted["target"])
     options = backend.parse_options(wanted["options"])
@@ -293,8 +293,8 @@ def _cores() -> int:
 
 
 def prepare() -> None:
-    """Starts the compile server, which is ready half a second later, and makes keys possible meanwhile."""
-    threading.Thread(target=_begin_hashing, daemon=True).start()
+    """Starts the compile server, which is ready half a second later, and what keys are made of meanwhile."""
+    threading.Thread(target=_prepare_keys, daemon=True).start()
     if _cores() > 1 and sys.executable and _servers.lock.acquire(blocking=False):  # nobody uses it already
         try:
             with contextlib.suppress(OSError, ImportError):
@@ -456,7 +456,7 @@ def serve(workers: int, requests: IO[bytes], replies: IO[bytes]) -> None:
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from multiprocessing import get_context
 
-    _begin_hashing()  # what the workers inherit, with the functions that kernels import
+    _prepare_keys()  # what the workers inherit, with the functions that kernels import
     pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_begin_worker)
     with pool as processes:
         processes.submit(os.getpid).result()  # forks them all

@@ -183,11 +183,11 @@ class Runner:
             raise self._error("launch", error) from error
 
     def _timed_decision(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
-        start = time.perf_counter()
         if self.ahead is not None:
+            begin = time.perf_counter()
             self.ahead.wait()
-            began, start = start, time.perf_counter()
-            self._stages.add("kernels", start - began)
+            self._stages.add("kernels", time.perf_counter() - begin)
+        start = time.perf_counter()
         try:
             return self._decide(gpu, arguments)
         finally:
