@@ -1,4 +1,4 @@
-"""Mixtures of experts and a state-space model; the first and the last are transformers' own."""
+"""Mixtures of experts and state-space models; all but one are transformers' own."""
 
 from __future__ import annotations
 
@@ -75,7 +75,22 @@ def deepseek(
     return model, {"x": torch.randn(batch, length, hidden).requires_grad_()}
 
 
+def mamba_2(
+    batch: int, length: int, hidden: int, layers: int, state: int, chunk: int
+) -> tuple[nn.Module, Batch]:
+    """Chunks in parallel, what lies between them by cumsum (Dao and Gu, 2024)."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    config = Mamba2Config(
+        vocab_size=1024, hidden_size=hidden, num_hidden_layers=layers, num_heads=hidden // 32, head_dim=64,
+        state_size=state, n_groups=1, chunk_size=chunk, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(1024, (batch, length))
+    return Mamba2ForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
 def mamba(batch: int, length: int, hidden: int, layers: int) -> tuple[nn.Module, Batch]:
+    """A step for each token, each a few operations: transformers' loop where it has no kernels."""
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.attentions import evoformer, swin, t5
 from benchmarks.convolutions import convnext, resnet, resnet_by_channel, resnet_folded, unet_block
-from benchmarks.experts import deepseek, mamba, mixtral
+from benchmarks.experts import deepseek, mamba, mamba_2, mixtral
 from benchmarks.workloads import Workload
 
 _RESNET = {"batch": 128, "width": 64, "depth": 6, "side": 224}
@@ -54,8 +54,13 @@ NETS: tuple[Workload, ...] = (
         {"batch": 2, "length": 16, "hidden": 32, "inner": 16, "experts": 8, "chosen": 2}, train=True,
     ),
     Workload(
-        "Mamba 2 layers, train, 2 x 256", mamba,
-        {"batch": 2, "length": 256, "hidden": 768, "layers": 2},
+        "Mamba-2 4 layers, train, 2 x 2048", mamba_2,
+        {"batch": 2, "length": 2048, "hidden": 768, "layers": 4, "state": 64, "chunk": 64},
+        {"batch": 2, "length": 20, "hidden": 32, "layers": 1, "state": 8, "chunk": 8}, train=True,
+    ),
+    Workload(
+        "Mamba 2 layers, train, 2 x 64", mamba,
+        {"batch": 2, "length": 64, "hidden": 768, "layers": 2},
         {"batch": 2, "length": 8, "hidden": 32, "layers": 1}, train=True,
     ),
 )  # fmt: skip

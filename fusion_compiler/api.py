@@ -79,7 +79,14 @@ from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rew
 from fusion_compiler.runtime.builds import prepare
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.collection import rare_collections
-from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, Recordings, Terms, is_asked, is_recorded
+from fusion_compiler.runtime.cuda_graphs import (
+    BACKWARD_IS_NOT,
+    FORWARD_IS_NOT,
+    Recordings,
+    Terms,
+    is_asked,
+    is_recorded,
+)
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.gradients import Handovers
 from fusion_compiler.runtime.graph_tuning import GraphTuning
@@ -294,6 +301,9 @@ class Compiler:
         elif graphs == "auto" and backend == "triton":
             terms = functools.partial(self.terms, replace(plan, solved=None), info, order.peak)
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms, tuning)
+            graph = info.name.partition(".")[0]
+            if info.phase is Phase.BACKWARD and self.recordings.gave_up(graph):
+                self.plans.note(f"{graph}.{Phase.FORWARD}", "CUDA graph", BACKWARD_IS_NOT)
         if handover is not None:  # a recording gives back what was recorded
             handover.enabled = not is_recorded(notes.get("CUDA graph"))
         where = ["captured " + ("from disk" if info.from_disk else "anew")]

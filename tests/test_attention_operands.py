@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fusion_compiler as fc
-from fusion_compiler.passes.rewrites import read_in_place, scale_scores
+from fusion_compiler.passes.rewrites import lay_by_rows, read_in_place, scale_scores
 from tests.test_rewrites import on_cuda, targets, traced, traced_on_cuda
 
 aten = torch.ops.aten
@@ -251,3 +251,40 @@ def zero(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_what_is_no_scale_stays(function: Callable[..., Tensor]) -> None:
     gm = traced(function, *inputs())
     assert scale_scores(gm) == (gm, ())
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Attention with a bias for each pair of positions from an embedding, as T5 has it, in two layers."""
+    bias = table.permute(2, 0, 1).unsqueeze(0)
+    mask = bias.expand(len(q), -1, -1, -1)
+    q, k, v = (split(x) for x in (q, k, v))
+    first = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    return F.scaled_dot_product_attention(first, k, v, attn_mask=mask, scale=1.0).sum(-1)
+
+
+def test_a_bias_of_crossed_rows_is_copied_once_and_spread() -> None:
+    new, notes = applied(lay_by_rows, biased, *on_cuda(Q, K, V, (7, 7, 4)))
+    assert [note.applied for note in notes] == [True, True]
+    assert targets(new).count(COPY) == 1
+    first, second = new.graph.find_nodes(op="call_function", target=SDPA)
+    mask = first.args[3]
+    assert second.args[3] is mask and mask.target is aten.expand.default
+    assert mask.meta["val"].stride() == (0, 49, 7, 1) and mask.meta["val"].shape == (2, 4, 7, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_crossed_values_are_copied(dtype: torch.dtype) -> None:
+    def called(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        crossed = v.view(2, 4, 8, 7).transpose(2, 3)
+        return F.scaled_dot_product_attention(split(q), split(k), crossed).sum(-1)
+
+    fakes = [fake.to(dtype) for fake in on_cuda(Q, K, V)]
+    new, (note,) = applied(lay_by_rows, called, *fakes)
+    assert note.applied and "value copied" in note.reason and COPY in targets(new)
+
+
+def test_what_has_no_kernel_anyway_is_not_copied() -> None:
+    for fakes in ([*inputs(), torch.randn(7, 7, 4, dtype=torch.float64)], on_cuda(Q, K, V, (7, 7, 4))):
+        wide = fakes[0].device.type == "cuda"
+        gm = (traced_on_cuda if wide else traced)(biased, *(f.double() for f in fakes))
+        assert lay_by_rows(gm) == (gm, ())

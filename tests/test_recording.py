@@ -16,8 +16,9 @@ from torch._inductor import cudagraph_trees
 
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.ir.graph_info import Phase
 from fusion_compiler.runtime import cuda_graphs
-from fusion_compiler.runtime.cuda_graphs import UNASKED, Terms
+from fusion_compiler.runtime.cuda_graphs import BACKWARD_IS_NOT, UNASKED, Terms
 from fusion_compiler.runtime.recording import Boxed, Pool, Recorder
 from tests.fake_gpu import FakeGpu, use
 from tests.test_cuda_graphs import Net
@@ -199,6 +200,27 @@ def test_gradients_are_eagers(pattern: str, pools: list[FakePool], monkeypatch: 
     (pool,) = pools
     assert pool.captures == 2
     assert pool.replays >= 5
+
+
+@pytest.mark.parametrize("little", [0, 1 << 26])
+def test_a_forward_that_keeps_much_is_recorded_only_where_its_backward_is(
+    little: int, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(FakeGpu(), monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "LITTLE", little)
+    monkeypatch.setattr(
+        cuda_graphs, "refusal", lambda gm, form, phase: "too large" if phase is Phase.BACKWARD else None
+    )
+    model = Net()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True)
+    for _ in range(4):
+        steps_beside_eager(fast, model, exact, "fb")
+    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+    forward = UNASKED if little else BACKWARD_IS_NOT
+    assert [plan.notes["CUDA graph"] for plan in fast.plan] == [forward, "too large"]
+    assert (pools[0].replays > 0) == bool(little)
 
 
 def test_a_backward_of_what_was_written_over_raises(

@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -52,6 +53,10 @@ class Plans(Sequence[FusionPlan]):
     def record(self, plan: FusionPlan) -> None:
         """Add the plan of a graph that has just been compiled."""
         self._plans.append(plan)
+
+    def note(self, name: str, key: str, text: str) -> None:
+        """Change what is noted in the plan of a graph, where a later one has decided otherwise."""
+        self._plans = [replace(p, notes={**p.notes, key: text}) if p.name == name else p for p in self._plans]
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -43,6 +43,7 @@ RECORDED = "recorded"
 UNASKED = "recorded, as its launches can take longer than what they launch"
 FORMS = "once for each of the sizes and places of its arguments that come twice"
 FORWARD_IS_NOT = "its forward is not recorded"
+BACKWARD_IS_NOT = "its backward is not, which gives back what is saved as it goes"
 MOST_KEPT = 1 << 30  # bytes that a recording keeps from step to step, where nobody asked for it
 SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
 LITTLE = 1 << 26  # bytes that it keeps where only such a host is slower than the device
@@ -260,12 +261,14 @@ class Recordings:
         graph = info.name.partition(".")[0]
         form = form_of(gm, info.static_inputs)
         reason = refusal(gm, form, info.phase)
+        known = None
         if reason is None and terms is not None and not form.sizes:  # of which each is judged by itself
-            reason = terms(None).refusal
+            known = terms(None)
+            reason = known.refusal
         if reason is None and info.phase is Phase.INFERENCE:
             return self._inference(run, gm, inputs, info, form, terms, tuning)
         if terms is not None:
-            return self._unasked(run, gm, inputs, info, reason)
+            return self._unasked(run, gm, info, reason, known)
         if info.phase is not Phase.BACKWARD:
             if reason is not None:
                 return run, reason
@@ -279,19 +282,25 @@ class Recordings:
             return plain, reason
         return _after_one(plain, recorded(run, gm, inputs, info, index)), RECORDED
 
+    def gave_up(self, graph: str) -> bool:
+        """Whether the forward of a graph, said to be recorded unasked, is not, as its backward is not."""
+        return graph in self._turns and self._turns[graph].gave_up
+
     def _unasked(
-        self, run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo, reason: str | None
+        self, run: Boxed, gm: fx.GraphModule, info: GraphInfo, reason: str | None, terms: Terms | None
     ) -> tuple[Boxed, str]:
         graph = info.name.partition(".")[0]
         if info.phase is Phase.BACKWARD:
             if (turns := self._turns.get(graph)) is None:
                 return run, FORWARD_IS_NOT
             if reason is not None:
+                turns.gave_up |= turns.kept > LITTLE
                 return turns.backward(run, None), reason
             return turns.backward(run, info.static_inputs), UNASKED
         if reason is not None:
             return run, reason
-        turns = self._turns[graph] = _Turns(Pool(_device_index(gm)))
+        kept = 0 if terms is None else terms.peak
+        turns = self._turns[graph] = _Turns(Pool(_device_index(gm)), kept)
         return turns.forward(run, info.static_inputs, info.outputs), UNASKED
 
     def _inference(
@@ -352,11 +361,15 @@ def _pays(terms: TermsOf, gm: fx.GraphModule, form: Form) -> Callable[[tuple[int
 class _Turns:
     """A forward and its backward that are recorded unasked: a replayed forward is followed by its backward.
 
-    Else the forward runs as without recordings, and so does the backward of one that did.
+    Else the forward runs as without recordings, and so does the backward of one that did. kept: bytes that
+    the forward's recording keeps. gave_up: it is not recorded any more; what it saves would outlive a backward
+    that gives back one by one what it has read.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, kept: int) -> None:
         self._pool = pool
+        self.kept = kept
+        self.gave_up = False
         self._replayed: Recording | None = None  # the last forward, until its backward runs
 
     def forward(self, plain: Boxed, static: Sequence[int], outputs: int) -> Boxed:
@@ -375,7 +388,7 @@ class _Turns:
 
     def _is_hindered(self) -> bool:
         awaited = self._replayed is not None and self._replayed.is_awaited
-        return awaited or paused() or self._pool.is_beside()
+        return self.gave_up or awaited or paused() or self._pool.is_beside()
 
     def backward(self, plain: Boxed, static: Sequence[int] | None) -> Boxed:
         """static: as of a forward, besides what that saved; None where it is not to be recorded."""

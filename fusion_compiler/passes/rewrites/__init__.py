@@ -7,7 +7,7 @@ step (29 us at 4.28 TB/s); what it saves is 67 MB of partial sums of the input's
 
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
-from fusion_compiler.passes.rewrites.attention_operands import read_in_place, scale_scores
+from fusion_compiler.passes.rewrites.attention_operands import lay_by_rows, read_in_place, scale_scores
 from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
 from fusion_compiler.passes.rewrites.experts import choose_matrices
@@ -29,6 +29,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     group_queries,
     scale_scores,
     read_in_place,
+    lay_by_rows,
     stream_keys,
     choose_matrices,
     drop_rows,
@@ -43,9 +44,11 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
 
 
 def rewrites_for(numerics: str) -> tuple[Rewrite, ...]:
-    """Those that `numerics` allows: a fused attention does not round its scores, nor what is multiplied by a
-    number before them, which eager does; and what adds up in another order than a library is no product."""
-    rounded = (call_attention, scale_scores, stream_keys, choose_matrices) if numerics == "eager" else ()
+    """Those that `numerics` allows: a fused attention rounds at other places than eager, which may multiply
+    in float32 and rounds what is multiplied by a number before its scores; and what adds up in another order
+    than a library is no product."""
+    eager = numerics == "eager"
+    rounded = (call_attention, scale_scores, lay_by_rows, stream_keys, choose_matrices) if eager else ()
     return tuple(r for r in DEFAULT_REWRITES if r not in rounded)
 
 
@@ -61,6 +64,7 @@ __all__ = [
     "compare_windows",
     "drop_rows",
     "group_queries",
+    "lay_by_rows",
     "multiply_patches",
     "number_literals",
     "order_rows",

@@ -2,9 +2,12 @@
 
     sdpa(contiguous(q), contiguous(k), contiguous(v))   ->   sdpa(q, k, v)
     sdpa(view(x * c), k, v, scale=s)                    ->   sdpa(view(x), k, v, scale=s * c)
+    sdpa(q, k, v, mask of crossed rows)                 ->   sdpa(q, k, v, contiguous(mask))
 
 Kernels of attention take any strides whose rows are contiguous, and write their result in the order of the
-queries: what a model makes contiguous before the call, it usually transposes back after it.
+queries: what a model makes contiguous before the call, it usually transposes back after it. Where a row is
+not contiguous, as in a bias that an embedding gives for each pair of positions (T5's), PyTorch takes none of
+them: it multiplies in float32 and stores all scores.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import fx
 from fusion_compiler.capture.graphs import (
     arguments,
     copied,
+    emit,
     erase_unused,
     mutated_nodes,
     refuse_strides,
@@ -25,11 +29,14 @@ from fusion_compiler.capture.graphs import (
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES
 from fusion_compiler.passes.rewrites.constants import constant
+from fusion_compiler.passes.rewrites.mask_algebra import expression
+from fusion_compiler.passes.rewrites.written_attention import no_kernel
 
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
 IN_PLACE = "attention in place"
 SCALE = "attention scale"
+BY_ROWS = "attention by rows"
 _ALIGNED = 16  # bytes that kernels of attention load at once
 
 
@@ -73,6 +80,58 @@ def scale_scores(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     return new, tuple(notes)
 
 
+def lay_by_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Copy what attention calls of `gm` read across the grain, where that alone keeps them from a kernel."""
+    if not any(_crossed(call) for call in gm.graph.find_nodes(op="call_function", target=_SDPA)):
+        return gm, ()
+    new, _ = copied(gm)
+    laid: dict[fx.Node, fx.Node] = {}
+    notes: list[RewriteNote] = []
+    for call in new.graph.find_nodes(op="call_function", target=_SDPA):
+        for operand, names in _crossed(call).items():
+            if operand not in laid:
+                with new.graph.inserting_before(call):
+                    laid[operand] = _by_rows(call, operand)
+            try:
+                _exchange(call, operand, laid[operand])
+                notes.append(RewriteNote(BY_ROWS, call.name, True, f"{names} copied row by row"))
+            except Refused as reason:
+                notes.append(RewriteNote(BY_ROWS, call.name, False, f"{names} not copied: {reason}"))
+    if not any(note.applied for note in notes):
+        return gm, tuple(notes)
+    erase_unused(set(laid.values()))
+    new.recompile()
+    return new, tuple(notes)
+
+
+def _crossed(call: fx.Node) -> dict[fx.Node, str]:
+    """Operands whose rows are not contiguous, with the names of the arguments that they are, of a call on a
+    GPU that PyTorch has a kernel for but for them."""
+    named = arguments(call)
+    query, mask = named["query"], named["attn_mask"]
+    if query.meta["val"].device.type != "cuda" or query.meta["val"].dim() != 4 or named["enable_gqa"]:
+        return {}
+    if no_kernel(query, named["value"], mask, named["dropout_p"]):
+        return {}
+    found: dict[fx.Node, str] = {}
+    for name in ("query", "key", "value", "attn_mask"):
+        node = named[name]
+        if node is None:
+            continue
+        value = node.meta["val"]
+        if expression(value.stride(-1)) != 1 and expression(value.shape[-1]) != 1:
+            found[node] = f"{found[node]}, {name}" if node in found else name
+    return found
+
+
+def _by_rows(call: fx.Node, operand: fx.Node) -> fx.Node:
+    """A contiguous copy, which is spread where the operand is."""
+    if operand.target is not _aten.expand.default:
+        return emit(call, _aten.contiguous.default, operand)
+    source, sizes = operand.args[:2]
+    return emit(call, _aten.expand.default, emit(call, _aten.contiguous.default, source), sizes)
+
+
 def _copies(call: fx.Node) -> dict[fx.Node, str]:
     """Copies that this call alone reads, with the names of its arguments that they are."""
     named = arguments(call)
@@ -90,14 +149,19 @@ def _drop(call: fx.Node, copy: fx.Node, written: set[fx.Node]) -> None:
     if {source, copy} & written:
         raise Refused("the copy keeps it from what is written in place")
     _refuse_strides(source.meta["val"])
+    _exchange(call, copy, source)
+    erase_unused({copy})
+
+
+def _exchange(call: fx.Node, old: fx.Node, new: fx.Node) -> None:
+    """Have a call read an operand that lies in another way. Raises Refused, with the graph as it was."""
     before = call.args, call.kwargs
-    call.replace_input_with(copy, source)
+    call.replace_input_with(old, new)
     try:
         trace_strides(call, refuse_strides)
     except (Refused, RuntimeError, ValueError) as error:
         call.args, call.kwargs = before
         raise Refused(str(error)) from error
-    erase_unused({copy})
 
 
 def _refuse_strides(value: torch.Tensor) -> None:

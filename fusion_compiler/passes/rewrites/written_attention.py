@@ -119,7 +119,7 @@ class _Call:
         key = self._canonical(self._in_dtype(found.key), (found.keys, found.inner))
         value = self._canonical(self._in_dtype(found.value, 1), (found.keys, found.features))
         mask = self._mask()
-        refusal = _no_kernel(query, value, mask.tensor, found.dropout)
+        refusal = no_kernel(query, value, mask.tensor, found.dropout)
         if refusal and found.capped is None:
             raise Refused(refusal)
         if mask.even is not None:
@@ -355,8 +355,9 @@ def _may_be_infinite(mask: fx.Node) -> bool:
     return known is None or any(math.isinf(v) for v in known)
 
 
-def _no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: float) -> str:
-    """Why PyTorch would compute the call by products of its own, "" where it has a kernel."""
+def no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: float) -> str:
+    """Why PyTorch would compute the call by products of its own, "" where it has a kernel, if rows are
+    contiguous."""
     q, v = query.meta["val"], value.meta["val"]
     device, dtype, heads = q.device.type, q.dtype, (q.shape[-1], v.shape[-1])
     same = expression(heads[0]) == expression(heads[1])
