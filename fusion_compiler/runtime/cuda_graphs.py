@@ -362,8 +362,8 @@ class _Turns:
     """A forward and its backward that are recorded unasked: a replayed forward is followed by its backward.
 
     Else the forward runs as without recordings, and so does the backward of one that did. kept: bytes that
-    the forward's recording keeps. gave_up: it is not recorded any more; what it saves would outlive a backward
-    that gives back one by one what it has read.
+    the forward's recording keeps. gave_up: it is not recorded any more, since what it saves would outlive a
+    backward that gives back one by one what it has read.
     """
 
     def __init__(self, pool: Pool, kept: int) -> None:
