@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.capture import image_decompositions
 from fusion_compiler.capture.few_queries import in_chunks
-from fusion_compiler.ir import few_queries, group_norm, max_pool, random, running
+from fusion_compiler.ir import few_queries, group_norm, max_pool, permuted_rows, random, running
 from fusion_compiler.ir.ops import Kind, spec_of
 
 aten = torch.ops.aten
@@ -812,6 +812,7 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.native_group_norm.default: _group_norm,
     few_queries.attend: in_chunks,
+    permuted_rows.permuted_rows: permuted_rows.lookup,
     group_norm.group_norm: _group_norm_as_it_lies,
     group_norm.group_norm_backward: _group_norm_as_it_lies_backward,
     aten.native_group_norm_backward.default: _group_norm_backward,

@@ -27,6 +27,7 @@ from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.few_queries import attend
 from fusion_compiler.ir.group_norm import group_norm, group_norm_backward
 from fusion_compiler.ir.max_pool import max_pool, max_pool_backward
+from fusion_compiler.ir.permuted_rows import permuted_rows
 from fusion_compiler.ir.record import NotWritable
 
 NAMESPACES = ("aten", "prims")  # whose operators mean the same in every process of one version of PyTorch
@@ -237,7 +238,8 @@ class _Reader:
 # Operators whose names say what they do, as PyTorch's own do; by those, as nodes hold copies of overloads.
 _RUNNING = (running.largest, running.smallest, running.where_largest, running.where_smallest)
 _IMAGES = (group_norm, group_norm_backward, max_pool, max_pool_backward)
-_OWN = frozenset(map(str, (random.seed, random.uniform, attend, expert_mm, *_RUNNING, *_IMAGES)))
+_ROWS = (expert_mm, permuted_rows)
+_OWN = frozenset(map(str, (random.seed, random.uniform, attend, *_ROWS, *_RUNNING, *_IMAGES)))
 _OF_LOOPS = ("name", "rows", "chunk", "inputs", "results", "saved", "unit")
 
 

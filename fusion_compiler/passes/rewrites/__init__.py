@@ -17,6 +17,7 @@ from fusion_compiler.passes.rewrites.innermost_channels import turn_channels
 from fusion_compiler.passes.rewrites.literals import number_literals
 from fusion_compiler.passes.rewrites.maxima import compare_windows
 from fusion_compiler.passes.rewrites.patches import multiply_patches
+from fusion_compiler.passes.rewrites.permuted_rows import permute_rows
 from fusion_compiler.passes.rewrites.vocabulary import align_features
 from fusion_compiler.passes.rewrites.whole_pool import average_whole
 from fusion_compiler.passes.rewrites.written_attention import call_attention
@@ -32,6 +33,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     lay_by_rows,
     stream_keys,
     choose_matrices,
+    permute_rows,
     drop_rows,
     multiply_patches,
     turn_channels,
@@ -68,6 +70,7 @@ __all__ = [
     "multiply_patches",
     "number_literals",
     "order_rows",
+    "permute_rows",
     "read_in_place",
     "rewrites_for",
     "scale_scores",

@@ -1,0 +1,41 @@
+"""Rows looked up in an order that has each place once, whose gradient is a lookup as well.
+
+Of a lookup by any index autograd adds up the gradient in a scatter, since a row may have been asked for
+several times: on a GPU PyTorch sorts the indices for that, in a dozen launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "fusion_compiler::permuted_rows"
+torch.library.define(NAME, "(Tensor source, Tensor order, Tensor inverse, int share) -> Tensor")
+
+permuted_rows = torch.ops.fusion_compiler.permuted_rows.default
+
+
+def lookup(source: Tensor, order: Tensor, inverse: Tensor, share: int) -> Tensor:
+    """source: [S / share, ...], order: int64 [S], each of 0 <= i < S once, inverse: int64 [S], the place of
+    each i in order -> [S, ...]: source[order // share], a copy."""
+    return torch.ops.aten.index.Tensor(source, [order if share == 1 else order // share])
+
+
+torch.library.impl(NAME, "CompositeExplicitAutograd")(lookup)
+torch.library.register_fake(NAME)(lookup)
+
+
+def _saved(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, order, inverse, ctx.share = inputs
+    ctx.save_for_backward(order, inverse)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    order, inverse = ctx.saved_tensors
+    found = permuted_rows(grad, inverse, order, 1)
+    return found if ctx.share == 1 else found.unflatten(0, (-1, ctx.share)).sum(1), None, None, None
+
+
+torch.library.register_autograd(NAME, _gradient, setup_context=_saved)

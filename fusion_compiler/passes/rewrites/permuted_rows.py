@@ -1,0 +1,139 @@
+"""Rows that are looked up in the order of a sort have a gradient that is a lookup as well.
+
+    n, p = sort(ids); y = x[p // k]; z = y[inverse(p)]   ->   y = permuted_rows(x, p, inverse(p), k)
+                                                             z = permuted_rows(y, inverse(p), p, 1)
+
+A mixture of experts sorts its rows by expert and puts them back. Autograd's gradient of x[p] adds up in a
+scatter, for all that it knows of p; an order has each place once (`ir/permuted_rows.py`).
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import arguments, copied, emit, erase_unused, fake_mode, mutated_nodes
+from fusion_compiler.ir.permuted_rows import permuted_rows
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.passes.rewrites.mask_algebra import expression
+
+_aten = torch.ops.aten
+RULE = "permuted rows"
+_SORTS = (_aten.sort.default, _aten.sort.stable)
+_ARGSORTS = (_aten.argsort.default, _aten.argsort.stable)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The places that a sort gives, and what looks up rows by them.
+
+    taken: lookups by the order over an integer, and that integer. fill: what writes the place of each into a
+    new tensor; None where nothing does. restored: lookups by what was filled.
+    """
+
+    places: fx.Node
+    taken: dict[fx.Node, int]
+    fill: fx.Node | None
+    restored: list[fx.Node]
+
+
+def permute_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Name the lookups of `gm` (ATen above autograd) by the places of a sort, and those that undo it."""
+    written = mutated_nodes(gm.graph.nodes)
+    found = [order for node in gm.graph.nodes if (order := _order_of(node, written)) is not None]
+    if not found:
+        return gm, ()
+    new, nodes = copied(gm)
+    notes: list[RewriteNote] = []
+    for order in found:
+        _name(order, nodes)
+        count = len(order.taken) + len(order.restored)
+        notes.append(RewriteNote(RULE, order.places.name, True, f"gradients of {count} lookups are lookups"))
+    new.recompile()
+    return new, tuple(notes)
+
+
+def _order_of(places: fx.Node, written: set[fx.Node]) -> _Order | None:
+    if not _is_sorts(places) or places in written or places.meta["val"].dim() != 1:
+        return None
+    shares = {places: 1}
+    for user in places.users:
+        over = user.args[1] if user.target is _aten.floor_divide.default else None
+        if isinstance(over, int) and over > 1 and user.args[0] is places and user not in written:
+            shares[user] = over
+    taken = {n: share for index, share in shares.items() for n in _lookups(index) if _all(n, places, share)}
+    fill = next((user for user in places.users if _inverts(user, places)), None)
+    restored: list[fx.Node] = []
+    if fill is not None:
+        looked = (*_lookups(fill), *_lookups(arguments(fill)["self"]))
+        restored = [n for n in looked if n > fill and _all(n, places, 1)]
+    return _Order(places, taken, fill, restored) if taken or restored else None
+
+
+def _is_sorts(places: fx.Node) -> bool:
+    if places.target is not operator.getitem:
+        return places.target in _ARGSORTS
+    return places.args[1] == 1 and places.args[0].target in _SORTS  # type: ignore[union-attr]
+
+
+def _lookups(index: fx.Node) -> list[fx.Node]:
+    """source[index]"""
+    users = [user for user in index.users if user.target is _aten.index.Tensor]
+    return [user for user in users if list(arguments(user)["indices"]) == [index]]
+
+
+def _all(lookup: fx.Node, places: fx.Node, share: int) -> bool:
+    """Whether a source has a row for each place, or for so many of them."""
+    return _rows(arguments(lookup)["self"]) * share == _rows(places)
+
+
+def _rows(node: fx.Node) -> sympy.Expr:
+    return expression(node.meta["val"].shape[0])
+
+
+def _inverts(node: fx.Node, places: fx.Node) -> bool:
+    """empty[places] = 0, 1, 2, ..., and what is filled nothing but an index."""
+    if node.target not in (_aten.index_put_.default, _aten.index_put.default):
+        return False
+    named = arguments(node)
+    base, values = named["self"], named["values"]
+    fresh = base.target in (_aten.empty_like.default, _aten.zeros_like.default)
+    counted = values.target is _aten.arange.default and _rows(values) == _rows(places)
+    if not fresh or not counted or named["accumulate"] or list(named["indices"]) != [places]:
+        return False
+    read = {*base.users, *node.users} - {node}
+    return read == {*_lookups(base), *_lookups(node)}
+
+
+def _name(order: _Order, nodes: dict[fx.Node, fx.Node]) -> None:
+    """In a copied graph, `nodes` by those of the original."""
+    places = nodes[order.places]
+    value = places.meta["val"]
+    with places.graph.inserting_before(places.next), fake_mode([value]):
+        size = value.shape[0]
+        if not isinstance(size, int):
+            size = emit(places, _aten.sym_size.int, places, 0)
+        counted = emit(places, _aten.arange.default, size, device=value.device)
+        base = emit(places, _aten.empty_like.default, places)
+        inverse = emit(places, _aten.index_put.default, base, [places], counted)
+    for lookup, share in order.taken.items():
+        _replace(nodes[lookup], places, inverse, share)
+    for lookup in order.restored:
+        _replace(nodes[lookup], inverse, places, 1)
+    if order.fill is not None:
+        fill = nodes[order.fill]
+        base, values = (arguments(fill)[name] for name in ("self", "values"))
+        if not fill.users and {*base.users} == {fill}:
+            places.graph.erase_node(fill)
+            erase_unused({base, values})
+
+
+def _replace(lookup: fx.Node, order: fx.Node, inverse: fx.Node, share: int) -> None:
+    with lookup.graph.inserting_before(lookup):
+        named = emit(lookup, permuted_rows, arguments(lookup)["self"], order, inverse, share)
+    lookup.replace_all_uses_with(named)
+    lookup.graph.erase_node(lookup)
