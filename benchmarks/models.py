@@ -187,12 +187,12 @@ def of_recordings(device: torch.device) -> int:
 def times_of(
     one_step: Callable[[], None], device: torch.device, repetitions: int, calls: int
 ) -> dict[str, Any]:
-    # The clock comes first: a process that has been profiled launches each kernel slower from then on.
+    joules = energy_of(one_step, device)  # in a second of steps, after which the host is warm
+    # A process that has been profiled launches each kernel slower from then on: the clock comes before.
     times: dict[str, Any] = {
         "step_ms": wall_time(one_step, device, repetitions, calls) * 1e3,
         "host_ms": host_time(one_step, device, calls=1) * 1e3,
     }
-    joules = energy_of(one_step, device)
     measured = device_time(one_step, device, repetitions)
     times |= {
         "gpu_ms": measured.seconds * 1e3,

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.ir import random, record, running
 from fusion_compiler.ir.chunks import Chunked
+from fusion_compiler.ir.convolution_relu import convolution_relu
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.few_queries import attend
 from fusion_compiler.ir.group_norm import group_norm, group_norm_backward
@@ -238,8 +239,8 @@ class _Reader:
 # Operators whose names say what they do, as PyTorch's own do; by those, as nodes hold copies of overloads.
 _RUNNING = (running.largest, running.smallest, running.where_largest, running.where_smallest)
 _IMAGES = (group_norm, group_norm_backward, max_pool, max_pool_backward)
-_ROWS = (expert_mm, permuted_rows)
-_OWN = frozenset(map(str, (random.seed, random.uniform, attend, *_ROWS, *_RUNNING, *_IMAGES)))
+_CALLS = (expert_mm, permuted_rows, convolution_relu)
+_OWN = frozenset(map(str, (random.seed, random.uniform, attend, *_CALLS, *_RUNNING, *_IMAGES)))
 _OF_LOOPS = ("name", "rows", "chunk", "inputs", "results", "saved", "unit")
 
 

@@ -112,8 +112,8 @@ class OpDag:
 
 # Library calls, where their arithmetic is worth more than any fusion around them.
 CONTRACTIONS = frozenset({
-    "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "_addmm_activation",
-    "_scaled_mm", "_grouped_mm", "expert_mm", "matmul", "einsum",
+    "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "convolution_relu",
+    "_addmm_activation", "_scaled_mm", "_grouped_mm", "expert_mm", "matmul", "einsum",
 })  # fmt: skip
 
 

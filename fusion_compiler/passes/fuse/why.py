@@ -261,7 +261,7 @@ def _epilogue(name: str, ops: Sequence[Op]) -> str:
     if "attention" in name:
         return "attention kernels take a mask and a scale, and nothing after the second product"
     if "convolution" in name:
-        return "ATen's convolution takes a bias at most, and nothing after that"
+        return "a convolution takes a bias; in inference of 16 bits a sum and ReLU; nothing after that"
     if {op.kind for op in ops} & {Kind.REDUCTION, Kind.NORMALIZATION, Kind.SCAN}:
         return "the epilogues of cuBLAS reduce nothing but a bias gradient"
     others = [short_name(op.target) for op in ops if not is_view(op.target)]

@@ -9,6 +9,7 @@ from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.attention_operands import lay_by_rows, read_in_place, scale_scores
 from fusion_compiler.passes.rewrites.contiguous import order_rows
+from fusion_compiler.passes.rewrites.convolution_relu import end_convolutions
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
 from fusion_compiler.passes.rewrites.experts import choose_matrices
 from fusion_compiler.passes.rewrites.few_queries import stream_keys
@@ -30,13 +31,14 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     group_queries,
     scale_scores,
     read_in_place,
-    lay_by_rows,
     stream_keys,
+    lay_by_rows,
     choose_matrices,
     permute_rows,
     drop_rows,
     multiply_patches,
     turn_channels,
+    end_convolutions,
     align_features,
     order_rows,
     average_whole,
@@ -44,14 +46,21 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     number_literals,
 )
 
+_ROUNDED_ELSEWHERE = (
+    call_attention,
+    scale_scores,
+    lay_by_rows,
+    stream_keys,
+    choose_matrices,
+    end_convolutions,
+)
+
 
 def rewrites_for(numerics: str) -> tuple[Rewrite, ...]:
     """Those that `numerics` allows: a fused attention rounds at other places than eager, which may multiply
-    in float32 and rounds what is multiplied by a number before its scores; and what adds up in another order
-    than a library is no product."""
-    eager = numerics == "eager"
-    rounded = (call_attention, scale_scores, lay_by_rows, stream_keys, choose_matrices) if eager else ()
-    return tuple(r for r in DEFAULT_REWRITES if r not in rounded)
+    in float32 and rounds what is multiplied by a number before its scores; a convolution with ReLU does not
+    round before that; and what adds up in another order than a library is no product."""
+    return tuple(r for r in DEFAULT_REWRITES if numerics != "eager" or r not in _ROUNDED_ELSEWHERE)
 
 
 __all__ = [
@@ -65,6 +74,7 @@ __all__ = [
     "choose_matrices",
     "compare_windows",
     "drop_rows",
+    "end_convolutions",
     "group_queries",
     "lay_by_rows",
     "multiply_patches",

@@ -1,0 +1,60 @@
+"""A convolution of images and what its library does to the result before it is stored: a sum, and ReLU.
+
+An operator of its own, which any device has; cuDNN has one kernel for it. No gradient: what ReLU hides is not
+kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NAME = "fusion_compiler::convolution_relu"
+torch.library.define(
+    NAME,
+    "(Tensor input, Tensor weight, Tensor? bias, Tensor? addend, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation) -> Tensor",
+)
+
+convolution_relu = torch.ops.fusion_compiler.convolution_relu.default
+
+
+def _written_out(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """input: [n, c, h, w], weight: [k, c, r, s], bias: [k], addend: of the result's shape, all of one float
+    dtype -> relu(convolution(input, weight) + bias + addend)."""
+    made = torch.ops.aten.convolution.default(
+        input, weight, bias, stride, padding, dilation, False, [0] * len(stride), 1
+    )
+    return torch.relu(made if addend is None else made + addend)
+
+
+torch.library.impl(NAME, "CompositeExplicitAutograd")(_written_out)
+torch.library.register_fake(NAME)(_written_out)
+
+
+@torch.library.impl(NAME, "CUDA")
+def _run(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """The sum is rounded once, behind ReLU."""
+    if torch.version.hip is not None or not torch.backends.cudnn.is_acceptable(input):
+        return _written_out(input, weight, bias, addend, stride, padding, dilation)
+    if addend is None:
+        return torch.cudnn_convolution_relu(input, weight, bias, stride, padding, dilation, 1)
+    return torch.cudnn_convolution_add_relu(input, weight, addend, 1.0, bias, stride, padding, dilation, 1)
