@@ -53,7 +53,7 @@ def _run(
     dilation: Sequence[int],
 ) -> Tensor:
     """The sum is rounded once, behind ReLU."""
-    if torch.version.hip is not None or not torch.backends.cudnn.is_acceptable(input):
+    if torch.version.hip is not None or not torch._C._get_cudnn_enabled():
         return _written_out(input, weight, bias, addend, stride, padding, dilation)
     if addend is None:
         return torch.cudnn_convolution_relu(input, weight, bias, stride, padding, dilation, 1)
