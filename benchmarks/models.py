@@ -240,7 +240,8 @@ def main(options: argparse.Namespace) -> Record:
     rows: dict[int, dict[str, Any]] = {}
     for task, cell in zip(tasks, results, strict=False):
         if task.workload not in rows:
-            rows[task.workload] = {"workload": ALL[task.workload].name, "cells": {}}
+            workload = ALL[task.workload]
+            rows[task.workload] = {"workload": workload.name, "net": workload in NETS, "cells": {}}
             record.add(rows[task.workload])
             print(rows[task.workload]["workload"], flush=True)
         rows[task.workload]["cells"][task.contender] = cell

@@ -8,6 +8,7 @@ means, and the command and commit that made them; a benchmark without a result f
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,21 @@ def kernels_text(result: dict[str, Any]) -> str:
     )
 
 
-def models_text(result: dict[str, Any]) -> str:
+STEPS = (
+    "Wall time of one step and GPU time of its kernels, memory at the peak and between steps, and our error "
+    "over eager's (both against a wider run):"
+)
+NETS = "Other nets, the same way:"
+
+
+def models_text(result: dict[str, Any], lead: str = STEPS) -> str:
     """Wall and GPU time of whole steps, memory, how errors compare, and which bars are not met."""
     rows = result["rows"]
     means = [f"{mean:.2f}x ({name})" for name, mean in steps.means(rows).items()]
     missed = [f"- {line}" for line in steps.missed(rows)]
     return "\n\n".join(
         [
-            "Wall time of one step and GPU time of its kernels, memory at the peak and between steps, and "
-            "our error over eager's (both against a wider run):",
+            lead,
             markdown(*steps.without_empty(steps.HEADER, steps.lines(rows))),
             *(["Not met of the bars that the benchmark sets:", "\n".join(missed)] if missed else []),
             f"Geometric means: {', '.join(means)}. {origin(result)}",
@@ -108,7 +115,9 @@ def optimizer_text(result: dict[str, Any]) -> str:
 def text_of(results: Path) -> str:
     """The block between the marks."""
     parts: list[str] = []
-    for name, write in (("kernels", kernels_text), ("models", models_text), ("decode", decode_text)):
+    nets_text = functools.partial(models_text, lead=NETS)
+    writers = {"kernels": kernels_text, "models": models_text, "nets": nets_text, "decode": decode_text}
+    for name, write in writers.items():
         file = results / f"{name}.json"
         if file.exists():
             parts.append(write(json.loads(file.read_text())))

@@ -11,6 +11,7 @@ Row = Mapping[str, Any]
 CONTENDERS = ("eager", "compile", "graphs", "autotune", "ours")
 PEERS = CONTENDERS[1:-1]  # forms of torch.compile
 FASTER = 1.15  # than the best form of torch.compile, by wall time
+NET_FASTER = 1.1  # of a row that is a "net", which is held to this and to the memory of others
 BESIDE = 1.2  # times what contractions and attention take, by wall time
 SHORT_MS = 5.0  # of GPU time: below, the host decides
 HOST = 1.1  # times the GPU time, where the host decides
@@ -45,9 +46,10 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
 def bars(row: Row) -> Iterator[tuple[str, float, bool]]:
     """(what, the figure, whether it is met), for what was measured."""
     ours = row["cells"].get("ours", {})
+    bar = NET_FASTER if row.get("net") else FASTER
     if (faster := ratio(row, "best", "step_ms")) is not None:
-        yield f"wall time, x torch.compile >= {FASTER}", faster, faster >= FASTER
-    if "by_kind_ms" in ours and "step_ms" in ours:
+        yield f"wall time, x torch.compile >= {bar}", faster, faster >= bar
+    if "by_kind_ms" in ours and "step_ms" in ours and not row.get("net"):
         least = sum(ms for kind, ms in ours["by_kind_ms"].items() if kind != "rest")
         if ours["gpu_ms"] < SHORT_MS:
             host = ours["step_ms"] / ours["gpu_ms"]
