@@ -118,3 +118,22 @@ def test_saved_arguments_that_need_gradients_are_as_they_were_too() -> None:
         results.append((out.detach(), other.detach(), *torch.autograd.grad(out.sum() + other.sum(), leaves)))
     for ours, eager in zip(*results, strict=True):
         torch.testing.assert_close(ours, eager)
+
+
+def padded_and_turned(x: Tensor) -> Tensor:
+    """What is padded or turned around is as large as what it comes from, which backward has."""
+    wide = torch.nn.functional.pad(x.sin(), (0, 3))
+    return wide.flip(0).exp() * wide
+
+
+def test_pads_and_flips_are_made_again_in_backward() -> None:
+    x, grad = torch.randn(8, 13, dtype=torch.float64, requires_grad=True), torch.randn(8, 16).double()
+    fast = fc.compile(padded_and_turned, backend="interpret", strict=True)
+    truth = padded_and_turned(x)
+    torch.testing.assert_close(fast(x), truth)
+    (ours,) = torch.autograd.grad(fast(x), x, grad)
+    torch.testing.assert_close(ours, torch.autograd.grad(truth, x, grad)[0])
+    forward, backward = fast.plan
+    kept = set(forward.dag.outputs[1:]) - set(forward.dag.inputs)
+    assert not kept, f"{kept} is saved where x does"
+    assert len(forward.clusters) == 1 and not backward.leftovers

@@ -209,6 +209,8 @@ def _extended(ops: partitioners.OpTypes) -> partitioners.OpTypes:
             _aten.zeros_like,
             _aten.ones_like,
             _aten.scalar_tensor,
+            _aten.constant_pad_nd,
+            _aten.flip,
             torch.ops.fusion_compiler.uniform,
         ]
     )
