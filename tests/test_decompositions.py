@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -475,3 +476,31 @@ def test_a_product_over_one_is_element_wise(batch: tuple[int, ...]) -> None:
     torch.testing.assert_close(got.double(), truth, rtol=1e-5, atol=1e-5)
     (plan,) = compiled.plans
     assert len(plan.clusters) == 1 and not [left for left in plan.leftovers if left.kind is Kind.CONTRACTION]
+
+
+def triangle(left: Tensor, right: Tensor) -> Tensor:
+    return torch.einsum("bikc,bjkc->bijc", left.sin(), right.cos())
+
+
+def test_matrices_whose_elements_follow_each_other_nowhere_are_laid_out_by_clusters() -> None:
+    left, right = (torch.randn(2, n, 20, 3, dtype=torch.float64, requires_grad=True) for n in (18, 24))
+    fast = fc.compile(triangle, backend="interpret", strict=True)
+    truth, ours = triangle(left, right), fast(left, right)
+    torch.testing.assert_close(ours, truth)
+    grad = torch.randn(truth.shape, dtype=torch.float64)
+    for a, b in zip(*(torch.autograd.grad(y, (left, right), grad) for y in (ours, truth)), strict=True):
+        torch.testing.assert_close(a, b)
+    for plan in fast.plan:
+        products = [plan.dag.op(call.op) for call in plan.leftovers]
+        operands = [plan.dag.op(name).outputs[0] for op in products for name in op.inputs]
+        assert operands and all(1 in meta.stride[-2:] for meta in operands), plan.name
+    assert len(fast.plan[0].clusters) + len(fast.plan[1].clusters) <= 5, "each is laid out once"
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 24), (24, 1), (17, 24)])
+def test_products_of_few_rows_read_their_operands_as_they_lie(rows: int, columns: int) -> None:
+    x, y = torch.randn(20, rows, 3).permute(2, 1, 0), torch.randn(20, columns, 3).permute(2, 0, 1)
+    made = make_fx(torch.bmm, decomposition_table=decomposition_table())(x, y)
+    torch.testing.assert_close(made(x, y), torch.bmm(x, y))
+    copies = made.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert len(copies) == (2 if min(rows, columns) > 16 else 0)

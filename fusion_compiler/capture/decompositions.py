@@ -34,6 +34,7 @@ from fusion_compiler.ir.ops import Kind, spec_of
 
 aten = torch.ops.aten
 
+FEW_ROWS = 16  # of products that clusters may hold
 LARGE = 1 << 24  # elements that no cache holds until they are read again
 SAMPLE = 64  # rows of which one is looked at beforehand
 
@@ -275,9 +276,31 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     return (x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))).contiguous()
 
 
-def _outer(x: Tensor, y: Tensor) -> Any:
-    """A product [.., m, 1] times [.., 1, n], as of frequencies and positions, is element-wise."""
-    return (x * y).contiguous() if statically_known_true(x.shape[-1] == 1) else NotImplemented
+def _product(x: Tensor, y: Tensor) -> Any:
+    """[.., m, k] times [.., k, n]: of k = 1, as of frequencies and positions, it is element-wise."""
+    if statically_known_true(x.shape[-1] == 1):
+        return (x * y).contiguous()
+    if any(statically_known_true(n <= FEW_ROWS) for n in (x.shape[-2], y.shape[-1])):
+        return NotImplemented  # a cluster reads its operands as they lie
+    a, b = _in_lines(x), _in_lines(y)
+    if a is x and b is y:
+        return NotImplemented
+    return (aten.bmm.default if x.ndim == 3 else aten.mm.default)(a, b)
+
+
+def _in_lines(x: Tensor) -> Tensor:
+    """Matrices along one of whose dimensions elements follow each other, which is what a library multiplies.
+
+    Others, as in an einsum over all but the last dimension, PyTorch copies itself before the product, slowly.
+    Here the copy is the order in which a cluster stores. It is that of the larger stride first, so that a
+    matrix and its transpose have one.
+    """
+    row, column = x.stride()[-2:]
+    if not all(statically_known_true(n > 1) for n in (row, column, *x.shape[-2:])):
+        return x
+    if statically_known_true(row >= column):
+        return x.contiguous()
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
@@ -802,8 +825,8 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.scatter.src: _scatter,
     aten.scatter.value: _scatter,
     aten.scatter_add.default: _scatter_add,
-    aten.mm.default: _outer,
-    aten.bmm.default: _outer,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
     aten.take.default: _take,
     aten.bucketize.Tensor: _bucketize,
     aten.native_layer_norm.default: _layer_norm,
