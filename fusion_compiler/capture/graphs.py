@@ -119,6 +119,16 @@ def mutated_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return written
 
 
+def written_between(first: fx.Node, last: fx.Node, operands: Iterable[Any]) -> bool:
+    """Whether memory of what `first` reads is written before `last`, which can then not read it instead."""
+    between: list[fx.Node] = []
+    node = first.next
+    while node is not last:
+        between.append(node)
+        node = node.next
+    return not aliases(list(operands)).isdisjoint(mutated_nodes(between))
+
+
 def aliases(value: Any) -> set[fx.Node]:
     """A node, or several, and all that the memory may be of that these show."""
     found: set[fx.Node] = set()

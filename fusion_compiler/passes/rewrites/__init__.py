@@ -19,6 +19,7 @@ from fusion_compiler.passes.rewrites.literals import number_literals
 from fusion_compiler.passes.rewrites.maxima import compare_windows
 from fusion_compiler.passes.rewrites.patches import multiply_patches
 from fusion_compiler.passes.rewrites.permuted_rows import permute_rows
+from fusion_compiler.passes.rewrites.sums_of_products import multiply_sums
 from fusion_compiler.passes.rewrites.vocabulary import align_features
 from fusion_compiler.passes.rewrites.whole_pool import average_whole
 from fusion_compiler.passes.rewrites.written_attention import call_attention
@@ -37,6 +38,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     permute_rows,
     drop_rows,
     multiply_patches,
+    multiply_sums,
     turn_channels,
     end_convolutions,
     align_features,
@@ -52,6 +54,7 @@ _ROUNDED_ELSEWHERE = (
     lay_by_rows,
     stream_keys,
     choose_matrices,
+    multiply_sums,
     end_convolutions,
 )
 
@@ -78,6 +81,7 @@ __all__ = [
     "group_queries",
     "lay_by_rows",
     "multiply_patches",
+    "multiply_sums",
     "number_literals",
     "order_rows",
     "permute_rows",

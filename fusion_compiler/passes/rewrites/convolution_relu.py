@@ -16,13 +16,12 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import (
-    aliases,
     ancestors,
     arguments,
     copied,
     emit,
-    mutated_nodes,
     wants_gradient,
+    written_between,
 )
 from fusion_compiler.ir.convolution_relu import convolution_relu
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
@@ -94,10 +93,8 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 def _end(chain: _Chain, nodes: dict[fx.Node, fx.Node]) -> str:
     """Put the call in ReLU's place, in a copied graph. Returns why it is not, or ""."""
     named = arguments(chain.convolution)
-    own = {chain.convolution, chain.sum, chain.relu}
-    operands = aliases([named["input"], named["weight"], named["bias"], chain.addend])
-    between = [n for n in chain.relu.graph.nodes if chain.convolution < n < chain.relu and n not in own]
-    if not operands.isdisjoint(mutated_nodes(between)):
+    operands = [named["input"], named["weight"], named["bias"], chain.addend]
+    if written_between(chain.convolution, chain.relu, operands):
         return "an operand is written before ReLU is computed"
     call = nodes[chain.convolution]
     named = arguments(call)

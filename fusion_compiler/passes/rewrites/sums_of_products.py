@@ -1,0 +1,126 @@
+"""A sum of products over broadcast operands is a matrix product.
+
+    (a[:, :, None, :] * b[:, None, :, :]).sum(-1)   ->   einsum("bik,bjk->bij", a, b)
+
+State-space models are written so without kernels of their own. Each operand lacks dimensions that the other
+has, and the sum takes away what both have. Where one has all dimensions of the other it is read once, and a
+cluster does that as fast; so it does where there is little to add up.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import arguments, copied, emit, erase_unused, written_between
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.passes.rewrites.mask_algebra import expression
+
+_aten = torch.ops.aten
+RULE = "sum of products"
+LEAST = 16  # rows, columns and terms of a product that is worth a library's
+
+
+@dataclass(frozen=True)
+class _Product:
+    """sum(left * right), by dimensions of their product: which each operand has, and which the sum leaves."""
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def equation(self) -> str:
+        left, right, kept = ("".join(string.ascii_letters[d] for d in dims) for dims in self._all)
+        return f"{left},{right}->{kept}"
+
+    @property
+    def _all(self) -> tuple[tuple[int, ...], ...]:
+        both = {*self.left, *self.right}
+        return self.left, self.right, tuple(d for d in self.kept if d in both)
+
+
+def multiply_sums(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Use einsum for the sums of products of `gm` (ATen above autograd) that are products of matrices."""
+    sums = gm.graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
+    found = {node: product for node in sums if (product := _product_of(node)) is not None}
+    if not found:
+        return gm, ()
+    new, nodes = copied(gm)
+    for node, product in found.items():
+        _multiply(nodes[node], product)
+    new.recompile()
+    return new, tuple(RewriteNote(RULE, node.name, True, found[node].equation) for node in found)
+
+
+def _product_of(node: fx.Node) -> _Product | None:
+    named = arguments(node)
+    source, dims = named["self"], named["dim"]
+    if source.target is not _aten.mul.Tensor or {*source.users} != {node} or not dims:
+        return None
+    operands = source.args[:2]
+    if not all(isinstance(operand, fx.Node) for operand in operands):
+        return None
+    whole, *values = (n.meta["val"] for n in (source, *operands))  # type: ignore[union-attr]
+    if {v.dtype for v in values} != {whole.dtype} or node.meta["val"].dtype != whole.dtype:
+        return None
+    if not whole.dtype.is_floating_point or _is_coarse(whole) or whole.dim() > 26:
+        return None
+    left, right = (_dims(value, whole.dim()) for value in values)
+    summed = {d % whole.dim() for d in dims}
+    kept = tuple(d for d in range(whole.dim()) if d not in summed)
+    rows, columns = ({*a} - {*b} for a, b in ((left, right), (right, left)))
+    if (rows | columns) & summed or summed - {*left}:
+        return None  # what one alone has is added up before, or nothing is
+    if any(_count(whole, part) < LEAST for part in (rows, columns, summed)):
+        return None
+    return None if written_between(source, node, operands) else _Product(left, right, kept)
+
+
+def _is_coarse(value: torch.Tensor) -> bool:
+    """Whether the library may multiply with fewer digits than the dtype has."""
+    return value.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+
+
+def _dims(value: torch.Tensor, rank: int) -> tuple[int, ...]:
+    """The dimensions of a broadcast shape of `rank` along which a tensor differs."""
+    first = rank - value.dim()
+    return tuple(first + i for i, size in enumerate(value.shape) if expression(size) != 1)
+
+
+def _count(value: torch.Tensor, dims: set[int]) -> int:
+    """Elements along some dimensions; none where that is only known at run time."""
+    sizes = [expression(value.shape[d]) for d in dims]
+    return math.prod(int(n) for n in sizes) if sizes and all(n.is_Integer for n in sizes) else 0
+
+
+def _multiply(node: fx.Node, product: _Product) -> None:
+    source = arguments(node)["self"]
+    rank, lost = source.meta["val"].dim(), node.meta["val"].dim()
+    with node.graph.inserting_before(node):
+        operands = [
+            _without_ones(node, operand, [d - rank for d in dims])
+            for operand, dims in zip(source.args[:2], (product.left, product.right), strict=True)
+        ]
+        made = emit(node, _aten.einsum.default, product.equation, operands)
+        made = emit(node, _aten.contiguous.default, made)
+        places = range(rank) if lost == rank else product.kept
+        present = {*product.left, *product.right} & {*product.kept}
+        for i, d in enumerate(places):
+            if d not in present:
+                made = emit(node, _aten.unsqueeze.default, made, i)
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
+    erase_unused({source})
+
+
+def _without_ones(node: fx.Node, operand: object, dims: list[int]) -> fx.Node:
+    """An operand without dimensions of one element; dims: those that it keeps, counted from the last."""
+    assert isinstance(operand, fx.Node)
+    rank = operand.meta["val"].dim()
+    ones = [d for d in range(rank) if d - rank not in dims]
+    return emit(node, _aten.squeeze.dims, operand, ones) if ones else operand
