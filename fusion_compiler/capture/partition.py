@@ -26,6 +26,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.capture.saved_values import Budget, Note, seconds, within
 from fusion_compiler.ir.calls import mark_gradients
@@ -61,6 +62,7 @@ def partition(
     merge_equal(joint.graph)
     pin(joint.graph)
     mark_gradients(joint.graph)
+    keep_places(joint.graph)
     if rewrite is not None:
         rewrite(joint.graph)
     default = partitioners.get_default_op_list
@@ -162,8 +164,20 @@ _NORMS_BACKWARD = tuple(f"{name}_backward" for name in _NORMS)
 
 def _casts(node: fx.Node, operators: tuple[str, ...]) -> bool:
     """Whether a node is a conversion that one of some operators is made of."""
+    return node.target is _aten._to_copy.default and _is_of(node, operators)
+
+
+def _is_of(node: fx.Node, operators: tuple[str, ...]) -> bool:
     original = node.meta.get("original_aten")  # a copy of the overload
-    return node.target is _aten._to_copy.default and getattr(original, "_opname", None) in operators
+    return getattr(original, "_opname", None) in operators
+
+
+def keep_places(graph: fx.Graph) -> None:
+    """Let backward not pad again what a pooling takes its maxima of, in place: what was taken from each window
+    is saved then, a byte, where to find it again reads all the window's elements."""
+    for node in graph.find_nodes(op="call_function", target=_aten.constant_pad_nd.default):
+        if _is_of(node, ("max_pool",)):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def merge_equal(graph: fx.Graph) -> None:
