@@ -173,8 +173,8 @@ def _is_of(node: fx.Node, operators: tuple[str, ...]) -> bool:
 
 
 def keep_places(graph: fx.Graph) -> None:
-    """Let backward not pad again what a pooling takes its maxima of, in place: what was taken from each window
-    is saved then, a byte, where to find it again reads all the window's elements."""
+    """Let backward not pad again what a pooling takes its maxima of, in place: what each window gave is saved
+    then, a byte, where to find it again reads all the window's elements."""
     for node in graph.find_nodes(op="call_function", target=_aten.constant_pad_nd.default):
         if _is_of(node, ("max_pool",)):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
