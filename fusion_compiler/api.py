@@ -301,9 +301,8 @@ class Compiler:
         elif graphs == "auto" and backend == "triton":
             terms = functools.partial(self.terms, replace(plan, solved=None), info, order.peak)
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms, tuning)
-            graph = info.name.partition(".")[0]
-            if info.phase is Phase.BACKWARD and self.recordings.gave_up(graph):
-                self.plans.note(f"{graph}.{Phase.FORWARD}", "CUDA graph", BACKWARD_IS_NOT)
+            if (forward := self.recordings.given_up(info)) is not None:
+                self.plans.note(forward, "CUDA graph", BACKWARD_IS_NOT)
         if handover is not None:  # a recording gives back what was recorded
             handover.enabled = not is_recorded(notes.get("CUDA graph"))
         where = ["captured " + ("from disk" if info.from_disk else "anew")]

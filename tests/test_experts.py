@@ -13,12 +13,11 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
+from fusion_compiler.ir.dag import FEW_ROWS
 from fusion_compiler.ir.dims import numel
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.passes.fuse import candidates
-from fusion_compiler.passes.fuse.cost import FEW_ROWS
-from fusion_compiler.passes.rewrites.experts import MOST_ROWS
 from tests.exactness import not_as_close
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -290,10 +289,10 @@ def test_rows_whose_order_shows_stay_sorted(f: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "interpret"])
 def test_many_rows_stay_a_call(backend: str) -> None:
-    x, w = tensors(MOST_ROWS + 1, 4, 32, 24, torch.bfloat16)
+    x, w = tensors(FEW_ROWS + 1, 4, 32, 24, torch.bfloat16)
     fast = fc.compile(in_rows, backend=backend, strict=True, device="h200")
     with torch.no_grad():
-        fast(x, w, some(4, MOST_ROWS + 1))
+        fast(x, w, some(4, FEW_ROWS + 1))
     (plan,) = fast.plan
     assert [(left.target, left.reason) for left in plan.leftovers] == [
         ("aten._grouped_mm.default", "library call")
@@ -337,10 +336,6 @@ def test_sums_over_the_rows_of_each_expert_are_refused() -> None:
     _, plan = planned(lambda x, y, offsets: F.grouped_mm(x.t(), y, offs=offsets), x, y, offsets)
     assert "experts: refused: its rows are not those of one matrix each" in str(plan)
     assert [left.target for left in plan.leftovers] == ["aten._grouped_mm.default"]
-
-
-def test_limits_agree() -> None:
-    assert MOST_ROWS == FEW_ROWS
 
 
 # -- a model --------------------------------------------------------------------------------------------

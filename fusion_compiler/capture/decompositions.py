@@ -30,11 +30,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_compiler.capture import image_decompositions
 from fusion_compiler.capture.few_queries import in_chunks
 from fusion_compiler.ir import few_queries, group_norm, max_pool, permuted_rows, random, running
+from fusion_compiler.ir.dag import FEW_ROWS
 from fusion_compiler.ir.ops import Kind, spec_of
 
 aten = torch.ops.aten
 
-FEW_ROWS = 16  # of products that clusters may hold
 LARGE = 1 << 24  # elements that no cache holds until they are read again
 SAMPLE = 64  # rows of which one is looked at beforehand
 

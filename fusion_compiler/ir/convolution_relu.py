@@ -7,6 +7,7 @@ kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,19 +43,17 @@ torch.library.impl(NAME, "CompositeExplicitAutograd")(_written_out)
 torch.library.register_fake(NAME)(_written_out)
 
 
+def is_one_kernel() -> bool:
+    """Whether the library that this PyTorch has does all of it at once."""
+    return torch.version.hip is None and torch._C._get_cudnn_enabled()
+
+
 @torch.library.impl(NAME, "CUDA")
-def _run(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    addend: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
+def _run(input: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, *sizes: Any) -> Tensor:
     """The sum is rounded once, behind ReLU."""
-    if torch.version.hip is not None or not torch._C._get_cudnn_enabled():
-        return _written_out(input, weight, bias, addend, stride, padding, dilation)
+    if not is_one_kernel():
+        return _written_out(input, weight, bias, addend, *sizes)
+    library: Any = torch
     if addend is None:
-        return torch.cudnn_convolution_relu(input, weight, bias, stride, padding, dilation, 1)
-    return torch.cudnn_convolution_add_relu(input, weight, addend, 1.0, bias, stride, padding, dilation, 1)
+        return library.cudnn_convolution_relu(input, weight, bias, *sizes, 1)
+    return library.cudnn_convolution_add_relu(input, weight, addend, 1.0, bias, *sizes, 1)

@@ -110,6 +110,8 @@ class OpDag:
         return tuple(self.graph.successors(name))
 
 
+FEW_ROWS = 16  # of a product that clusters hold: with more, arithmetic bounds what a matrix's bytes do not
+
 # Library calls, where their arithmetic is worth more than any fusion around them.
 CONTRACTIONS = frozenset({
     "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "convolution_relu",

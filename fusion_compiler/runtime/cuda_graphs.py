@@ -43,7 +43,7 @@ RECORDED = "recorded"
 UNASKED = "recorded, as its launches can take longer than what they launch"
 FORMS = "once for each of the sizes and places of its arguments that come twice"
 FORWARD_IS_NOT = "its forward is not recorded"
-BACKWARD_IS_NOT = "its backward is not, which gives back what is saved as it goes"
+BACKWARD_IS_NOT = "its backward is not recorded, and gives back what is saved as it goes"
 MOST_KEPT = 1 << 30  # bytes that a recording keeps from step to step, where nobody asked for it
 SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
 LITTLE = 1 << 26  # bytes that it keeps where only such a host is slower than the device
@@ -282,9 +282,11 @@ class Recordings:
             return plain, reason
         return _after_one(plain, recorded(run, gm, inputs, info, index)), RECORDED
 
-    def gave_up(self, graph: str) -> bool:
-        """Whether the forward of a graph, said to be recorded unasked, is not, as its backward is not."""
-        return graph in self._turns and self._turns[graph].gave_up
+    def given_up(self, info: GraphInfo) -> str | None:
+        """The forward of a backward that was wrapped, if it is not recorded after all (BACKWARD_IS_NOT)."""
+        graph = info.name.partition(".")[0]
+        turns = self._turns.get(graph) if info.phase is Phase.BACKWARD else None
+        return f"{graph}.{Phase.FORWARD}" if turns is not None and turns.gave_up else None
 
     def _unasked(
         self, run: Boxed, gm: fx.GraphModule, info: GraphInfo, reason: str | None, terms: Terms | None

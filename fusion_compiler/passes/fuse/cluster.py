@@ -11,7 +11,7 @@ from math import inf
 
 import sympy
 
-from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.ir.dag import FEW_ROWS, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Compute, Load, LoopNest
@@ -22,7 +22,7 @@ from fusion_compiler.ir.plan_data import Call, Cluster, Rejected, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.schema import short_name
 from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
-from fusion_compiler.passes.fuse.cost import FEW_ROWS, contraction_cost, side_by_side, tokens_of
+from fusion_compiler.passes.fuse.cost import contraction_cost, side_by_side, tokens_of
 from fusion_compiler.passes.fuse.horizontal import launches
 from fusion_compiler.passes.fuse.movement import eager_calls
 from fusion_compiler.passes.fuse.recompute import merge_and_recompute

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir.dag import Op
+from fusion_compiler.ir.dag import FEW_ROWS, Op
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import LoopNest
@@ -30,7 +30,6 @@ ATTENTION_SHARE = 0.35  # the same for attention: eight causal layers of 4 x 204
 FEW_ROWS_SHARE = 0.68
 # Of such a launch at least: GPT-2 medium's 96 products of a token, of 2 to 8 MB, take 4.3 to 5.2 on an H200.
 FEW_ROWS_US, FEW_ROWS_BYTES = 4.3, 2e6
-FEW_ROWS = 16  # with more, arithmetic bounds what a matrix's bytes do not
 MATRIX_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "expert_mm"})
 EAGER_SHARE = 0.9  # of copy bandwidth that an ATen element-wise kernel reaches
 EAGER_NORM_SHARE = 0.65  # the same for its reductions and normalizations

@@ -23,7 +23,7 @@ from fusion_compiler.capture.graphs import (
     wants_gradient,
     written_between,
 )
-from fusion_compiler.ir.convolution_relu import convolution_relu
+from fusion_compiler.ir.convolution_relu import convolution_relu, is_one_kernel
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
 from fusion_compiler.passes.rewrites.innermost_channels import has_tensor_units
 
@@ -45,7 +45,8 @@ class _Chain:
 
 def end_convolutions(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Use one operator for convolutions of `gm` (ATen above autograd) and the ReLU behind them."""
-    chains = [c for n in gm.graph.nodes if n.target in _RELUS and (c := _chain(n)) is not None]
+    relus = [n for n in gm.graph.nodes if n.target in _RELUS] if is_one_kernel() else []
+    chains = [chain for node in relus if (chain := _chain(node)) is not None]
     if torch.is_grad_enabled():
         chains = [c for c in chains if not any(map(wants_gradient, ancestors(c.relu)))]
     if not chains:

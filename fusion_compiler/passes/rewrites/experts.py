@@ -23,13 +23,13 @@ from fusion_compiler.capture.graphs import (
     mutated_nodes,
     wants_gradient,
 )
+from fusion_compiler.ir.dag import FEW_ROWS
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.routing import GROUPED, Routing, routing_of, unsort
 
 _aten = torch.ops.aten
 RULE = "experts"
-MOST_ROWS = 16  # those of products that clusters hold
 
 
 Key = tuple[fx.Node, int, int]
@@ -86,7 +86,7 @@ def _choose(call: fx.Node, chosen: dict[Key, fx.Node], key: Key) -> None:
 
 def _has_few_rows(call: fx.Node) -> bool:
     shape = arguments(call)["self"].meta["val"].shape
-    return len(shape) == 2 and isinstance(shape[0], int) and 0 < shape[0] <= MOST_ROWS
+    return len(shape) == 2 and isinstance(shape[0], int) and 0 < shape[0] <= FEW_ROWS
 
 
 def _refusal(call: fx.Node, written: set[fx.Node]) -> str:

@@ -43,8 +43,9 @@ class _Order:
 
 def permute_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Name the lookups of `gm` (ATen above autograd) by the places of a sort, and those that undo it."""
-    written = mutated_nodes(gm.graph.nodes)
-    found = [order for node in gm.graph.nodes if (order := _order_of(node, written)) is not None]
+    sorts = [node for node in gm.graph.nodes if _is_sorts(node)]
+    written = mutated_nodes(gm.graph.nodes) if sorts else set()
+    found = [order for node in sorts if (order := _order_of(node, written)) is not None]
     if not found:
         return gm, ()
     new, nodes = copied(gm)
@@ -58,7 +59,7 @@ def permute_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
 
 
 def _order_of(places: fx.Node, written: set[fx.Node]) -> _Order | None:
-    if not _is_sorts(places) or places in written or places.meta["val"].dim() != 1:
+    if places in written or places.meta["val"].dim() != 1:
         return None
     shares = {places: 1}
     for user in places.users:

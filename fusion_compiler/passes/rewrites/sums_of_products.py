@@ -35,13 +35,10 @@ class _Product:
 
     @property
     def equation(self) -> str:
-        left, right, kept = ("".join(string.ascii_letters[d] for d in dims) for dims in self._all)
+        given = (*self.left, *self.right)
+        groups = self.left, self.right, [d for d in self.kept if d in given]
+        left, right, kept = ("".join(string.ascii_letters[d] for d in dims) for dims in groups)
         return f"{left},{right}->{kept}"
-
-    @property
-    def _all(self) -> tuple[tuple[int, ...], ...]:
-        both = {*self.left, *self.right}
-        return self.left, self.right, tuple(d for d in self.kept if d in both)
 
 
 def multiply_sums(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
