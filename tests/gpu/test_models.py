@@ -19,6 +19,9 @@ SHALLOW = tuple(
     for w in WORKLOADS
 )
 EVERY = (*SHALLOW, *NETS)
+# The step in which its graphs are recorded, it seems; those after it stay below eager's.
+ABOVE = pytest.mark.xfail(strict=True, reason="the second step peaks at 1.99 GB, eager's at 1.79")
+TRAINED = [pytest.param(w, marks=ABOVE if w.name.startswith("Evoformer") else ()) for w in EVERY if w.train]
 # PyTorch's own warning where a process multiplies first in a backward.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 EACH = pytest.mark.parametrize("workload", EVERY, ids=lambda w: w.name)
@@ -46,12 +49,6 @@ def test_results_and_every_gradient_are_as_close_as_eagers(workload: Workload) -
     # Eager rounds more often; where it does not, the mean of some dozen tensors is off by this much.
     assert found["error_to_eager"] <= 1.02, found
     assert not found["beyond_chance"], found
-
-
-RECORDING = pytest.mark.xfail(strict=True, reason="the step that is recorded holds 1.99 GB, eager 1.79")
-TRAINED = [
-    pytest.param(w, marks=RECORDING if w.name.startswith("Evoformer") else ()) for w in EVERY if w.train
-]
 
 
 def peak(
