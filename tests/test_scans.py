@@ -345,3 +345,29 @@ def test_mamba_2_has_no_eager_scan_and_is_as_close_as_eager() -> None:
     assert statistics.geometric_mean(ratios) < 2, ratios
     left = {item.target for plan in fast.plan for item in plan.leftovers if item.kind != "contraction"}
     assert left == {"aten.embedding_dense_backward.default"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "dim"), [((5, 61), -1), ((61, 5), 0), ((3, 1), 1), ((), 0), ((3, 0), 1)])
+def test_the_gradient_of_a_running_product_is_one_pass(
+    shape: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> None:
+    """Rows without a zero, with one (at the ends too) and with several."""
+    fast = Compiled(lambda x: torch.cumprod(x * 1.0, dim))
+    x = torch.randn(shape) / 4 + 1
+    if x.numel() > 60:
+        rows = x.movedim(dim, -1)  # written to in place
+        rows[1, 0], rows[2, -1], rows[3, 7], rows[4, 5], rows[4, 9] = 0, 0, 0, 0, 0
+    x, sent = x.to(dtype), torch.randn(shape).to(dtype)
+
+    def gradient(fn: Callable[[Tensor], Tensor], kind: torch.dtype) -> Tensor:
+        given = x.to(kind).requires_grad_()
+        return torch.autograd.grad(fn(given), given, sent.to(kind))[0]
+
+    ours, eager, true = (
+        gradient(fast, dtype),
+        *(gradient(lambda x: torch.cumprod(x * 1.0, dim), kind) for kind in (dtype, torch.float64)),
+    )
+    assert ours.dtype is dtype and not_as_close(ours, eager, true) is None
+    assert not fast.eager_ops()
+    assert sum(len(plan.clusters) for plan in fast.plans) <= 2 + 2 * (dim == 0)

@@ -34,13 +34,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusion_compiler.capture import autograd_cache, kept_rewrites
 from fusion_compiler.capture.autograd_cache import StoredGraph, stored
 from fusion_compiler.capture.blocks import with_blocks
-from fusion_compiler.capture.decompositions import gradients_of_interpolation
 from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.in_place import show_arguments
 from fusion_compiler.capture.kept_rewrites import KeptRewrites, Rewritten
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.capture.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
 from fusion_compiler.capture.tangents import Backward, Boxed, Missing, leave_undefined, separable
+from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.ir import record
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
 from fusion_compiler.ir.record import NotWritable
@@ -194,7 +194,7 @@ class _Compilers:
         self._separable = False
         self._origins: tuple[Origin, ...] = ()
 
-    @gradients_of_interpolation()
+    @traced_gradients()
     def compile(
         self,
         gm: fx.GraphModule,

@@ -11,17 +11,15 @@ channels-last what is that in eager, as a traced view may rely on it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, _refs
-from torch._C import DispatchKey
 from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
@@ -29,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.capture import image_decompositions
 from fusion_compiler.capture.few_queries import in_chunks
+from fusion_compiler.capture.traced_gradients import INTERPOLATIONS
 from fusion_compiler.ir import few_queries, group_norm, max_pool, permuted_rows, random, running
 from fusion_compiler.ir.dag import FEW_ROWS
 from fusion_compiler.ir.ops import Kind, spec_of
@@ -48,18 +47,6 @@ _WHOLE = (
     aten.select_scatter.default,  # PyTorch's gives the dtype of both, eager that of the first
 )
 
-# Interpolation, which PyTorch's tracing takes apart above autograd, into gathers: their gradient is a scatter
-# that adds, whose indices a GPU sorts first. Here the forward alone is taken apart, below autograd.
-_INTERPOLATIONS = tuple(
-    getattr(getattr(aten, name), overload)
-    for name in (
-        *(f"upsample_{mode}" for mode in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")),
-        *("upsample_trilinear3d", "upsample_bicubic2d"),
-        *(f"_upsample_nearest_exact{rank}d" for rank in (1, 2, 3)),
-    )
-    for overload in ("default", "vec")
-)
-
 # Right as they are in PyTorch, and not part of its core table. They call var_mean and friends,
 # which are then taken from this table.
 _BORROWED = (
@@ -72,7 +59,7 @@ _BORROWED = (
     aten.batch_norm_backward,
     aten.addmv,
     aten.dist,
-    *(target for target in _INTERPOLATIONS if target._overloadname == "default"),
+    *(target for target in INTERPOLATIONS if target._overloadname == "default"),
     aten.rrelu_with_noise_backward,
 )
 
@@ -97,21 +84,6 @@ def _shared() -> dict[OpOverload, Callable[..., Any]]:
             del table[target]
     ours = _OURS | image_decompositions.TABLE | max_pool.FORMULAS
     return table | {target: _for_real(function) for target, function in ours.items()}
-
-
-@contextlib.contextmanager
-def gradients_of_interpolation() -> Generator[None]:
-    """While a graph is traced interpolation has the gradient that it has in eager."""
-    keys = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
-    taken = {op: {k: op.py_kernels.pop(k) for k in keys if k in op.py_kernels} for op in _INTERPOLATIONS}
-    try:
-        for op in taken:
-            op._dispatch_cache.clear()
-        yield
-    finally:
-        for op, kernels in taken.items():
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,76 @@
+"""Gradients that autograd has in one form in eager and in another while it is traced.
+
+Traced, PyTorch's autograd takes apart what no table of decompositions sees: interpolation, into gathers
+whose gradient is a scatter; before PyTorch 2.13 the gradient of a running product, into products of its own
+for every element of a row. While a graph is traced here, both are what they are in eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+# Their gradient is an operator. Traced it would be a scatter that adds, whose indices a GPU sorts first.
+INTERPOLATIONS = tuple(
+    getattr(getattr(aten, name), overload)
+    for name in (
+        *(f"upsample_{mode}" for mode in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")),
+        *("upsample_trilinear3d", "upsample_bicubic2d"),
+        *(f"_upsample_nearest_exact{rank}d" for rank in (1, 2, 3)),
+    )
+    for overload in ("default", "vec")
+)
+
+
+def cumprod_backward(grad: Tensor, x: Tensor, dim: int, result: Tensor) -> Tensor:
+    """The gradient [x's shape, x's dtype] of result = cumprod(x, dim), with one division for each element.
+
+    Before a row's first zero it is sum(grad * result, from here on) / x; at that zero the sum of grad times
+    the products without it; beyond it nothing.
+    """
+    op = aten.cumprod_backward.default
+    if x.is_complex() or x.ndim == 0:
+        return op._op_dk(DispatchKey.CompositeImplicitAutograd, grad, x, dim, result)
+    dtype = torch.promote_types(grad.dtype, x.dtype)
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    grad, factors, result = (t.to(wide) for t in (grad, x, result))
+    zeros = (factors == 0).cumsum(dim)
+    before, at = zeros == 0, (factors == 0) & (zeros == 1)
+    sums = torch.where(before, grad * result, 0.0).flip(dim).cumsum(dim).flip(dim)
+    without = torch.where(at, 1.0, factors).cumprod(dim)
+    at_zero = torch.where(before, 0.0, grad * without).sum(dim, keepdim=True)
+    return torch.where(before, sums / factors, torch.where(at, at_zero, 0.0)).to(x.dtype)
+
+
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+_INSTEAD: dict[OpOverload, dict[DispatchKey, Callable[..., Any]]] = {
+    **{op: {} for op in INTERPOLATIONS},
+    aten.cumprod_backward.default: {DispatchKey.CompositeImplicitAutograd: cumprod_backward},
+}
+
+
+@contextlib.contextmanager
+def traced_gradients() -> Generator[None]:
+    """While a graph is traced, autograd takes the gradients of this file."""
+
+    def become(kernels: dict[OpOverload, dict[DispatchKey, Callable[..., Any]]]) -> None:
+        for op, of_keys in kernels.items():
+            for key in _KEYS:
+                op.py_kernels.pop(key, None)
+            op.py_kernels.update(of_keys)
+            op._dispatch_cache.clear()
+
+    given = {op: {k: op.py_kernels[k] for k in _KEYS if k in op.py_kernels} for op in _INSTEAD}
+    try:
+        become(_INSTEAD)
+        yield
+    finally:
+        become(given)
