@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from fusion_compiler.api import Compiler
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.partition import partition
+from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.codegen import emit
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.device import DeviceSpec
@@ -70,7 +71,8 @@ class Compiled:
         return make_boxed_func(lambda *args: run(list(args)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
+        with traced_gradients():
+            return self.call(*args, **kwargs)
 
     def fall_back(self) -> None:
         fall_back(self.compiler.runners.values())

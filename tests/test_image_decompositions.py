@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.capture.image_decompositions import TABLE
-from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.passes.rewrites import average_whole
 from tests.exactness import Compiled, not_as_close, wide
 
@@ -98,8 +97,7 @@ def test_the_gradient_of_interpolation_is_a_sum_over_blocks(shape: Any, scale: A
 
     def results(fn: Any, x: Tensor) -> list[Tensor]:
         x = x.clone().requires_grad_()
-        with traced_gradients():
-            y = fn(x)
+        y = fn(x)
         y.backward(torch.arange(y.numel()).view(y.shape).remainder(7).to(y.dtype))
         assert x.grad is not None
         return [y.detach(), x.grad]
@@ -115,8 +113,7 @@ def test_the_gradient_of_interpolation_is_a_sum_over_blocks(shape: Any, scale: A
 def test_a_gradient_by_other_factors_stays_a_call(size: tuple[int, int]) -> None:
     x = image(2, 3, 5, 7).requires_grad_()
     compiled = Compiled(lambda x: F.interpolate(x, size=size))
-    with traced_gradients():
-        y = compiled(x)
+    y = compiled(x)
     y.backward(torch.ones_like(y))
     assert "aten.upsample_nearest2d_backward.default" in compiled.eager_ops()
 

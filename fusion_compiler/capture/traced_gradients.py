@@ -37,7 +37,7 @@ def cumprod_backward(grad: Tensor, x: Tensor, dim: int, result: Tensor) -> Tenso
     the products without it; beyond it nothing.
     """
     op = aten.cumprod_backward.default
-    if x.is_complex() or x.ndim == 0:
+    if x.is_complex() or x.ndim == 0 or x.numel() == 0:
         return op._op_dk(DispatchKey.CompositeImplicitAutograd, grad, x, dim, result)
     dtype = torch.promote_types(grad.dtype, x.dtype)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
