@@ -1,8 +1,8 @@
 """Gradients that autograd has in one form in eager and in another while it is traced.
 
 Traced, PyTorch's autograd takes apart what no table of decompositions sees: interpolation, into gathers
-whose gradient is a scatter; before PyTorch 2.13 the gradient of a running product, into products of its own
-for every element of a row. While a graph is traced here, both are what they are in eager.
+whose gradient is a scatter; on PyTorch 2.11 the gradient of a running product, into products of its own for
+every element of a row. While a graph is traced here, both are what they are in eager.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+
+from fusion_compiler.ir.chunks import wide
 
 aten = torch.ops.aten
 
@@ -39,9 +41,7 @@ def cumprod_backward(grad: Tensor, x: Tensor, dim: int, result: Tensor) -> Tenso
     op = aten.cumprod_backward.default
     if x.is_complex() or x.ndim == 0 or x.numel() == 0:
         return op._op_dk(DispatchKey.CompositeImplicitAutograd, grad, x, dim, result)
-    dtype = torch.promote_types(grad.dtype, x.dtype)
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    grad, factors, result = (t.to(wide) for t in (grad, x, result))
+    grad, factors, result = (t.to(wide(t.dtype)) for t in (grad, x, result))
     zeros = (factors == 0).cumsum(dim)
     before, at = zeros == 0, (factors == 0) & (zeros == 1)
     sums = torch.where(before, grad * result, 0.0).flip(dim).cumsum(dim).flip(dim)
