@@ -19,6 +19,7 @@ from fusion_compiler.passes.rewrites.literals import number_literals
 from fusion_compiler.passes.rewrites.maxima import compare_windows
 from fusion_compiler.passes.rewrites.patches import multiply_patches
 from fusion_compiler.passes.rewrites.permuted_rows import permute_rows
+from fusion_compiler.passes.rewrites.scaled_rows import scale_rows
 from fusion_compiler.passes.rewrites.sums_of_products import multiply_sums
 from fusion_compiler.passes.rewrites.vocabulary import align_features
 from fusion_compiler.passes.rewrites.whole_pool import average_whole
@@ -36,6 +37,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     lay_by_rows,
     choose_matrices,
     permute_rows,
+    scale_rows,
     drop_rows,
     multiply_patches,
     multiply_sums,
@@ -54,6 +56,7 @@ _ROUNDED_ELSEWHERE = (
     lay_by_rows,
     stream_keys,
     choose_matrices,
+    scale_rows,
     multiply_sums,
     end_convolutions,
 )
@@ -61,8 +64,9 @@ _ROUNDED_ELSEWHERE = (
 
 def rewrites_for(numerics: str) -> tuple[Rewrite, ...]:
     """Those that `numerics` allows: a fused attention rounds at other places than eager, which may multiply
-    in float32 and rounds what is multiplied by a number before its scores; a convolution with ReLU does not
-    round before that; and what adds up in another order than a library is no product."""
+    in float32 and rounds what is multiplied by a number before its scores; a row's factor is rounded with the
+    operand, not the product; a convolution with ReLU does not round before that; and what adds up in another
+    order than a library is no product."""
     return tuple(r for r in DEFAULT_REWRITES if numerics != "eager" or r not in _ROUNDED_ELSEWHERE)
 
 
@@ -87,6 +91,7 @@ __all__ = [
     "permute_rows",
     "read_in_place",
     "rewrites_for",
+    "scale_rows",
     "scale_scores",
     "simplify_masks",
     "stream_keys",

@@ -1,0 +1,139 @@
+"""A factor of each row of a product's result is one of the operand's rows.
+
+    bmm(a, w) * s[..., None]   ->   bmm(a * s[..., None], w)
+
+What one expert of a mixture says of a token is weighted so. Where a kernel makes `a` it costs nothing there.
+Behind the product it is a pass over the result, as a scatter follows that no kernel takes part in; and its
+gradient reads the result, which nothing else needs to be saved for.
+
+Done where the operand is no wider than the result, whose rows its gradient adds up instead, and not in
+float16, of whose range a small factor may leave `a` nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from fusion_compiler.capture.graphs import arguments, copied, emit, mutated_nodes
+from fusion_compiler.ir.dag import CONVERSIONS
+from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.passes.rewrites.routing import GROUPED
+
+_aten = torch.ops.aten
+RULE = "scaled rows"
+_PRODUCTS = (
+    _aten.mm.default, _aten.bmm.default, _aten.matmul.default, _aten.linear.default, GROUPED,
+)  # fmt: skip
+_WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """result = product * factor, and nothing else reads the product."""
+
+    result: fx.Node
+    product: fx.Node
+    factor: fx.Node
+
+    @property
+    def rows(self) -> fx.Node:
+        """The operand that has a row for each of the product's."""
+        found: fx.Node = self.product.args[0]  # type: ignore[assignment]
+        return found
+
+
+def scale_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Multiply the left operands of `gm`'s products (ATen above autograd) by the factors of their rows."""
+    written = mutated_nodes(gm.graph.nodes)
+    multiplied = gm.graph.find_nodes(op="call_function", target=_aten.mul.Tensor)
+    found = [s for node in multiplied if (s := _scaled(node)) is not None]
+    found = [s for s in found if written.isdisjoint({s.factor, s.product, *s.product.all_input_nodes})]
+    if not found:
+        return gm, ()
+    new, nodes = copied(gm)
+    for scaled in found:
+        _move(_Scaled(*(nodes[n] for n in (scaled.result, scaled.product, scaled.factor))))
+    new.recompile()
+    return new, tuple(RewriteNote(RULE, s.product.name, True, _reason(s)) for s in found)
+
+
+def _reason(scaled: _Scaled) -> str:
+    before, behind = _width(scaled.rows), _width(scaled.product)
+    return f"{before} columns are multiplied before the product, not {behind} behind"
+
+
+def _scaled(result: fx.Node) -> _Scaled | None:
+    operands = result.args[:2]
+    if not all(isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor) for n in operands):
+        return None
+    for product, factor in (operands, operands[::-1]):
+        scaled = _Scaled(result, product, factor)  # type: ignore[arg-type]
+        if _is_product(scaled.product, result) and _is_of_rows(scaled) and _is_free(scaled):
+            return scaled
+    return None
+
+
+def _is_product(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a node is a product without a bias, and `user` alone reads it."""
+    if node.target not in _PRODUCTS or {*node.users} != {user}:
+        return False
+    named = arguments(node)
+    rows, value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    biased = named.get("bias") is not None or named.get("out_dtype") not in (None, value.dtype)
+    return not biased and value.dtype in _WIDE_RANGE and rows.shape[:-1] == value.shape[:-1]
+
+
+def _is_of_rows(scaled: _Scaled) -> bool:
+    """Whether the factor is the same along the columns, and makes the product no larger."""
+    value, product, factor = (n.meta["val"] for n in (scaled.result, scaled.product, scaled.factor))
+    if value.shape != product.shape or not factor.dtype.is_floating_point or factor.dim() < 1:
+        return False
+    return factor.shape[-1] == 1 and product.shape[-1] != 1
+
+
+def _is_free(scaled: _Scaled) -> bool:
+    """Whether a kernel makes the operand for the product alone, and has no more columns to add up."""
+    wide = [_width(n) for n in (scaled.rows, scaled.product)]
+    if not all(isinstance(n, int) for n in wide) or wide[0] > wide[1]:
+        return False
+    node = scaled.rows
+    while _hands_on(node) and len(node.users) == 1:
+        node = node.all_input_nodes[0]
+    is_one = len(node.users) == 1 and isinstance(node.target, OpOverload)
+    return is_one and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+
+
+def _hands_on(node: fx.Node) -> bool:
+    converts = getattr(node.target, "_opname", "") in CONVERSIONS
+    return converts or is_view_node(node) or node.target is _aten.flatten.using_ints
+
+
+def _width(node: fx.Node) -> Any:
+    return node.meta["val"].shape[-1]
+
+
+def _move(scaled: _Scaled) -> None:
+    result, product = scaled.result, scaled.product
+    rows: fx.Node = scaled.rows
+    dtype = rows.meta["val"].dtype
+    with result.graph.inserting_before(result):
+        made = emit(result, _aten.mul.Tensor, rows, scaled.factor)
+        made = _as(made, dtype)
+        target: Any = product.target
+        made = emit(product, target, made, *product.args[1:], **product.kwargs)
+        made = _as(made, result.meta["val"].dtype)
+    result.replace_all_uses_with(made)
+    for node in (result, product):
+        result.graph.erase_node(node)
+
+
+def _as(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if node.meta["val"].dtype == dtype:
+        return node
+    return emit(node, _aten.to.dtype, node, dtype)
