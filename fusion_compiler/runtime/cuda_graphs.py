@@ -1,4 +1,4 @@
-"""Launching a whole graph at once: recorded on the device at the second call, replayed from the third.
+"""Launching a whole graph at once: recorded on the device at the second call, and replayed from then on.
 
 What stands here is which graphs may be recorded, and why others may not. The first call of a graph runs as
 without recordings: kernels are tuned in it.
@@ -380,9 +380,9 @@ class _Turns:
 
         def replay(arguments: list[Any]) -> list[Any]:
             with self._pool.turn:
-                found = recorder.find(arguments)
+                found = recorder.find(arguments) or recorder.record(arguments)
                 if found is None:
-                    return recorder.record(arguments)
+                    return plain(arguments)
                 self._replayed = found
                 return found(arguments)
 

@@ -5,8 +5,8 @@ A `Recorder` keeps one graph's recordings. Of each it knows where those argument
 of the results. What a forward saves for its backward is handed out as it is: its version counts the replays,
 so that autograd raises where a backward would read what a later forward has written.
 
-A recording is made behind a call that ran without one, so that nothing runs twice. Those of one `Pool` share
-memory: they are replayed one after another, on one stream.
+What is recorded does not run until it is replayed, which the call does for which it is made: nothing is computed
+or held twice. Recordings of one `Pool` share memory: they are replayed one after another, on one stream.
 """
 
 from __future__ import annotations
@@ -165,28 +165,27 @@ class Recorder:
         """The recording to be replayed for a call."""
         return next((made for made in self._made if made.fits(arguments)), None)
 
-    def record(self, arguments: list[Any]) -> Any:
-        """A call of which `find` gave nothing, and behind it a recording."""
+    def record(self, arguments: list[Any]) -> Recording | None:
+        """A recording for a call of which `find` gave nothing; None where there is to be none."""
         if len(self._made) >= self._most:
-            return self._run(arguments)
+            return None
         static = set(self._static(arguments))
         given = [value if i in static else _aligned(value) for i, value in enumerate(arguments)]
-        results = self._run(list(given))
         try:
             self._made.append(Recording(self._pool, self._run, given, static, self._shown))
         except torch.OutOfMemoryError as error:
             self._most = 0
             text = "memory does not suffice: the graph runs without a recording, as with cudagraphs=False"
             warnings.warn(f"{text}: {error}", FusionWarning, stacklevel=2)
-        return results
+            return None
+        return self._made[-1]
 
     def __call__(self, arguments: list[Any]) -> Any:
-        """Replayed, or run and recorded; as it is on another stream than before."""
+        """Replayed, behind being recorded where it is new; as it is on another stream than before."""
         with self._pool.turn:
-            if self._pool.is_beside():
-                return self._run(arguments)
-            found = self.find(arguments)
-            return self.record(arguments) if found is None else found(arguments)
+            beside = self._pool.is_beside()
+            found = None if beside else self.find(arguments) or self.record(arguments)
+            return self._run(arguments) if found is None else found(arguments)
 
 
 def _aligned(value: Any) -> Any:

@@ -19,9 +19,7 @@ SHALLOW = tuple(
     for w in WORKLOADS
 )
 EVERY = (*SHALLOW, *NETS)
-# The step in which its graphs are recorded, it seems; those after it stay below eager's.
-ABOVE = pytest.mark.xfail(strict=True, reason="the second step peaks at 1.99 GB, eager's at 1.79")
-TRAINED = [pytest.param(w, marks=ABOVE if w.name.startswith("Evoformer") else ()) for w in EVERY if w.train]
+TRAINED = [w for w in EVERY if w.train]
 # PyTorch's own warning where a process multiplies first in a backward.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 EACH = pytest.mark.parametrize("workload", EVERY, ids=lambda w: w.name)
