@@ -22,7 +22,8 @@ MEAN = 1.25
 
 # Sorts, scans and scatters by data; pooling with places of maxima; statistics written over the module's own.
 STAYS = {
-    "aten.topk.default", "aten.sort.default", "aten.cumsum.default", "aten.histc.default",
+    "aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.searchsorted.Tensor",
+    "aten.cumsum.default", "aten.histc.default",
     "aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.index_put.default",
     "aten.scatter_.src", "aten.scatter_add_.default", "aten.index_put_.default",
     "aten.embedding_dense_backward.default", "transformers.grouped_mm_fallback.default",

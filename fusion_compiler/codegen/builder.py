@@ -32,6 +32,8 @@ from fusion_compiler.ir.loops import (
     Load,
     Reduce,
     Store,
+    Total,
+    before_turns,
     operands_of,
 )
 from fusion_compiler.schedule.analysis import Analysis
@@ -104,6 +106,7 @@ class Builder:
         self.packs: dict[tuple[int, ...], Packed] = {}  # pieces -> the tile that has them
         self.packed_sums: dict[int, tuple[int, ...]] = {}  # sum along the row -> the pieces that it is one of
         self.ahead: frozenset[int] = frozenset()  # what a function gives that has all they are made of
+        self.true = frozenset[int]()  # conditions that hold in the block at hand
         self.given: dict[int, str] = {}  # nodes that a function is given, and what its parameters are called
         self.likeness: dict[tuple[int, ...], bool] = {}
 
@@ -140,7 +143,7 @@ class Builder:
         lanes: how many columns its tiles have, where that is not the schedule's number.
         """
         before, env, named, tile = self.body, dict(self.env), dict(self.named), self.tile
-        packs = dict(self.packs)
+        packs, true = dict(self.packs), self.true
         if block is not None:
             self.add(block)
             self.body = block.body
@@ -148,6 +151,7 @@ class Builder:
             self.tile = replace(tile, lanes=lanes)
         yield
         self.body, self.env, self.named, self.tile, self.packs = before, env, named, tile, packs
+        self.true = true
 
     @contextmanager
     def one_row(self) -> Generator[None]:
@@ -177,7 +181,7 @@ class Builder:
         stack = list(numbers)
         while stack:
             number = stack.pop()
-            if number not in found and number not in self.env:
+            if number not in found and number not in self.env and number not in self.true:
                 found.add(number)
                 stack.extend(self.operands(number))
         return sorted(found)
@@ -191,7 +195,10 @@ class Builder:
         sums = self.packed_sums.get(number) if made is None else made.sums
         if sums in self.packs or number in self.ahead:
             return ()
-        return operands_of(self.loops.nodes[number]) if made is None else (made.matrix, *made.vectors)
+        if made is not None:
+            return (made.matrix, *made.vectors)
+        node = self.loops.nodes[number]
+        return before_turns(self.loops, node) if isinstance(node, Total) else operands_of(node)
 
     def reduction(self, number: int) -> Reduce:
         reduce = self.loops.nodes[number]
@@ -245,7 +252,7 @@ class Builder:
         """Which lanes of an access exist."""
         masks = ((ROWS, self.tile.row_mask), (COLS, self.tile.col_mask))
         parts = [mask for group, mask in masks if mask and group in groups]
-        if within is not None:
+        if within is not None and within not in self.true:
             parts.append(self.variable(within))
         return " & ".join(parts) or None
 

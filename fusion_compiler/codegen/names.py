@@ -22,7 +22,7 @@ Own = Literal[
     "group", "part", "parts", "block",
     "lead", "begin", "lane", "in_words", "whole_words",
     "x", "new_max", "shift", "tops", "off", "counts", "block_mean", "block_squares",
-    "top", "left", "move", "apart",
+    "top", "left", "move", "apart", "turn",
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from fusion_compiler.codegen.expression import (
 )
 from fusion_compiler.codegen.monoids import carried_text, is_logical, neutral_text, scan_text
 from fusion_compiler.codegen.tile import Check, Expression, is_variable
+from fusion_compiler.codegen.totals import build_total
 from fusion_compiler.codegen.windows import interleaved
 from fusion_compiler.ir.dims import quotient
 from fusion_compiler.ir.loops import (
@@ -35,6 +36,7 @@ from fusion_compiler.ir.loops import (
     Random,
     Reduce,
     Scan,
+    Total,
     Value,
     operands_of,
 )
@@ -85,6 +87,9 @@ def build_node(b: Builder, number: int) -> None:
         return
     if isinstance(node, Scan):
         _scan(b, number, node)
+        return
+    if isinstance(node, Total):
+        build_total(b, number, node)
         return
     value, base = value_of(b, number)
     if isinstance(value, str) and is_variable(value):  # an operand that passes through
@@ -141,7 +146,7 @@ def value_of(b: Builder, number: int) -> tuple[Expression, str]:
             return text, "same"
         case Compute():
             return _compute(b, number, node), base_name(node)
-        case Reduce() | Scan():
+        case _:
             raise TypeError(node)
 
 

@@ -7,12 +7,15 @@
               | InRange(index, low, high) | Random(seed, index, salt)
               | Checked(operand, position, low, high, within)
               | Compute(target, operands) | Reduce(combine, operand, over, kept)
-             | Scan(combine, operand, reverse)
+              | Scan(combine, operand, reverse) | Counter(first, last) | Total(operand, counter)
     store    := buffer, index, value, within    several to one buffer have elements of their own each
 
 Nodes are in SSA order and name each other by position. Every node has a dtype: that in which
 it is computed (float32 for all floats but float64). A node's `groups` are the axis groups it
 varies over; a tile holds it as [ROWS, COLS], [ROWS, 1], [1, COLS] or [1, 1].
+
+What depends on a Counter has a value for each of its turns, and is read by nothing but a Total of it: how
+many turns there are is data.
 
 A nest with batch axes is one of matrices, one for each of their points: a tile holds all rows of one, so that
 reductions over its rows and along them may feed each other. Other nests have no batch axes.
@@ -193,7 +196,27 @@ class Scan:
     dtype: torch.dtype
 
 
-Node = Load | Coordinate | Constant | InRange | Random | Checked | Compute | Reduce | Scan
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """An integer that goes from the value of `first` up to that of `last`, which it does not reach."""
+
+    first: int
+    last: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """The sum of `operand` over the turns of a Counter, in their order."""
+
+    operand: int
+    counter: int
+    dtype: torch.dtype
+
+
+Node = (
+    Load | Coordinate | Constant | InRange | Random | Checked | Compute | Reduce | Scan | Counter | Total
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +251,31 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return tuple(a.node for _, a in operands if isinstance(a, Value))
         case Reduce() | Scan():
             return (node.operand,)
+        case Counter(first, last):
+            return (first, last)
+        case Total(operand, counter):
+            return (operand, counter)
         case _:
             return ()
+
+
+def before_turns(loops: LoopNest, total: Total) -> tuple[int, ...]:
+    """What the turns of a total's counter read that is the same in each, and the counter's ends."""
+    in_turns = {total.counter}
+    for number in range(total.counter + 1, total.operand + 1):
+        node = loops.nodes[number]
+        if not isinstance(node, Total) and not in_turns.isdisjoint(operands_of(node)):
+            in_turns.add(number)
+    found: dict[int, None] = {}
+    seen, stack = set[int](), [total.operand, total.counter]
+    while stack:
+        number = stack.pop()
+        if number not in in_turns:
+            found[number] = None
+        elif number not in seen:
+            seen.add(number)
+            stack.extend(operands_of(loops.nodes[number]))
+    return tuple(found)
 
 
 def _indirect(index: Index) -> tuple[int, ...]:
@@ -388,6 +434,10 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
             return replace(node, operand=numbers[node.operand], kept=kept)
         case Scan():
             return replace(node, operand=numbers[node.operand])
+        case Counter():
+            return replace(node, first=numbers[node.first], last=numbers[node.last])
+        case Total():
+            return replace(node, operand=numbers[node.operand], counter=numbers[node.counter])
         case _:
             return node
 

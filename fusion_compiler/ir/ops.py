@@ -28,7 +28,7 @@ from enum import StrEnum
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import put, random, running
+from fusion_compiler.ir import put, random, running, sum_rows
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -520,6 +520,9 @@ _GATHERS = _elementwise(
     flops=0,
 )
 
+# The price of a lookup is that of its bytes; a sum of rows is not to be made twice.
+_SUMS_OF_ROWS = _elementwise(None, sum_rows.sum_rows, flops=16)
+
 _REDUCTIONS = (
     *_reduction("sum", aten.sum.dim_IntList, aten.sum.default),
     *_reduction("prod", aten.prod.default, aten.prod.dim_int),
@@ -580,6 +583,7 @@ OPS: tuple[OpSpec, ...] = (
     *_FUNCTIONS,
     *_COPIES_AND_CONSTANTS,
     *_GATHERS,
+    *_SUMS_OF_ROWS,
     *_REDUCTIONS,
     *_SCANS,
     *_LAYOUTS,

@@ -5,8 +5,9 @@ A `Recorder` keeps one graph's recordings. Of each it knows where those argument
 of the results. What a forward saves for its backward is handed out as it is: its version counts the replays,
 so that autograd raises where a backward would read what a later forward has written.
 
-What is recorded does not run until it is replayed, which the call does for which it is made: nothing is computed
-or held twice. Recordings of one `Pool` share memory: they are replayed one after another, on one stream.
+What is recorded does not run until it is replayed, which the call does for which it is made: nothing is
+computed or held twice. Recordings of one `Pool` share memory: they are replayed one after another, on one
+stream.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from fusion_compiler.ir.loops import (
     Checked,
     Compute,
     Coordinate,
+    Counter,
     Index,
     InRange,
     Load,
@@ -32,6 +33,7 @@ from fusion_compiler.ir.loops import (
     Random,
     Reduce,
     Scan,
+    Total,
     Value,
     longest_piece,
     operands_of,
@@ -118,10 +120,13 @@ class Work:
         self.upright: dict[str, float] = {}  # elements of accesses that are contiguous along the rows
         self.gathered: set[str] = set()
         self.seen: set[object] = set()
+        self.in_turns: set[int] = set()  # nodes that have a value for each turn of a counter
         self.inside: dict[int, float] = {}  # part of the space in which a condition holds
         self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
         partial = partial_reductions(loops)
         for number, node in enumerate(loops.nodes):
+            if self.in_turns and not self.in_turns.isdisjoint(operands_of(node)):
+                self.in_turns.add(number)
             if type(node) is Compute:
                 self._compute(node)
             elif number in partial:
@@ -175,7 +180,11 @@ class Work:
         if type(node) is Load:
             varies, axes, phase = self._index(node.index)
             self.moves += self.count[varies]
-            self._touch(False, node.buffer, node.index, axes, node.within)
+            if len(self.varies) in self.in_turns:  # of each row one that has it
+                whole = hint(self.buffers[node.buffer].numel, self.hints)
+                self.reads[node.buffer] = self.reads.get(node.buffer, 0.0) + whole
+            else:
+                self._touch(False, node.buffer, node.index, axes, node.within)
             if self.count[varies] == self.count[3]:
                 needs = 1 << len(self.tile_loads)
                 self.tile_loads.append(node.buffer)
@@ -191,6 +200,12 @@ class Work:
         elif isinstance(node, Checked):
             varies, axes, needs, phase = self._together(operands_of(node))
             self.integer += self.count[self.varies[node.position]]
+        elif isinstance(node, Counter | Total):
+            varies, axes, needs, phase = self._together(operands_of(node))
+            if isinstance(node, Counter):
+                self.in_turns.add(len(self.varies))
+            else:
+                self.in_turns.discard(len(self.varies))
         elif isinstance(node, Coordinate | InRange):
             varies, axes, phase = self._index(node.index)
             self.integer += self.count[varies]

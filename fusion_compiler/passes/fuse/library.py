@@ -18,6 +18,8 @@ SCATTERS = frozenset({
     "embedding_dense_backward",
 })  # fmt: skip
 
+SORTS = frozenset({"sort", "argsort", "searchsorted"})
+
 
 def library_call(op: Op) -> str | None:
     """Why an op is a call on purpose; None for one that is not."""
@@ -41,6 +43,8 @@ def library_call(op: Op) -> str | None:
         return "writes a result into an argument of the graph"
     if target is put:
         return "writes into memory that exists, at places that no kernel of ours counts"
+    if target._opname in SORTS:
+        return "a sort: where an element comes to lie depends on all others"
     if target._opname.rstrip("_") in SCATTERS:
         return "a scatter: data decides which places are written, and how often"
     return None

@@ -17,6 +17,7 @@ from fusion_compiler.ir.loops import (
     ROWS,
     Axis,
     Coordinate,
+    Counter,
     Index,
     InRange,
     Load,
@@ -144,7 +145,9 @@ def long_rows(loops: LoopNest) -> LoopNest:
     element: the last axis is the columns then."""
     if len(loops.axes) < 2 or any(a.group == ROWS for a in loops.axes):
         return loops
-    if hint(loops.axes[-1].size) < LONG_ROW or any(isinstance(n, Reduce | Scan) for n in loops.nodes):
+    counts = any(isinstance(n, Counter) for n in loops.nodes)  # turns for a whole tile
+    short = hint(loops.axes[-1].size) < LONG_ROW and not counts
+    if short or any(isinstance(n, Reduce | Scan) for n in loops.nodes):
         return loops
     outer = frozenset(range(len(loops.axes) - 1))
     keys = (frozenset(k for k, _ in n.index.terms) for n in loops.nodes if isinstance(n, Load))

@@ -12,11 +12,21 @@ from dataclasses import replace
 
 import torch
 
-from fusion_compiler.ir import layout
+from fusion_compiler.ir import layout, sum_rows
 from fusion_compiler.ir.dag import Op, Ref
 from fusion_compiler.ir.dims import Dim, simple, strides_of
 from fusion_compiler.ir.index import ZERO, combine, divided, flatten, shifted
-from fusion_compiler.ir.loops import Checked, Compute, Coordinate, Index, InRange, Random, Value
+from fusion_compiler.ir.loops import (
+    Checked,
+    Compute,
+    Coordinate,
+    Counter,
+    Index,
+    InRange,
+    Random,
+    Total,
+    Value,
+)
 from fusion_compiler.ir.writes import indexed
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.ranges import Lookup, lookups
@@ -292,6 +302,20 @@ def _indirect(build: Builder, op: Op, node: int, length: Dim, signed: bool) -> I
     return Index(0, ((~node, 1),))
 
 
+def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    rows, order, bounds = (a.name for a in op.args if isinstance(a, Ref))
+    first, last = (build.value(bounds, (shifted(coords[0], i),), within) for i in (0, 1))
+    turn = build.emit(Counter(first, last, torch.int64), f"{op.name}_turn")
+    here = (("self", Value(turn)), ("other", Value(last)))
+    inside = build.emit(Compute(aten.lt.Tensor, here, torch.bool), "inside")
+    inside = inside if within is None else build.both(within, inside)
+    count = build.dag.op(order).outputs[0].shape[0]
+    place = build.value(order, (_indirect(build, op, turn, count, False),), inside)
+    value = build.value(rows, (_indirect(build, op, place, count, False), coords[1]), inside)
+    dtype = compute_dtype(op.outputs[0].dtype)
+    return build.emit(Total(build.converted(value, dtype, op.name), turn, dtype), op.name)
+
+
 def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     return looked_up(build, op, op.inputs[0], (ZERO, coords[-1]), [coords[:-1]], within)
 
@@ -381,6 +405,7 @@ def _special() -> dict[object, Handler]:
         aten.select_scatter.default: _scatter_select,
         aten.flip.default: _flip,
         aten.embedding.default: _embedding,
+        sum_rows.sum_rows: _sum_rows,
         aten.gather.default: _along,
         aten.index_select.default: _along,
         aten.index.Tensor: _index,

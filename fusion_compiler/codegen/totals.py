@@ -1,0 +1,46 @@
+"""Sums of as many terms as data says, in a loop of their own.
+
+    total = tl.full([1024], 0, tl.float32)
+    for turn in tl.range(first, last):
+        place = tl.load(order_ptr + turn)
+        total = total + tl.load(rows_ptr + place * 2048 + col).to(tl.float32)
+
+A tile of several rows, each with ends of its own, has as many turns as its longest.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.codegen.expression import TRITON_TYPES
+from fusion_compiler.ir.loops import COLS, Compute, Counter, Total, operands_of
+
+
+def build_total(b: Builder, number: int, node: Total) -> None:
+    """A total, whose operands outside the loop are built. Imported late: nodes build what a turn reads."""
+    from fusion_compiler.codegen.nodes import build_nodes
+
+    counter = b.loops.nodes[node.counter]
+    assert isinstance(counter, Counter)
+    first, last = b.variable(counter.first), b.variable(counter.last)
+    alone = b.tile.flat and COLS not in b.a.groups[node.counter]
+    shape = b.shape(b.a.groups[number])
+    total = b.let("total", f"tl.full({shape}, 0, {TRITON_TYPES[node.dtype]})")
+    turns = f"{first}, {last}" if alone else f"0, {b.let('most', f'tl.max({last} - {first})')}"
+    with b.inside(b.loop("turn", f"tl.range({turns})")):
+        here = "turn" if alone else b.let("here", f"{first} + turn")
+        b.env[node.counter] = here
+        if alone:
+            b.true |= _here(b, node.counter, counter)
+        build_nodes(b, b.need((node.operand,)))
+        term = b.variable(node.operand)
+        b.set(total, f"{total} + {term if alone else f'tl.where({here} < {last}, {term}, 0)'}")
+    b.env[number] = total
+
+
+def _here(b: Builder, number: int, counter: Counter) -> frozenset[int]:
+    """The condition that a turn is one of the counter's."""
+    nodes = b.loops.nodes
+    own = (i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.target is torch.ops.aten.lt.Tensor)
+    return frozenset(i for i in own if operands_of(nodes[i]) == (number, counter.last))

@@ -1,0 +1,163 @@
+"""Rows that are added up by their numbers: sorted, and one kernel with what comes before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusion_compiler as fc
+from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.ir.loops import Counter, Total
+from tests.exactness import Compiled, cramped, not_as_close
+
+aten = torch.ops.aten
+
+
+def add_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    return x.index_add(0, index, rows)
+
+
+def with_more(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """A factor before, a residual and a norm after."""
+    total = torch.zeros_like(x).index_add(0, index, rows * rows[:, :1].sigmoid())
+    return F.layer_norm(x + total, x.shape[1:])
+
+
+def put(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    places = index[: len(index) // 2 * 2].view(2, -1) - len(x)  # of two dimensions, counted from the end
+    return x.index_put([places], rows[: places.numel()].view(2, -1, x.shape[1]), accumulate=True)
+
+
+def lookup(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Whose gradient is the sum."""
+    return x[index] * rows
+
+
+def of_blocks(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    return x.view(len(x), 4, -1).index_add(0, index, rows.view(len(rows), 4, -1)).sum(1)
+
+
+def results(function: Callable[..., Tensor], index: Tensor, *given: Tensor) -> list[Tensor]:
+    x, rows = (t.detach().requires_grad_() for t in given)
+    out = function(x, index, rows)
+    torch.manual_seed(7)
+    upstream = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, (x, rows), upstream)]
+
+
+FUNCTIONS = [add_rows, with_more, put, lookup, of_blocks]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("count", "width"), [(1, 64), (7, 100), (40, 256)])
+def test_values_and_gradients(
+    function: Callable[..., Tensor], dtype: torch.dtype, count: int, width: int
+) -> None:
+    """Numbers that many rows have, and none; one row, and more than a tile has."""
+    torch.manual_seed(count + width)
+    x, rows = torch.randn(count, width, dtype=dtype), torch.randn(60, width, dtype=dtype)
+    index = torch.randint(count, (60,)).clamp(min=count // 3)
+    fast = fc.compile(function, backend="interpret", strict=True)
+    exact = results(function, index, x.double(), rows.double())
+    eager, ours = results(function, index, x, rows), results(fast, index, x, rows)
+    for got, theirs, truth in zip(ours, eager, exact, strict=True):
+        assert (reason := not_as_close(got, theirs, truth)) is None, reason
+    made = [n for plan in fast.plan for c in plan.clusters for nest in c.nests for n in nest.nodes]
+    assert any(isinstance(n, Total) for n in made) and any(isinstance(n, Counter) for n in made)
+
+
+@pytest.mark.parametrize("schedules", [schedules_of, cramped])
+@pytest.mark.parametrize("function", [add_rows, with_more], ids=lambda f: f.__name__)
+def test_every_schedule(function: Callable[..., Tensor], schedules: Any) -> None:
+    torch.manual_seed(3)
+    x, rows, index = torch.randn(30, 96), torch.randn(200, 96), torch.randint(30, (200,))
+    for number in range(6):
+        fast = Compiled(function, schedules=schedules, schedule=number)
+        torch.testing.assert_close(fast(x, index, rows), function(x, index, rows), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_many_rows_a_program_adds_up_a_share(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    x, rows = torch.randn(3, 64, dtype=dtype), torch.randn(1000, 64, dtype=dtype)
+    index = torch.randint(3, (1000,))
+    fast = fc.compile(add_rows, backend="interpret", strict=True)
+    exact = results(add_rows, index, x.double(), rows.double())
+    eager, ours = results(add_rows, index, x, rows), results(fast, index, x, rows)
+    for got, theirs, truth in zip(ours, eager, exact, strict=True):
+        assert (reason := not_as_close(got, theirs, truth)) is None, reason
+    sums = [op for op in map(fast.plan[0].dag.op, fast.plan[0].dag.order) if "sum_rows" in str(op.target)]
+    assert [op.outputs[0].shape for op in sums] == [(3 * 8, 64)]
+
+
+@pytest.mark.parametrize(("count", "rows"), [(5, 0), (0, 0), (1, 1)])
+def test_nothing_to_add(count: int, rows: int) -> None:
+    x, index, given = torch.randn(count, 64), torch.zeros(rows, dtype=torch.int64), torch.randn(rows, 64)
+    fast = fc.compile(with_more, backend="interpret", strict=True)
+    torch.testing.assert_close(fast(x, index, given), with_more(x, index, given))
+
+
+def test_one_kernel_with_what_comes_before_and_after() -> None:
+    x, rows, index = torch.randn(30, 96), torch.randn(200, 96), torch.randint(30, (200,))
+    fast = fc.compile(with_more, backend="interpret", strict=True)
+    fast(x, index, rows)
+    (plan,) = fast.plan
+    (cluster,) = [c for c in plan.clusters if "sum_rows" in c.name]
+    assert {"mul", "sigmoid", "add"} <= {plan.dag.op(n).target._opname for n in cluster.ops}
+    assert [left.target for left in plan.leftovers] == ["aten.sort.stable", "aten.searchsorted.Tensor"]
+
+
+def test_forward_and_backward_sort_once() -> None:
+    def both(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+        return x.index_add(0, index, x[index] * rows)
+
+    x, rows, index = torch.randn(30, 96).requires_grad_(), torch.randn(200, 96), torch.randint(30, (200,))
+    fast = fc.compile(both, backend="interpret", strict=True)
+    fast(x, index, rows).sum().backward()
+    sorts = [left.target for plan in fast.plan for left in plan.leftovers if "sort" in left.target]
+    assert sorts == ["aten.sort.stable", "aten.searchsorted.Tensor"]
+
+
+@pytest.mark.parametrize("number", [30, -31])
+def test_a_number_that_no_row_has_is_an_error(number: int) -> None:
+    x, rows, index = torch.randn(30, 96), torch.randn(9, 96), torch.full((9,), number)
+    fast = fc.compile(add_rows, backend="interpret", strict=True)
+    with pytest.raises(IndexError, match=str(number)):
+        fast(x, index, rows)
+
+
+def narrow(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    return x[:, :8].index_add(0, index, rows[:, :8])
+
+
+def columns(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    return x.t().index_add(1, index, rows.t())
+
+
+def whole(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    return x.long().index_add(0, index, rows.long())
+
+
+def overwriting(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    return x.index_put([index], rows)
+
+
+@pytest.mark.parametrize("function", [narrow, columns, whole, overwriting], ids=lambda f: f.__name__)
+def test_others_stay_the_librarys(function: Callable[..., Tensor]) -> None:
+    x, rows, index = torch.randn(30, 96), torch.randn(20, 96), torch.randperm(30)[:20]
+    fast = fc.compile(function, backend="interpret")
+    torch.testing.assert_close(fast(x, index, rows), function(x, index, rows))
+    assert not any("sum_rows" in c.name for c in fast.plan[0].clusters)
+
+
+def test_sizes_that_differ_stay_the_librarys() -> None:
+    fast = fc.compile(add_rows, backend="interpret", dynamic=True)
+    for count in (40, 70):
+        x, rows, index = torch.randn(30, 96), torch.randn(count, 96), torch.randint(30, (count,))
+        torch.testing.assert_close(fast(x, index, rows), add_rows(x, index, rows), rtol=1e-4, atol=1e-4)
