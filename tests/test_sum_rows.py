@@ -46,7 +46,7 @@ def results(function: Callable[..., Tensor], index: Tensor, *given: Tensor) -> l
     x, rows = (t.detach().requires_grad_() for t in given)
     out = function(x, index, rows)
     torch.manual_seed(7)
-    upstream = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
+    upstream = torch.randn(out.shape, dtype=torch.float64).to(out)
     return [out.detach(), *torch.autograd.grad(out, (x, rows), upstream)]
 
 

@@ -1,7 +1,7 @@
 """Sums of as many terms as data says, in a loop of their own.
 
     total = tl.full([1024], 0, tl.float32)
-    for turn in tl.range(first, last):
+    for turn in tl.range(first, last, num_stages=3):
         place = tl.load(order_ptr + turn)
         total = total + tl.load(rows_ptr + place * 2048 + col).to(tl.float32)
 
@@ -17,6 +17,9 @@ from fusion_compiler.codegen.expression import TRITON_TYPES
 from fusion_compiler.ir.loops import COLS, Compute, Counter, Total, operands_of
 
 
+AHEAD = 3  # turns: of a number that many rows have, one would wait for the other's
+
+
 def build_total(b: Builder, number: int, node: Total) -> None:
     """A total, whose operands outside the loop are built. Imported late: nodes build what a turn reads."""
     from fusion_compiler.codegen.nodes import build_nodes
@@ -28,7 +31,7 @@ def build_total(b: Builder, number: int, node: Total) -> None:
     shape = b.shape(b.a.groups[number])
     total = b.let("total", f"tl.full({shape}, 0, {TRITON_TYPES[node.dtype]})")
     turns = f"{first}, {last}" if alone else f"0, {b.let('most', f'tl.max({last} - {first})')}"
-    with b.inside(b.loop("turn", f"tl.range({turns})")):
+    with b.inside(b.loop("turn", f"tl.range({turns}, num_stages={AHEAD})")):
         here = "turn" if alone else b.let("here", f"{first} + turn")
         b.env[node.counter] = here
         if alone:
