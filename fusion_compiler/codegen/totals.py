@@ -16,7 +16,6 @@ from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import TRITON_TYPES
 from fusion_compiler.ir.loops import COLS, Compute, Counter, Total, operands_of
 
-
 AHEAD = 3  # turns: of a number that many rows have, one would wait for the other's
 
 
