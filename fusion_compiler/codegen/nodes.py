@@ -89,7 +89,7 @@ def build_node(b: Builder, number: int) -> None:
         _scan(b, number, node)
         return
     if isinstance(node, Total):
-        build_total(b, number, node)
+        build_total(b, number, node, build_nodes)
         return
     value, base = value_of(b, number)
     if isinstance(value, str) and is_variable(value):  # an operand that passes through

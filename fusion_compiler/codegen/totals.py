@@ -10,6 +10,8 @@ A tile of several rows, each with ends of its own, has as many turns as its long
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fusion_compiler.codegen.builder import Builder
@@ -19,10 +21,8 @@ from fusion_compiler.ir.loops import COLS, Compute, Counter, Total, operands_of
 AHEAD = 3  # turns: of a number that many rows have, one would wait for the other's
 
 
-def build_total(b: Builder, number: int, node: Total) -> None:
-    """A total, whose operands outside the loop are built. Imported late: nodes build what a turn reads."""
-    from fusion_compiler.codegen.nodes import build_nodes
-
+def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, list[int]], None]) -> None:
+    """A total, whose operands outside the loop are built. build: builds the nodes of a turn."""
     counter = b.loops.nodes[node.counter]
     assert isinstance(counter, Counter)
     first, last = b.variable(counter.first), b.variable(counter.last)
@@ -35,7 +35,7 @@ def build_total(b: Builder, number: int, node: Total) -> None:
         b.env[node.counter] = here
         if alone:
             b.true |= _here(b, node.counter, counter)
-        build_nodes(b, b.need((node.operand,)))
+        build(b, b.need((node.operand,)))
         term = b.variable(node.operand)
         b.set(total, f"{total} + {term if alone else f'tl.where({here} < {last}, {term}, 0)'}")
     b.env[number] = total
