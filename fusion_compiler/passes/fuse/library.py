@@ -18,7 +18,8 @@ SCATTERS = frozenset({
     "embedding_dense_backward",
 })  # fmt: skip
 
-SORTS = frozenset({"sort", "argsort", "searchsorted"})
+# What sums of rows are sorted by (`ir/sum_rows.py`); a sort that is not asked to be stable wants a kernel.
+SORTS = (torch.ops.aten.sort.stable, torch.ops.aten.searchsorted.Tensor)
 
 
 def library_call(op: Op) -> str | None:
@@ -43,7 +44,7 @@ def library_call(op: Op) -> str | None:
         return "writes a result into an argument of the graph"
     if target is put:
         return "writes into memory that exists, at places that no kernel of ours counts"
-    if target._opname in SORTS:
+    if target in SORTS:
         return "a sort: where an element comes to lie depends on all others"
     if target._opname.rstrip("_") in SCATTERS:
         return "a scatter: data decides which places are written, and how often"
