@@ -54,6 +54,7 @@ from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.sources import source_of
+from fusion_compiler.ir.views import reinterpreted, restrided
 from fusion_compiler.ir.writes import base_of
 from fusion_compiler.options import Options, When
 from fusion_compiler.passes.chunks.body import examples
@@ -94,10 +95,11 @@ from fusion_compiler.runtime.kept_plans import KeptPlans
 from fusion_compiler.runtime.kept_plans import key_of as plan_key
 from fusion_compiler.runtime.launch import Runner, compile_all
 from fusion_compiler.runtime.progress import Progress
+from fusion_compiler.runtime.retained import sparing
 from fusion_compiler.runtime.stages import Stages, since
 from fusion_compiler.runtime.verify import KernelCheck, Verifier, coarsest
 from fusion_compiler.stitch.order import ordered
-from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
+from fusion_compiler.stitch.stitch import stitch, subgraph
 from fusion_compiler.stitch.units import ranges_of
 
 K = TypeVar("K")
@@ -262,7 +264,9 @@ class Compiler:
             told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
             self.stages.enter("plan")
             plan, ready = planned(info, dag, replace(setting, matches=found.matches)), None
-        order = ordered(plan, info.owned)
+        donated = info.donated if self.options.cudagraphs is not True else ()  # PyTorch's recordings own it
+        order = ordered(plan, info.owned, donated=donated)
+        plan = order.placed(plan)
         if ready is None:
             steps = [step.name for step in order.steps]
             plan = launched_dependently(plan, steps, info, self.options.dependent_launch)
@@ -280,6 +284,8 @@ class Compiler:
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
         self.peaks[info.name] = order.peak
+        taken = {given for given, _ in order.over.values()}
+        saved = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n.name in taken]
         handover = self.handovers.of(gm, info)
         given = handover.given if handover is not None else {}
         stitched = stitch(plan, called, order, view=view, ranges=ranges, given=given)
@@ -305,6 +311,7 @@ class Compiler:
                 self.plans.note(forward, "CUDA graph", BACKWARD_IS_NOT)
         if handover is not None:  # a recording gives back what was recorded
             handover.enabled = not is_recorded(notes.get("CUDA graph"))
+        run = sparing(run, saved) if saved else run
         where = ["captured " + ("from disk" if info.from_disk else "anew")]
         where += ["planned from disk"] if ready is not None else []
         seconds = ", ".join([*where, since(began, self.stages.seconds)])
@@ -399,7 +406,7 @@ class Compiler:
         time = step_time(plan, setting.device, setting.hints, at)
         results = dict.fromkeys(plan.dag.outputs[: info.outputs if info.phase is Phase.FORWARD else None])
         copied = nbytes((meta for name in results for meta in plan.dag.op(name).outputs), at)
-        peak = peak if at == setting.hints else ordered(plan, info.owned, at).peak
+        peak = peak if at == setting.hints else ordered(plan, info.owned, at, info.donated).peak
         copy_us = 2e6 * copied / setting.device.copy_bandwidth
         return Terms(time.host_us, time.gpu_us, peak, copy_us, time.replay_us)
 
@@ -450,7 +457,8 @@ class Compiler:
             coarsest(dag, cluster.ops),
             self.plans.verification,
             self.warned,
-            frozenset(cluster.inputs.index(b) for n in cluster.outputs if (b := base_of(dag, n)) is not None),
+            frozenset(cluster.inputs.index(b) for n in cluster.outputs if (b := base_of(dag, n)) is not None)
+            | {cluster.inputs.index(given) for _, given in cluster.over},
         )
 
     def hints(self, phase: Phase) -> list[Traced]:

@@ -22,9 +22,10 @@ from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.ir.views import reinterpreted, restrided
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.stitch.order import Step, curve, ordered, sparkline
-from fusion_compiler.stitch.stitch import reinterpreted, restrided, stitch, subgraph
+from fusion_compiler.stitch.stitch import stitch, subgraph
 
 
 def planned(function: Callable[..., Any], *inputs: Tensor) -> FusionPlan:

@@ -13,7 +13,7 @@ import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -193,6 +193,7 @@ class _Compilers:
         self._expected = False
         self._separable = False
         self._origins: tuple[Origin, ...] = ()
+        self._donated: frozenset[int] = frozenset()  # arguments of the backward that it may write over
 
     @traced_gradients()
     def compile(
@@ -285,11 +286,14 @@ class _Compilers:
         if phase is Phase.FORWARD:
             self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
         bare = phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes)
+        if phase is Phase.FORWARD:
+            self._donated = _taken_donations()
+        if phase is Phase.BACKWARD:
+            info = replace(info, donated=_donated(graph, self._donated))
         if self.key is None:
             return self._staged(graph, fakes, info, bare)
-        if (metadata := _metadata()) is not None:
-            metadata.bw_donated_idxs = []  # what is saved is not written over, and read again
         known = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
+        known |= {"donated": info.donated}
         known |= {"notes": record.write(self._joint_notes), "bare": bare, "separable": self._separable}
         text = stored(graph, known) if (reason := _unkept()) is None else StoredGraph("", reason)
         if text.reason:
@@ -304,9 +308,9 @@ class _Compilers:
         graph = read(text["graph"], context.fake_mode)
         fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
         phase = Phase(text["phase"])
-        static, owned = tuple(text["static"]), tuple(text["owned"])
+        static, owned, donated = (tuple(text[of]) for of in ("static", "owned", "donated"))
         name = f"{self._name}.{phase}"
-        info = GraphInfo(name, phase, static, text["outputs"], owned, from_disk=True, digest=digest)
+        info = GraphInfo(name, phase, static, text["outputs"], owned, donated, from_disk=True, digest=digest)
         self._separable, self._joint_notes = text["separable"], record.read(text["notes"])
         return self._staged(graph, fakes, info, text["bare"])
 
@@ -469,7 +473,7 @@ def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> Graph
     outputs = len(returned) if isinstance(returned, Sequence) else 1
     owned: tuple[str, ...] = ()
     if metadata is None:
-        return GraphInfo(f"{name}.{phase}", phase, (), outputs, (), notes)
+        return GraphInfo(f"{name}.{phase}", phase, (), outputs, rewrites=notes)
     static = {int(i) for i in metadata.static_input_indices}
     if phase is Phase.BACKWARD:
         # The partitioner keeps the joint graph's names for inputs that it saves.
@@ -478,4 +482,25 @@ def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> Graph
         owned = tuple(node.name for node in placeholders if not node.name.startswith("primals_"))
     elif phase is Phase.FORWARD:
         outputs = metadata.num_forward_returns
-    return GraphInfo(f"{name}.{phase}", phase, tuple(sorted(static)), outputs, owned, notes)
+    return GraphInfo(f"{name}.{phase}", phase, tuple(sorted(static)), outputs, owned, rewrites=notes)
+
+
+def _taken_donations() -> frozenset[int]:
+    """The positions of the backward's arguments that are the forward's own, which nobody else can see.
+
+    AOTAutograd forgets them: it would refuse to go through a graph that is kept (`runtime.retained`).
+    """
+    metadata = _metadata()
+    if metadata is None:
+        return frozenset()
+    taken, metadata.bw_donated_idxs = metadata.bw_donated_idxs, []
+    return frozenset(taken or ())
+
+
+def _donated(graph: fx.GraphModule, positions: Collection[int]) -> tuple[str, ...]:
+    """The arguments at these positions of a backward graph that share memory with no other of them."""
+    nodes = graph.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in nodes]
+    storages = [v.untyped_storage()._cdata if isinstance(v, torch.Tensor) else None for v in values]
+    own = (i for i in sorted(positions) if storages[i] is not None and storages.count(storages[i]) == 1)
+    return tuple(nodes[i].name for i in own)

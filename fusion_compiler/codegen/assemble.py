@@ -23,7 +23,13 @@ from fusion_compiler.codegen.finishing import Finishing, finishing_of
 from fusion_compiler.codegen.names import GLOBAL, HEADER, RESERVED, problem
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.partial_reductions import partials_of
-from fusion_compiler.codegen.passes import checked_late, joined, launched_dependently, stored_early
+from fusion_compiler.codegen.passes import (
+    checked_late,
+    joined,
+    launched_dependently,
+    stored_early,
+    stored_late,
+)
 from fusion_compiler.codegen.regions import passes_over_columns, whole_block
 from fusion_compiler.codegen.sizes import given_names
 from fusion_compiler.codegen.strength_reduction import shortened
@@ -267,11 +273,14 @@ class _Assembly:
         functions = self.made_ahead(b, f"{name}_first")
         grid = self.body(b, program)
         functions += self.last_program(b, f"{name}_last")
-        body = text_of(b) if self.constants is None else text_of(b, self.waiting)
-        return functions, body, grid
+        return functions, text_of(b, self.finished), grid
 
-    def waiting(self, body: list[Statement]) -> list[Statement]:
-        """The program of a kernel that is launched dependently."""
+    def finished(self, body: list[Statement]) -> list[Statement]:
+        """The program: what lies over its inputs is stored late; it waits if launched dependently."""
+        given = ((b.name, b.over) for b in self.signature.outputs if b.over is not None)
+        stored_late(body, {self.parameters[a].name: self.parameters[b].name for a, b in given})
+        if self.constants is None:
+            return body
         pointers = [p.name for p in self.parameters.values() if p.role is not Role.SIZE]
         constant = [p.name for name, p in self.parameters.items() if name in (self.constants or ())]
         return launched_dependently(body, frozenset(constant), frozenset(pointers))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer, Program
-from fusion_compiler.ir.loops import LoopNest
+from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import refusal, schedules
@@ -36,11 +36,20 @@ def emit(
     constants: as for `assemble.build`.
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
+    loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}
+    if any(buffer.over in loaded for buffer in buffers.values()):
+        choices = [_of_full_tiles(found, device) or found for found in choices]
     found = [_program(nests, first, choices, name, doc, buffers, constants) for first in choices[0][:limit]]
     plain = [tuple(s for s in schedules if not s.misaligned) for schedules in choices]
     if all(plain) and all(program.word for program in found):
         found.append(_program(nests, plain[0][0], plain, name, doc, buffers, constants))
     return tuple(found)
+
+
+def _of_full_tiles(found: tuple[Schedule, ...], device: DeviceSpec) -> tuple[Schedule, ...]:
+    """Those whose threads have an element each: of others several load the same one, and one of them may
+    write over it before another has."""
+    return tuple(s for s in found if s.block_rows * s.block_cols >= device.warp_size * s.num_warps)
 
 
 def program_of(

@@ -1,6 +1,7 @@
 """Rewrites of a tile program, from block to block.
 
 joined                  two sums that do not wait for each other are one reduction
+stored_late             a result that lies over what is loaded is stored behind those loads
 stored_early            a value that is used on as it is stored is stored where it is rounded
 checked_late            indices are looked at when all else is done
 launched_dependently    what nobody writes is loaded before the program waits for earlier kernels
@@ -91,6 +92,26 @@ def stored_early(body: list[Statement], roundings: Mapping[int, int]) -> None:
                     moved.update(needed)
                     found += [block[n] for n in needed]
         block[:] = found
+
+
+def stored_late(body: list[Statement], over: Mapping[str, str]) -> None:
+    """store(y, f(x)); b = load(a)  ->  b = load(a); store(y, f(x))    where y lies over a.
+
+    over: pointers to results, each with that to what is loaded from the same memory. In each block: another
+    is another part of the tensors, or a pass that reads nothing more of them (`ir.overwrite`).
+    """
+    for block in blocks(body) if over else ():
+        for result, given in over.items():
+            last = max((i for i, s in enumerate(block) if given in reads(s)), default=-1)
+            plain = [(i, s) for i, s in enumerate(block[: max(last, 0)]) if not isinstance(s, For | If)]
+            early = [i for i, s in plain if result in reads(s)]
+            late = [block[i] for i in early]
+            made = {name for i in range(last + 1) if i not in early for name in writes(block[i])}
+            again = Counter(name for i in range(last + 1) for name in _assigned(block[i]))
+            if any(again[name] > 1 for s in late for name in reads(s) & made):
+                raise ValueError(f"what is stored in {result} does not last until {given} is loaded")
+            kept = [s for i, s in enumerate(block[: last + 1]) if i not in early]
+            block[: last + 1] = [*kept, *late]
 
 
 def checked_late(body: list[Statement], variables: Variables) -> None:

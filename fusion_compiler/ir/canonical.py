@@ -35,6 +35,7 @@ def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
     salts = {salt: sympy.Symbol(f"salt{i}", integer=True) for i, salt in enumerate(salts_of(cluster))}
     nests = tuple(_renamed(loops, short, salts) for loops in cluster.nests)
     over = {name: short[base] for name in cluster.outputs if (base := base_of(dag, name)) is not None}
+    over |= {name: short[given] for name, given in cluster.over}
     metas = [(name, dag.op(name).outputs[0]) for name in names]
     buffers = tuple(Buffer(short[n], m.shape, m.stride, m.dtype, over=over.get(n)) for n, m in metas)
     constants = None if cluster.constants is None else frozenset(short[name] for name in cluster.constants)

@@ -56,6 +56,7 @@ class GraphInfo:
     outputs: how many leading outputs belong to the caller; the others are saved for backward.
     owned: names of the placeholders that the caller gives up: activations saved for backward and
         the gradients that it starts from.
+    donated: those of them that nobody but the graph reads: it may write over them.
     rewrites: what the pre-autograd rewrites did or refused, the same for all phases.
     origins: of the placeholders that are arguments of the Dynamo graph, by name.
     from_disk: it was not traced, an earlier process had kept it.
@@ -67,6 +68,7 @@ class GraphInfo:
     static_inputs: tuple[int, ...]
     outputs: int
     owned: tuple[str, ...] = ()
+    donated: tuple[str, ...] = ()
     rewrites: Notes = ()
     origins: Origins = field(default_factory=dict[str, Origin])
     from_disk: bool = False

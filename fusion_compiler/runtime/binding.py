@@ -37,6 +37,7 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from fusion_compiler.ir.kernel import Buffer, Dim, Kernel, Program, Role
+from fusion_compiler.ir.views import reinterpreted
 from fusion_compiler.runtime.builds import Build
 
 # Launch limits of CUDA and HIP, per axis of the grid.
@@ -384,11 +385,16 @@ def _write_buffers(text: _Text, program: Program, gpu: Gpu) -> None:
     zeroed = [i for i, buffer in enumerate(program.scratch) if buffer.zeroed]
     plain = [(f"s{i}", b) for i, b in enumerate(program.scratch) if not b.zeroed]
     for name, buffer in [*((f"y{i}", b) for i, b in enumerate(program.outputs)), *plain]:
-        if (given := program.given(buffer)) is not None:
-            text.add(f"{name} = x{given}")
-            continue
         shape = _tuple_source(buffer.shape, program.symbols)
         stride = _tuple_source(buffer.stride, program.symbols)
+        if (given := program.given(buffer)) is not None:
+            there = program.inputs[given]
+            if (there.shape, there.stride) == (buffer.shape, buffer.stride):
+                text.add(f"{name} = x{given}")
+            else:
+                text.bind("reinterpreted", reinterpreted)
+                text.add(f"{name} = reinterpreted(x{given}, {shape}, {stride}, 0)")
+            continue
         dtype = text.bind(str(buffer.dtype).removeprefix("torch."), buffer.dtype)
         text.add(f"{name} = empty({shape}, {stride}, {dtype})")
     if zeroed:

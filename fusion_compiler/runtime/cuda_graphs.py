@@ -38,6 +38,7 @@ from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.schema import written
 from fusion_compiler.runtime.binding import unkept_scratch
 from fusion_compiler.runtime.recording import ALIGNED, Boxed, Pool, Recorder, Recording
+from fusion_compiler.runtime.retained import is_kept
 
 RECORDED = "recorded"
 UNASKED = "recorded, as its launches can take longer than what they launch"
@@ -280,7 +281,9 @@ class Recordings:
         plain = _beside_recordings(run, index)
         if reason is not None:
             return plain, reason
-        return _after_one(plain, recorded(run, gm, inputs, info, index)), RECORDED
+        # What is saved dies while it is recorded, and its memory is used again: replays do so, too.
+        again = _unless(is_kept, plain, recorded(run, gm, inputs, info, index))
+        return _after_one(plain, again), RECORDED
 
     def given_up(self, info: GraphInfo) -> str | None:
         """The forward of a backward that was wrapped, if it is not recorded after all (BACKWARD_IS_NOT)."""

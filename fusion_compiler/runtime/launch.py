@@ -29,6 +29,7 @@ from fusion_compiler.errors import (
 )
 from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.kernel import Buffer, Kernel, Program, Role
+from fusion_compiler.ir.views import again, restrided
 from fusion_compiler.runtime.ahead import Ahead
 from fusion_compiler.runtime.binding import GRID_LIMITS, Entry, Gpu, Launcher, Variant, bind, evaluate
 from fusion_compiler.runtime.builds import Build, compile_builds
@@ -247,7 +248,7 @@ class Runner:
             return Choice(next(iter(launchers), 0), ())
         updated = frozenset[int]().union(*(self.candidates[i].updated for i in launchers))
         try:
-            given = [_again(a) if i in updated else a for i, a in enumerate(arguments)]
+            given = [again(a) if i in updated else a for i, a in enumerate(arguments)]  # type: ignore[arg-type]
             times = gpu.times([functools.partial(launcher, *given) for launcher in launchers.values()])
         except torch.OutOfMemoryError:
             return Choice(next(iter(launchers)), ())
@@ -334,14 +335,6 @@ def _brief(error: KernelError) -> str:
         return str(error).splitlines()[0]
     lines = [line.strip() for line in str(error.fields["detail"]).splitlines() if line.strip()]
     return " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else type(error).__name__
-
-
-def _again(argument: torch.Tensor | int) -> torch.Tensor | int:
-    """A tensor of the same values at the same strides, in which candidates may write over each other."""
-    assert isinstance(argument, torch.Tensor)
-    return torch.empty_strided(
-        argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device
-    ).copy_(argument)
 
 
 class _Bound:
@@ -486,8 +479,12 @@ def interpret(
         empty = torch.empty_strided(shape, stride, dtype=buffer.dtype)
         return empty.zero_() if buffer.zeroed else empty
 
+    def shown(tensor: torch.Tensor, buffer: Buffer) -> torch.Tensor:
+        form = [evaluate(dims, program, sizes) for dims in (buffer.shape, buffer.stride)]
+        return tensor if form == [tensor.shape, tensor.stride()] else restrided(tensor, form[0], form[1], 0)
+
     places = [(program.given(buffer), buffer) for buffer in program.outputs]
-    outputs = [allocate(buffer) if given is None else inputs[given] for given, buffer in places]
+    outputs = [allocate(b) if given is None else shown(inputs[given], b) for given, b in places]
     scratch = [allocate(buffer) for buffer in program.scratch]
     sizes = evaluate(program.symbols, program, sizes)
     values = {Role.INPUT: inputs, Role.OUTPUT: outputs, Role.SCRATCH: scratch, Role.SIZE: sizes}

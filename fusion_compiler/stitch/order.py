@@ -4,6 +4,8 @@ The order of the captured program is eager's own. Beside it stand those that run
 much as it allocates as soon as it can run (a weight's gradient right after the gradient of the layer's
 result, say), and those that run nothing before its first reader is due (what a backward computes again); the
 one with the lowest peak is taken.
+
+A result takes the memory of an operand that nobody reads any more where its cluster may write there.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -19,11 +21,13 @@ from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import Op, OpDag, Ref, nbytes
 from fusion_compiler.ir.dims import Hints, numel
 from fusion_compiler.ir.layout import is_view
+from fusion_compiler.ir.overwrite import may_lie_over
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.schema import written
 from fusion_compiler.ir.writes import base_of, memory, root
 
 COLUMNS, SHOWN = 40, 4  # of a memory curve, and tensors named at its peak
+LEAST_PLACED = 1 << 20  # bytes of a result that is written over something: of less nothing is gained
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -47,11 +51,13 @@ class Order:
 
     curve: during each step, what the steps make and the owned inputs, each until its last reader is done or,
     where the graph returns it, to the end. alive: what is in use at the peak, the largest first.
+    over: results that are written over an operand that nobody reads any more, and their bytes.
     """
 
     steps: tuple[Step, ...]
     curve: tuple[int, ...]
     alive: tuple[tuple[str, int], ...]
+    over: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
     @property
     def peak(self) -> int:
@@ -62,14 +68,27 @@ class Order:
         at = self.curve.index(self.peak)
         most = ", ".join(f"{name} {_size(size)}" for name, size in self.alive[:SHOWN])
         step = f"{self.steps[at].name}, step {at + 1} of {len(self.steps)}" if self.steps else "no step"
-        return f"{sparkline(self.curve)} {_size(self.peak)} in {step}: {most}"
+        over = f"; {_size(sum(size for _, size in self.over.values()))} written over what died"
+        return f"{sparkline(self.curve)} {_size(self.peak)} in {step}: {most}{over if self.over else ''}"
+
+    def placed(self, plan: FusionPlan) -> FusionPlan:
+        """The plan whose clusters write where the order says."""
+        if not self.over:
+            return plan
+        clusters = tuple(
+            replace(c, over=tuple((name, self.over[name][0]) for name in c.outputs if name in self.over))
+            for c in plan.clusters
+        )
+        return replace(plan, clusters=clusters)
 
 
-def ordered(plan: FusionPlan, owned: Iterable[str] = (), hints: Hints | None = None) -> Order:
+def ordered(
+    plan: FusionPlan, owned: Iterable[str] = (), hints: Hints | None = None, donated: Container[str] = ()
+) -> Order:
     """The steps that the outputs of `plan.dag` need, and those that change something, in order.
 
     owned: inputs that are freed at their last use because the caller gives them up. hints: sizes for which
-    bytes are counted; by default those that the plan was made for.
+    bytes are counted; by default those that the plan was made for. donated: inputs that may be written over.
     Raises RuntimeError where clusters and calls read each other in a circle.
     """
     hints = plan.setting.hints if hints is None and plan.setting is not None else hints
@@ -84,11 +103,12 @@ def ordered(plan: FusionPlan, owned: Iterable[str] = (), hints: Hints | None = N
     waits = _waits(plan, steps, impure)
     steps = [replace(step, reads=_memories(plan.dag, step.reads)) for step in steps]
     orders = [_order(plan, steps, waits, held, returned, late, eager) for late, eager in kinds]
-    curves = [curve(order, held, returned) for order in orders]
-    peaks = [max(c) for c in curves]
-    best = peaks.index(min(peaks))
-    alive = _alive(orders[best], held, returned, curves[best].index(peaks[best]))
-    return Order(orders[best], curves[best], alive)
+    best = min(orders, key=lambda order: max(curve(order, held, returned)))
+    simulated = _Memory(best, held, returned, _Places(plan, frozenset(n for n in held if n not in donated)))
+    during = tuple(map(simulated.run, best)) or (sum(held.values()),)
+    alive = _alive(best, held, returned, during.index(max(during)), simulated.over)
+    over = {result: (given, simulated.size[result]) for result, given in simulated.over.items()}
+    return Order(best, during, alive, over)
 
 
 def _memories(dag: OpDag, names: Iterable[str]) -> tuple[str, ...]:
@@ -99,7 +119,7 @@ def _memories(dag: OpDag, names: Iterable[str]) -> tuple[str, ...]:
 def curve(steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str]) -> tuple[int, ...]:
     """Bytes in use during each of `steps`, in this order; what is held where there are none."""
     memory = _Memory(steps, held, returned)
-    return tuple(memory.run(step) for step in steps) or (sum(held.values()),)
+    return tuple(map(memory.run, steps)) or (sum(held.values()),)
 
 
 def sparkline(values: Sequence[int]) -> str:
@@ -114,14 +134,19 @@ def _size(size: int) -> str:
 
 
 def _alive(
-    steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str], at: int
+    steps: Sequence[Step],
+    held: Mapping[str, int],
+    returned: frozenset[str],
+    at: int,
+    over: Container[str],
 ) -> tuple[tuple[str, int], ...]:
     """What is in use during step `at`: made by then, and read then or later, or returned."""
     later = {name for step in steps[at:] for name in (*step.reads, *step.makes)} | returned
     made = dict(held)
     for step in steps[: at + 1]:
         made.update(zip(step.makes, step.bytes, strict=True))
-    kept = ((name, size) for name, size in made.items() if size and name in later)
+    placed = {name for name in steps[at].makes if name in over} if steps else ()
+    kept = ((name, size) for name, size in made.items() if size and name in later and name not in placed)
     return tuple(sorted(kept, key=lambda item: -item[1]))
 
 
@@ -191,18 +216,42 @@ def _needed(plan: FusionPlan, steps: Sequence[Step], impure: Container[str]) -> 
     return [step for step in steps if step.name in found]
 
 
+class _Places:
+    """Which results may be written over which operands. spared: tensors that none is written over."""
+
+    def __init__(self, plan: FusionPlan, spared: frozenset[str]) -> None:
+        self.dag, self.spared = plan.dag, spared
+        self.clusters = {cluster.name: cluster for cluster in plan.clusters}
+
+    def may(self, step: Step, result: str, given: str) -> bool:
+        cluster = self.clusters.get(step.name)
+        if cluster is None or given in self.spared:
+            return False
+        metas = [self.dag.op(name).outputs[0] for name in (result, given)]
+        alone = [name for name in cluster.inputs if memory(self.dag, name) == given] == [given]
+        alike = metas[0].dtype == metas[1].dtype and metas[0].device == metas[1].device
+        return alone and alike and may_lie_over(cluster.nests, result, given)
+
+
 class _Memory:
     """Bytes in use while steps run one after the other."""
 
-    def __init__(self, steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str]) -> None:
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        held: Mapping[str, int],
+        returned: frozenset[str],
+        places: _Places | None = None,
+    ) -> None:
         self.size = dict(held) | {n: b for step in steps for n, b in zip(step.makes, step.bytes, strict=True)}
         self.readers = dict.fromkeys(self.size, 0)
         for step in steps:
             for name in step.reads:
                 if name in self.readers:
                     self.readers[name] += 1
-        self.returned = returned
+        self.returned, self.places = returned, places
         self.used = sum(held.values())
+        self.over: dict[str, str] = {}  # results, and what they are written over
 
     def change(self, step: Step) -> int:
         """Bytes in use after the step less those before it."""
@@ -217,9 +266,23 @@ class _Memory:
             if not self.readers[name] and name not in self.returned:
                 yield self.size[name]
 
+    def placed(self, step: Step) -> Mapping[str, str]:
+        """The results that the step writes over operands that nobody reads after it."""
+        found: dict[str, str] = {}
+        for result, size in zip(step.makes, step.bytes, strict=True) if self.places is not None else ():
+            for given in step.reads if size >= LEAST_PLACED else ():
+                last = self.readers.get(given) == 1 and given not in self.returned
+                if last and self.size[given] == size and given not in found.values():
+                    if self.places is not None and self.places.may(step, result, given):
+                        found[result] = given
+                        break
+        return found
+
     def run(self, step: Step) -> int:
         """Bytes in use during the step."""
-        during = self.used + sum(step.bytes) + step.beside
+        placed = self.placed(step)
+        during = self.used + sum(step.bytes) + step.beside - sum(map(self.size.__getitem__, placed))
+        self.over |= placed
         self.used += self.change(step)
         for name in step.reads:
             if name in self.readers:

@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 import sympy
 import torch
 from torch import fx
-from torch._C._dynamo import guards
 from torch._ops import OpOverload
 
 from fusion_compiler.ir import loops
@@ -23,26 +22,13 @@ from fusion_compiler.ir.graph_info import argument_name
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.ir.views import restrided
 from fusion_compiler.ir.writes import base_of, memory, root
 from fusion_compiler.stitch.graph_source import GraphSource, quick
 from fusion_compiler.stitch.higher_order import LOWERED, lowered
 from fusion_compiler.stitch.order import Order, Step
 
 aten = torch.ops.aten
-
-
-def restrided(
-    tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], further: int
-) -> torch.Tensor:
-    """The memory of `tensor` by another shape and other strides, `further` elements on.
-
-    No view of it for autograd: of a forward's two results one may have a gradient and the other none.
-    """
-    return torch.as_strided(tensor.detach(), shape, stride, tensor.storage_offset() + further)
-
-
-# Does the same without the dispatcher; for real tensors, not FakeTensors.
-reinterpreted: Callable[..., torch.Tensor] = getattr(guards, "_reinterpret_tensor")  # noqa: B009  no stub
 
 
 def stitch(

@@ -1,0 +1,28 @@
+"""Other views of a tensor's memory, for generated code; no views of it for autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._C._dynamo import guards
+
+
+def restrided(
+    tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], further: int
+) -> torch.Tensor:
+    """The memory of `tensor` by another shape and other strides, `further` elements on.
+
+    No view of it for autograd: of a forward's two results one may have a gradient and the other none.
+    """
+    return torch.as_strided(tensor.detach(), shape, stride, tensor.storage_offset() + further)
+
+
+# Does the same without the dispatcher; for real tensors, not FakeTensors.
+reinterpreted: Callable[..., torch.Tensor] = getattr(guards, "_reinterpret_tensor")  # noqa: B009  no stub
+
+
+def again(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same values at the same strides, in memory of its own."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return empty.copy_(tensor)
