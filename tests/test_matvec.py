@@ -19,7 +19,7 @@ from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.runtime.target import compile_for, instructions
-from fusion_compiler.schedule.schedule import Schedule
+from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, Schedules, cramped, not_as_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -315,22 +315,46 @@ def test_bytes_become_floats_without_conversions(dtype: torch.dtype) -> None:
             assert not compile_for(kernel, "gfx942").spills
 
 
-def at_once(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Whole rows of a matrix, which are multiplied on tensor units."""
-    return tuple(s for s in schedules_of(loops, name, device) if (s.block_rows, s.block_cols) == (16, 2048))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [8, 16])
-@pytest.mark.parametrize("normed", [False, True])
-def test_whole_rows_on_tensor_units(rows: int, normed: bool, dtype: torch.dtype) -> None:
-    def f(x: Tensor, w: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
-        return residual + F.linear(F.rms_norm(x, norm.shape, norm) if normed else x, w)
+@pytest.mark.parametrize("rows", [4, 8, 16])
+@pytest.mark.parametrize("tile", [(16, 512, 4), (32, 256, 4), (64, 256, 4), (128, 128, 8)], ids=str)
+def test_a_norm_is_read_with_the_matrix(rows: int, tile: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Its factor is the product's: one loop, of every tile of tensor units."""
 
-    x, w = linear(rows, 48, 2048, dtype)
-    inputs = [x, w, torch.rand(2048).to(dtype), torch.randn(rows, 48).to(dtype)]
-    fast = Compiled(f, 0, at_once)
+    def f(x: Tensor, w: Tensor, norm: Tensor) -> Tensor:
+        return F.silu(F.linear(F.rms_norm(x, norm.shape, norm), w))
+
+    def tiled(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+        return (Schedule(*tile[:2], Cols.LOOP, num_warps=tile[2], num_stages=3),)
+
+    x, w = linear(rows, 144, 1024, dtype)
+    inputs = [x, w, torch.rand(1024).to(dtype)]
+    fast = Compiled(f, 0, tiled)
     with torch.no_grad():
         ours, eager, truth = fast(*inputs), f(*inputs), f(*(i.double() for i in inputs))
     assert not_as_close(ours, eager, truth) is None
-    assert all(len(r.candidates) == 1 for r in fast.compiler.runners.values() if "mm" in r.name)
+    (runner,) = fast.compiler.runners.values()
+    source = runner.candidates[0].kernels[0].source
+    assert source.count("tl.range(") == 1 and ("fm.contract" in source) == (dtype is not torch.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_norms_in_front_of_products_compile(rows: int) -> None:
+    """For devices, which add up tiles of one form alone at once."""
+    with FakeTensorMode():
+        x, norm = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((rows, 2048), 2048))
+        gate, up = (torch.empty(8192, 2048, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+        def f(x: Tensor) -> Tensor:
+            y = F.rms_norm(x, norm.shape, norm)
+            return F.silu(F.linear(y, gate)) * F.linear(y, up)
+
+        fast = fc.compile(f, backend="eager", device="h200")
+        with torch.no_grad():
+            fast(x)
+    (plan,) = fast.plan
+    (cluster,) = plan.clusters
+    compiler = Compiler(Options.of(device="h200"))
+    for program in compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200")):
+        (kernel,) = program.kernels
+        assert not compile_for(kernel, "sm_90").spills

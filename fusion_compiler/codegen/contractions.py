@@ -53,10 +53,10 @@ def enter(b: Builder) -> None:
         b.made |= dict.fromkeys(c.sums, lambda c=c: _by_themselves(b, c.sums))
     if b.a.matrices or b.a.weighted_columns:
         return
-    for c in found:
-        if pieces.alike(b, c.vectors):
-            for sums in pieces.sums_in(b, c.vectors):
-                b.packed_sums |= dict.fromkeys(sums, sums)
+    groups, _ = pieces.together(b, b.stores_of("main"))
+    for nodes in (*(c.vectors for c in found if pieces.alike(b, c.vectors)), *(g.values for g in groups)):
+        for sums in pieces.sums_in(b, nodes):
+            b.packed_sums |= dict.fromkeys(sums, sums)
     b.made |= {i: lambda sums=sums: _by_themselves(b, sums) for i, sums in b.packed_sums.items()}
 
 

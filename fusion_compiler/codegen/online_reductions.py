@@ -84,7 +84,8 @@ class Plain:
     def _folded(self, b: Builder, tile: str) -> Combine:
         """A tile along the row; two sums of float32 are made together (`passes.joined`)."""
         adds = type(self) is Plain and b.a.is_sum(self.total)
-        alike = ("state", b.a.level[self.total]) if adds else None
+        form = (b.a.groups[b.reduction(self.total).operand], word_of(b, self.total))  # of the tile
+        alike = ("state", b.a.level[self.total], *form) if adds else None
         flat = b.tile.flat
         return Combine(b.reduction(self.total), (tile,), "0" if flat else "1", not flat, alike=alike)
 

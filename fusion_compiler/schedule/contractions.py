@@ -18,6 +18,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
 LEAST = 3  # vectors: one or two are multiplied as fast as a matrix is read
+TALL = 64  # rows of a tile that the warps of a program multiply together
 SMALLEST = 16  # rows and columns of a tile that tensor units take
 PARTS = 64  # columns of what a warp multiplies by itself, at least
 
@@ -83,4 +84,6 @@ def contracts(a: Analysis, s: Schedule) -> bool:
 
 def parts_of(s: Schedule) -> int:
     """Of a loop's tile, which has no more rows than one warp multiplies: each warp has some columns."""
-    return max(1, min(s.num_warps, s.block_cols // PARTS)) if s.cols is Cols.LOOP else 1
+    if s.cols is not Cols.LOOP or s.block_rows >= TALL:
+        return 1
+    return max(1, min(s.num_warps, s.block_cols // PARTS))

@@ -18,11 +18,12 @@ WORD_SUMS = 4  # elements of a product's terms that a loop adds up at once, at l
 def tile_registers(a: Analysis, s: Schedule) -> float:
     """32-bit registers of a thread for the values that exist at the same time, at their most.
 
-    What contracts keeps the tiles that are multiplied. A loop over columns keeps a tile for every reduction
-    that its pass makes, of products a word's sums alone, and two beside them.
+    What contracts keeps the tiles that are multiplied, but for a matrix that is loaded ahead. A loop over
+    columns keeps a tile for every reduction that its pass makes, of products a word's sums alone, and two
+    beside them.
     """
     if made := contractions_of(a) if contracts(a, s) else ():
-        matrices = {c.matrix for c in made}  # as they were loaded
+        matrices = {c.matrix for c in made} if s.num_stages == 1 else set[int]()  # as they were loaded
         return (len(matrices) + 2) * _registers(a, s, frozenset({ROWS, COLS}), 2)
     if s.cols is Cols.LOOP:
         tiles = len(a.weighted) / WORD_SUMS if a.weighted else _reductions_in_a_pass(a)

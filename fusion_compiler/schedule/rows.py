@@ -32,8 +32,8 @@ PRODUCT_SUMS = 64  # that a thread of a product keeps, of its rows and vectors
 PRODUCT_WORDS = 24  # that it loads at once, of its rows and matrices
 # Of a row that is loaded whole, before the kernel waits for what others make: elements of it and of a warp.
 MOST_AT_ONCE, AT_ONCE = 16384, 1024
-# Elements of such a row where sixteen are multiplied on tensor units, by warps of so many threads.
-MOST_CONTRACTED, WARP = 2048, 32
+SHORT = 4096  # columns of a matrix, of which a program of many warps has few turns
+MOST_BY_THREADS = 4  # vectors that are multiplied as fast by threads as by tensor units
 IN_FLIGHT = 24576  # elements of matrices that a multiprocessor has to wait for at once
 MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the others are done
 
@@ -54,6 +54,8 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not a.weighted:
         return made(a, device, table.shapes("rows", a))
     found, tiles = made(a, device, _products(a, device)), _contracting(a, device)
+    if len(a.weighted) > MOST_BY_THREADS:
+        return (*tiles, *found)
     both = itertools.chain.from_iterable(itertools.zip_longest(tiles, found))  # tuned together
     return tuple(s for s in both if s is not None)
 
@@ -101,17 +103,17 @@ def _matrices(a: Analysis) -> int:
 
 
 def _contracting(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Tiles of tensor units, whose warps have some columns each; the next ones are loaded ahead. Or whole
-    rows, loaded before the kernel waits; of warps that are twice as wide each thread would have too many."""
+    """Tiles of tensor units; the next ones are loaded ahead. What is made of the vectors serves all rows of a
+    tile, so that these are as many as leave each multiprocessor some."""
     if len(a.weighted) < LEAST or a.across_rows or not contractions_of(a):
         return ()
     width, count = padded(hint(a.size(COLS))), hint(a.size(ROWS))
-    if count >= 64 * device.sms:
-        shapes = ((16, 512, 4, 3), (32, 512, 4, 3), (16, 1024, 8, 3))
+    if count >= 32 * device.sms:
+        shapes = ((64, 256, 4, 3), (32, 256, 4, 4), (128, 128, 8, 3), (16, 512, 4, 3))
+    elif width <= SHORT:
+        shapes = ((16, 512, 4, 3), (32, 256, 4, 4), (16, 1024, 8, 3), (16, 256, 4, 4))
     else:
-        shapes = ((16, 512, 4, 3), (16, 1024, 8, 3), (16, 256, 4, 4))
-    if device.warp_size == WARP and MOST_CONTRACTED // 2 < width <= MOST_CONTRACTED:
-        shapes = (shapes[0], (16, width, 8, 1), *shapes[1:])
+        shapes = ((16, 512, 4, 3), (16, 1024, 8, 3), (32, 256, 4, 4), (16, 256, 4, 4))
     found = (Schedule(r, c, Cols.LOOP, num_warps=w, num_stages=n) for r, c, w, n in shapes if c <= width)
     return tuple(s for s in found if contracts(a, s))
 

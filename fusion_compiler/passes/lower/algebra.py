@@ -1,25 +1,33 @@
-"""Algebra on loop nests: what a reduction over known positions comes to without a loop."""
+"""Algebra on loop nests: what a reduction over known positions comes to without a loop, and what in a sum
+need not wait for another."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
     Compute,
     Constant,
     Coordinate,
     Index,
+    Load,
     LoopNest,
     Node,
     Reduce,
     Value,
     groups_of,
+    operands_of,
     renumber,
     renumber_store,
 )
 
 aten = torch.ops.aten
+Parted = tuple[int | None, tuple[int, ...]]  # what is left of a product, and what was taken out of it
 
 
 def one_hot_sums(loops: LoopNest) -> LoopNest:
@@ -85,6 +93,112 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
             if size is not None:
                 return there, value.node, size
     return None
+
+
+def factored_sums(loops: LoopNest) -> LoopNest:
+    """sum_j w_ij * (x_j * s) -> (sum_j w_ij * x_j) * s, for an s that waits for a sum over j.
+
+    A norm in front of a matrix: both are read in one pass, and nothing of it waits for the row's mean square.
+    """
+    groups, waits = groups_of(loops), _waits(loops)
+    nodes: list[Node] = []
+    names: list[str] = []
+    numbers: dict[int, int] = {}
+    known: dict[tuple[int, frozenset[str]], Parted] = {}
+    changed = False
+
+    def add(node: Node, name: str) -> int:
+        nodes.append(node)
+        names.append(name)
+        return len(nodes) - 1
+
+    def times(a: int, b: int, name: str) -> int:
+        operands = (("self", Value(a)), ("other", Value(b)))
+        return add(Compute(aten.mul.Tensor, operands, nodes[a].dtype), name)
+
+    def parted(number: int, over: frozenset[str]) -> Parted:
+        """A product without the factors that are the same for all terms and wait; and those."""
+        if (number, over) not in known:
+            known[number, over] = found(number, over)
+        return known[number, over]
+
+    def found(number: int, over: frozenset[str]) -> Parted:
+        number = _origin(loops, number)
+        if not groups[number] & over and over in waits[number]:
+            return None, (numbers[number],)
+        factors = _factors(loops, number)
+        if not factors:
+            return numbers[number], ()
+        (a, out), (b, more) = (parted(factor, over) for factor in factors)
+        if not out + more:
+            return numbers[number], ()
+        left = times(a, b, loops.names[number]) if a is not None and b is not None else a if b is None else b
+        return left, out + more
+
+    for i, node in enumerate(loops.nodes):
+        if isinstance(node, Reduce) and _weighs(loops, groups, node):
+            operand, out = parted(node.operand, node.over)
+            if out and operand is not None:
+                number, changed = add(replace(node, operand=operand), loops.names[i]), True
+                for factor in out:
+                    number = times(number, factor, loops.names[i])
+                numbers[i] = number
+                continue
+        numbers[i] = add(renumber(node, numbers), loops.names[i])
+    stores = tuple(renumber_store(s, numbers) for s in loops.stores)
+    return LoopNest(loops.axes, tuple(nodes), stores, tuple(names)) if changed else loops
+
+
+def _waits(loops: LoopNest) -> list[frozenset[frozenset[str]]]:
+    """Over which groups there are reductions that each node waits for."""
+    found: list[frozenset[frozenset[str]]] = []
+    for node in loops.nodes:
+        own = frozenset((node.over,)) if isinstance(node, Reduce) else frozenset[frozenset[str]]()
+        found.append(own.union(*(found[o] for o in operands_of(node))))
+    return found
+
+
+def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
+    """The two of a product of floats; none of what is none."""
+    node = loops.nodes[number]
+    if not isinstance(node, Compute) or node.target is not aten.mul.Tensor:
+        return ()
+    values = tuple(value.node for _, value in node.operands if isinstance(value, Value))
+    alike = node.dtype.is_floating_point and all(loops.nodes[n].dtype == node.dtype for n in values)
+    return values if len(values) == 2 and alike else ()
+
+
+def _weighs(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -> bool:
+    """Whether a reduction is a sum along rows of a matrix, which lie in memory so, each element times what is
+    the same in all of them."""
+    if node.combine != "sum" or node.kept or node.over != frozenset({COLS}):
+        return False
+    stack, leaves = [node.operand], list[int]()
+    while stack:
+        number = _origin(loops, stack.pop())
+        factors = _factors(loops, number)
+        stack.extend(factors)
+        leaves += () if factors else (number,)
+    wide = [n for n in leaves if groups[n] == frozenset({ROWS, COLS})]
+    if len(wide) != 1 or not all(groups[n] <= node.over for n in leaves if n not in wide):
+        return False
+    return not any(_runs_along_rows(loops, n) for n in _behind(loops, wide[0]))
+
+
+def _behind(loops: LoopNest, number: int) -> set[int]:
+    """A node and all that it is made of."""
+    found, stack = set[int](), [number]
+    while stack:
+        if (number := stack.pop()) not in found:
+            found.add(number)
+            stack.extend(operands_of(loops.nodes[number]))
+    return found
+
+
+def _runs_along_rows(loops: LoopNest, number: int) -> bool:
+    node = loops.nodes[number]
+    terms = node.index.terms if isinstance(node, Load) else ()
+    return any(key >= 0 and step == 1 and loops.axes[key].group == ROWS for key, step in terms)
 
 
 def _origin(loops: LoopNest, number: int) -> int:

@@ -32,7 +32,7 @@ from fusion_compiler.ir.loops import (
     renumber_store,
     store_operands,
 )
-from fusion_compiler.passes.lower.algebra import one_hot_sums
+from fusion_compiler.passes.lower.algebra import factored_sums, one_hot_sums
 
 NAMES = {BATCH: "batch", ROWS: "row", COLS: "col"}
 LEAST_TILE = 16  # elements along which a transposing tile has to run to touch whole sectors
@@ -45,7 +45,7 @@ def simplify(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     by_memory: columns are what is contiguous, even where something else is reduced and broadcast back.
     """
     loops = remove_dead(one_hot_sums(loops))
-    loops = contiguous_cols(loops, by_memory)
+    loops = remove_dead(factored_sums(contiguous_cols(loops, by_memory)))
     loops, crossing = split_orders(loops)
     loops = order_axes(loops, crossing)
     return name_axes(long_rows(coalesce(loops)))
