@@ -184,6 +184,7 @@ def info_of(phase: Phase, graph: int = 0) -> GraphInfo:
 def test_a_backward_follows_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons: list[str | None] = []
     backward_runs: list[int] = []
+    kept = False  # for a backward to come
 
     class Manager:
         def set_to_running_backward(self) -> None:
@@ -191,6 +192,7 @@ def test_a_backward_follows_its_forward(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(cuda_graphs, "refusal", lambda *_: reasons.pop(0))
     monkeypatch.setattr(cuda_graphs, "recorded", lambda run, *_: lambda arguments: ["replayed"])
+    monkeypatch.setattr(cuda_graphs, "is_kept", lambda: kept)
     monkeypatch.setattr(cudagraph_trees, "get_manager", lambda index, create_if_none_exists: Manager())
     graph = traced(lambda x: x + 1, "cuda:0")
     recordings = Recordings()
@@ -211,9 +213,11 @@ def test_a_backward_follows_its_forward(monkeypatch: pytest.MonkeyPatch) -> None
     run, note = decide(Phase.BACKWARD, 1, None)
     assert note == RECORDED and [run([]) for _ in range(3)] == [["plain"], ["replayed"], ["replayed"]]
     assert len(backward_runs) == 1
+    kept = True
+    assert run([]) == ["plain"] and len(backward_runs) == 2
     run, note = decide(Phase.BACKWARD, 1, "sizes differ")
     assert note == "sizes differ" and [run([]) for _ in range(2)] == [["plain"]] * 2
-    assert len(backward_runs) == 3
+    assert len(backward_runs) == 4
 
 
 PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0, replay_us=160.0)

@@ -99,6 +99,10 @@ def quantised_rms_norm(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return groups_of_128(F.rms_norm(x, w.shape, w))
 
 
+def normed_rows_product(x: Tensor, norm: Tensor, w: Tensor) -> Tensor:
+    return F.linear(F.rms_norm(x, norm.shape, norm), w)
+
+
 def residual_product(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     return residual + F.linear(x, w)
 
@@ -229,6 +233,9 @@ EXAMPLES = {
     "Segments of a row": Example(quantised_rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]"),
     "Matrix-vector products": Example(
         residual_product, "bfloat16 [2, 2048], bfloat16 [8192, 2048], bfloat16 [2, 8192]"
+    ),
+    "Norms in front of products": Example(
+        normed_rows_product, "bfloat16 [8, 2048], bfloat16 [2048], bfloat16 [8192, 2048]"
     ),
     "Made ahead": Example(normed_product, "bfloat16 [1, 1024], bfloat16 [1024], bfloat16 [1024, 4096]"),
     "Matrices": Example(

@@ -281,9 +281,7 @@ class Recordings:
         plain = _beside_recordings(run, index)
         if reason is not None:
             return plain, reason
-        # What is saved dies while it is recorded, and its memory is used again: replays do so, too.
-        again = _unless(is_kept, plain, recorded(run, gm, inputs, info, index))
-        return _after_one(plain, again), RECORDED
+        return _after_one(plain, _if_last(plain, recorded(run, gm, inputs, info, index))), RECORDED
 
     def given_up(self, info: GraphInfo) -> str | None:
         """The forward of a backward that was wrapped, if it is not recorded after all (BACKWARD_IS_NOT)."""
@@ -427,6 +425,16 @@ def _unless(condition: Callable[[], bool], plain: Boxed, later: Boxed) -> Boxed:
     def call(arguments: list[Any]) -> Any:
         hindered = condition() or torch.cuda.is_current_stream_capturing()
         return (plain if hindered else later)(arguments)
+
+    return call
+
+
+def _if_last(plain: Boxed, later: Boxed) -> Boxed:
+    """`later`, a recorded backward, but `plain` where another is to follow: what was saved died while it was
+    recorded, and its memory was used again, as each replay does."""
+
+    def call(arguments: list[Any]) -> Any:
+        return (plain if is_kept() else later)(arguments)
 
     return call
 

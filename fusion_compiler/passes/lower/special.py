@@ -23,9 +23,11 @@ from fusion_compiler.ir.loops import (
     Counter,
     Index,
     InRange,
+    Load,
     Random,
     Total,
     Value,
+    exact,
 )
 from fusion_compiler.ir.writes import indexed
 from fusion_compiler.passes.lower.builder import Builder
@@ -99,6 +101,9 @@ def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     value = build.value(source, tuple(inner), inside)
     if not padded or inside is None:
         return value
+    node = build.nodes[value]
+    if exact(fill) in map(exact, (0, 0.0, False)) and isinstance(node, Load) and node.within == inside:
+        return value  # which is zero elsewhere
     return build.choose(inside, value, build.constant(fill, dtype, "fill"), dtype, op.name)  # type: ignore[arg-type]
 
 
