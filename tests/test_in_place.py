@@ -352,6 +352,18 @@ def test_verify_writes_once() -> None:
     assert fast.verification.rows
 
 
+def test_what_nobody_needs_orders_nothing() -> None:
+    """A write into a value that is dropped, and into an argument that the value was made of."""
+
+    def function(x: Tensor, at: Tensor, new: Tensor) -> Tensor:
+        dropped = nn.functional.one_hot(x.argmax(0), 4)
+        dropped.index_copy_(0, at, new)
+        x[at] = 0
+        return x * 2
+
+    held(function, lambda: [torch.randn(4, 3), torch.tensor([1]), torch.randint(4, (1, 4))], strict=True)
+
+
 def test_arguments_that_are_one_memory() -> None:
     def function(a: Tensor, b: Tensor) -> Tensor:
         a[1:3] = b[2:4] * 2

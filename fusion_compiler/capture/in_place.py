@@ -289,8 +289,9 @@ class _Writes:
         number = {node: i for i, node in enumerate(nodes)}
         waits = {node: list(node.all_input_nodes) for node in nodes}
         for reader, writes in self.before.items():
-            for write in writes:
-                waits[write].append(reader)
+            for write in writes if reader in waits else ():  # and not erased, as nobody needs it
+                if write in waits:
+                    waits[write].append(reader)
         placed: set[fx.Node] = set()
         last = self.graph._root
         for node in nodes:
