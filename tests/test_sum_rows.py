@@ -161,3 +161,18 @@ def test_sizes_that_differ_stay_the_librarys() -> None:
     for count in (40, 70):
         x, rows, index = torch.randn(30, 96), torch.randn(count, 96), torch.randint(30, (count,))
         torch.testing.assert_close(fast(x, index, rows), add_rows(x, index, rows), rtol=1e-4, atol=1e-4)
+
+
+def test_terms_that_depend_on_where_they_stand() -> None:
+    """What is overwritten behind a lookup sends no gradient back."""
+
+    def overwritten(x: Tensor, index: Tensor, new: Tensor) -> Tensor:
+        return torch.select_scatter(x[index], new, 1, -1)
+
+    x, index, new = torch.randn(8, 4, 9), torch.randint(8, (8,)), torch.randn(8, 9)
+    sent = torch.randn(8, 4, 9)
+    fast = fc.compile(overwritten, backend="interpret", strict=True)
+    x.requires_grad_()
+    ours, eager = (torch.autograd.grad(f(x, index, new), x, sent)[0] for f in (fast, overwritten))
+    torch.testing.assert_close(ours, eager)
+    assert any("sum_rows" in cluster.name for plan in fast.plan for cluster in plan.clusters)

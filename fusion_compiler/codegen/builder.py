@@ -171,6 +171,8 @@ class Builder:
     def variable(self, number: int) -> str:
         """The variable of a node that is built; of a constant, built now."""
         node = self.loops.nodes[number]
+        if number not in self.env and number in self.true:  # which masks leave out, and others read
+            node = Constant(True, torch.bool)
         if number not in self.env and isinstance(node, Constant):
             self.env[number] = self.let("constant", self.full(literal(node.value), node.dtype), number)
         return self.env[number]
