@@ -43,7 +43,7 @@ from fusion_compiler.errors import (
     WarnOnce,
 )
 from fusion_compiler.ir.breaks import GraphBreak
-from fusion_compiler.ir.canonical import Canonical, canonical, describe
+from fusion_compiler.ir.canonical import Canonical, canonical, describe, written_over
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import OpDag, build, nbytes, size_hints
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
@@ -55,7 +55,6 @@ from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.ir.views import reinterpreted, restrided
-from fusion_compiler.ir.writes import base_of
 from fusion_compiler.options import Options, When
 from fusion_compiler.passes.chunks.body import examples
 from fusion_compiler.passes.chunks.chunk import chunk_losses
@@ -284,8 +283,6 @@ class Compiler:
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
         self.peaks[info.name] = order.peak
-        taken = {given for given, _ in order.over.values()}
-        saved = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n.name in taken]
         handover = self.handovers.of(gm, info)
         given = handover.given if handover is not None else {}
         stitched = stitch(plan, called, order, view=view, ranges=ranges, given=given)
@@ -311,7 +308,7 @@ class Compiler:
                 self.plans.note(forward, "CUDA graph", BACKWARD_IS_NOT)
         if handover is not None:  # a recording gives back what was recorded
             handover.enabled = not is_recorded(notes.get("CUDA graph"))
-        run = sparing(run, saved) if saved else run
+        run = sparing(run, order.taken([n.name for n in gm.graph.find_nodes(op="placeholder")]))
         where = ["captured " + ("from disk" if info.from_disk else "anew")]
         where += ["planned from disk"] if ready is not None else []
         seconds = ", ".join([*where, since(began, self.stages.seconds)])
@@ -457,8 +454,7 @@ class Compiler:
             coarsest(dag, cluster.ops),
             self.plans.verification,
             self.warned,
-            frozenset(cluster.inputs.index(b) for n in cluster.outputs if (b := base_of(dag, n)) is not None)
-            | {cluster.inputs.index(given) for _, given in cluster.over},
+            frozenset(map(cluster.inputs.index, written_over(cluster, dag).values())),
         )
 
     def hints(self, phase: Phase) -> list[Traced]:

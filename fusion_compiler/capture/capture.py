@@ -285,16 +285,15 @@ class _Compilers:
         info = _info(graph, self._name, phase, ())
         if phase is Phase.FORWARD:
             self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
-        bare = phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes)
-        if phase is Phase.FORWARD:
             self._donated = _taken_donations()
+        bare = phase is Phase.INFERENCE and self._inputs is not None and _passed_on(self._inputs, fakes)
         if phase is Phase.BACKWARD:
             info = replace(info, donated=_donated(graph, self._donated))
         if self.key is None:
             return self._staged(graph, fakes, info, bare)
         known = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
-        known |= {"donated": info.donated}
-        known |= {"notes": record.write(self._joint_notes), "bare": bare, "separable": self._separable}
+        known |= {"donated": info.donated, "bare": bare, "separable": self._separable}
+        known |= {"notes": record.write(self._joint_notes)}
         text = stored(graph, known) if (reason := _unkept()) is None else StoredGraph("", reason)
         if text.reason:
             self._tell(f"not kept on disk: {text.reason}")

@@ -121,8 +121,8 @@ def _build(b: Builder, c: Contraction) -> None:
 @dataclass(frozen=True)
 class Contracted:
     """The sums of a contraction along the row, in a pass over its columns: a state as `online_reductions.py`
-    has them. Each warp multiplies some columns of a block by itself. What bfloat16 holds and what that leaves
-    are products of their own: in a loop it costs more to lay them side by side."""
+    has them. Of few rows each warp multiplies some columns of a block by itself. What bfloat16 holds and what
+    that leaves are products of their own: in a loop it costs more to lay them side by side."""
 
     contraction: Contraction
 

@@ -34,12 +34,17 @@ def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
     short = {name: f"buffer{i}" for i, name in enumerate(names)}
     salts = {salt: sympy.Symbol(f"salt{i}", integer=True) for i, salt in enumerate(salts_of(cluster))}
     nests = tuple(_renamed(loops, short, salts) for loops in cluster.nests)
-    over = {name: short[base] for name in cluster.outputs if (base := base_of(dag, name)) is not None}
-    over |= {name: short[given] for name, given in cluster.over}
+    over = {name: short[given] for name, given in written_over(cluster, dag).items()}
     metas = [(name, dag.op(name).outputs[0]) for name in names]
     buffers = tuple(Buffer(short[n], m.shape, m.stride, m.dtype, over=over.get(n)) for n, m in metas)
     constants = None if cluster.constants is None else frozenset(short[name] for name in cluster.constants)
     return Canonical(nests, buffers, dag.op(cluster.outputs[0]).outputs[0].device, constants)
+
+
+def written_over(cluster: Cluster, dag: OpDag) -> dict[str, str]:
+    """The results of a cluster that have the memory of one of its inputs, each with that one."""
+    bases = {name: base for name in cluster.outputs if (base := base_of(dag, name)) is not None}
+    return bases | dict(cluster.over)
 
 
 def salts_of(cluster: Cluster) -> tuple[int, ...]:

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from fusion_compiler.ir.views import again
-
-Boxed = Callable[[list[Any]], Any]
-
+from fusion_compiler.runtime.recording import Boxed
 
 # Whether the backward that runs is to leave its graph to a later one.
 is_kept: Callable[[], bool] = getattr(torch._C, "_autograd")._get_current_graph_task_keep_graph  # noqa: B009
@@ -19,6 +17,8 @@ is_kept: Callable[[], bool] = getattr(torch._C, "_autograd")._get_current_graph_
 def sparing(run: Boxed, positions: Sequence[int]) -> Boxed:
     """`run`, which writes over the arguments at `positions`: where autograd keeps its graph
     (`backward(retain_graph=True)`), over copies of them."""
+    if not positions:
+        return run
 
     def call(arguments: list[Any]) -> Any:
         if is_kept():

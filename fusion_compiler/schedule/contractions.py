@@ -83,7 +83,7 @@ def contracts(a: Analysis, s: Schedule) -> bool:
 
 
 def parts_of(s: Schedule) -> int:
-    """Of a loop's tile, which has no more rows than one warp multiplies: each warp has some columns."""
+    """Of a loop's tile: of about as many rows as one warp multiplies each warp has some columns."""
     if s.cols is not Cols.LOOP or s.block_rows >= TALL:
         return 1
     return max(1, min(s.num_warps, s.block_cols // PARTS))

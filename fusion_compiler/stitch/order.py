@@ -51,7 +51,7 @@ class Order:
 
     curve: during each step, what the steps make and the owned inputs, each until its last reader is done or,
     where the graph returns it, to the end. alive: what is in use at the peak, the largest first.
-    over: results that are written over an operand that nobody reads any more, and their bytes.
+    over: results that are written over an operand that nobody reads any more, each with that and its bytes.
     """
 
     steps: tuple[Step, ...]
@@ -70,6 +70,11 @@ class Order:
         step = f"{self.steps[at].name}, step {at + 1} of {len(self.steps)}" if self.steps else "no step"
         over = f"; {_size(sum(size for _, size in self.over.values()))} written over what died"
         return f"{sparkline(self.curve)} {_size(self.peak)} in {step}: {most}{over if self.over else ''}"
+
+    def taken(self, inputs: Sequence[str]) -> tuple[int, ...]:
+        """The positions of those inputs that results are written over."""
+        over = {given for given, _ in self.over.values()}
+        return tuple(i for i, name in enumerate(inputs) if name in over)
 
     def placed(self, plan: FusionPlan) -> FusionPlan:
         """The plan whose clusters write where the order says."""
@@ -269,13 +274,15 @@ class _Memory:
     def placed(self, step: Step) -> Mapping[str, str]:
         """The results that the step writes over operands that nobody reads after it."""
         found: dict[str, str] = {}
-        for result, size in zip(step.makes, step.bytes, strict=True) if self.places is not None else ():
-            for given in step.reads if size >= LEAST_PLACED else ():
-                last = self.readers.get(given) == 1 and given not in self.returned
-                if last and self.size[given] == size and given not in found.values():
-                    if self.places is not None and self.places.may(step, result, given):
-                        found[result] = given
-                        break
+        if self.places is None:
+            return found
+        dying = [n for n in step.reads if self.readers.get(n) == 1 and n not in self.returned]
+        for result, size in zip(step.makes, step.bytes, strict=True):
+            for given in dying if size >= LEAST_PLACED else ():
+                if self.size[given] == size and self.places.may(step, result, given):
+                    found[result] = given
+                    dying.remove(given)
+                    break
         return found
 
     def run(self, step: Step) -> int:

@@ -3,6 +3,7 @@ need not wait for another."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -27,7 +28,31 @@ from fusion_compiler.ir.loops import (
 )
 
 aten = torch.ops.aten
+ALONG = frozenset({COLS})
 Parted = tuple[int | None, tuple[int, ...]]  # what is left of a product, and what was taken out of it
+
+
+class _Rebuilt:
+    """A loop nest that is made anew, node by node. numbers: of old nodes, the new ones with their values."""
+
+    def __init__(self, loops: LoopNest) -> None:
+        self.loops = loops
+        self.nodes: list[Node] = []
+        self.names: list[str] = []
+        self.numbers: dict[int, int] = {}
+
+    def add(self, node: Node, name: str) -> int:
+        self.nodes.append(node)
+        self.names.append(name)
+        return len(self.nodes) - 1
+
+    def keep(self, number: int) -> None:
+        node = renumber(self.loops.nodes[number], self.numbers)
+        self.numbers[number] = self.add(node, self.loops.names[number])
+
+    def done(self) -> LoopNest:
+        stores = tuple(renumber_store(s, self.numbers) for s in self.loops.stores)
+        return LoopNest(self.loops.axes, tuple(self.nodes), stores, tuple(self.names))
 
 
 def one_hot_sums(loops: LoopNest) -> LoopNest:
@@ -39,18 +64,11 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
     found = {i: hit for i, n in enumerate(loops.nodes) if (hit := _one_hot(loops, groups, n)) is not None}
     if not found:
         return loops
-    nodes: list[Node] = []
-    names: list[str] = []
-    numbers: dict[int, int] = {}
-
-    def add(node: Node, name: str) -> int:
-        nodes.append(node)
-        names.append(name)
-        return len(nodes) - 1
-
+    new = _Rebuilt(loops)
+    numbers, add = new.numbers, new.add
     for i, node in enumerate(loops.nodes):
         if i not in found:
-            numbers[i] = add(renumber(node, numbers), loops.names[i])
+            new.keep(i)
             continue
         target, value, size = found[i]
         position = Value(numbers[target])
@@ -61,8 +79,7 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
         zero = add(Constant(0.0 if node.dtype.is_floating_point else 0, node.dtype), "zero")
         choice = (("condition", Value(inside)), ("self", Value(numbers[value])), ("other", Value(zero)))
         numbers[i] = add(Compute(aten.where.self, choice, node.dtype), loops.names[i])
-    stores = tuple(renumber_store(s, numbers) for s in loops.stores)
-    return LoopNest(loops.axes, tuple(nodes), stores, tuple(names))
+    return new.done()
 
 
 def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) -> tuple[int, int, int] | None:
@@ -100,61 +117,50 @@ def factored_sums(loops: LoopNest) -> LoopNest:
 
     A norm in front of a matrix: both are read in one pass, and nothing of it waits for the row's mean square.
     """
-    groups, waits = groups_of(loops), _waits(loops)
-    nodes: list[Node] = []
-    names: list[str] = []
-    numbers: dict[int, int] = {}
-    known: dict[tuple[int, frozenset[str]], Parted] = {}
+    if sum(isinstance(n, Reduce) and n.over == ALONG for n in loops.nodes) < 2:
+        return loops
+    groups, waiting, new = groups_of(loops), _waiting(loops), _Rebuilt(loops)
     changed = False
-
-    def add(node: Node, name: str) -> int:
-        nodes.append(node)
-        names.append(name)
-        return len(nodes) - 1
 
     def times(a: int, b: int, name: str) -> int:
         operands = (("self", Value(a)), ("other", Value(b)))
-        return add(Compute(aten.mul.Tensor, operands, nodes[a].dtype), name)
+        return new.add(Compute(aten.mul.Tensor, operands, new.nodes[a].dtype), name)
 
-    def parted(number: int, over: frozenset[str]) -> Parted:
+    @functools.cache
+    def parted(number: int) -> Parted:
         """A product without the factors that are the same for all terms and wait; and those."""
-        if (number, over) not in known:
-            known[number, over] = found(number, over)
-        return known[number, over]
-
-    def found(number: int, over: frozenset[str]) -> Parted:
         number = _origin(loops, number)
-        if not groups[number] & over and over in waits[number]:
-            return None, (numbers[number],)
+        if not groups[number] & ALONG and number in waiting:
+            return None, (new.numbers[number],)
         factors = _factors(loops, number)
         if not factors:
-            return numbers[number], ()
-        (a, out), (b, more) = (parted(factor, over) for factor in factors)
+            return new.numbers[number], ()
+        (a, out), (b, more) = map(parted, factors)
         if not out + more:
-            return numbers[number], ()
+            return new.numbers[number], ()
         left = times(a, b, loops.names[number]) if a is not None and b is not None else a if b is None else b
         return left, out + more
 
     for i, node in enumerate(loops.nodes):
         if isinstance(node, Reduce) and _weighs(loops, groups, node):
-            operand, out = parted(node.operand, node.over)
-            if out and operand is not None:
-                number, changed = add(replace(node, operand=operand), loops.names[i]), True
+            operand, out = parted(node.operand)
+            if operand is not None and out:
+                number, changed = new.add(replace(node, operand=operand), loops.names[i]), True
                 for factor in out:
                     number = times(number, factor, loops.names[i])
-                numbers[i] = number
+                new.numbers[i] = number
                 continue
-        numbers[i] = add(renumber(node, numbers), loops.names[i])
-    stores = tuple(renumber_store(s, numbers) for s in loops.stores)
-    return LoopNest(loops.axes, tuple(nodes), stores, tuple(names)) if changed else loops
+        new.keep(i)
+    return new.done() if changed else loops
 
 
-def _waits(loops: LoopNest) -> list[frozenset[frozenset[str]]]:
-    """Over which groups there are reductions that each node waits for."""
-    found: list[frozenset[frozenset[str]]] = []
-    for node in loops.nodes:
-        own = frozenset((node.over,)) if isinstance(node, Reduce) else frozenset[frozenset[str]]()
-        found.append(own.union(*(found[o] for o in operands_of(node))))
+def _waiting(loops: LoopNest) -> set[int]:
+    """The nodes that wait for a reduction along the columns."""
+    found: set[int] = set()
+    for number, node in enumerate(loops.nodes):
+        reduces = isinstance(node, Reduce) and node.over == ALONG
+        if reduces or not found.isdisjoint(operands_of(node)):
+            found.add(number)
     return found
 
 
@@ -171,7 +177,7 @@ def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
 def _weighs(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -> bool:
     """Whether a reduction is a sum along rows of a matrix, which lie in memory so, each element times what is
     the same in all of them."""
-    if node.combine != "sum" or node.kept or node.over != frozenset({COLS}):
+    if node.combine != "sum" or node.kept or node.over != ALONG:
         return False
     stack, leaves = [node.operand], list[int]()
     while stack:
