@@ -18,11 +18,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch import config
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
 from benchmarks.workloads import WORKLOADS, step
 from fusion_compiler import api
 from fusion_compiler.capture import blocks, capture
+from fusion_compiler.capture import repeats as found_repeats
 from fusion_compiler.capture.blocks import UnlikeError
 from fusion_compiler.capture.repeats import repeats
 from tests.random_programs.generate import draw
@@ -243,14 +245,27 @@ def test_what_cannot_be_copied_is_traced_and_told(monkeypatch: pytest.MonkeyPatc
 
 
 def chain(*calls: Callable[[Tensor], Tensor]) -> fx.Graph:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     def run(x: Tensor) -> Tensor:
         for call in calls:
             x = call(x)
         return x
 
     return make_fx(run, tracing_mode="fake")(torch.randn(4, 4)).graph
+
+
+def test_keys_grow_as_the_graph_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of thousands that has as many readers took minutes: each wrote all of it."""
+    looked: list[object] = []
+    look = found_repeats.look
+    monkeypatch.setattr(found_repeats, "look", lambda value: (looked.append(value), look(value))[1])
+
+    def counted(rows: int) -> int:
+        looked.clear()
+        graph = make_fx(lambda x: x.unbind()[0], tracing_mode="fake")(torch.randn(rows, 2)).graph
+        assert repeats(graph) == []
+        return len(looked)
+
+    assert counted(400) < 2.5 * counted(200)
 
 
 def test_blocks_are_found_by_what_they_compute() -> None:

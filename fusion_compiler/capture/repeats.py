@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ def repeats(graph: fx.Graph) -> list[Repeat]:
     if any(_is_symbolic(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")):
         return []
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    return _within(nodes, [_key(node) for node in nodes])
+    numbers: dict[str, int] = {}
+    numbered = cache(lambda operand: numbers.setdefault(_operand(operand), len(numbers)))
+    return _within(nodes, [_key(node, numbered) for node in nodes])
 
 
 def _within(nodes: Sequence[fx.Node], keys: Sequence[str | None]) -> list[Repeat]:
@@ -143,12 +146,13 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node)]
 
 
-def _key(node: fx.Node) -> str | None:
-    """What equal calls have in common; None of one that no block may hold."""
+def _key(node: fx.Node, numbered: Callable[[fx.Node], int]) -> str | None:
+    """What equal calls have in common, operands that look alike by a number: a list of thousands may have as
+    many readers. None of one that no block may hold."""
     known = isinstance(node.target, OpOverload) and not writes(node.target)
     if not known and node.target is not operator.getitem:
         return None
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), _operand)
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), numbered)
     return f"{node.target} {args!r} {kwargs!r} {look(node.meta.get('val'))} {node.meta.get('recompute')}"
 
 
