@@ -136,6 +136,17 @@ def test_what_is_inexact_is_rounded_otherwise_and_nothing_else(dtype: str) -> No
     assert bool(changed[[0, 2, 3, 4]].all()) and bool(written[[0, 2, 3, 4]].all())
 
 
+@pytest.mark.parametrize("order", [torch.inf, -torch.inf])
+def test_what_is_chosen_is_one_of_the_terms(order: float) -> None:
+    """A gradient goes to the terms that equal the norm: of one that none equals all is NaN, and no member."""
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    for seed in range(20):
+        with RandomRounding(seed):
+            norm = torch.linalg.vector_norm(x, order)
+            (gradient,) = torch.autograd.grad(norm, x)
+        assert norm.abs() in x.abs() and bool(gradient.isfinite().all())
+
+
 def test_a_variance_in_float64_is_as_far_off_as_a_running_mean_makes_it() -> None:
     x = torch.randn(2808, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact, far = x.var(), 0.0

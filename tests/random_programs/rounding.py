@@ -44,6 +44,11 @@ TERMS = {
 }  # fmt: skip
 
 
+def _chooses(args: tuple[Any, ...]) -> bool:
+    """Whether a call is a norm that is one of its terms, to which its gradient goes by comparing."""
+    return any(isinstance(x, float) and math.isinf(x) for x in args[1:2])
+
+
 class RandomRounding(TorchDispatchMode):
     """While it is entered, floats round up or down as `seed` has it."""
 
@@ -69,7 +74,7 @@ class RandomRounding(TorchDispatchMode):
         fewest = min(sizes, default=1)
         try:
             wide_args, wide_kwargs = tree_map(self._wide, (args, kwargs))
-            if name in ACCUMULATING:
+            if name in ACCUMULATING and not _chooses(args):
                 wide_args = tree_map(lambda w, x: self._disturbed(w, x, fewest), wide_args, args)
             wide = func(*wide_args, **wide_kwargs)
         except RuntimeError:  # it takes these dtypes only
