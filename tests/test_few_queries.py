@@ -166,6 +166,19 @@ def test_capped_scores(groups: int, masked: bool) -> None:
     assert len(plan.clusters) == 2 + masked and "written-out attention: done" in str(plan)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keys", [3, 200])
+def test_infinite_values(dtype: torch.dtype, keys: int) -> None:
+    """What bfloat16 leaves of a weight may be negative: times an infinite value, it is the other infinity."""
+    q, k, v = (x.to(dtype) for x in tensors(4, 2, 4, keys, 32))
+    v = torch.where(torch.rand(v.shape) < 0.5 / keys, torch.copysign(torch.full_like(v, torch.inf), v), v)
+    with torch.no_grad():
+        ours, exact = fc.compile(attention, backend="interpret")(q, k, v), attention(*map(wide, (q, k, v)))
+    special = ~exact.isfinite()
+    assert bool(special.any()) and torch.equal(ours.isfinite(), ~special)
+    assert torch.equal(ours[special].nan_to_num(7).double(), exact[special].to(dtype).nan_to_num(7).double())
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_cache_of_any_length(masked: bool) -> None:
     """The second length is one of all that have two chunks: a symbol, and the last one may be a part."""

@@ -183,6 +183,20 @@ def test_attention_that_is_written_out_may_round_as_one_call() -> None:
     assert judge(given, off_by(2**-3)).kind == "wrong"
 
 
+def test_a_query_that_is_no_number_may_get_zeros_or_none() -> None:
+    """PyTorch's kernel for CPUs gives zeros."""
+    shapes = ((2, 2, 32, 4),)
+    inputs = tuple(Input(i, shapes, "float32", kind) for i, kind in enumerate(("special", "normal")))
+    given = Program(inputs, ("v0 = F.scaled_dot_product_attention(a0, a1, a1)",), ("v0",))
+
+    def written_out(fn: Function, dynamic: bool) -> Function:
+        return lambda q, k: (torch.softmax(q @ k.mT / 2, -1) @ k,)
+
+    assert judge(given, written_out) == Verdict("right")
+    assert judge(given, lambda fn, dynamic: fn) == Verdict("right")
+    assert judge(given, lambda fn, dynamic: lambda q, k: (torch.zeros_like(q),)).kind == "wrong"
+
+
 def test_the_sign_of_what_is_not_a_number_is_nobodys() -> None:
     special = (Input(i, ((4, 64),), "float32", "special") for i in range(2))
     given = Program(tuple(special), ("v0 = torch.copysign(a0 * 0 + 1, torch.maximum(a0, a1))",), ("v0",))

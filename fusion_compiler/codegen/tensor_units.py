@@ -139,14 +139,14 @@ def contract_apart(
 
 @triton.jit
 def both(main, rest):
-    """The sum; where the first is infinite, the second may be no number."""
-    return main + tl.where(rest == rest, rest, 0.0)
+    """The sum; where the first is infinite, the second may be the other infinity or no number."""
+    return main + tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
 
 
 @triton.jit
 def contracted(total, parts: tl.constexpr):
-    """The sum of the parts of a product [m, parts * n]; where the first is infinite, the others may be no
-    numbers."""
+    """The sum of the parts of a product [m, parts * n]; where the first is infinite, the others count
+    for nothing."""
     if parts == 1:
         return total
     else:
