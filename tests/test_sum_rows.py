@@ -124,6 +124,20 @@ def test_forward_and_backward_sort_once() -> None:
     assert sorts == ["aten.sort.stable", "aten.searchsorted.Tensor"]
 
 
+def test_sums_of_sums_are_two_kernels() -> None:
+    """The gradient of a lookup in a lookup: each of its terms would be a loop of its own."""
+    x, first, then = torch.randn(30, 96), torch.randint(30, (200,)), torch.randint(200, (300,))
+    x.requires_grad_()
+    fast = fc.compile(lambda x, first, then: x[first][then] * 2, backend="interpret", strict=True)
+    sent = torch.randn(300, 96)
+    (ours,) = torch.autograd.grad(fast(x, first, then), x, sent)
+    (exact,) = torch.autograd.grad(x.double()[first][then] * 2, x, sent.double())
+    torch.testing.assert_close(ours, exact.float())
+    backward = fast.plan[-1]
+    assert len([c for c in backward.clusters if "sum_rows" in c.name]) == 2
+    assert "in each turn of another sum of rows" in str([r.reason for r in backward.rejections])
+
+
 @pytest.mark.parametrize("number", [30, -31])
 def test_a_number_that_no_row_has_is_an_error(number: int) -> None:
     x, rows, index = torch.randn(30, 96), torch.randn(9, 96), torch.full((9,), number)

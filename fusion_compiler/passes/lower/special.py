@@ -28,6 +28,7 @@ from fusion_compiler.ir.loops import (
     Total,
     Value,
     exact,
+    operands_of,
 )
 from fusion_compiler.ir.writes import indexed
 from fusion_compiler.passes.lower.builder import Builder
@@ -317,8 +318,24 @@ def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int
     count = build.dag.op(order).outputs[0].shape[0]
     place = build.value(order, (_indirect(build, op, turn, count, False),), inside)
     value = build.value(rows, (_indirect(build, op, place, count, False), coords[1]), inside)
+    if _counters(build, value) | _counters(build, turn) != {turn}:
+        raise Illegal("rows", f"{op.name} would be added up in each turn of another sum of rows")
     dtype = compute_dtype(op.outputs[0].dtype)
     return build.emit(Total(build.converted(value, dtype, op.name), turn, dtype), op.name)
+
+
+def _counters(build: Builder, number: int) -> set[int]:
+    """The counters in each of whose turns a value is another."""
+    found: set[int] = set()
+    seen, stack = {number}, [number]
+    while stack:
+        here = stack.pop()
+        node = build.nodes[here]
+        found |= {here} if isinstance(node, Counter) else set()
+        if not isinstance(node, Total):
+            stack += [o for o in operands_of(node) if o not in seen]
+            seen.update(stack)
+    return found
 
 
 def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
