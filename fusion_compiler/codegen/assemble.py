@@ -233,9 +233,7 @@ class _Assembly:
         finishing: Finishing | None = None,
         named: Mapping[str, Buffer] | None = None,
         constants: frozenset[str] | None = None,
-        last: bool = False,
     ) -> None:
-        self.last = last  # the last program of a block of columns runs it, and nothing else is left to run
         self.a, self.s, self.finishing, self.named = analysis, schedule, finishing, named or {}
         self.constants = constants
         self.signature, self.scratch = signature, scratch
@@ -361,9 +359,9 @@ class _Assembly:
     def finish(self, b: Builder, sums: Sums, program: str) -> None:
         """Fold each reduction over rows; store it as a partial result, or go on to what waits for it."""
         if self.finishing is None:
-            if self.last:  # compilers move no load over a sum that threads wait for
-                wanted = b.need(o for s in b.stores_of("finish") for o in store_operands(s))
-                build_nodes(b, (n for n in wanted if n not in self.a.finish))
+            # Compilers move no load over a sum that threads wait for.
+            wanted = b.need(o for s in b.stores_of("finish") for o in store_operands(s))
+            build_nodes(b, (n for n in wanted if n not in self.a.finish and ROWS not in self.a.groups[n]))
             for number in self.a.across_rows:
                 b.env[number] = b.let("total", sums.folded(b, number), number)
             b.tile = replace(b.tile, row_mask=None)
@@ -401,7 +399,7 @@ class _Assembly:
         late = self.finishing
         if late is None or late.counter is None:
             return ""
-        own = _Assembly(Analysis(late.loops), late.schedule, self.signature, self.scratch, last=True)
+        own = _Assembly(Analysis(late.loops), late.schedule, self.signature, self.scratch)
         inner = own.builder(own.a, own.s, ', cache_modifier=".cg"')
         by_block = own.s.cols is Cols.GRID
         for number, place in late.loads.items():

@@ -25,11 +25,12 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Node,
     Reduce,
-    Store,
     operands_of,
     renumber,
     renumber_index,
+    renumber_store,
     row_major,
+    store_operands,
 )
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, ceil_div, waiting
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -151,9 +152,9 @@ def completed(
     partials: by the reduction. moved: the axes that are left, by those of `loops`.
     """
     late = waiting(loops, partials)
-    roots = [s.value for s in loops.stores if s.value in late]
+    left = [s for s in loops.stores if s.value in late]
     needed: set[int] = set()
-    stack = list(roots)
+    stack = [o for s in left for o in store_operands(s)]
     while stack:
         number = stack.pop()
         if number not in needed:
@@ -174,13 +175,7 @@ def completed(
         numbers[number] = len(nodes)
         nodes.append(node)
         names.append(loops.names[number])
-    stores = tuple(
-        Store(
-            s.buffer, Index(s.index.const, tuple((moved[k], c) for k, c in s.index.terms)), numbers[s.value]
-        )
-        for s in loops.stores
-        if s.value in late
-    )
+    stores = tuple(renumber_store(s, numbers, moved) for s in left)
     return LoopNest(axes, tuple(nodes), stores, tuple(names))
 
 

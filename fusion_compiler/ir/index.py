@@ -147,11 +147,19 @@ def regroup(
 ) -> tuple[Index, ...]:
     """Coordinates in a tensor of shape `into` of the element at `coords` of its view of shape `shape`.
 
-    Dimensions are matched in runs of equal product, so that what a view leaves alone passes as it is.
+    Dimensions are matched in runs of equal product, so that what a view leaves alone passes as it is; of one
+    element there is only the first, whatever the others are.
     """
     out: list[Index] = []
     i = j = 0
     while i < len(shape) or j < len(into):
+        if j < len(into) and into[j] == 1:
+            out.append(ZERO)
+            j += 1
+            continue
+        if i < len(shape) and shape[i] == 1:
+            i += 1
+            continue
         start_i, start_j = i, j
         left = shape[i] if i < len(shape) else 1
         right = into[j] if j < len(into) else 1

@@ -8,11 +8,13 @@ them absorbs them.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.index import ZERO, Extents, NotExpressible, combine, regroup, shifted
 from fusion_compiler.ir.loops import Index
 
@@ -25,6 +27,13 @@ VIEWS = frozenset({
     aten.detach.default, aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int,
     aten.lift_fresh_copy.default, aten.diagonal.default,
 })  # fmt: skip
+
+
+# Views that are ranges of what they read, by the position of the dimension.
+PARTS: dict[object, int] = {
+    aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1, aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+}  # fmt: skip
 
 
 def is_view(op: Op) -> bool:
@@ -101,6 +110,34 @@ def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tup
     if target in (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default):
         return source, coords
     return source, regroup(coords, out_shape, shape, extents)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a view has: `length` elements of `source` from `start` on along `dim`; of one it may leave `dim`
+    out."""
+
+    source: str
+    dim: int
+    start: Dim
+    length: Dim
+    keeps: bool
+
+
+def cut_of(dag: OpDag, op: Op) -> Cut | None:
+    """The range of its operand that a view is; None of any other view."""
+    part = op.target is operator.getitem
+    of = dag.op(op.inputs[0]) if part else op
+    if of.target not in PARTS or not op.outputs:
+        return None
+    source, shape = of.inputs[0], op.outputs[0].shape
+    rank = len(dag.op(source).outputs[0].shape)
+    dim = wrap(argument(of, PARTS[of.target], "dim", 0), rank)  # type: ignore[arg-type]
+    if argument(op, 4, "step", 1) != 1 and not part:
+        return None
+    _, first = pull(dag, op, (ZERO,) * len(shape), Extents(()))
+    keeps = len(shape) == rank
+    return Cut(source, dim, first[dim].const, shape[dim] if keeps else 1, keeps)
 
 
 def _pull_part(dag: OpDag, op: Op, coords: tuple[Index, ...]) -> tuple[str, tuple[Index, ...]]:

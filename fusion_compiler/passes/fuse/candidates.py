@@ -30,7 +30,7 @@ from fusion_compiler.passes.fuse.movement import L2_SHARE
 from fusion_compiler.passes.lower.effort import Effort
 from fusion_compiler.passes.lower.index_splits import IndexSplit, index_splits_of
 from fusion_compiler.passes.lower.lower import lower
-from fusion_compiler.passes.lower.products import has_few_rows, product_of, splits_of
+from fusion_compiler.passes.lower.products import cuts_of, has_few_rows, product_of, splits_of
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal, matrix_splits_of
 from fusion_compiler.schedule.analysis import Analysis
@@ -183,7 +183,10 @@ class Candidates:
         splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
         try:
             return self.fastest(ops, outputs, splits, matrices=False)
-        except Illegal as error:  # they do not fit into rows
+        except Illegal as error:  # they do not fit into rows, each made by itself
+            for cut in cuts_of(self.dag, ops):
+                with contextlib.suppress(Illegal):
+                    return self.form(ops, outputs, cut, matrices=False)
             with contextlib.suppress(Illegal):
                 return self.fastest(ops, outputs, matrix_splits_of(self.dag, ops), matrices=True)
             raise Illegal(error.rule, error.reason) from None

@@ -125,14 +125,14 @@ def _no_pieces(loops: LoopNest, number: int) -> str | None:
 
 def known_places(a: Analysis, device: DeviceSpec) -> str | None:
     """Where something is stored is known when it is: it waits for no reduction, and the value for none over
-    all rows or over segments of them."""
+    segments of rows."""
     loops = a.loops
     waits: list[bool] = []
     for node in loops.nodes:
         waits.append(isinstance(node, Reduce | Scan) or any(waits[o] for o in operands_of(node)))
     for store in loops.stores:
         _, *place = store_operands(store)
-        if place and (store.value in a.finish or any(waits[o] for o in place)):
+        if place and (store.value in a.after_segments or any(waits[o] for o in place)):
             return f"{store.buffer} is written where a reduction says"
     return None
 

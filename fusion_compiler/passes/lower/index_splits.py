@@ -13,7 +13,7 @@ is computed once, and outputs of a piece's size fit in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim, product, quotient, simple
-from fusion_compiler.ir.index import combine
+from fusion_compiler.ir.index import axis, combine
 from fusion_compiler.ir.loops import Index
 from fusion_compiler.ir.writes import stored_shape
 
@@ -31,26 +31,71 @@ MOST_PIECES = 8  # what is computed of each is in registers until it is stored
 
 @dataclass(frozen=True)
 class IndexSplit:
-    """A tensor of `shape` as `count` equal pieces along `dim`: ranges of it, or, interleaved, each of them
-    every count-th element."""
+    """A tensor of `shape` as `count` equal pieces along `dim`: ranges of it, or those of each `block` of its
+    elements there. Of blocks of `count` elements a piece is every count-th element.
+
+    then: how each of these pieces falls apart along another dimension.
+    """
 
     shape: tuple[Dim, ...]
     dim: int
     count: int
-    interleaved: bool = False
+    block: int | None = None
+    then: IndexSplit | None = None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many pieces there are along each dimension that is split."""
+        return (self.count,) if self.then is None else (self.count, *self.then.counts)
+
+    @property
+    def dims(self) -> frozenset[int]:
+        return frozenset({self.dim}) | (frozenset() if self.then is None else self.then.dims)
+
+    @property
+    def length(self) -> Dim:
+        """Of a piece along `dim`."""
+        length = quotient(self.shape[self.dim], self.count)
+        assert length is not None
+        return length
 
     @property
     def piece(self) -> tuple[Dim, ...]:
         """The shape of a piece."""
-        length = quotient(self.shape[self.dim], self.count)
-        assert length is not None
-        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+        shape = self.shape if self.then is None else self.then.piece
+        return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
 
-    def whole(self, coords: tuple[Index, ...], number: Index) -> tuple[Index, ...]:
-        """Coordinates in the tensor of the element at `coords` of a piece."""
-        steps = (self.count, 1) if self.interleaved else (1, self.piece[self.dim])
-        along = combine([(coords[self.dim], steps[0]), (number, steps[1])])
+    @property
+    def run(self) -> Dim:
+        """How many elements of a piece follow each other in the tensor."""
+        return self.length if self.block is None else self.block // self.count
+
+    @property
+    def factors(self) -> tuple[tuple[Dim, ...], ...]:
+        """The dimensions of a piece, one that is cut into blocks as their number and a run."""
+        found: list[tuple[Dim, ...]] = [(size,) for size in self.shape]
+        found = found if self.then is None else [*self.then.factors]
+        found[self.dim] = (self.length,)
+        if self.block is not None and self.run != 1:
+            blocks = quotient(self.shape[self.dim], self.block)
+            assert blocks is not None
+            found[self.dim] = (blocks, self.run)
+        return tuple(found)
+
+    def whole(self, coords: tuple[Index, ...], key: int) -> tuple[Index, ...]:
+        """Coordinates in the tensor of the element at `coords` of a piece, whose terms are each of blocks or
+        within a run. key: of the number of the piece; those along other dimensions are behind it.
+        """
+        coords = coords if self.then is None else self.then.whole(coords, key + 1)
+        here = coords[self.dim]
+        steps = ((k, c if self.is_within_run(c) else simple(c * self.count)) for k, c in here.terms)
+        along = combine([(Index(here.const, tuple(steps)), 1), (axis(key), self.run)])
         return (*coords[: self.dim], along, *coords[self.dim + 1 :])
+
+    def is_within_run(self, step: Dim) -> bool:
+        if self.block is None or self.run == 1:
+            return self.block is None
+        return isinstance(step, int) and isinstance(self.run, int) and step < self.run
 
 
 def index_splits_of(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[IndexSplit, ...]:
@@ -69,12 +114,28 @@ def index_split_by(dag: OpDag, op: Op) -> IndexSplit | None:
     if isinstance(step, int) and step > 1:
         dim = _dim(op, 2)
         fits = step <= MOST_PIECES and quotient(shape[dim], step) is not None
-        return IndexSplit(shape, dim, step, interleaved=True) if fits else None
+        return IndexSplit(shape, dim, step, block=step) if fits else None
     dim, lengths = RANGES[op.target](dag, op)
     lengths = [n for n in lengths if n != 0]
     counts = (_count(shape[dim], piece, lengths) for piece in lengths)
     count = next((c for c in counts if c is not None), None)
     return None if count is None else IndexSplit(shape, dim, count)
+
+
+def index_splits_below(dag: OpDag, name: str) -> Iterator[IndexSplit]:
+    """The pieces into which views cut a tensor, as those of the gate and what it gates, of one product."""
+    stack, seen = [name], {name}
+    while stack:
+        for op in map(dag.op, dag.consumers(stack.pop())):
+            if op.name in seen or not (layout.is_view(op) or op.target in layout.PARTS):
+                continue
+            seen.add(op.name)
+            stack.append(op.name)
+            if (cut := layout.cut_of(dag, op)) is not None:
+                shape = dag.op(cut.source).outputs[0].shape
+                count = _count(shape[cut.dim], cut.length, [])
+                if count is not None:
+                    yield IndexSplit(shape, cut.dim, count)
 
 
 def _count(size: Dim, piece: Dim, lengths: list[Dim]) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from dataclasses import dataclass
 
 import sympy
 import torch
@@ -31,7 +32,9 @@ from fusion_compiler.ir.index import (
     flatten,
     is_bijection,
     regroup,
+    shifted,
 )
+from fusion_compiler.ir.layout import Cut
 from fusion_compiler.ir.loops import (
     BATCH,
     COLS,
@@ -119,6 +122,28 @@ def lower(
     raise Illegal("layout", "the views of these ops cut the space into too many pieces")
 
 
+@dataclass(frozen=True)
+class Part:
+    """Coordinates of a part of what fills a space, by its axes; elements that lie in all ranges (index, low,
+    high) are of it."""
+
+    coords: Coords
+    ranges: tuple[tuple[Index, Dim, Dim], ...] = ()
+
+    @property
+    def known(self) -> dict[int, int]:
+        """The axes that have one place in it, which its elements' coordinates do not name."""
+        ones = [(i, low) for i, low, high in self.ranges if isinstance(low, int) and high == low + 1]
+        return {i.terms[0][0]: low for i, low in ones if i.terms and i == axis(i.terms[0][0])}
+
+    def cut(self, cut: Cut) -> Part:
+        """What a view cuts of it."""
+        along = self.coords[cut.dim]
+        kept = (shifted(along, simple(-cut.start)),) if cut.keeps else ()
+        coords = (*self.coords[: cut.dim], *kept, *self.coords[cut.dim + 1 :])
+        return Part(coords, (*self.ranges, (along, cut.start, simple(cut.start + cut.length))))
+
+
 class Lowering(Builder):
     """One attempt at a loop nest over a space; it ends at the first axis that has to be split."""
 
@@ -131,6 +156,7 @@ class Lowering(Builder):
         self.inside = set(ops)
         self.memo: dict[tuple[str, Coords, int | None], int] = {}
         self.placed: dict[str, Coords] = {}  # where a value was computed first
+        self.known: dict[int, int] = {}  # of the axes, in the part at hand
         self.reduced: dict[tuple[str, Dim | None], tuple[Coords, int]] = {}
         groups = space.axis_groups
         live = [i for i, size in enumerate(space.axes) if size != 1]
@@ -149,6 +175,10 @@ class Lowering(Builder):
                 for piece in self.pieces(coords) if coords is not None else ():
                     self.value(name, piece, None)
         for name in self.outputs:
+            part = None if self.along is None else self.part(name)
+            if part is not None and part.ranges:
+                stores += self.stores_of_part(name, part)
+                continue
             coords, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
             if coords is None or not is_bijection(coords, shape, self.extents):
                 raise Illegal(
@@ -159,26 +189,41 @@ class Lowering(Builder):
         axes = tuple(Axis(f"a{i}", s, groups[i]) for i, s in enumerate(self.space.axes))
         return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
 
-    def store(self, name: str, coords: Coords) -> Store:
+    def store(self, name: str, coords: Coords, within: int | None = None) -> Store:
         op = self.dag.op(name)
         meta = op.outputs[0]
-        value = unrounded(self.nodes, self.stored(name, coords), meta.dtype)
+        value = unrounded(self.nodes, self.stored(name, coords, within), meta.dtype)
         if op.target is not put:
-            return Store(name, flatten(coords, meta.stride), value)
-        index, within = put_place(self, op, coords)
+            return Store(name, flatten(coords, meta.stride), value, within)
+        index, within = put_place(self, op, coords, within)
         return Store(name, index, value, within)
 
-    def stored(self, name: str, coords: Coords) -> int:
+    def stored(self, name: str, coords: Coords, within: int | None = None) -> int:
         """The node that holds what an output stores: its value, or what `put_` puts there."""
         op = self.dag.op(name)
         if op.target is not put:
-            return self.value(name, coords, None)
+            return self.value(name, coords, within)
         source = op.args[2]
         assert isinstance(source, Ref)
         lead = len(stored_shape(self.dag, op)) - len(meta_of(self.dag, source).shape)
         self.placed.setdefault(name, coords)
-        node = self.value(source.name, coords[lead:], None)
+        node = self.value(source.name, coords[lead:], within)
         return self.converted(node, compute_dtype(op.outputs[0].dtype), name)
+
+    def stores_of_part(self, name: str, part: Part) -> list[Store]:
+        """An output that has a part of the space, in every piece: it is stored where that lies."""
+        stores: list[Store] = []
+        rank = len(part.coords)
+        for piece in self.pieces((*part.coords, *(index for index, _, _ in part.ranges))):
+            within, never = None, False
+            for index, (_, low, high) in zip(piece[rank:], part.ranges, strict=True):
+                within, partial = self.in_range(index, low, high, within)
+                never |= within is None and partial
+            if not never:
+                self.known = part.known
+                stores.append(self.store(name, piece[:rank], within))
+                self.known = {}
+        return stores
 
     # -- where things lie -------------------------------------------------------------------
 
@@ -214,10 +259,12 @@ class Lowering(Builder):
 
     def pieces(self, coords: Coords) -> list[Coords]:
         """The same coordinates in each of the pieces into which the space is split, if they differ there."""
-        split, number = self.space.index_split, len(self.space.axes)
-        if split is None or all(k != number for c in coords for k, _ in c.terms):
-            return [coords]
-        return [tuple(fixed(c, number, i) for c in coords) for i in range(split.count)]
+        split, first = self.space.index_split, len(self.space.axes)
+        found = [coords]
+        for key, count in enumerate(() if split is None else split.counts, first):
+            if any(k == key for c in coords for k, _ in c.terms):
+                found = [tuple(fixed(c, key, i) for c in piece) for piece in found for i in range(count)]
+        return found
 
     def place(self, name: str) -> Coords | None:
         """Coordinates at which a value fills the space: where it was needed already, where its operands
@@ -252,6 +299,27 @@ class Lowering(Builder):
         source = self.place_of_operand(op.inputs[0])
         return None if source is None else self.push(op, source)
 
+    def part(self, name: str) -> Part | None:
+        """Where an output lies that is made of a part of what fills the space, as of the keys among all that
+        one product makes; None where that is not known."""
+        op = self.dag.op(name)
+        if name in self.placed or (name in self.inside and is_reduction(op)):
+            return None if (coords := self.place(name)) is None else Part(coords)
+        if layout.is_view(op):
+            cut = layout.cut_of(self.dag, op)
+            found = self.part(op.inputs[0] if cut is None else cut.source)
+            if found is None:
+                return None
+            if cut is not None:
+                return found.cut(cut)
+            coords = self.push(op, found.coords)
+            return None if coords is None else Part(coords, found.ranges)
+        if name not in self.inside:
+            return None
+        made = ((o, self.dag.op(o).outputs) for o in op.inputs)
+        alike = (o for o, outputs in made if outputs and outputs[0].shape == stored_shape(self.dag, op))
+        return next((found for o in alike if (found := self.part(o)) is not None), None)
+
     def push(self, op: Op, coords: Coords) -> Coords | None:
         """Coordinates of a view's result from those of its operand, for views that keep every element."""
         shape, out = self.dag.op(op.inputs[0]).outputs[0].shape, op.outputs[0].shape
@@ -279,7 +347,8 @@ class Lowering(Builder):
             return self.space.whole()
         size = product(shape)
         every = tuple(sorted(i for axes in self.group_axes.values() for i in axes))
-        parts = [tuple(sorted((*self.group_axes[BATCH], *self.group_axes[g]))) for g in (ROWS, COLS)]
+        kept = sorted((ROWS, COLS), key=lambda g: g == self.along)  # results of products lie along the other
+        parts = [tuple(sorted((*self.group_axes[BATCH], *self.group_axes[g]))) for g in kept]
         for axes in (every, *parts):
             sizes = tuple(self.space.axes[i] for i in axes)
             if product(sizes) == size:
@@ -391,14 +460,14 @@ class Lowering(Builder):
         piece = self.piece_of(op, coords)
         if (op.name, piece) in self.reduced and not self.is_piece(coords):
             where, node = self.reduced[op.name, piece]
-            if where != coords:
+            if self.here(where) != coords:
                 raise Illegal("rows", f"{op.name} is needed at rows other than the one being reduced")
             return node
         reduced = reduced_by(self.dag, op)
         shape, dims = reduced.shape, reduced.dims
         split = self.space.index_split
         if split is not None and shape == split.shape:
-            if split.dim in dims:
+            if not split.dims.isdisjoint(dims):
                 raise Illegal("rows", f"{op.name} reduces across the pieces of {op.inputs[0]}")
             return self.reduce_piece(op, coords, dims)
         if (found := product_of(self.dag, op)) is not None and found.rows != 1:
@@ -414,7 +483,7 @@ class Lowering(Builder):
             node = self.of_one(op, self.value(op.inputs[0], source, None))
             self.reduced[op.name, piece] = (coords, node)
             return node
-        wanted = [d for d in kept_dims if piece is None or split is None or d != split.dim]
+        wanted = [d for d in kept_dims if piece is None or split is None or d not in split.dims]
         at = dict(zip(kept_dims, kept, strict=True))
         over, kept_axes = self.reduced_groups(
             op, tuple(at[d] for d in wanted), tuple(shape[d] for d in wanted), tuple(shape[d] for d in dims)
@@ -431,6 +500,12 @@ class Lowering(Builder):
         node = self.combine(op, tuple(full), over, kept_axes, position)
         self.reduced[op.name, piece] = (coords, node)
         return node
+
+    def here(self, coords: Coords) -> Coords:
+        """Coordinates with what is known of the part at hand."""
+        for key, place in self.known.items():
+            coords = tuple(fixed(c, key, place) for c in coords)
+        return coords
 
     def is_unrolled(self, op: Op, reduced: Reduced) -> bool:
         """Whether a reduction is beside a product and of few elements."""
@@ -482,7 +557,7 @@ class Lowering(Builder):
         over = frozenset(groups[d] for d in live if d in dims)
         if over and not over & {groups[d] for d in live if d not in dims}:
             for piece in self.pieces(self.space.whole()):
-                kept = _reduced_coords(op, piece, dims)
+                kept = self.here(_reduced_coords(op, piece, dims))
                 if coords == tuple(ZERO if s == 1 else c for s, c in zip(shape, kept, strict=True)):
                     inner = tuple(piece[d] for d in dims)
                     sizes = tuple(product(self.space.factors[d]) for d in dims)

@@ -12,20 +12,23 @@ of each that is chosen:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref
-from fusion_compiler.ir.dims import Dim
+from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.experts import expert_mm
-from fusion_compiler.passes.lower.index_splits import IndexSplit
+from fusion_compiler.passes.lower.index_splits import IndexSplit, index_split_by, index_splits_below
 
 aten = torch.ops.aten
 # Position of the first operand; before it comes what is added.
 PRODUCTS: dict[object, int] = {
     aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1,
 }  # fmt: skip
+# Rows of a product that falls into pieces: three are multiplied on tensor units, by tiles of sixteen rows of
+# the matrix in each piece, of which a small matrix has too few to keep a device busy.
+MOST_ROWS_CUT = 2
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -62,6 +65,22 @@ class Product:
         """The pieces of the product; None where there is one."""
         return None if self.rows == 1 else IndexSplit(self.shape, self.few, int(self.rows))
 
+    def cut(self, split: IndexSplit) -> IndexSplit | None:
+        """The pieces in which a split of the elements of each row, in order, falls, and those for the rows;
+        None where a row has none, or rows are too many."""
+        wide = 2 * self.reduced - self.few  # m and n are on both sides of k
+        run = product((split.run, *split.shape[split.dim + 1 :]))
+        size, rows = self.shape[wide], self.rows
+        if not (isinstance(run, int) and isinstance(size, int) and isinstance(rows, int)) or not run:
+            return None
+        block = run * split.count
+        if size % block or rows > MOST_ROWS_CUT:
+            return None
+        block = None if block == size else block
+        if self.split is None:
+            return IndexSplit(self.shape, wide, split.count, block)
+        return replace(self.split, then=IndexSplit(self.split.piece, wide, split.count, block))
+
 
 def product_of(dag: OpDag, op: Op) -> Product | None:
     """An op as a product of floats; None for any other."""
@@ -96,9 +115,18 @@ def _of_experts(dag: OpDag, op: Op) -> Product | None:
 
 
 def splits_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:
-    """The index splits by which the products among some ops are made."""
+    """The index splits by which the products among some ops are made, for each of their rows."""
     products = (product_of(dag, dag.op(name)) for name in ops)
     return tuple(dict.fromkeys(p.split for p in products if p is not None and p.split is not None))
+
+
+def cuts_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:
+    """Index splits that give each program several elements of a row of a product, which are computed with:
+    halves of a head that are turned, a gate and what it gates."""
+    products = {name: p for name in ops if (p := product_of(dag, dag.op(name))) is not None}
+    made = [c for name in ops if products and (c := index_split_by(dag, dag.op(name))) is not None]
+    found = (p.cut(c) for name, p in products.items() for c in (*made, *index_splits_below(dag, name)))
+    return tuple(dict.fromkeys(split for split in found if split is not None))
 
 
 def has_few_rows(product: Product, most: int) -> bool:

@@ -47,7 +47,8 @@ class Space:
     """Dimensions of the anchor, each cut into factors from the outside in, with their groups.
 
     index_split: where the anchor is one of several pieces of a larger tensor, all of which every element
-    makes. The number of the piece is then one key more than the axes, and no axis.
+    makes. The number of the piece, along each dimension that is split, is then a key behind the axes', and no
+    axis.
     """
 
     factors: tuple[tuple[Dim, ...], ...]
@@ -61,7 +62,7 @@ class Space:
     @property
     def extents(self) -> tuple[Dim, ...]:
         """Sizes of all keys: the axes', and the number of pieces."""
-        return self.axes if self.index_split is None else (*self.axes, self.index_split.count)
+        return self.axes if self.index_split is None else (*self.axes, *self.index_split.counts)
 
     @property
     def axis_groups(self) -> tuple[str, ...]:
@@ -98,7 +99,7 @@ class Space:
     def whole(self) -> Coords:
         """Coordinates of the tensor of which the anchor is a piece, or of the anchor itself."""
         split, piece = self.index_split, self.identity()
-        return piece if split is None else split.whole(piece, axis(len(self.axes)))
+        return piece if split is None else split.whole(piece, len(self.axes))
 
 
 def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
@@ -165,7 +166,8 @@ def anchor_space(
     reductions = [dag.op(n) for n in ops if is_reduction(dag.op(n))]
     if not reductions:
         shape = stored_shape(dag, largest(dag, outputs)) if split is None else split.piece
-        return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), split)
+        factors = tuple((s,) for s in shape) if split is None else split.factors
+        return Space(factors, tuple(COLS for _ in shape), split)
     inside = set(ops)
     best = max(reductions, key=lambda op: _precedence(dag, op, inside))
     source = reduced_by(dag, best)
@@ -178,13 +180,13 @@ def anchor_space(
     groups = tuple(inner if d in reduced else outer for d in range(len(source.shape)))
     if split is None:
         return Space(tuple((s,) for s in source.shape), groups)
-    whole = source.shape == split.shape and split.dim not in reduced
+    whole = source.shape == split.shape and split.dims.isdisjoint(reduced)
     if not whole and _long(source.shape) != _long(split.piece):
         raise Illegal("space", f"{best.name} reduces {list(source.shape)}, pieces are {list(split.piece)}")
     if not whole:  # they may lie in it side by side, in a dimension of their own
         left = iter(g for g, s in zip(groups, source.shape, strict=True) if s != 1)
         groups = tuple(outer if s == 1 else next(left) for s in split.piece)
-    return Space(tuple((s,) for s in split.piece), groups, split)
+    return Space(split.factors, groups, split)
 
 
 def matrix_space(
@@ -203,7 +205,7 @@ def matrix_space(
         return space
     if split.shape != space.axes or space.groups[split.dim] != BATCH:
         raise Illegal("space", f"the pieces of {list(split.shape)} are no matrices")
-    return Space(tuple((s,) for s in split.piece), space.groups, split)
+    return Space(split.factors, space.groups, split)
 
 
 def _matrices(dag: OpDag, ops: tuple[str, ...]) -> Space | None:

@@ -377,21 +377,25 @@ def _indexed(
     return inner, [common[len(shape) - len(meta.shape) :] for meta in metas]
 
 
-def put_place(build: Builder, op: Op, coords: Coords) -> tuple[Index, int | None]:
+def put_place(
+    build: Builder, op: Op, coords: Coords, within: int | None = None
+) -> tuple[Index, int | None]:
     """Where `put_` stores what it has at `coords`: the element of its base, and the node that says whether
-    that is one. An index that may lie outside is checked, and nothing is stored by it where it does."""
-    (base, name), inside = (r.name for r in op.args[:2] if isinstance(r, Ref)), None
+    that is one, of those `within`. An index that may lie outside is checked, and nothing is stored by it
+    where it does."""
+    (base, name), inside = (r.name for r in op.args[:2] if isinstance(r, Ref)), within
     found = lookups(build.dag, op)
     if found:
         coords, at = _indexed(build, op, found, len(build.dag.op(name).outputs[0].shape), coords)
         inner = list(coords)
         for lookup, place in zip(found, at, strict=True):
-            node = build.value(lookup.index, place, None)
+            there = within if any(c.terms for c in place) else None  # one index for all is always there
+            node = build.value(lookup.index, place, there)
             if lookup.unproved:
                 fits = build.emit(InRange(Index(0, ((~node, 1),)), lookup.low, lookup.high), "inside")
                 inside = fits if inside is None else build.both(inside, fits)
                 dtype = build.nodes[node].dtype
-                check = Checked(node, node, lookup.low, lookup.high, None, lookup.unproved, dtype)
+                check = Checked(node, node, lookup.low, lookup.high, there, lookup.unproved, dtype)
                 node = build.emit(check, f"{op.name}_index")
             inner[lookup.dim] = _indirect(build, op, node, lookup.high, lookup.low != 0)
         coords = tuple(inner)
