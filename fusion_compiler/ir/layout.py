@@ -125,7 +125,7 @@ class Cut:
 
 
 def cut_of(dag: OpDag, op: Op) -> Cut | None:
-    """The range of its operand that a view is; None of any other view."""
+    """The range of its operand that a view is; None of any other view, and where data says which it is."""
     part = op.target is operator.getitem
     of = dag.op(op.inputs[0]) if part else op
     if of.target not in PARTS or not op.outputs:
@@ -135,7 +135,10 @@ def cut_of(dag: OpDag, op: Op) -> Cut | None:
     dim = wrap(argument(of, PARTS[of.target], "dim", 0), rank)  # type: ignore[arg-type]
     if argument(op, 4, "step", 1) != 1 and not part:
         return None
-    _, first = pull(dag, op, (ZERO,) * len(shape), Extents(()))
+    try:
+        _, first = pull(dag, op, (ZERO,) * len(shape), Extents(()))
+    except NotExpressible:
+        return None
     keeps = len(shape) == rank
     return Cut(source, dim, first[dim].const, shape[dim] if keeps else 1, keeps)
 

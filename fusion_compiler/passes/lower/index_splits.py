@@ -131,7 +131,7 @@ def index_splits_below(dag: OpDag, name: str) -> Iterator[IndexSplit]:
                 continue
             seen.add(op.name)
             stack.append(op.name)
-            if (cut := layout.cut_of(dag, op)) is not None:
+            if (cut := layout.cut_of(dag, op)) is not None and cut.length != 0:
                 shape = dag.op(cut.source).outputs[0].shape
                 count = _count(shape[cut.dim], cut.length, [])
                 if count is not None:

@@ -66,15 +66,15 @@ class Product:
         return None if self.rows == 1 else IndexSplit(self.shape, self.few, int(self.rows))
 
     def cut(self, split: IndexSplit) -> IndexSplit | None:
-        """The pieces in which a split of the elements of each row, in order, falls, and those for the rows;
-        None where a row has none, or rows are too many."""
+        """The pieces in which a split of its results, or of some of them, falls, and those for the rows; None
+        where a row has none."""
         wide = 2 * self.reduced - self.few  # m and n are on both sides of k
         run = product((split.run, *split.shape[split.dim + 1 :]))
-        size, rows = self.shape[wide], self.rows
-        if not (isinstance(run, int) and isinstance(size, int) and isinstance(rows, int)) or not run:
+        size, whole = self.shape[wide], product(split.shape)
+        if not (isinstance(run, int) and isinstance(size, int) and isinstance(whole, int)) or not run:
             return None
         block = run * split.count
-        if size % block or rows > MOST_ROWS_CUT:
+        if size % block or whole > size * int(self.rows):
             return None
         block = None if block == size else block
         if self.split is None:
@@ -123,10 +123,13 @@ def splits_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:
 def cuts_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:
     """Index splits that give each program several elements of a row of a product, which are computed with:
     halves of a head that are turned, a gate and what it gates."""
-    products = {name: p for name in ops if (p := product_of(dag, dag.op(name))) is not None}
-    made = [c for name in ops if products and (c := index_split_by(dag, dag.op(name))) is not None]
-    found = (p.cut(c) for name, p in products.items() for c in (*made, *index_splits_below(dag, name)))
-    return tuple(dict.fromkeys(split for split in found if split is not None))
+    found: dict[IndexSplit | None, None] = {}
+    for i, name in enumerate(ops):
+        made = product_of(dag, dag.op(name))
+        if made is not None and isinstance(made.rows, int) and made.rows <= MOST_ROWS_CUT:
+            later = (index_split_by(dag, dag.op(n)) for n in ops[i + 1 :])
+            found |= {made.cut(c): None for c in (*later, *index_splits_below(dag, name)) if c is not None}
+    return tuple(split for split in found if split is not None)
 
 
 def has_few_rows(product: Product, most: int) -> bool:
