@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -55,34 +54,6 @@ def check(f: Callable[..., object], *inputs: Tensor, kernels: int | None = None)
         assert not [left for left in plan.leftovers if left.kind == "contraction"], str(plan)
         assert len(plan.clusters) == kernels, str(plan)
     return plan
-
-
-def kernels_of(f: Callable[..., Any], given: Callable[[bool], list[Tensor]]) -> int:
-    """How many kernels run all of `f`, whose results, and what it leaves in its arguments, are as close to
-    those in float64 as eager's are. given: the same arguments each time, wide where asked."""
-    fast = fc.compile(f, backend="interpret", strict=True)
-    runs = [given(False), given(False), given(True)]
-    with torch.no_grad():
-        made = [g(*x) for g, x in zip((fast, f, f), runs, strict=True)]
-    left = [[*r, *x] if isinstance(r, tuple) else [r, *x] for r, x in zip(made, runs, strict=True)]
-    for ours, eager, exact in zip(*left, strict=True):
-        assert not_as_close(ours, eager, exact) is None
-    (plan,) = fast.plan
-    assert not plan.leftovers, str(plan)
-    return len(plan.clusters)
-
-
-def given(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, place: int | None = None) -> Any:
-    """Random tensors for `kernels_of`, and one that holds a place."""
-    seed = torch.seed() % 2**31
-
-    def make(wide: bool) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        made = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        places = [] if place is None else [torch.tensor([place])]
-        return [*(x.double() if wide else x for x in made), *places]
-
-    return make
 
 
 def linear(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -156,125 +127,6 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return weight * (wide * scale).to(x.dtype)
-
-
-def in_halves(x: Tensor) -> Tensor:
-    """As Llama turns the halves of a head."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
-
-
-def in_pairs(x: Tensor) -> Tensor:
-    """As GPT-J turns neighbours."""
-    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-
-
-def in_part(x: Tensor) -> Tensor:
-    """The first half of a head alone, as GPT-NeoX does: pieces of a quarter."""
-    a, b, rest = x[..., :8], x[..., 8:16], x[..., 16:]
-    return torch.cat((-b, a, rest), -1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("turned", [in_halves, in_pairs, in_part])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_a_rotation_behind_it(
-    rows: int, turned: Callable[[Tensor], Tensor], bias: bool, dtype: torch.dtype
-) -> None:
-    """Each row of the kernel makes the elements that are turned into each other, of one row or two."""
-
-    def rotated(x: Tensor, w: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y = F.linear(x, w, b if bias else None).view(rows, 3, 32)
-        return y * cos + turned(y) * sin
-
-    tensors = given((rows, 160), (96, 160), (96,), (32,), (32,), dtype=dtype)
-    assert kernels_of(rotated, tensors) == (1 if rows < 3 else 2)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_rotations_of_parts_of_one_product(rows: int) -> None:
-    """As Phi-3 has them: a program has both halves of a head, and stores what is of keys where these lie."""
-
-    def rotated(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (part.unflatten(-1, (-1, 32)) for part in F.linear(x, w).split((128, 64, 64), -1))
-        return q * cos + in_halves(q) * sin, k * cos + in_halves(k) * sin, v * 2
-
-    assert kernels_of(rotated, given((rows, 160), (256, 160), (32,), (32,))) == 1
-
-
-def thirds(y: Tensor) -> tuple[Tensor, ...]:
-    """As GPT-2 has queries, keys and values side by side."""
-    return tuple(part.unflatten(-1, (-1, 32)) for part in y.split(y.shape[-1] // 3, -1))
-
-
-def named(y: Tensor) -> tuple[Tensor, ...]:
-    """The same by a dimension of its own."""
-    return y.unflatten(-1, (3, -1, 32)).unbind(-3)
-
-
-def of_each_head(y: Tensor) -> tuple[Tensor, ...]:
-    """As GPT-NeoX has them, head by head."""
-    return y.unflatten(-1, (-1, 96)).chunk(3, -1)
-
-
-def of_few_heads(y: Tensor) -> tuple[Tensor, ...]:
-    """Four heads of queries for one of keys and of values, as Phi-3 has them."""
-    size = y.shape[-1] // 6
-    return tuple(part.unflatten(-1, (-1, 32)) for part in y.split((4 * size, size, size), -1))
-
-
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("parts", [thirds, named, of_each_head, of_few_heads])
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_parts_of_one_product_are_stored_where_they_belong(
-    rows: int, parts: Callable[[Tensor], tuple[Tensor, ...]], transposed: bool, turned: bool
-) -> None:
-    """Those of a cache in it, whatever rows and columns the kernel has."""
-
-    def projected(x: Tensor, w: Tensor, b: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
-        y = torch.addmm(b, x, w if transposed else w.t())
-        query, key, value = (part[:, None].transpose(1, 2) for part in parts(y))
-        keys.index_copy_(2, at, key * 2 if turned else key)
-        values.index_copy_(2, at, value)
-        return query * 3 if turned else query
-
-    cache = (rows, 1 if parts is of_few_heads else 2, 9, 32)
-    matrix = (80, 192) if transposed else (192, 80)
-    assert kernels_of(projected, given((rows, 80), matrix, (192,), cache, cache, place=4)) == 1
-
-
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_a_gate_and_what_it_gates_of_one_product(rows: int) -> None:
-    """As Phi-3 has them: of one row or two each program makes both."""
-
-    def gated(x: Tensor, w: Tensor) -> Tensor:
-        gate, up = F.linear(x, w).chunk(2, -1)
-        return F.silu(gate) * up
-
-    assert kernels_of(gated, given((rows, 80), (192, 80))) == (1 if rows < 3 else 2)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 4])
-@pytest.mark.parametrize("normed", [False, True])
-def test_projections_rotated_into_a_cache(normed: bool, rows: int) -> None:
-    """All that attention of a decoding step is given, in one kernel."""
-
-    def projected(
-        x: Tensor, weight: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
-        keys: Tensor, values: Tensor, at: Tensor,
-    ) -> Tensor:  # fmt: skip
-        x = F.rms_norm(x, weight.shape, weight) if normed else x
-        query, key, value = (F.linear(x, w).view(rows, 1, -1, 32).transpose(1, 2) for w in (q, k, v))
-        keys.index_copy_(2, at, key * cos + in_halves(key) * sin)
-        values.index_copy_(2, at, value)
-        return query
-
-    matrices = ((256, 160), (64, 160), (64, 160))
-    caches = ((rows, 2, 9, 32),) * 2
-    tensors = given((rows, 160), (160,), *matrices, (32,), (32,), *caches, place=4)
-    assert kernels_of(projected, tensors) == (1 if rows < 3 else 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
