@@ -4,6 +4,8 @@ and values that are stored where they belong."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,7 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusion_compiler as fc
+from fusion_compiler.codegen import emit
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.passes.fuse import candidates
+from fusion_compiler.schedule.schedule import Schedule
+from fusion_compiler.schedule.space import schedules
 from tests.exactness import not_as_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -139,6 +146,36 @@ def test_parts_of_one_product_are_stored_where_they_belong(
     cache = (rows, 1 if parts is of_few_heads else 2, 9, 32)
     matrix = (80, 192) if transposed else (192, 80)
     assert kernels_of(projected, given((rows, 80), matrix, (192,), cache, cache, place=4)) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_every_schedule(rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where programs share the rows of a matrix, and the last of a block of columns stores the parts."""
+
+    def projected(x: Tensor, w: Tensor, b: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
+        query, key, value = (part[:, None].transpose(1, 2) for part in thirds(torch.addmm(b, x, w)))
+        keys.index_copy_(2, at, key)
+        values.index_copy_(2, at, value)
+        return query * 2
+
+    def shared(s: Schedule) -> Schedule:
+        return replace(s, block_rows=8, programs=3, num_stages=3, last_finishes=True)
+
+    def looked(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+        found = schedules(loops, device)
+        found = (*found, *[shared(s) for s in found if s.programs is None][:3])
+        seen.append(len(found))
+        return (found[number],)
+
+    cache, number, seen = (rows, 2, 9, 32), 0, [1]
+    tensors = given((rows, 300), (300, 192), (192,), cache, cache, place=4)
+    monkeypatch.setattr(emit, "schedules_of", looked)
+    while number < seen[-1]:
+        monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path / str(number)))  # plans keep kernels
+        torch._dynamo.reset()
+        assert kernels_of(projected, tensors) == 1
+        number += 1
+    assert number > 5
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
