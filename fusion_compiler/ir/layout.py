@@ -80,7 +80,7 @@ def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tup
             inner[a], inner[b] = inner[b], inner[a]
         return source, tuple(inner)
     if target is aten.slice.Tensor:
-        dim = wrap(argument(op, 1, "dim", 0), rank)  # type: ignore[arg-type]
+        dim = _dim_of_part(op, rank)
         start = argument(op, 2, "start") or 0
         step = argument(op, 4, "step", 1)
         if isinstance(start, int) and start < 0:
@@ -90,7 +90,7 @@ def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tup
         moved = shifted(combine([(coords[dim], step)]), start)  # type: ignore[list-item, arg-type]
         return source, (*coords[:dim], moved, *coords[dim + 1 :])
     if target is aten.select.int:
-        dim = wrap(op.args[1], rank)  # type: ignore[arg-type]
+        dim = _dim_of_part(op, rank)
         index = op.args[2]
         if isinstance(index, int) and index < 0:
             index = index + shape[dim]
@@ -132,15 +132,19 @@ def cut_of(dag: OpDag, op: Op) -> Cut | None:
         return None
     source, shape = of.inputs[0], op.outputs[0].shape
     rank = len(dag.op(source).outputs[0].shape)
-    dim = wrap(argument(of, PARTS[of.target], "dim", 0), rank)  # type: ignore[arg-type]
     if argument(op, 4, "step", 1) != 1 and not part:
         return None
     try:
         _, first = pull(dag, op, (ZERO,) * len(shape), Extents(()))
     except NotExpressible:
         return None
-    keeps = len(shape) == rank
+    dim, keeps = _dim_of_part(of, rank), len(shape) == rank
     return Cut(source, dim, first[dim].const, shape[dim] if keeps else 1, keeps)
+
+
+def _dim_of_part(op: Op, rank: int) -> int:
+    """The dimension of which a view is a range."""
+    return wrap(argument(op, PARTS[op.target], "dim", 0), rank)  # type: ignore[arg-type]
 
 
 def _pull_part(dag: OpDag, op: Op, coords: tuple[Index, ...]) -> tuple[str, tuple[Index, ...]]:
@@ -150,9 +154,8 @@ def _pull_part(dag: OpDag, op: Op, coords: tuple[Index, ...]) -> tuple[str, tupl
     rank = len(dag.op(source).outputs[0].shape)
     part = op.args[1]
     assert isinstance(part, int)
+    dim = _dim_of_part(parent, rank)
     if parent.target is aten.unbind.int:
-        dim = wrap(argument(parent, 1, "dim", 0), rank)  # type: ignore[arg-type]
         return source, (*coords[:dim], Index(part, ()), *coords[dim:])
-    dim = wrap(argument(parent, 2, "dim", 0), rank)  # type: ignore[arg-type]
     start = sum((parent.outputs[i].shape[dim] for i in range(part)), 0)
     return source, (*coords[:dim], shifted(coords[dim], start), *coords[dim + 1 :])

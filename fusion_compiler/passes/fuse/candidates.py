@@ -33,6 +33,7 @@ from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.products import cuts_of, has_few_rows, product_of, splits_of
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal, matrix_splits_of
+from fusion_compiler.schedule import contractions
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.work import BufferInfo
 
@@ -42,6 +43,9 @@ FUSIBLE = frozenset({
 # Of the speed predicted for them, what kernels reach that choose among the pieces of a concatenation at every
 # element: measured on an H200, 0.67 to 0.85.
 CHOOSING = 0.85
+# Rows of a product of whose results a program makes several: more are multiplied on tensor units, by tiles of
+# sixteen rows of the matrix for each of them, of which a small matrix has too few to keep a device busy.
+MOST_ROWS_CUT = contractions.LEAST - 1
 LIBRARY_MARGIN = 0.9  # of a library's time that a product's cluster may take: both are predicted
 
 
@@ -184,7 +188,7 @@ class Candidates:
         try:
             return self.fastest(ops, outputs, splits, matrices=False)
         except Illegal as error:  # they do not fit into rows, each made by itself
-            for cut in cuts_of(self.dag, ops):
+            for cut in cuts_of(self.dag, ops, MOST_ROWS_CUT):
                 with contextlib.suppress(Illegal):
                     return self.form(ops, outputs, cut, matrices=False)
             with contextlib.suppress(Illegal):

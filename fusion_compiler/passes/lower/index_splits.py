@@ -73,14 +73,13 @@ class IndexSplit:
     @property
     def factors(self) -> tuple[tuple[Dim, ...], ...]:
         """The dimensions of a piece, one that is cut into blocks as their number and a run."""
-        found: list[tuple[Dim, ...]] = [(size,) for size in self.shape]
-        found = found if self.then is None else [*self.then.factors]
-        found[self.dim] = (self.length,)
+        own: tuple[Dim, ...] = (self.length,)
         if self.block is not None and self.run != 1:
             blocks = quotient(self.shape[self.dim], self.block)
             assert blocks is not None
-            found[self.dim] = (blocks, self.run)
-        return tuple(found)
+            own = (blocks, self.run)
+        others = tuple((size,) for size in self.shape) if self.then is None else self.then.factors
+        return (*others[: self.dim], own, *others[self.dim + 1 :])
 
     def whole(self, coords: tuple[Index, ...], key: int) -> tuple[Index, ...]:
         """Coordinates in the tensor of the element at `coords` of a piece, whose terms are each of blocks or
@@ -93,9 +92,7 @@ class IndexSplit:
         return (*coords[: self.dim], along, *coords[self.dim + 1 :])
 
     def is_within_run(self, step: Dim) -> bool:
-        if self.block is None or self.run == 1:
-            return self.block is None
-        return isinstance(step, int) and isinstance(self.run, int) and step < self.run
+        return self.block is None or (isinstance(step, int) and step < self.block // self.count)
 
 
 def index_splits_of(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[IndexSplit, ...]:
@@ -127,14 +124,13 @@ def index_splits_below(dag: OpDag, name: str) -> Iterator[IndexSplit]:
     stack, seen = [name], {name}
     while stack:
         for op in map(dag.op, dag.consumers(stack.pop())):
-            if op.name in seen or not (layout.is_view(op) or op.target in layout.PARTS):
+            if op.name in seen or not layout.is_view(op):
                 continue
             seen.add(op.name)
             stack.append(op.name)
             if (cut := layout.cut_of(dag, op)) is not None and cut.length != 0:
                 shape = dag.op(cut.source).outputs[0].shape
-                count = _count(shape[cut.dim], cut.length, [])
-                if count is not None:
+                if (count := _count(shape[cut.dim], cut.length, [])) is not None:
                     yield IndexSplit(shape, cut.dim, count)
 
 

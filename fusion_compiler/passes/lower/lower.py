@@ -214,15 +214,15 @@ class Lowering(Builder):
         """An output that has a part of the space, in every piece: it is stored where that lies."""
         stores: list[Store] = []
         rank = len(part.coords)
+        self.known = part.known
         for piece in self.pieces((*part.coords, *(index for index, _, _ in part.ranges))):
             within, never = None, False
             for index, (_, low, high) in zip(piece[rank:], part.ranges, strict=True):
                 within, partial = self.in_range(index, low, high, within)
                 never |= within is None and partial
             if not never:
-                self.known = part.known
                 stores.append(self.store(name, piece[:rank], within))
-                self.known = {}
+        self.known = {}
         return stores
 
     # -- where things lie -------------------------------------------------------------------

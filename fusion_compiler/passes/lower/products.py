@@ -26,9 +26,6 @@ aten = torch.ops.aten
 PRODUCTS: dict[object, int] = {
     aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1,
 }  # fmt: skip
-# Rows of a product that falls into pieces: three are multiplied on tensor units, by tiles of sixteen rows of
-# the matrix in each piece, of which a small matrix has too few to keep a device busy.
-MOST_ROWS_CUT = 2
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -120,13 +117,13 @@ def splits_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:
     return tuple(dict.fromkeys(p.split for p in products if p is not None and p.split is not None))
 
 
-def cuts_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:
+def cuts_of(dag: OpDag, ops: tuple[str, ...], most: int) -> tuple[IndexSplit, ...]:
     """Index splits that give each program several elements of a row of a product, which are computed with:
-    halves of a head that are turned, a gate and what it gates."""
+    halves of a head that are turned, a gate and what it gates. most: rows that the product has."""
     found: dict[IndexSplit | None, None] = {}
     for i, name in enumerate(ops):
         made = product_of(dag, dag.op(name))
-        if made is not None and isinstance(made.rows, int) and made.rows <= MOST_ROWS_CUT:
+        if made is not None and has_few_rows(made, most):
             later = (index_split_by(dag, dag.op(n)) for n in ops[i + 1 :])
             found |= {made.cut(c): None for c in (*later, *index_splits_below(dag, name)) if c is not None}
     return tuple(split for split in found if split is not None)
