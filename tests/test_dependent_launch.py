@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
+from fusion_compiler import api
 from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.passes import launched_dependently
-from fusion_compiler.codegen.tile import Assign, For, Line, Load, Statement, Store
+from fusion_compiler.codegen.tile import Assign, For, If, Line, Load, Statement, Store, Variables
 from fusion_compiler.errors import InvalidOptionError
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
@@ -172,8 +174,8 @@ def test_the_wait_stands_there_in_ptx() -> None:
                     continue
                 waits = [i for i, kind in enumerate(kinds) if kind == "griddepcontrol.wait"]
                 starts = [i for i, kind in enumerate(kinds) if kind == "griddepcontrol.launch_dependents"]
-                assert len(waits) == len(starts) == 1 and waits[0] < starts[0] < kinds.index("st.global")
-                before = [pointers for _, pointers in found[: waits[0]]]
+                assert len(waits) == len(starts) == 1 and starts[0] < waits[0] < kinds.index("st.global")
+                before = [pointers for kind, pointers in found[: waits[0]] if "global" in kind]
                 constant = constant_pointers(plan, cluster, program, kernel)
                 assert all(pointers and pointers <= constant for pointers in before), kernel.source
                 assert all(pointers for kind, pointers in found if "global" in kind), "each address is told"
@@ -419,8 +421,8 @@ def test_a_kernel_says_so_to_the_compiler() -> None:
 POINTERS = frozenset({"x_ptr", "w_ptr", "out_ptr"})
 
 
-def moved(*body: Statement) -> list[Statement]:
-    return launched_dependently([*body], frozenset({"w_ptr"}), POINTERS)
+def moved(*body: Statement, turns: int = 0) -> list[Statement]:
+    return launched_dependently([*body], frozenset({"w_ptr"}), POINTERS, Variables(), turns)
 
 
 COL, X = Assign(("col",), "tl.arange(0, 8)"), Assign(("x",), Load("x_ptr + col"))
@@ -466,6 +468,89 @@ def test_a_loop_of_one_turn_stays_before_a_narrower_one() -> None:
     narrow = Assign(("col",), "8 + tl.arange(0, 4)")
     body = For("start", "tl.range(0, 8, 8)", [within, X]), For("start", "tl.range(8, 12, 4)", [narrow, X])
     assert moved(*body, END) == [HERE, *body, END]
+
+
+WITHIN = Assign(("col",), "start + tl.arange(0, 8)")
+SUM = Line("total += x * w")
+
+
+def test_first_turns_of_a_loop_are_taken_out_of_it() -> None:
+    """Their weights are loaded early; the rest of the loop, and what it adds to, are as they were."""
+    loop = For("start", "tl.range(0, 40, 8, num_stages=3)", [WITHIN, X, W, SUM])
+    found = moved(loop, END, turns=2)
+    wait = found.index(HERE)
+    early, late, rest = found[:wait], found[wait + 1 : -2], found[-2]
+    assert [str(s.value) for s in early if isinstance(s, Assign) and isinstance(s.value, str)] == [
+        "0 + tl.arange(0, 8)", "8 + tl.arange(0, 8)",
+    ]  # fmt: skip
+    names = [s.targets[0] for s in early if isinstance(s, Assign)]
+    assert len({*names}) == 4 and not {"col", "w"} & {*names}, "each has a name of its own"
+    loaded = [s for s in early if isinstance(s, Assign) and isinstance(s.value, Load)]
+    assert [s.value.pointer for s in loaded] == [f"w_ptr + {names[0]}", f"w_ptr + {names[2]}"]
+    sums = [s.text for s in late if isinstance(s, Line)]
+    x = [s.targets[0] for s in late if isinstance(s, Assign)]
+    assert sums == [f"total += {x[i]} * {loaded[i].targets[0]}" for i in range(2)]
+    assert rest == replace(loop, values="tl.range(16, 40, 8, num_stages=3)") and found[-1] == END
+
+
+def test_a_loop_of_which_no_turn_is_left_is_none() -> None:
+    found = moved(For("start", "tl.range(0, 16, 8)", [WITHIN, X, W, SUM]), END, turns=4)
+    assert not any(isinstance(s, For) for s in found)
+    assert Assign(("x",), Load("x_ptr + col")) in found, "the last turn's values are read behind it"
+    assert found.index(Assign(("w",), Load("w_ptr + col"))) < found.index(HERE)
+
+
+def test_what_a_turn_leaves_to_the_next_keeps_its_name() -> None:
+    """The largest so far, say: it is read before it is assigned."""
+    largest = Assign(("most",), "tl.maximum(most, x * w)")
+    found = moved(For("start", "tl.range(0, 32, 8)", [WITHIN, X, W, largest]), END, turns=1)
+    (first,) = (s for s in found if isinstance(s, Assign) and s.targets == ("most",))
+    assert str(first.value).startswith("tl.maximum(most, «")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        For("start", "tl.range(0, 32, 8)", [WITHIN, X]),  # of no constants
+        For("start", "tl.range(first, 32, 8)", [WITHIN, W]),
+        For("start", "tl.range(0, size, 8)", [WITHIN, W]),
+        For("start", "tl.range(0, 32, 8)", [WITHIN, W, If("w > 0", [END])]),
+    ],
+    ids=str,
+)
+def test_loops_that_stay_as_they_are(loop: For) -> None:
+    assert moved(loop, END, turns=2) == [HERE, loop, END]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_what_is_loaded_early_changes_no_value(
+    rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of every program that loads weights early, in the interpreter."""
+    sizes = (16, 600, 24, 1100, 8)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.SiLU()) for a, b in pairwise(sizes)))
+    exact, x = copy.deepcopy(model).double(), torch.randn(rows, 16)
+    number, most, texts = 0, 1, set[str]()
+
+    def one(*arguments: Any) -> tuple[Program, ...]:
+        nonlocal most
+        programs = emit(*arguments)
+        early = [program for program in programs if "early" in program.schedule]
+        most = max(most, len(early))
+        texts.update(kernel.source for program in early for kernel in program.kernels)
+        return (early[number % len(early)],) if early else programs
+
+    emit = api.emit
+    monkeypatch.setattr(api, "emit", one)
+    while number < most:
+        monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path / str(number)))  # plans keep kernels
+        torch._dynamo.reset()
+        fast = fc.compile(model, backend="interpret", device="h200", strict=True, dynamic=False)
+        with torch.no_grad():
+            assert not_as_close(fast(x), model(x), exact(wide(x))) is None
+        number += 1
+    assert number >= 5 and len(texts) >= 6
+    assert all(WAIT in text for text in texts)
 
 
 def test_rows_of_one_and_a_half_blocks_compile() -> None:

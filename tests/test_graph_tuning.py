@@ -106,7 +106,7 @@ def test_noise_and_luck_change_nothing() -> None:
 
 
 def test_what_was_slow_alone_is_not_tried() -> None:
-    graph = Graph(us=(10.0, 16.0, 12.0))
+    graph = Graph(us=(10.0, 21.0, 12.0))
     graph.taken |= {4: 1.0}
     graph.tune()
     assert graph.programs() == 8 and graph.measures == 2

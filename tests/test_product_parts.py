@@ -33,7 +33,7 @@ def small_matrices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Tem
     monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
 
 
-def kernels_of(f: Callable[..., Any], given: Callable[[bool], list[Tensor]]) -> int:
+def kernels_of(f: Callable[..., Any], given: Callable[[bool], list[Tensor]], noise: float = 0.0) -> int:
     """How many kernels run all of `f`, whose results, and what it leaves in its arguments, are as close to
     those in float64 as eager's are. given: the same arguments each time, wide where asked."""
     fast = fc.compile(f, backend="interpret", strict=True)
@@ -42,7 +42,7 @@ def kernels_of(f: Callable[..., Any], given: Callable[[bool], list[Tensor]]) -> 
         made = [g(*x) for g, x in zip((fast, f, f), runs, strict=True)]
     left = [[*r, *x] if isinstance(r, tuple) else [r, *x] for r, x in zip(made, runs, strict=True)]
     for ours, eager, exact in zip(*left, strict=True):
-        assert not_as_close(ours, eager, exact) is None
+        assert not_as_close(ours, eager, exact, noise) is None
     (plan,) = fast.plan
     assert not plan.leftovers, str(plan)
     return len(plan.clusters)
@@ -266,4 +266,8 @@ def test_fresh_programs(number: int) -> None:
         torch._dynamo.reset()
         program, shapes = drawn(Random(each))
         print(f"drawn from {each}")
-        assert kernels_of(program, given(*shapes, place=5)) <= 4
+        tensors = given(*shapes, place=5)
+        x, w = (t.abs() for t in tensors(True)[:2])
+        sums = (x @ w if shapes[1][0] == shapes[0][1] else x @ w.t()).max().item()
+        noise = 2 * torch.finfo(torch.float32).eps * sums  # of few results, where eager may have luck
+        assert kernels_of(program, tensors, noise) <= 4

@@ -35,7 +35,7 @@ from fusion_compiler.codegen.sizes import given_names
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.sums_over_rows import Sums
 from fusion_compiler.codegen.text import printed
-from fusion_compiler.codegen.tile import If, Statement, Store
+from fusion_compiler.codegen.tile import If, Statement, Store, Variables
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.ir.loops import (
@@ -271,9 +271,9 @@ class _Assembly:
         functions = self.made_ahead(b, f"{name}_first")
         grid = self.body(b, program)
         functions += self.last_program(b, f"{name}_last")
-        return functions, text_of(b, self.finished), grid
+        return functions, text_of(b, lambda body: self.finished(body, b.variables)), grid
 
-    def finished(self, body: list[Statement]) -> list[Statement]:
+    def finished(self, body: list[Statement], variables: Variables) -> list[Statement]:
         """The program: what lies over its inputs is stored late; it waits if launched dependently."""
         given = ((b.name, b.over) for b in self.signature.outputs if b.over is not None)
         stored_late(body, {self.parameters[a].name: self.parameters[b].name for a, b in given})
@@ -281,7 +281,9 @@ class _Assembly:
             return body
         pointers = [p.name for p in self.parameters.values() if p.role is not Role.SIZE]
         constant = [p.name for name, p in self.parameters.items() if name in (self.constants or ())]
-        return launched_dependently(body, frozenset(constant), frozenset(pointers))
+        return launched_dependently(
+            body, frozenset(constant), frozenset(pointers), variables, self.s.early
+        )
 
     def used(self, body: str) -> tuple[Argument, ...]:
         return tuple(a for a in self.parameters.values() if _uses(body, a.name))

@@ -12,6 +12,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import refusal, schedules
 
+EARLY = 3  # times as many programs that load early as others, of a kernel that may
 
 def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Schedules of one loop nest, best guess first. Raises LookupError if there are none."""
@@ -33,13 +34,18 @@ def emit(
     """Programs of one cluster, best guess first: `limit` of them, and where all read words that their inputs
     end within, one more, for inputs that begin anywhere. Raises LookupError if there is no schedule.
 
-    constants: as for `assemble.build`.
+    constants: as for `assemble.build`. Of a kernel that starts while others run there are more: how it gets
+    on with them is seen in their midst alone.
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
+    if constants is None:
+        choices = [tuple(s for s in found if not s.early) for found in choices]
     loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}
     if any(buffer.over in loaded for buffer in buffers.values()):
         choices = [_of_full_tiles(found, device) or found for found in choices]
-    found = [_program(nests, first, choices, name, doc, buffers, constants) for first in choices[0][:limit]]
+    early = [s for s in choices[0] if s.early][: EARLY * limit]
+    best = [*[s for s in choices[0] if not s.early][:limit], *early]
+    found = [_program(nests, first, choices, name, doc, buffers, constants) for first in best]
     plain = [tuple(s for s in schedules if not s.misaligned) for schedules in choices]
     if all(plain) and all(program.word for program in found):
         found.append(_program(nests, plain[0][0], plain, name, doc, buffers, constants))
@@ -76,5 +82,7 @@ def _program(
 ) -> Program:
     """Tile programs beside the first run under their best schedules with as many warps, where they have any:
     a launch has one number of them."""
-    others = (next((s for s in c if s.num_warps == first.num_warps), c[0]) for c in choices[1:])
+    others = (
+        min(c, key=lambda s: (s.num_warps != first.num_warps, s.early != first.early)) for c in choices[1:]
+    )
     return assemble.build(nests, (first, *others), name, doc, buffers, constants)

@@ -86,13 +86,10 @@ launches_dependents.__triton_builtin__ = True
 
 @triton.jit
 def wait_for_kernels():
-    """What this stream's earlier kernels did is done and seen from here on; then the next kernel may start.
-
-    That is behind the wait, so that it never meets any but this one: `passes.launched_dependently` says why.
-    """
+    """The next kernel may start; what this stream's earlier kernels did is done and seen from here on."""
     if launches_dependents():
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -25,13 +25,15 @@ from fusion_compiler.codegen.tile import (
     Statement,
     Store,
     Variables,
+    Wait,
     blocks,
     reads,
+    renamed,
     with_operands,
     writes,
 )
 
-ONE_TURN = re.compile(r"tl\.range\(0, (\d+), (\d+)\b")  # where the numbers say so
+TURNS = re.compile(r"tl\.range\(0, (\d+), (\d+)(.*)\)")  # end, step, options
 
 
 def joined(body: list[Statement]) -> None:
@@ -147,24 +149,30 @@ def _kept(block: For | If, variables: Variables) -> list[tuple[Assign, Check]]:
 
 
 def launched_dependently(
-    body: list[Statement], constants: frozenset[str], pointers: frozenset[str]
+    body: list[Statement],
+    constants: frozenset[str],
+    pointers: frozenset[str],
+    variables: Variables,
+    turns: int = 0,
 ) -> list[Statement]:
     """x = load(in); w = load(weight); ...  ->  w = load(weight); wait_for_kernels(); x = load(in); ...
 
-    Of a program that may be on the device while the kernel before it still runs. constants: those of its
-    pointers to what no kernel or call of the graph writes, at addresses that stay. Returns the statements.
+    Of a program that may be on the device while kernels before it still run. constants: those of its
+    pointers to what no kernel or call of the graph writes, at addresses that stay. turns: so many of a loop
+    are taken out of it (`Schedule.early`), whose constants are loaded so as well. Returns the statements.
 
-    Programs load from constants before they wait, and do nothing else with memory: whatever else they read is
-    complete behind the wait, and whatever they write is not read by an earlier kernel any more. They let the
-    next kernel start behind their wait. So when a kernel's programs run at all, every kernel but the one
-    before it has ended, and that one has when they have waited: what is two kernels back needs no thought.
+    Programs let the next kernel start at once, so that programs of several kernels in a row may be on the
+    device, and load from constants before they wait; they do nothing else with memory. A wait ends when the
+    kernel before has ended, of which each program had waited for the one before it: behind it all earlier
+    kernels are done. So whatever else they read is complete, and whatever they write nobody reads any more.
     A kernel that starts such a row is launched plainly (`passes.fuse.dependent`): it begins when all before
     it is done, whoever launched that, so that later ones cannot load a constant too early either.
 
-    Statements are moved and never repeated. The wait stands before any loop: software pipelining takes the
-    first turns' loads out of one, and would take them past a wait in it. A loop of one turn is none.
+    The wait stands before any loop: software pipelining takes the first turns' loads out of one, and would
+    take them past a wait in it. A loop of one turn is none.
     """
     body = [inner for i, statement in enumerate(body) for inner in _opened(statement, body[i + 1 :])]
+    body = [inner for statement in body for inner in _ahead(statement, constants, variables, turns)]
     assigned = Counter(name for statement in body for name in _assigned(statement))
 
     def is_ready(statement: Statement) -> bool:
@@ -194,11 +202,50 @@ def _opened(statement: Statement, after: Sequence[Statement]) -> list[Statement]
     """
     if any(isinstance(s, For) and not set(_assigned(s)).isdisjoint(_assigned(statement)) for s in after):
         return [statement]
-    if isinstance(statement, For) and (turns := ONE_TURN.match(statement.values)):
-        end, step = map(int, turns.groups())
+    if isinstance(statement, For) and (turns := TURNS.fullmatch(statement.values)):
+        end, step = int(turns[1]), int(turns[2])
         if 0 < end <= step:
             return [Assign((statement.variable,), "0"), *statement.body]
     return [statement]
+
+
+def _ahead(
+    statement: Statement, constants: frozenset[str], variables: Variables, turns: int
+) -> list[Statement]:
+    """for start in tl.range(0, 2048, 512): ...  ->  ...; ...; for start in tl.range(1024, 2048, 512): ...
+
+    Of a loop that loads constants, some turns. What a turn makes for itself has names of its own.
+    """
+    counted = TURNS.fullmatch(statement.values) if isinstance(statement, For) else None
+    if not turns or counted is None or not isinstance(statement, For):
+        return [statement]
+    end, step = int(counted[1]), int(counted[2])
+    turns = min(turns, end // step)
+    blocks_in_it = any(isinstance(inner, For | If | Wait) for inner in statement.body)
+    if blocks_in_it or not any(reads(inner) & constants for inner in statement.body):
+        return [statement]
+    found: list[Statement] = []
+    own = _own(statement.body)
+    for turn in range(turns):
+        is_last = (turn + 1) * step >= end  # whose values may be read behind the loop
+        names = {name: variables.new(variables.base(name)) for name in own if not is_last}
+        names[statement.variable] = str(turn * step)
+        found += [renamed(inner, names) for inner in statement.body]
+    if turns * step < end:
+        left = f"tl.range({turns * step}, {end}, {step}{counted[3]})"
+        found.append(replace(statement, values=left))
+    return found
+
+
+def _own(body: Sequence[Statement]) -> list[str]:
+    """What a turn of a loop makes before it reads it, and so leaves to none."""
+    found: dict[str, bool] = {}
+    for statement in body:
+        for name in reads(statement):
+            found.setdefault(name, False)
+        for name in _assigned(statement):
+            found.setdefault(name, True)
+    return [name for name, is_own in found.items() if is_own]
 
 
 def _assigned(statement: Statement) -> list[str]:

@@ -17,8 +17,8 @@ mean the same in every kernel, `row` and `col` say, are called so from the begin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from fusion_compiler.ir.loops import Reduce
 
@@ -128,7 +128,8 @@ class Variables:
         return f"«{len(self.bases) - 1}»"
 
     def base(self, variable: str) -> str:
-        return self.bases[int(variable[1:-1])]
+        """What its name is made of; a name that is given is made of itself."""
+        return self.bases[int(variable[1:-1])] if is_variable(variable) else variable
 
 
 def is_variable(text: str) -> bool:
@@ -173,6 +174,34 @@ def writes(statement: Statement) -> set[str]:
             return {name for inner in body for name in writes(inner)}
         case _:
             return set()
+
+
+def renamed(statement: Statement, names: Mapping[str, str]) -> Statement:
+    """A statement that is no block, with other names."""
+
+    def text(given: str) -> str:
+        return NAME.sub(lambda name: names.get(name[0], name[0]), given)
+
+    def optional(given: str | None) -> str | None:
+        return None if given is None else text(given)
+
+    match statement:
+        case Assign(targets, value, node):
+            if isinstance(value, Load):
+                value = replace(value, pointer=text(value.pointer), mask=optional(value.mask))
+            elif isinstance(value, Combine):
+                value = replace(value, tiles=tuple(map(text, value.tiles)))
+            else:
+                value = text(value)
+            return Assign(tuple(map(text, targets)), value, node)
+        case Store(pointer, value, mask):
+            return replace(statement, pointer=text(pointer), value=text(value), mask=optional(mask))
+        case Check(index, _, _, mask):
+            return replace(statement, index=text(index), mask=optional(mask))
+        case Line(given):
+            return Line(text(given))
+        case _:
+            raise TypeError(statement)
 
 
 def blocks(body: list[Statement]) -> Iterator[list[Statement]]:

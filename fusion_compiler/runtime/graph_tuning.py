@@ -3,11 +3,13 @@
 What a kernel takes alone (`launch.Runner`) is not what it takes between others: it starts while the one
 before it ends, on multiprocessors that are not all free, and the next one starts while it ends. Where a graph
 is recorded its candidates that came close are recorded and replayed in their places, those of the longest
-kernels first.
+kernels first; then the best few of each once more, among what has been chosen for all others.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -26,7 +28,8 @@ from fusion_compiler.runtime.stages import Stages
 
 GAIN = 0.005  # of the graph's time, by which a candidate is better: noise is less
 ROUNDS = 7
-MOST_SECONDS = 3.0
+MOST_SECONDS = 5.0
+AGAIN = 4  # candidates of a kernel that are tried a second time
 
 Measure = Callable[[], float]  # microseconds that the graph takes with what its runners launch now
 
@@ -61,10 +64,14 @@ class GraphTuning:
         compile_builds(build for runner in runners for build in runner.rival_builds(index))
         with suppress(RuntimeError), _put_back([arguments[i] for i in written]) as restore:
             measure = self._measured(run, arguments, restore)
+            trials = [_Trial(runner, index) for runner in runners]
             best = measure()
-            for runner in runners:
+            turns = (None, AGAIN) if len(trials) > 1 else (None,)
+            for most, trial in itertools.product(turns, trials):
                 if time.perf_counter() < start + MOST_SECONDS:
-                    best = _settle(runner, index, best, measure)
+                    best = trial.turn(best, measure, most)
+            for trial in trials:
+                trial.settle()
         self._stages.add("tune within the graph", time.perf_counter() - start)
 
 
@@ -83,24 +90,42 @@ def _put_back(tensors: Sequence[torch.Tensor]) -> Generator[Callable[[], None]]:
         restore()
 
 
-def _settle(runner: Runner, index: int, best: float, measure: Measure) -> float:
-    """Leaves a runner with its fastest candidate, and gives what the graph takes with it."""
-    chosen, *others = runner.rivals(index)
-    try:
-        for i in others:
-            try:
-                runner.take(i, index)
-            except FusionError:  # it needs more than the device has
-                continue
-            us = measure()
-            if us < best * (1 - GAIN):
-                us = (us + measure()) / 2  # it may have been luck
-            if us < best * (1 - GAIN):
-                best, chosen = us, i
-    finally:
-        runner.take(chosen, index)
-    runner.settle(chosen, index)
-    return best
+class _Trial:
+    """The candidates of one runner, and what the graph took with each."""
+
+    def __init__(self, runner: Runner, index: int) -> None:
+        self._runner, self._index = runner, index
+        self._chosen, *others = runner.rivals(index)
+        self._us = dict.fromkeys(others, 0.0)
+        self._took_part = False
+
+    def turn(self, best: float, measure: Measure, most: int | None = None) -> float:
+        """Leaves the runner with its fastest candidate, and gives what the graph takes with it.
+
+        best: what it takes now. most: so many of the others are tried, those that were fastest so far.
+        """
+        self._took_part = True
+        self._us[self._chosen] = best
+        others = sorted((i for i in self._us if i != self._chosen), key=self._us.__getitem__)
+        try:
+            for i in others[:most]:
+                try:
+                    self._runner.take(i, self._index)
+                except FusionError:  # it needs more than the device has
+                    self._us[i] = math.inf
+                    continue
+                us = self._us[i] = measure()
+                if us < best * (1 - GAIN):
+                    us = (us + measure()) / 2  # it may have been luck
+                if us < best * (1 - GAIN):
+                    best, self._chosen = us, i
+        finally:
+            self._runner.take(self._chosen, self._index)
+        return best
+
+    def settle(self) -> None:
+        if self._took_part:
+            self._runner.settle(self._chosen, self._index)
 
 
 def replayed(run: Boxed, arguments: Sequence[Any], restore: Callable[[], None]) -> Measure:

@@ -47,7 +47,7 @@ NOISE = 0.02
 # each launch at most one such group waits for programs that have not started. The device must hold the groups
 # of so many launches, or waiting programs could fill it.
 LAUNCHES_AT_ONCE = 4
-CLOSE, MOST_RIVALS = 1.5, 4  # times the fastest candidate alone, that one in a graph may take; and how many
+CLOSE, MOST_RIVALS = 2.0, 20  # times the fastest candidate alone, that one in a graph may take; and how many
 MOST_VARIANTS = 4  # of a program's kernels that differ in which inputs are aligned
 
 

@@ -143,7 +143,8 @@ def _undivided(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
         if 1 <= warps <= UNDIVIDED_WARPS:
             yield Schedule(rows, cols, Cols.GRID, num_warps=warps)
         elif warps > UNDIVIDED_WARPS:
-            yield _staged(UNDIVIDED_WARPS * held // cols, cols, Cols.GRID, 1, UNDIVIDED_WARPS)
+            turns = _staged(UNDIVIDED_WARPS * held // cols, cols, Cols.GRID, 1, UNDIVIDED_WARPS)
+            yield from (turns, replace(turns, early=1))
 
 
 def _last_finishes(a: Analysis, programs: int, block: int) -> bool:

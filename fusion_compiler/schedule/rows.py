@@ -32,6 +32,19 @@ PRODUCT_SUMS = 64  # that a thread of a product keeps, of its rows and vectors
 PRODUCT_WORDS = 24  # that it loads at once, of its rows and matrices
 # Of a row that is loaded whole, before the kernel waits for what others make: elements of it and of a warp.
 MOST_AT_ONCE, AT_ONCE = 16384, 1024
+# (rows, columns, warps, elements): tiles of which a thread loads so many of matrices before the kernel waits.
+# What is held then by all programs, with as many registers again as each thread needs for the rest, is near
+# what multiprocessors have. Best among others within recorded graphs, of eighteen that were tried.
+EARLY = (
+    (4, 2048, 8, 32),
+    (2, 2048, 4, 32),
+    (4, 2048, 4, 128),
+    (4, 512, 2, 128),
+    (2, 512, 1, 128),
+    (2, 1024, 2, 64),
+    (2, 256, 1, 64),
+    (8, 512, 2, 128),
+)
 SHORT = 4096  # columns of a matrix, of which a program of many warps has few turns
 MOST_BY_THREADS = 4  # vectors that are multiplied as fast by threads as by tensor units
 IN_FLIGHT = 24576  # elements of matrices that a multiprocessor has to wait for at once
@@ -53,7 +66,7 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not a.weighted:
         return made(a, device, table.shapes("rows", a))
-    found, tiles = made(a, device, _products(a, device)), _contracting(a, device)
+    found, tiles = tuple(_products(a, device)), _contracting(a, device)
     if len(a.weighted) > MOST_BY_THREADS:
         return (*tiles, *found)
     both = itertools.chain.from_iterable(itertools.zip_longest(tiles, found))  # tuned together
@@ -62,7 +75,7 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if a.weighted:
-        return measured(a, device)
+        return tuple(s for s in measured(a, device) if not s.early)  # others are of the same work
     block = padded(hint(a.size(COLS)))
     shapes: list[Shape] = [(-max(1024, block), 0, max(1, block // 512)), (1, 0, max(1, block // 1024))]
     if a.tall and block <= TALLEST:
@@ -74,7 +87,7 @@ def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     return () if a.weighted else made(a, device, tuple(_tiles(padded(hint(a.size(COLS))))))
 
 
-def _products(a: Analysis, device: DeviceSpec) -> tuple[Shape, ...]:
+def _products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
     """Not a table: the fewer rows a matrix has, the more of each a program has to have under way."""
     count, width = max(1, hint(a.size(ROWS))), padded(hint(a.size(COLS)))
     matrices = max(1, _matrices(a))
@@ -92,7 +105,15 @@ def _products(a: Analysis, device: DeviceSpec) -> tuple[Shape, ...]:
         shapes.insert(int(cols < width), (max(1, rows // 2), 0, max(1, width // warp)))
     elif cols < width <= MOST_AT_ONCE and len(a.weighted) < LEAST:
         shapes.insert(1, (1, width, max(1, width // AT_ONCE)))
-    return tuple(dict.fromkeys(shapes))
+    found = made(a, device, tuple(dict.fromkeys(shapes)))
+    yield from found
+    for tall, wide, warps, elements in EARLY:
+        block = min(wide, width)
+        height, warps = min(tall, 2 * rows, tallest), max(1, warps * block // wide)
+        turn = height * block * matrices // (device.warp_size * warps)
+        for s in made(a, device, ((height, block, warps),)):
+            if block < width or s not in found:
+                yield replace(s, early=max(1, elements // turn))
 
 
 def _matrices(a: Analysis) -> int:
@@ -114,7 +135,8 @@ def _contracting(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         shapes = ((16, 512, 4, 3), (32, 256, 4, 4), (16, 1024, 8, 3), (16, 256, 4, 4))
     else:
         shapes = ((16, 512, 4, 3), (16, 1024, 8, 3), (32, 256, 4, 4), (16, 256, 4, 4))
-    found = (Schedule(r, c, Cols.LOOP, num_warps=w, num_stages=n) for r, c, w, n in shapes if c <= width)
+    found = [Schedule(r, c, Cols.LOOP, num_warps=w, num_stages=n) for r, c, w, n in shapes if c <= width]
+    found += [replace(s, early=1) for s in found if s.block_cols < width]
     return tuple(s for s in found if contracts(a, s))
 
 

@@ -41,6 +41,7 @@ class Schedule:
     word: int = 0
     registers: int | None = None
     last_finishes: bool = False
+    early: int = 0
 
     def __str__(self) -> str:
         split = f" of {self.splits} parts" if self.splits > 1 else ""
@@ -51,7 +52,8 @@ class Schedule:
         tile = f"{self.block_rows} x {self.block_cols} {self.cols}{window}{split}"
         limit = f", {self.registers} registers" if self.registers else ""
         last = ", the last finishes" if self.last_finishes else ""
-        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}{last}"
+        early = f", {self.early} early" if self.early else ""
+        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}{last}{early}"
 
     @property
     def misaligned(self) -> bool:
