@@ -45,6 +45,7 @@ from fusion_compiler.schedule.schedule import Cols
 
 aten = torch.ops.aten
 BYTES = (torch.int8, torch.uint8)
+MOST_ZERO = 1 << 20  # of bytes: what is left is exact
 KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that stay as they were loaded
 
 
@@ -200,7 +201,11 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
 
     _spread(b, refs)
     if _widens_bytes(b, node):
-        return f"fm.from_byte({b.variable(refs[0])})"
+        kind = "from_byte" if _is_loaded(b, refs[0]) else "from_computed_byte"
+        return f"fm.{kind}({b.variable(refs[0])})"
+    if (of_byte := _zero_of_bytes(b, node)) is not None:
+        byte, zero = of_byte
+        return f"fm.from_computed_byte({b.variable(byte)}, {zero})"
 
     def operand(n: int) -> tuple[str | None, object, torch.dtype]:
         value = nodes[n]
@@ -214,12 +219,29 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
 
 
 def _widens_bytes(b: Builder, node: Compute) -> bool:
-    """Whether it makes floats of bytes that were loaded: four of these lie in one register."""
+    """Whether it makes floats of bytes, of which four lie in one register if they were loaded."""
     operands = dict(node.operands)
     source = operands.get("self")
-    loaded = b.loops.nodes[source.node] if isinstance(source, Value) else None
     to_float = node.target is aten._to_copy.default and node.dtype is torch.float32
-    return to_float and isinstance(loaded, Load) and loaded.dtype in BYTES and "rounding" not in operands
+    of_bytes = isinstance(source, Value) and b.loops.nodes[source.node].dtype in BYTES
+    return to_float and of_bytes and "rounding" not in operands
+
+
+def _zero_of_bytes(b: Builder, node: Compute) -> tuple[int, int] | None:
+    """The bytes, and the whole number that is taken from them: a part of what makes floats of them."""
+    widened, operands = operand_of(node, "self"), dict(node.operands)
+    zero = operands.get("other")
+    if node.target is not aten.sub.Tensor or operands.get("alpha", 1) != 1 or widened is None:
+        return None
+    if not isinstance(zero, int | float) or not abs(zero) < MOST_ZERO or zero != int(zero):
+        return None
+    made = b.loops.nodes[widened]
+    byte = operand_of(made, "self") if isinstance(made, Compute) and _widens_bytes(b, made) else None
+    return None if byte is None or _is_loaded(b, byte) else (byte, int(zero))
+
+
+def _is_loaded(b: Builder, number: int) -> bool:
+    return isinstance(b.loops.nodes[number], Load)
 
 
 def _is_narrower(b: Builder, operand: int, number: int) -> bool:

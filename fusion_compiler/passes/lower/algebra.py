@@ -175,8 +175,8 @@ def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
 
 
 def _weighs(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -> bool:
-    """Whether a reduction is a sum along rows of a matrix, which lie in memory so, each element times what is
-    the same in all of them."""
+    """Whether a reduction is a sum along rows of a matrix, or of one and its scales, which lie in memory so,
+    each element times what is the same in all of them."""
     if node.combine != "sum" or node.kept or node.over != ALONG:
         return False
     stack, leaves = [node.operand], list[int]()
@@ -186,9 +186,9 @@ def _weighs(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -
         stack.extend(factors)
         leaves += () if factors else (number,)
     wide = [n for n in leaves if groups[n] == frozenset({ROWS, COLS})]
-    if len(wide) != 1 or not all(groups[n] <= node.over for n in leaves if n not in wide):
+    if not wide or not all(groups[n] <= node.over for n in leaves if n not in wide):
         return False
-    return not any(_runs_along_rows(loops, n) for n in _behind(loops, wide[0]))
+    return not any(_runs_along_rows(loops, n) for matrix in wide for n in _behind(loops, matrix))
 
 
 def _behind(loops: LoopNest, number: int) -> set[int]:
