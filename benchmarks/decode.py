@@ -1,7 +1,7 @@
 """python -m benchmarks decode: one token at a time, held to the time in which its bytes are copied.
 
 Each contender runs in a process of its own, as for `models`. Wall time is that of a token in a run of
-sixteen. A share is that of the copy bandwidth that it draws: bytes that a token needs / ms / what a copy
+sixty-four. A share is that of the copy bandwidth that it draws: bytes that a token needs / ms / what a copy
 moves in a ms, reads and writes counted. With --jobs 8 eight compile side by side and measure one by one;
 --within stops in time, and --resume measures what --json does not have, and ours of another commit.
 """

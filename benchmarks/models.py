@@ -33,7 +33,7 @@ from benchmarks.timing import device_time, host_time, synchronize, wall_time
 from benchmarks.workloads import WORKLOADS, Batch, Decoder, gradient_for, result_of, step
 
 ALL = (*WORKLOADS, *NETS, *DECODERS)
-A_RUN = 16  # tokens in a row, as generated: nobody waits between them
+A_RUN = 64  # tokens in a row, as generated: nobody waits between them
 FEW_STEPS = 3  # after which a step's memory is what all that follow take
 
 

@@ -64,11 +64,12 @@ class GraphTuning:
         compile_builds(build for runner in runners for build in runner.rival_builds(index))
         with suppress(RuntimeError), _put_back([arguments[i] for i in written]) as restore:
             measure = self._measured(run, arguments, restore)
+            deadline = time.perf_counter() + MOST_SECONDS
             trials = [_Trial(runner, index) for runner in runners]
             best = measure()
             turns = (None, AGAIN) if len(trials) > 1 else (None,)
             for most, trial in itertools.product(turns, trials):
-                if time.perf_counter() < start + MOST_SECONDS:
+                if time.perf_counter() < deadline:
                     best = trial.turn(best, measure, most)
             for trial in trials:
                 trial.settle()
