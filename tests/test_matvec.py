@@ -214,6 +214,13 @@ def test_long_sums_of_few_rows_are_shared() -> None:
     assert any("parts" in program.schedule for program in runner.candidates)
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 17])
+@pytest.mark.parametrize("count", [1, 3])
+def test_matrices_of_a_few_numbers(count: int, width: int) -> None:
+    """Less than an element for each thread of any tile."""
+    check(lambda x, w: F.linear(x, w) + 1, *linear(2, count, width), kernels=1)
+
+
 def test_numerics_of_eager_stay_with_the_library() -> None:
     fast = fc.compile(F.linear, backend="interpret", numerics="eager")
     fast(*linear(2, 48, 160))

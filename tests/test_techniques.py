@@ -6,7 +6,7 @@ import ast
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +163,13 @@ def store_keys(cache: Tensor, key: Tensor, cos: Tensor, sin: Tensor, at: Tensor)
 
 @dataclass(frozen=True)
 class Example:
-    """A small program. inputs: dtypes and shapes, as the page has them."""
+    """A small program. inputs: dtypes and shapes, as the page has them. weights: positions of those that
+    nobody writes, of a kernel in a row of others."""
 
     fn: Callable[..., Any]
     inputs: str
     gradients: bool = False
+    weights: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{'gradients of ' if self.gradients else ''}{self.fn.__name__}, {self.inputs}"
@@ -185,10 +187,13 @@ class Example:
             plans = fc.explain(self.fn, *tensors, device=DEVICE).plans
         found: list[str] = []
         for plan in plans:
+            given = [node.name for node in plan.dag.module.graph.nodes if node.op == "placeholder"]
             for cluster in plan.clusters:
-                key = canonical(cluster, plan.dag)
+                constants = tuple(given[i] for i in self.weights) or None
+                key = canonical(replace(cluster, constants=constants), plan.dag)
                 buffers = {b.name: b for b in key.buffers}
-                programs = emit(key.nests, cluster.name, "", buffers, device_spec(DEVICE))
+                device = device_spec(DEVICE)
+                programs = emit(key.nests, cluster.name, "", buffers, device, constants=key.constants)
                 found += ["\n".join(kernel.source for kernel in p.kernels) for p in programs]
         return [re.sub(r"test_techniques\.py:\d+", "model.py:7", text) for text in found]
 
@@ -233,6 +238,9 @@ EXAMPLES = {
     "Segments of a row": Example(quantised_rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]"),
     "Matrix-vector products": Example(
         residual_product, "bfloat16 [2, 2048], bfloat16 [8192, 2048], bfloat16 [2, 8192]"
+    ),
+    "Early turns": Example(
+        residual_product, "bfloat16 [1, 8192], bfloat16 [2048, 8192], bfloat16 [1, 2048]", weights=(1,)
     ),
     "Norms in front of products": Example(
         normed_rows_product, "bfloat16 [8, 2048], bfloat16 [2048], bfloat16 [8192, 2048]"

@@ -110,7 +110,7 @@ def _products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
     for tall, wide, warps, elements in EARLY:
         block = min(wide, width)
         height, warps = min(tall, 2 * rows, tallest), max(1, warps * block // wide)
-        turn = height * block * matrices // (device.warp_size * warps)
+        turn = max(1, height * block * matrices // (device.warp_size * warps))
         for s in made(a, device, ((height, block, warps),)):
             if block < width or s not in found:
                 yield replace(s, early=max(1, elements // turn))
