@@ -42,9 +42,10 @@ class Options:
         (library calls aside: passes/fuse/library.py), numbers or a device that none takes, a failed kernel.
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
-    tune: time the four schedules per distinct cluster that look best, on the device, and those that come
-        close again within a graph of inference that is recorded, but not of clusters with less than half a
-        per cent of their graph's time; "all": every one that the schedule space knows, of every cluster;
+    tune: time the four schedules per distinct cluster that look best, on the device, of products that start
+        while other kernels run up to twelve more, and those that come close again within a graph of inference
+        that is recorded, but not of clusters with less than half a per cent of their graph's time; "all":
+        every one that the schedule space knows, of every cluster;
         False takes the cost model's first.
     cudagraphs: record graphs as CUDA graphs at their second call, inference in each of its sizes, and replay
         them later.
