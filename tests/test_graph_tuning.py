@@ -142,6 +142,44 @@ def test_without_memory_or_a_recording_it_stays_as_it_is(tmp_path: Path, error: 
     assert later.programs() == 2 and later.gpu.timed == 0, "what took how long alone is known"
 
 
+class Pair:
+    """Two kernels of which one gains by what the other is."""
+
+    def __init__(self, taken: dict[tuple[int, int], float]) -> None:
+        self.graphs, self.taken, self.measures = (Graph(), Graph()), taken, 0
+
+    def tune(self) -> tuple[int, ...]:
+        """The programs of both in the end."""
+
+        def run(arguments: list[Any]) -> list[Tensor]:
+            return [y for graph in self.graphs for y in graph(list(arguments))]
+
+        def measured(
+            run: Callable[[list[Any]], Any], arguments: Sequence[Any], restore: Callable[[], None]
+        ) -> Callable[[], float]:
+            def measure() -> float:
+                self.measures += 1
+                run(list(arguments))
+                restore()
+                a, b = (graph.gpu.launched[-1][1][0] for graph in self.graphs)
+                return self.taken.get((a, b), 200.0)
+
+            return measure
+
+        x, y = torch.full((N,), 2.0), torch.full((N,), 4.0)
+        run([x, y])
+        runners = [graph.runner for graph in self.graphs]
+        GraphTuning(runners, Stages(), measured)(run, [x, y], (1,), self.graphs[0].gpu.index)
+        return tuple(graph.programs() for graph in self.graphs)
+
+
+def test_what_one_gains_by_another_is_found() -> None:
+    pair = Pair({(8, 8): 100.0, (4, 8): 101.0, (8, 4): 90.0, (4, 4): 80.0, (4, 2): 70.0})
+    assert pair.tune() == (4, 2)
+    nothing = Pair({(8, 8): 100.0})
+    assert nothing.tune() == (8, 8) and nothing.measures == 5, "there is no second round"
+
+
 def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_tuning, "MOST_SECONDS", 0.0)
     graph = Graph()

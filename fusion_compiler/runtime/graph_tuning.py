@@ -3,12 +3,11 @@
 What a kernel takes alone (`launch.Runner`) is not what it takes between others: it starts while the one
 before it ends, on multiprocessors that are not all free, and the next one starts while it ends. Where a graph
 is recorded its candidates that came close are recorded and replayed in their places, those of the longest
-kernels first; then the best few of each once more, among what has been chosen for all others.
+kernels first; then the best few of each once more, until nothing gets better by what was chosen for others.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -29,7 +28,7 @@ from fusion_compiler.runtime.stages import Stages
 GAIN = 0.005  # of the graph's time, by which a candidate is better: noise is less
 ROUNDS = 7
 MOST_SECONDS = 5.0
-AGAIN = 4  # candidates of a kernel that are tried a second time
+AGAIN = 4  # candidates of a kernel that are tried another time
 
 Measure = Callable[[], float]  # microseconds that the graph takes with what its runners launch now
 
@@ -66,11 +65,15 @@ class GraphTuning:
             measure = self._measured(run, arguments, restore)
             deadline = time.perf_counter() + MOST_SECONDS
             trials = [_Trial(runner, index) for runner in runners]
-            best = measure()
-            turns = (None, AGAIN) if len(trials) > 1 else (None,)
-            for most, trial in itertools.product(turns, trials):
-                if time.perf_counter() < deadline:
-                    best = trial.turn(best, measure, most)
+            best, before, most = measure(), math.inf, None
+            while best < before:  # what one of them gains depends on what others are
+                before = best
+                for trial in trials:
+                    if time.perf_counter() < deadline:
+                        best = trial.turn(best, measure, most)
+                if len(trials) == 1:
+                    break
+                most = AGAIN
             for trial in trials:
                 trial.settle()
         self._stages.add("tune within the graph", time.perf_counter() - start)
