@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import fusion_compiler as fc
@@ -16,6 +17,7 @@ from fusion_compiler.errors import IndexRangeError
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.writes import base_of
 from tests import fake_gpu
+from tests.exactness import not_as_close
 from tests.random_writes import drawn, program
 
 
@@ -306,6 +308,27 @@ def test_statistics_of_batch_norms_are_stored_where_they_belong() -> None:
     assert not copies(forward)
     norms = [c for c in forward.clusters if any("sum" in op for op in c.ops)]
     assert len(norms) == 3 and all(sum(op.startswith("put") for op in c.ops) == 2 for c in norms)
+
+
+def test_a_statistic_that_many_rows_share_is_updated_once() -> None:
+    """Each of a thousand rows could: those of another program would find it updated (a random program)."""
+
+    def f(x: Tensor, y: Tensor, mean: Tensor, w: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        distance = (y - x).abs()
+        loss = torch.where(distance < 1, 0.5 * distance * distance, distance - 0.5).sum()
+        normal = F.batch_norm(x, mean, variance, w, None, True, 0.25, 0.1)
+        spread = normal.var(2, correction=0, keepdim=True)
+        return loss, (normal - normal.mean(2, True)) / (spread + 0.1).sqrt()
+
+    tensors = [torch.randn(500, 2, 2, 1), torch.randn(500, 1, 2, 1), *(torch.rand(2) for _ in range(3))]
+    ours, theirs, exact = ([t.clone() for t in tensors] for _ in range(3))
+    exact = [t.double() for t in exact]
+    fast = fc.compile(f, backend="interpret", strict=True)
+    results = zip(fast(*ours), f(*theirs), f(*exact), strict=True)
+    for mine, eager, truth in (*results, *zip(ours, theirs, exact, strict=True)):
+        assert not_as_close(mine, eager, truth) is None
+    (plan,) = fast.plan
+    assert "into an argument" in plan.notes["in place"]
 
 
 def test_a_training_step_that_saves_what_it_overwrites() -> None:

@@ -342,7 +342,9 @@ def axes_of(loops: LoopNest) -> tuple[frozenset[int], ...]:
 
 def stays_in_place(loops: LoopNest, load: int, buffer: str) -> bool:
     """Whether a loaded element is used for nothing but what is stored in `buffer` in its very place, each
-    element computed alone: then whatever program loads it, that which stores it has loaded it before."""
+    element computed alone, and stored once: then whatever program loads it, that which stores it has loaded
+    it before. Of the rows, as of the columns, each stores an element of its own, or all store one, which
+    `passes.fuse.legality.fills` has stored once."""
     reached = {load}
     for number, node in enumerate(loops.nodes):
         if not reached.isdisjoint(operands_of(node)):
@@ -352,6 +354,11 @@ def stays_in_place(loops: LoopNest, load: int, buffer: str) -> bool:
     place = loops.nodes[load]
     assert isinstance(place, Load)
     stores = [s for s in loops.stores if not reached.isdisjoint(store_operands(s))]
+    along = {k for k, _ in place.index.terms}
+    wide = {k for k, axis in enumerate(loops.axes) if axis.size != 1}
+    groups = {loops.axes[k].group for k in along & wide if k >= 0}
+    if any(loops.axes[k].group in groups for k in wide - along):
+        return False
     return all(
         s.buffer == buffer and s.index == place.index and not reached & {*store_operands(s)[1:]}
         for s in stores
