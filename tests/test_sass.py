@@ -56,11 +56,13 @@ OLDER = {("3.6", "sm_100", "whisper"): 24}
 
 # Bytes that ptxas keeps in memory for a while to do with fewer registers than the 255 that it may have: one
 # value of an embedding's thread (40 registers), beside the 64 that it moves; a few of a softmax with dropout
-# that is computed again beside its gradient (128 registers), beside the 672 that each thread moves.
+# that is computed again beside its gradient (128 registers), beside the 672 that each thread moves; one of a
+# thread that joins chunks of attention (64 registers, 72 and none where it waits for no kernel).
 FEW_REGISTERS = {
     ("sm_90", "embedding_rms_norm"): 8,
     ("sm_90", "add_sub_exp_div_zeros_like_etc"): 32,
     ("sm_100", "add_sub_exp_div_zeros_like_etc"): 48,
+    ("sm_100", "div_amax_sub_exp_sum_etc"): 8,
 }
 
 
