@@ -148,11 +148,9 @@ def from_byte(x):
 @triton.jit
 def from_computed_byte(x, less: tl.constexpr = 0):
     """int8 or uint8 that lie one in a register, less a whole number, as float32, exactly: as `from_byte`."""
-    signed: tl.constexpr = x.dtype == tl.int8
-    digits = x.to(tl.uint8, bitcast=True).to(tl.int32)
-    if signed:
-        digits = digits ^ 128
-    taken: tl.constexpr = less + (8388736.0 if signed else 8388608.0)
+    added: tl.constexpr = 0 if x.dtype == tl.uint8 else 128  # a reduction of bytes is of wider ones
+    digits = x.to(tl.int32) + added
+    taken: tl.constexpr = less + 8388608.0 + added
     return (digits | 0x4B000000).to(tl.float32, bitcast=True) - taken
 
 
