@@ -343,6 +343,15 @@ def test_bytes_that_are_computed_become_floats_exactly(dtype: torch.dtype, zero:
             assert "I2F" not in instructions(kernel, "sm_90"), program.schedule
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
+def test_bytes_that_were_reduced_become_floats(dtype: torch.dtype) -> None:
+    """They are wider ones in a kernel (a random program)."""
+    x = torch.arange(256).to(torch.uint8).view(dtype).view(8, 32)
+    f = lambda x: (x.amax(1).float() - 3, x.amin().float())  # noqa: E731
+    ours = fc.compile(f, backend="interpret", strict=True)(x)
+    assert all(map(torch.equal, ours, f(x)))
+
+
 def test_a_norm_is_read_with_a_matrix_and_its_scales() -> None:
     """Of four bits and a scale for each group: one loop over both."""
 
