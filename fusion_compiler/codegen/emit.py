@@ -12,7 +12,8 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import refusal, schedules
 
-EARLY = 3  # times as many programs that load early as others, of a kernel that may
+MORE_EARLY = 3  # times as many programs that load constants early as others
+
 
 def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Schedules of one loop nest, best guess first. Raises LookupError if there are none."""
@@ -34,16 +35,16 @@ def emit(
     """Programs of one cluster, best guess first: `limit` of them, and where all read words that their inputs
     end within, one more, for inputs that begin anywhere. Raises LookupError if there is no schedule.
 
-    constants: as for `assemble.build`. Of a kernel that starts while others run there are more: how it gets
-    on with them is seen in their midst alone.
+    constants: as for `assemble.build`. Of a kernel that loads some while others run there are more: how it
+    gets on with them is seen in their midst alone.
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
-    if constants is None:
+    if not constants:
         choices = [tuple(s for s in found if not s.early) for found in choices]
     loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}
     if any(buffer.over in loaded for buffer in buffers.values()):
         choices = [_of_full_tiles(found, device) or found for found in choices]
-    early = [s for s in choices[0] if s.early][: EARLY * limit]
+    early = [s for s in choices[0] if s.early][: MORE_EARLY * limit]
     best = [*[s for s in choices[0] if not s.early][:limit], *early]
     found = [_program(nests, first, choices, name, doc, buffers, constants) for first in best]
     plain = [tuple(s for s in schedules if not s.misaligned) for schedules in choices]

@@ -65,7 +65,7 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not _is_known_product(a):
         return measured(a, device)[:3]
-    found = tuple(_of_products(a, device))
+    found = tuple(s for s in _of_products(a, device) if not s.early)
     return tuple(s for s in found if s.last_finishes or replace(s, last_finishes=True) not in found)[:TYPICAL]
 
 

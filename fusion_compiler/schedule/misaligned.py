@@ -95,13 +95,14 @@ def _covers(a: Analysis, s: Schedule, width: int) -> bool:
 
 
 def with_misaligned(a: Analysis, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """Schedules with misaligned forms of them, those that loop over rows before the others.
+    """Schedules with misaligned forms of them, those that loop over rows before the others. In a loop that
+    begins with the row's first word nothing is early.
 
     The first stays the first: it serves inputs that do not begin with a word. Its own kind comes last.
     """
     if not fits(a):
         return schedules
     plain = tuple(replace(s, registers=None) for s in schedules)  # to move single elements takes more
-    found = (form_of(a, s) for s in schedules if s.block_cols >= NARROWEST)
+    found = (form_of(a, s) for s in schedules if s.block_cols >= NARROWEST and not s.early)
     forms = sorted(dict.fromkeys(s for s in found if s is not None), key=lambda s: s.programs is None)
     return (plain[0], *forms, *plain[1:])
