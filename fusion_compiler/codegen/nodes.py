@@ -220,11 +220,10 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
 
 def _widens_bytes(b: Builder, node: Compute) -> bool:
     """Whether it makes floats of bytes, of which four lie in one register if they were loaded."""
-    operands = dict(node.operands)
-    source = operands.get("self")
+    source = operand_of(node, "self")
     to_float = node.target is aten._to_copy.default and node.dtype is torch.float32
-    of_bytes = isinstance(source, Value) and b.loops.nodes[source.node].dtype in BYTES
-    return to_float and of_bytes and "rounding" not in operands
+    of_bytes = source is not None and b.loops.nodes[source].dtype in BYTES
+    return to_float and of_bytes and rounding_of(node) is None
 
 
 def _zero_of_bytes(b: Builder, node: Compute) -> tuple[int, int] | None:

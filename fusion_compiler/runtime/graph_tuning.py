@@ -101,14 +101,12 @@ class _Trial:
         self._runner, self._index = runner, index
         self._chosen, *others = runner.rivals(index)
         self._us = dict.fromkeys(others, 0.0)
-        self._took_part = False
 
     def turn(self, best: float, measure: Measure, most: int | None = None) -> float:
         """Leaves the runner with its fastest candidate, and gives what the graph takes with it.
 
         best: what it takes now. most: so many of the others are tried, those that were fastest so far.
         """
-        self._took_part = True
         self._us[self._chosen] = best
         others = sorted((i for i in self._us if i != self._chosen), key=self._us.__getitem__)
         try:
@@ -128,7 +126,7 @@ class _Trial:
         return best
 
     def settle(self) -> None:
-        if self._took_part:
+        if self._chosen in self._us:  # it had a turn
             self._runner.settle(self._chosen, self._index)
 
 
