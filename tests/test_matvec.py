@@ -227,15 +227,6 @@ def test_numerics_of_eager_stay_with_the_library() -> None:
     assert [left.target for left in next(iter(fast.plan)).leftovers] == ["aten.mm.default"]
 
 
-def test_rows_of_unknown_number_stay_with_the_library() -> None:
-    x, w = linear(3, 48, 160)
-    torch._dynamo.mark_dynamic(x, 0)
-    fast = fc.compile(F.linear, backend="interpret")
-    fast(x, w)
-    reasons = [left.reason for left in next(iter(fast.plan)).leftovers]
-    assert reasons == ["library call: it has few rows, but how many is only known at run time"]
-
-
 def decode_step(
     x: Tensor, norms: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gate: Tensor, up: Tensor,
     down: Tensor, head: Tensor, keys: Tensor, values: Tensor,

@@ -52,6 +52,9 @@ def dim_text(dim: Dim) -> str:
         return "(" + " + ".join(dim_text(a) for a in expr.args) + ")"
     if isinstance(expr, sympy.Mul):
         return "(" + " * ".join(dim_text(a) for a in expr.args) + ")"
+    if isinstance(expr, sympy.Min):
+        first, second = expr.args
+        return f"tl.minimum({dim_text(first)}, {dim_text(second)})"  # type: ignore[arg-type]
     if expr.is_Integer:
         return str(int(expr))
     if isinstance(expr, sympy.Symbol):

@@ -10,10 +10,10 @@ tensor units multiply (`contractions.py`) the same is made. Pieces lie along the
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import sympy
 import torch
 
 from fusion_compiler.codegen.accesses import converted
@@ -23,6 +23,7 @@ from fusion_compiler.codegen.monoids import neutral_text
 from fusion_compiler.codegen.nodes import build_nodes, value_of
 from fusion_compiler.codegen.tile import Assign, is_variable
 from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.ir.dims import Dim, simple, smaller
 from fusion_compiler.ir.loops import (
     BATCH,
     COLS,
@@ -30,6 +31,7 @@ from fusion_compiler.ir.loops import (
     Compute,
     Constant,
     Index,
+    InRange,
     Load,
     Reduce,
     Store,
@@ -73,7 +75,7 @@ def _same_form(b: Builder, nodes: Nodes) -> bool:
             own = b.index_groups(first.index)
             masked = b.within_groups(first.within) <= own
             fits = len(rest) == len(others) and same and masked and first.buffer not in b.empty
-            return fits and step_of([n.index for n in (first, *rest)]) is not None
+            return fits and steps_of([n.index for n in (first, *rest)]) is not None
         case Compute():
             rest = [n for n in others if isinstance(n, Compute)]
             return (
@@ -115,13 +117,28 @@ def _compute(b: Builder, number: int) -> Compute:
     return node
 
 
-def step_of(indices: Sequence[Index]) -> int | None:
-    """From one access to the next, where they lie equally far apart and are the same otherwise."""
-    consts = [i.const for i in indices]
-    if len({i.terms for i in indices}) != 1 or not all(isinstance(c, int) for c in consts):
+@dataclass(frozen=True)
+class Steps:
+    """How far apart accesses lie, and the number of the last one, which those behind it are again."""
+
+    step: int
+    last: Dim
+
+
+def steps_of(indices: Sequence[Index]) -> Steps | None:
+    """Of accesses that lie equally far apart and are the same otherwise; None of others."""
+    if len({i.terms for i in indices}) != 1:
         return None
-    steps = {int(y) - int(x) for x, y in itertools.pairwise(consts)}  # type: ignore[arg-type]
-    return steps.pop() if len(steps) == 1 else None
+    apart = [simple(i.const - indices[0].const) for i in indices]
+    step, last = apart[1], len(indices) - 1
+    if not isinstance(step, int):  # times Min(1, last)
+        step, least = step.as_coeff_Mul()
+        if not step.is_Integer or not isinstance(least, sympy.Min):
+            return None
+        step, last = int(step), next(a for a in least.args if a != 1 and isinstance(a, sympy.Expr))
+    if any(a != simple(step * smaller(i, last)) for i, a in enumerate(apart)):
+        return None
+    return Steps(step, last)
 
 
 def sums_in(b: Builder, nodes: Nodes) -> Iterator[Nodes]:
@@ -195,22 +212,22 @@ def piece(b: Builder, axis: int, count: int) -> str:
     return b.once(("piece", 2 * count + axis), "piece", lanes)
 
 
-def _place(b: Builder, index: Index, step: int, axis: int, count: int) -> str:
+def _place(b: Builder, index: Index, steps: Steps, axis: int, count: int) -> str:
     lane = piece(b, axis, count)
-    if padded(count) != count:
-        lane = f"tl.minimum({lane}, {count - 1})"
+    if steps.last != padded(count) - 1:
+        lane = f"tl.minimum({lane}, {dim_text(steps.last)})"
     rest = "" if not index.terms and index.const == 0 else f" + {b.index(index)}"
-    return f"{lane} * {dim_text(step)}{rest}"
+    return f"{lane} * {dim_text(steps.step)}{rest}"
 
 
 def _loaded(b: Builder, nodes: Nodes, first: Load) -> Packed:
     loads = [n for n in (b.loops.nodes[i] for i in nodes) if isinstance(n, Load)]
-    step, axis = step_of([n.index for n in loads]), _axis(b, nodes)
-    assert step is not None
+    steps, axis = steps_of([n.index for n in loads]), _axis(b, nodes)
+    assert steps is not None
     if first.within is not None:
         build_nodes(b, b.need((first.within,)))
     build_nodes(b, b.need([~k for k, _ in first.index.terms if k < 0]))
-    pointer = f"{b.pointers[first.buffer]} + {_place(b, first.index, step, axis, len(nodes))}"
+    pointer = f"{b.pointers[first.buffer]} + {_place(b, first.index, steps, axis, len(nodes))}"
     mask = b.mask(b.index_groups(first.index), first.within)
     name = b.pointers[first.buffer].removesuffix("_ptr")
     return Packed(b.let(name, b.loaded(first, pointer, mask, converted(b, first))), axis)
@@ -285,8 +302,8 @@ def together(b: Builder, stores: Sequence[Store]) -> tuple[list[Stores], list[St
     """Those that are made as one, of what contractions give, and the others."""
     by_form: dict[object, list[Store]] = {}
     for store in stores:
-        groups = b.index_groups(store.index)
-        by_form.setdefault((store.buffer, store.index.terms, store.within, groups), []).append(store)
+        groups, within = b.index_groups(store.index), None if _is_there(b, store) else store.within
+        by_form.setdefault((store.buffer, store.index.terms, within, groups), []).append(store)
     found: list[Stores] = []
     left: list[Store] = []
     for own in by_form.values():
@@ -298,26 +315,42 @@ def together(b: Builder, stores: Sequence[Store]) -> tuple[list[Stores], list[St
     return found, [s for s in stores if s in left]
 
 
+def _is_there(b: Builder, store: Store) -> bool:
+    """Whether a store depends on nothing but which of the pieces there are."""
+    node = None if store.within is None else b.loops.nodes[store.within]
+    return node is None or (isinstance(node, InRange) and not node.index.terms and node.low == 0)
+
+
 def _are_pieces(b: Builder, group: Stores) -> bool:
     first, values = group.stores[0], group.values
     within = b.within_groups(first.within) <= b.index_groups(first.index)
     varies = b.a.groups[first.value] <= b.index_groups(first.index)
-    steps = step_of([s.index for s in group.stores])
+    steps = steps_of([s.index for s in group.stores])
     known = all(k >= 0 for k, _ in first.index.terms)
     several = len(set(values)) == len(values)
-    return bool(steps) and known and within and varies and several and alike(b, values)
+    apart = steps is not None and steps.step != 0 and _there(b, group, steps)
+    return apart and known and within and varies and several and alike(b, values)
+
+
+def _there(b: Builder, group: Stores, steps: Steps) -> bool:
+    """Whether the stores of a group are those of the pieces up to the last, and all are where it is known."""
+    if isinstance(steps.last, int):
+        return len({s.within for s in group.stores}) == 1
+    first, *others = (None if s.within is None else b.loops.nodes[s.within] for s in group.stores)
+    wanted = [InRange(Index(i, ()), 0, simple(steps.last + 1)) for i in range(1, len(group.stores))]
+    return first is None and others == wanted
 
 
 def store(b: Builder, group: Stores) -> None:
     first, count = group.stores[0], len(group.stores)
-    step = step_of([s.index for s in group.stores])
+    steps = steps_of([s.index for s in group.stores])
     packed = pack(b, group.values)
-    assert step is not None and packed.axis is not None
+    assert steps is not None and packed.axis is not None
     build_nodes(b, b.need([o for o in store_operands(first) if o != first.value]))
     groups = b.index_groups(first.index)
     mask = b.by_one(groups, b.mask(groups, first.within))
-    if padded(count) != count:
-        own = f"({piece(b, packed.axis, count)} < {count})"
+    if steps.last != padded(count) - 1:
+        own = f"({piece(b, packed.axis, count)} < {dim_text(simple(steps.last + 1))})"
         mask = f"{mask} & {own}" if mask else own
-    place = _place(b, first.index, step, packed.axis, count)
+    place = _place(b, first.index, steps, packed.axis, count)
     b.add(StoreStatement(f"{b.pointers[first.buffer]} + {place}", packed.variable, mask))

@@ -28,7 +28,7 @@ def _spelled(size: sympy.Expr, names: dict[sympy.Expr, sympy.Symbol]) -> sympy.E
     if size.is_Integer or isinstance(size, sympy.Symbol):
         return size
     power = isinstance(size, sympy.Pow) and size.exp.is_Integer and size.exp.is_positive
-    sum_or_product = power or isinstance(size, sympy.Add | sympy.Mul)
+    sum_or_product = power or isinstance(size, sympy.Add | sympy.Mul | sympy.Min)
     quotient = type(size).__name__ in QUOTIENTS and all(a.is_nonnegative for a in size.args)
     if (sum_or_product or quotient) and all(a.is_integer for a in size.args):
         return size.func(*(_spelled(a, names) for a in size.args))  # type: ignore[arg-type]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -82,12 +82,14 @@ class OpDag:
     """graph: nodes are op names with attribute `op`; edges producer -> consumer.
 
     inputs: names of placeholders and attributes; outputs: names of what the graph returns.
+    most: of sizes of products that are only known at run time, those that are few: what they are at most.
     """
 
     graph: nx.DiGraph[str]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     module: fx.GraphModule
+    most: Mapping[Dim, int] = field(default_factory=dict[Dim, int])
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
@@ -111,6 +113,8 @@ class OpDag:
 
 
 FEW_ROWS = 16  # of a product that clusters hold: with more, arithmetic bounds what a matrix's bytes do not
+# Rows of the products that one plan is made for, at most, where their number is only known at run time.
+ROW_RANGES = (4, 8, FEW_ROWS)
 
 # Library calls, where their arithmetic is worth more than any fusion around them.
 CONTRACTIONS = frozenset({
@@ -144,6 +148,13 @@ def dim_of(size: int | torch.SymInt) -> Dim:
     if size.node.hint == 1 and not expr.is_Symbol and statically_known_true(size == 1):
         return 1
     return int(expr) if expr.is_Integer else expr
+
+
+def most_of(size: int | torch.SymInt) -> int | None:
+    """The least of ROW_RANGES that guards keep a size within; None where there is none, or it is known."""
+    if isinstance(size, int):
+        return None
+    return next((most for most in ROW_RANGES if statically_known_true(size <= most)), None)
 
 
 def step_of(stride: int | torch.SymInt) -> Dim:
@@ -270,6 +281,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
     pinned = pinned_values(gm.graph)
     rounded = round_trips(gm.graph)
     results: dict[fx.Node, tuple[TensorMeta, ...]] = {}
+    most: dict[Dim, int] = {}
     for node in gm.graph.nodes:
         if node.op == "output":
             outputs = tuple(n.name for n in node.all_input_nodes)
@@ -295,9 +307,11 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             pinned=node in pinned,
             rounds=node in rounded,
         )
+        if op.kind is Kind.CONTRACTION and isinstance(value := node.meta.get("val"), torch.Tensor):
+            most |= {dim_of(n): few for n in value.shape[-2:] if (few := most_of(n)) is not None}
         graph.add_node(node.name, op=op)
         graph.add_edges_from((name, node.name) for name in op.inputs)
-    return OpDag(graph, tuple(inputs), outputs, gm)
+    return OpDag(graph, tuple(inputs), outputs, gm, most)
 
 
 def size_hints(inputs: Sequence[Any]) -> Hints:

@@ -50,6 +50,21 @@ def not_above(a: Dim, b: Dim) -> bool:
 
 
 @lru_cache(maxsize=65536)
+def smaller(a: int, b: Dim) -> Dim:
+    """min(a, b)."""
+    return min(a, b) if isinstance(b, int) else sympy.Min(a, b)
+
+
+def no_less(dim: Dim) -> Dim:
+    """Of an expression that grows with its parts, one that is no smaller, and a number where the smaller of a
+    number and a size is what is not known of it."""
+    if isinstance(dim, int):
+        return dim
+    known = {m: next((a for a in m.args if a.is_Integer), m) for m in dim.atoms(sympy.Min)}
+    return simple(dim.xreplace(known))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=65536)
 def is_positive(dim: Dim) -> bool:
     """Whether a size is no zero for any value of the symbols (False: not proved)."""
     if isinstance(dim, int):

@@ -48,7 +48,7 @@ def shifted(index: Index, offset: Dim) -> Index:
     return index if offset == 0 else Index(simple(index.const + offset), index.terms)
 
 
-def fixed(index: Index, key: int, value: int) -> Index:
+def fixed(index: Index, key: int, value: Dim) -> Index:
     """An index where one of its axes has a value."""
     at = dict(index.terms).get(key)
     if at is None:

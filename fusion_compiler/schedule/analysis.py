@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch.utils._sympy.functions import FloorDiv
 
-from fusion_compiler.ir.dims import Dim, hint, product, quotient
+from fusion_compiler.ir.dims import Dim, hint, no_less, product, quotient
 from fusion_compiler.ir.loops import (
     BATCH,
     COLS,
@@ -492,6 +492,7 @@ class Analysis:
                 if key < 0:
                     continue
                 reach = reach + coeff * (self.loops.axes[key].size - 1)
+            reach = no_less(reach)
             if not isinstance(reach, int):
                 return -1
             worst = max(worst, reach)

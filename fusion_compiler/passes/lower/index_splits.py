@@ -20,7 +20,7 @@ import torch
 
 from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag, Ref
-from fusion_compiler.ir.dims import Dim, product, quotient, simple
+from fusion_compiler.ir.dims import Dim, product, quotient, simple, smaller
 from fusion_compiler.ir.index import axis, combine
 from fusion_compiler.ir.loops import Index
 from fusion_compiler.ir.writes import stored_shape
@@ -35,6 +35,8 @@ class IndexSplit:
     elements there. Of blocks of `count` elements a piece is every count-th element.
 
     then: how each of these pieces falls apart along another dimension.
+    there: of pieces of one element, how many there are where that is only known at run time, at most `count`.
+    The others are the last one again, and are not stored.
     """
 
     shape: tuple[Dim, ...]
@@ -42,11 +44,21 @@ class IndexSplit:
     count: int
     block: int | None = None
     then: IndexSplit | None = None
+    there: Dim | None = None
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def counts(self) -> tuple[Dim, ...]:
         """How many pieces there are along each dimension that is split."""
-        return (self.count,) if self.then is None else (self.count, *self.then.counts)
+        own = self.count if self.there is None else self.there
+        return (own,) if self.then is None else (own, *self.then.counts)
+
+    @property
+    def numbers(self) -> tuple[tuple[Dim, ...], ...]:
+        """Of the pieces that are made along each dimension that is split."""
+        own: tuple[Dim, ...] = tuple(range(self.count))
+        if self.there is not None:
+            own = (0, *(smaller(i, simple(self.there - 1)) for i in range(1, self.count)))
+        return (own,) if self.then is None else (own, *self.then.numbers)
 
     @property
     def dims(self) -> frozenset[int]:
@@ -55,6 +67,8 @@ class IndexSplit:
     @property
     def length(self) -> Dim:
         """Of a piece along `dim`."""
+        if self.there is not None:
+            return 1
         length = quotient(self.shape[self.dim], self.count)
         assert length is not None
         return length

@@ -45,6 +45,7 @@ from fusion_compiler.ir.loops import (
     Constant,
     Coordinate,
     Index,
+    InRange,
     Load,
     LoopNest,
     Reduce,
@@ -184,18 +185,27 @@ class Lowering(Builder):
                 raise Illegal(
                     "space", f"{name} is {list(shape)}, and the others' space is {list(self.space.axes)}"
                 )
-            stores += [self.store(name, piece) for piece in self.pieces(coords)]
+            pieces = enumerate(self.pieces(coords))
+            stores += [self.store(name, piece, there=self.there(i)) for i, piece in pieces]
         groups = self.space.axis_groups
         axes = tuple(Axis(f"a{i}", s, groups[i]) for i, s in enumerate(self.space.axes))
         return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
 
-    def store(self, name: str, coords: Coords, within: int | None = None) -> Store:
+    def store(
+        self, name: str, coords: Coords, within: int | None = None, there: int | None = None
+    ) -> Store:
+        """there: on what it depends whether it is stored, but not what that is."""
         op = self.dag.op(name)
         meta = op.outputs[0]
         value = unrounded(self.nodes, self.stored(name, coords, within), meta.dtype)
-        if op.target is not put:
-            return Store(name, flatten(coords, meta.stride), value, within)
-        index, within = put_place(self, op, coords, within)
+        if op.target is put:
+            index, within = put_place(self, op, coords, within)
+        else:
+            index = flatten(coords, meta.stride)
+        if within is None or there is None:
+            within = there if within is None else within
+        else:
+            within = self.both(within, there)
         return Store(name, index, value, within)
 
     def stored(self, name: str, coords: Coords, within: int | None = None) -> int:
@@ -215,13 +225,13 @@ class Lowering(Builder):
         stores: list[Store] = []
         rank = len(part.coords)
         self.known = part.known
-        for piece in self.pieces((*part.coords, *(index for index, _, _ in part.ranges))):
+        for i, piece in enumerate(self.pieces((*part.coords, *(index for index, _, _ in part.ranges)))):
             within, never = None, False
             for index, (_, low, high) in zip(piece[rank:], part.ranges, strict=True):
                 within, partial = self.in_range(index, low, high, within)
                 never |= within is None and partial
             if not never:
-                stores.append(self.store(name, piece[:rank], within))
+                stores.append(self.store(name, piece[:rank], within, self.there(i)))
         self.known = {}
         return stores
 
@@ -261,10 +271,18 @@ class Lowering(Builder):
         """The same coordinates in each of the pieces into which the space is split, if they differ there."""
         split, first = self.space.index_split, len(self.space.axes)
         found = [coords]
-        for key, count in enumerate(() if split is None else split.counts, first):
+        for key, numbers in enumerate(() if split is None else split.numbers, first):
             if any(k == key for c in coords for k, _ in c.terms):
-                found = [tuple(fixed(c, key, i) for c in piece) for piece in found for i in range(count)]
+                found = [tuple(fixed(c, key, i) for c in piece) for piece in found for i in numbers]
         return found
+
+    def there(self, number: int) -> int | None:
+        """The condition under which a piece is one of those that there are."""
+        split = self.space.index_split
+        if split is None or split.there is None:
+            return None
+        assert split.then is None, "rows of an unknown number are not cut"
+        return None if number == 0 else self.emit(InRange(Index(number, ()), 0, split.there), "there")
 
     def place(self, name: str) -> Coords | None:
         """Coordinates at which a value fills the space: where it was needed already, where its operands

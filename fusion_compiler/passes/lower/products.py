@@ -33,9 +33,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Product:
     """left [.., m, k] times right [.., k, n] as a reduction of [.., m, k, n].
 
-    few: the dimension with few elements, m or n. stride: of the matrix, in that shape. The result is alpha
-    times the product and beta times what is added. chosen: which of the matrices of `right` a row is
-    multiplied by, int64 [m]; None where `right` is the one matrix.
+    few: the dimension with few elements, m or n. most: of them, at most; None where that is not known.
+    stride: of the matrix, in that shape. The result is alpha times the product and beta times what is added.
+    chosen: which of the matrices of `right` a row is multiplied by, int64 [m]; None where `right` is the one
+    matrix.
     """
 
     left: str
@@ -43,6 +44,7 @@ class Product:
     shape: tuple[Dim, ...]
     stride: tuple[Dim, ...]
     few: int
+    most: int | None
     added: str | None = None
     beta: float = 1
     alpha: float = 1
@@ -60,7 +62,10 @@ class Product:
     @property
     def split(self) -> IndexSplit | None:
         """The pieces of the product; None where there is one."""
-        return None if self.rows == 1 else IndexSplit(self.shape, self.few, int(self.rows))
+        if self.rows == 1 or self.most is None:
+            return None
+        there = None if isinstance(self.rows, int) else self.rows
+        return IndexSplit(self.shape, self.few, self.most, there=there)
 
     def cut(self, split: IndexSplit) -> IndexSplit | None:
         """The pieces in which a split of its results, or of some of them, falls, and those for the rows; None
@@ -71,7 +76,7 @@ class Product:
         if not (isinstance(run, int) and isinstance(size, int) and isinstance(whole, int)) or not run:
             return None
         block = run * split.count
-        if size % block or whole > size * int(self.rows):
+        if size % block or not isinstance(self.rows, int) or whole > size * self.rows:
             return None
         block = None if block == size else block
         if self.split is None:
@@ -93,14 +98,15 @@ def product_of(dag: OpDag, op: Op) -> Product | None:
         return None
     batch = len(a.shape) - 2
     m, k, n = *a.shape[-2:], b.shape[-1]
-    few = batch if _fewer(m, n) else batch + 2
+    rows, cols = (_most(dag, size) for size in (m, n))
+    few, most = (batch, rows) if cols is None or (rows is not None and rows <= cols) else (batch + 2, cols)
     stride = (*b.stride[:batch], 0, *b.stride[-2:]) if few == batch else (*a.stride, 0)
     added = names[0] if first else None
     given = dict(op.kwargs)
     beta, alpha = given.get("beta", 1), given.get("alpha", 1)
     if not (isinstance(beta, int | float) and isinstance(alpha, int | float)):
         return None
-    return Product(left, right, (*a.shape[:batch], m, k, n), stride, few, added, beta, alpha)
+    return Product(left, right, (*a.shape[:batch], m, k, n), stride, few, most, added, beta, alpha)
 
 
 def _of_experts(dag: OpDag, op: Op) -> Product | None:
@@ -108,7 +114,8 @@ def _of_experts(dag: OpDag, op: Op) -> Product | None:
     (m, k), meta = dag.op(rows).outputs[0].shape, dag.op(matrices).outputs[0]
     if meta.dtype not in FLOATS:
         return None
-    return Product(rows, matrices, (m, k, meta.shape[-1]), (0, *meta.stride[1:]), 0, chosen=expert)
+    shape, stride = (m, k, meta.shape[-1]), (0, *meta.stride[1:])
+    return Product(rows, matrices, shape, stride, 0, _most(dag, m), chosen=expert)
 
 
 def splits_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:
@@ -130,9 +137,9 @@ def cuts_of(dag: OpDag, ops: tuple[str, ...], most: int) -> tuple[IndexSplit, ..
 
 
 def has_few_rows(product: Product, most: int) -> bool:
-    """Whether its matrix is read for a known number of rows that is no more than `most`."""
-    return isinstance(product.rows, int) and 0 < product.rows <= most
+    """Whether its matrix is read for no more than `most` rows, as far as that is known."""
+    return product.most is not None and 0 < product.most <= most
 
 
-def _fewer(m: Dim, n: Dim) -> bool:
-    return isinstance(m, int) and (not isinstance(n, int) or m <= n)
+def _most(dag: OpDag, size: Dim) -> int | None:
+    return size if isinstance(size, int) else dag.most.get(size)

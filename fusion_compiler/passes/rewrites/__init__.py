@@ -19,15 +19,18 @@ from fusion_compiler.passes.rewrites.literals import number_literals
 from fusion_compiler.passes.rewrites.maxima import compare_windows
 from fusion_compiler.passes.rewrites.patches import multiply_patches
 from fusion_compiler.passes.rewrites.permuted_rows import permute_rows
+from fusion_compiler.passes.rewrites.row_ranges import keep_to_ranges
 from fusion_compiler.passes.rewrites.scaled_rows import scale_rows
 from fusion_compiler.passes.rewrites.sums_of_products import multiply_sums
 from fusion_compiler.passes.rewrites.vocabulary import align_features
 from fusion_compiler.passes.rewrites.whole_pool import average_whole
 from fusion_compiler.passes.rewrites.written_attention import call_attention
 
-# Attention first, whose masks are then proved; masks next: without a mask tensor, grouped queries reach the
-# flash kernel. Rows are dropped before products are padded, which puts a slice of its own behind them.
+# Rows are kept to a range first: what follows may ask for it. Attention next, whose masks are then proved;
+# then masks: without a mask tensor, grouped queries reach the flash kernel. Rows are dropped before products
+# are padded, which puts a slice of its own behind them.
 DEFAULT_REWRITES: tuple[Rewrite, ...] = (
+    keep_to_ranges,
     call_attention,
     simplify_masks,
     group_queries,
@@ -51,6 +54,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
 )
 
 _ROUNDED_ELSEWHERE = (
+    keep_to_ranges,
     call_attention,
     scale_scores,
     lay_by_rows,
@@ -83,6 +87,7 @@ __all__ = [
     "drop_rows",
     "end_convolutions",
     "group_queries",
+    "keep_to_ranges",
     "lay_by_rows",
     "multiply_patches",
     "multiply_sums",

@@ -66,9 +66,11 @@ def _refusal(call: fx.Node) -> str:
     query, key, value = tensors
     if torch.is_grad_enabled() and any(map(wants_gradient, ancestors(call))):
         return "its gradient is wanted"
-    known = [*query.shape, *(n for t in (key, value) for i, n in enumerate(t.shape) if i != KEYS)]
-    if not all(isinstance(n, int) and n > 0 for n in known) or not hinted(key.shape[KEYS]):
+    known = [*query.shape[1:], *(n for t in (key, value) for n in (t.shape[1], t.shape[-1]))]
+    if not all(isinstance(n, int) and n > 0 for n in known):
         return "its sizes are only known at run time"
+    if not all(hinted(n) for n in (query.shape[0], key.shape[KEYS])):
+        return "how many queries or keys it has, data decides"
     if not isinstance(key.shape[KEYS], int):
         if hinted(key.shape[KEYS]) <= 2 * LEAST_CHUNK:
             return "how many keys it has is only known at run time, and these are few"
@@ -124,7 +126,7 @@ def _chunk(call: fx.Node) -> int:
     batch, heads, *_ = named["key"].meta["val"].shape
     keys = hinted(_keys(call))
     size = max(named[n].meta["val"].shape[-1] for n in ("key", "value"))
-    fair = max(LEAST_CHUNK, _floor(batch * heads * keys // PROGRAMS))
+    fair = max(LEAST_CHUNK, _floor(hinted(batch) * heads * keys // PROGRAMS))
     chunk = min(fair, max(LEAST_CHUNK, TILE // _ceiling(size)), max(LEAST_CHUNK, _ceiling(keys)))
     if not isinstance(_keys(call), int):  # a graph for one chunk would be for no others
         chunk = min(chunk, _floor(keys // 2))
@@ -136,15 +138,16 @@ def _attend(call: fx.Node, capped: float | None = None) -> fx.Node:
     named, shape = arguments(call), call.meta["val"].shape
     query, mask = named["query"], named["attn_mask"]
     batch, heads, _, size = named["key"].meta["val"].shape
+    batch = batch if isinstance(batch, int) else -1
     scale = 1 / math.sqrt(size) if named["scale"] is None else named["scale"]
     grouped = emit(call, _aten.reshape.default, query, [batch, heads, _queries(call), size])
     for _ in range(0 if mask is None else 4 - mask.meta["val"].dim()):
         mask = emit(call, _aten.unsqueeze.default, mask, 0)
     if mask is not None and mask.meta["val"].shape[-1] == 1:
         keys = named["key"].meta["val"].shape[2]
-        mask = emit(call, _aten.expand.default, mask, [*mask.meta["val"].shape[:3], keys])
+        mask = emit(call, _aten.expand.default, mask, [-1, -1, -1, keys])
     made = emit(call, attend, grouped, named["key"], named["value"], mask, scale, _chunk(call), capped)
-    return emit(call, _aten.reshape.default, made, list(shape))
+    return emit(call, _aten.reshape.default, made, [batch, *shape[1:]])
 
 
 def capped_attention(call: fx.Node, capped: float) -> fx.Node:

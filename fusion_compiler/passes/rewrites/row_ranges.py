@@ -1,0 +1,118 @@
+"""A plan for a range of rows, where how many rows products have is only known at run time.
+
+    linear(x, w), x of s0 rows, now 3   ->   the same, and a guard: no more than 4 rows
+
+Few rows make a product a cluster, which takes as long as its matrix is read and is made for so many rows at
+most; many rows are a library's. Which of the two serves is a question of rows in flight, so that a graph
+without gradients is kept to a range of them, and a call outside it is captured again. Nothing is rewritten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+
+from fusion_compiler.capture.graphs import arguments, hinted, wants_gradient
+from fusion_compiler.ir.dag import FEW_ROWS, ROW_RANGES, most_of, size_hints
+from fusion_compiler.ir.dims import Hints, hint
+from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+
+_aten = torch.ops.aten
+RULE = "row ranges"
+# Names of the rows and of the matrix in a product's schema.
+PRODUCTS = {
+    _aten.linear.default: ("input", "weight"),
+    _aten.matmul.default: ("self", "other"),
+    _aten.mm.default: ("self", "mat2"),
+    _aten.addmm.default: ("mat1", "mat2"),
+}
+# Bytes of the matrices that are multiplied by these rows: 4 us at the speed of a copy. Of less a call is over
+# with its launches, and a plan of its own is not worth a capture.
+LEAST = 16 << 20
+
+
+@dataclass
+class Rows:
+    """Rows that products have in common, the first of these, and the bytes of all their matrices."""
+
+    count: torch.SymInt
+    call: fx.Node
+    matrices: int = 0
+
+
+def keep_to_ranges(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Guards rows of `gm` (ATen above autograd); the graph is the same."""
+    if torch.is_grad_enabled() and any(map(wants_gradient, gm.graph.find_nodes(op="placeholder"))):
+        return gm, ()
+    sizes = size_hints([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
+    found: dict[object, Rows] = {}
+    for call, count, matrix in _products(gm.graph):
+        rows = found.setdefault(count.node.expr, Rows(count, call))
+        rows.matrices += matrix.numel() * matrix.element_size()
+    notes: list[RewriteNote] = []
+    for rows in found.values():
+        try:
+            notes.append(RewriteNote(RULE, rows.call.name, True, _guarded(rows, sizes)))
+        except Refused as reason:
+            notes.append(RewriteNote(RULE, rows.call.name, False, str(reason)))
+    return gm, tuple(notes)
+
+
+def _products(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch.SymInt, torch.Tensor]]:
+    """Products of a number of rows that is only known at run time, with a matrix of known size."""
+    for call in graph.nodes:
+        if call.target in PRODUCTS:
+            named = arguments(call)
+            x, matrix = (named[name].meta["val"] for name in PRODUCTS[call.target])
+            known = matrix.dim() == 2 and all(isinstance(n, int) for n in matrix.shape)
+            rows = math.prod(x.shape[:-1])
+            if known and isinstance(rows, torch.SymInt):
+                yield call, rows, matrix
+
+
+def _guarded(rows: Rows, sizes: Hints) -> str:
+    """Keeps rows to a range and says to which. Raises Refused."""
+    now = hinted(rows.count)
+    what = f"{rows.count} rows (now {now})"
+    if rows.matrices < LEAST:
+        raise Refused(f"{what} are multiplied by matrices of no more than {rows.matrices / 1e6:.1f} MB")
+    if _is_bounded(rows.count):
+        most = most_of(rows.count)
+        if most is None:
+            raise Refused(f"{what} have bounds of the caller's, within which all are of one plan")
+        return f"{what} are {most} at most, by the caller's bounds"
+    low, high = (FEW_ROWS, None) if now > FEW_ROWS else _range(rows.count, now, sizes)
+    if not (rows.count > low and (high is None or rows.count <= high)):  # asking is what makes a guard
+        raise Refused(f"{what} are of another number to PyTorch")
+    return f"{what}: a plan for {f'more than {low}' if high is None else f'{low + 1} to {high}'}"
+
+
+def _range(count: torch.SymInt, now: int, sizes: Hints) -> tuple[int, int]:
+    """The least range of rows, of several of ROW_RANGES if need be, in which there is more than one number:
+    a size that a guard keeps to one is no symbol any more. Raises Refused."""
+    ends, expr = (0, *ROW_RANGES), count.node.expr
+    own = {s: sizes[s] for s in expr.free_symbols if s in sizes}
+    near = [[hint(expr, own | {s: n + d}) for d in (-1, 1) if n + d > 1] for s, n in own.items()]
+    for length in range(1, len(ends)):
+        for low, high in zip(ends, ends[length:], strict=False):
+            varies = all(any(low < n <= high for n in rows) for rows in near)
+            if near and varies and low < now <= high:
+                return low, high
+    raise Refused(f"{count} rows (now {now}) come in steps larger than any range")
+
+
+def _is_bounded(count: torch.SymInt) -> bool:
+    """Whether the caller has said within which bounds a dimension is, which no guard may narrow."""
+    for tracked in count.node.shape_env.tracked_fakes or ():
+        constraints: Sequence[object] = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+        sizes = tracked.fake.shape if isinstance(tracked.fake, torch.Tensor) else ()
+        for size, constraint in zip(sizes, constraints, strict=False):
+            if isinstance(size, torch.SymInt) and isinstance(constraint, StrictMinMaxConstraint):
+                if size.node.expr.free_symbols & count.node.expr.free_symbols:
+                    return True
+    return False
