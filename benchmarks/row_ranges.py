@@ -2,8 +2,9 @@
 
 Eight layers of a Llama-1B shape (norm, gate and up, down, residual), bfloat16, no gradients. `any number`
 is `fusion_compiler.compile(model)` after calls of other numbers of rows, so that a plan of a range serves the
-call; `this number` is the same with `dynamic=False`; torch.compile is called like the first. Device time of a
-call, median; each graph is compiled before it is timed. With --quick it tries itself.
+call; `this number` is the same with `dynamic=False`; torch.compile, with its CUDA graphs, is called like the
+first. Wall time of a call in a run of sixty-four, median: kernels that start while others run have no time of
+their own. Each graph is compiled before it is timed. With --quick it tries itself.
 
     python -m benchmarks.row_ranges [--quick]
 """
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusion_compiler as fc
+from benchmarks.models import A_RUN
 from benchmarks.record import table
-from benchmarks.timing import GpuTime, device_time
+from benchmarks.timing import wall_time
 
 ROWS = (3, 4, 6, 8, 12, 16, 24)
 FIRST = (10, 11)  # rows of the calls before: a second number makes the dimension symbolic
-REPETITIONS = 30
+WARM, REPETITIONS = 4, 15
 
 
 class Layer(nn.Module):
@@ -38,16 +40,18 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def measured(compiled: Any, device: torch.device, hidden: int, *, each_anew: bool) -> dict[int, GpuTime]:
-    """By the number of rows. each_anew: TorchDynamo forgets what it has before every number."""
-    times: dict[int, GpuTime] = {}
+def measured(compiled: Any, device: torch.device, hidden: int, *, each_anew: bool) -> dict[int, float]:
+    """Microseconds by the number of rows. each_anew: TorchDynamo forgets what it has before every number."""
+    times: dict[int, float] = {}
     torch._dynamo.reset()
     for rows in (*FIRST, *ROWS):
         if each_anew:
             torch._dynamo.reset()
         x = torch.randn(rows, 1, hidden, device=device, dtype=torch.bfloat16)
         with torch.no_grad():
-            times[rows] = device_time(lambda x=x: compiled(x), device, REPETITIONS)
+            for _ in range(WARM):
+                compiled(x)
+            times[rows] = 1e6 * wall_time(lambda x=x: compiled(x), device, REPETITIONS, A_RUN)
     return times
 
 
@@ -58,7 +62,7 @@ def main(quick: bool) -> None:
     given = {
         "any number": fc.compile(model, backend=backend),
         "this number": fc.compile(model, backend=backend, dynamic=False),
-        "torch.compile": torch.compile(model),
+        "torch.compile": torch.compile(model, mode="reduce-overhead"),
         "eager": model,
     }
     times = {
@@ -67,9 +71,8 @@ def main(quick: bool) -> None:
     lines: list[list[str]] = []
     for rows in ROWS:
         own = [found[rows] for found in times.values()]
-        ratio = own[1].seconds / own[0].seconds
-        lines.append([str(rows), *(f"{1e6 * t.seconds:.1f} ({t.kernels})" for t in own), f"{ratio:.2f}"])
-    print(table(["rows", *(f"{name} us (kernels)" for name in given), "this / any"], lines))
+        lines.append([str(rows), *(f"{us:.1f}" for us in own), f"{own[1] / own[0]:.2f}"])
+    print(table(["rows", *(f"{name} us" for name in given), "this / any"], lines))
     print(f"plans of any number: {len(list(given['any number'].plan))}")
 
 
