@@ -16,8 +16,8 @@ import torch
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, LoopNest, Reduce, Value, operands_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.work import LEAST
 
-LEAST = 3  # vectors: one or two are multiplied as fast as a matrix is read
 TALL = 64  # rows of a tile that the warps of a program multiply together
 SMALLEST = 16  # rows and columns of a tile that tensor units take
 PARTS = 64  # columns of what a warp multiplies by itself, at least
@@ -74,12 +74,17 @@ def _depths(loops: LoopNest) -> list[int]:
 
 def contracts(a: Analysis, s: Schedule) -> bool:
     """Whether a schedule's tiles are those of tensor units, where there are contractions."""
-    if min(s.block_rows, s.block_cols) < SMALLEST or s.splits > 1:
+    if not takes_tiles(s):
         return False
     if a.weighted_columns:  # in a loop a thread adds up what it has by itself, and waits for no other
         return s.programs is None
     size = a.size(COLS)
     return a.matrices or (s.cols is Cols.LOOP and isinstance(size, int) and size % s.block_cols == 0)
+
+
+def takes_tiles(s: Schedule) -> bool:
+    """Whether a schedule's tiles are large enough for tensor units, and each a program's own."""
+    return min(s.block_rows, s.block_cols) >= SMALLEST and s.splits == 1
 
 
 def parts_of(s: Schedule) -> int:

@@ -20,6 +20,7 @@ import sympy
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.schedule.contractions import takes_tiles
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.work import BufferInfo, Vectors, Work
 
@@ -203,6 +204,7 @@ class Roofline:
         self.tensors_again = len(early)
         self.bytes_again = sum(work.bytes_of(work.reads, name, device) for name in early)
         self.arithmetic_us = _arithmetic_us(work, device)
+        self.beside_units_us = _arithmetic_us(work, device, work.products())
         self.vectors = work.vectors()
         self.segments_us = _segments_us(work, device)
 
@@ -216,9 +218,7 @@ class Roofline:
         if self.empty:
             return 0.0
         run = self._run(schedule)
-        memory, arithmetic = self._memory_us(run)[0], self.arithmetic_us
-        if self.vectors is not None:
-            memory, arithmetic = self._with_vectors(self.vectors, schedule, memory)
+        memory, arithmetic = self._with_vectors(schedule, self._memory_us(run)[0])
         return self._us(self._body_us(run, memory, arithmetic))
 
     def cost(self, schedule: Schedule) -> Cost:
@@ -227,9 +227,7 @@ class Roofline:
             return Cost(0.0, 0, 0, 0, "launch")
         device, work, run = self.device, self.work, self._run(schedule)
         memory, extra = self._memory_us(run)
-        arithmetic = self.arithmetic_us
-        if self.vectors is not None:
-            memory, arithmetic = self._with_vectors(self.vectors, schedule, memory)
+        memory, arithmetic = self._with_vectors(schedule, memory)
         body = self._body_us(run, memory, arithmetic)
         us, parallel = self._us(body), min(1.0, run.programs / device.sms)
         bound = "arithmetic" if arithmetic / parallel > memory else "memory"
@@ -248,11 +246,15 @@ class Roofline:
     def _us(self, body: float) -> float:
         return self.device.launch_us - self.device.floor_us + max(self.device.floor_us, body)
 
-    def _with_vectors(self, vectors: Vectors, schedule: Schedule, memory: float) -> tuple[float, float]:
+    def _with_vectors(self, schedule: Schedule, memory: float) -> tuple[float, float]:
         """(memory, arithmetic), with what is read and made again for each block of a matrix's rows."""
+        on_units = schedule.cols is Cols.LOOP and takes_tiles(schedule)
+        own = self.beside_units_us if on_units else self.arithmetic_us
+        if self.vectors is None:
+            return memory, own
         blocks = ceil(self.work.count[1] / schedule.block_rows)
-        arithmetic, near = _vectors(vectors, blocks, self.device)
-        return max(memory, near), self.arithmetic_us + arithmetic
+        arithmetic, near = _vectors(self.vectors, blocks, self.device)
+        return max(memory, near), own + arithmetic
 
     def _body_us(self, run: Run, memory: float, arithmetic: float) -> float:
         device = self.device
@@ -295,10 +297,11 @@ def cost(
     return Roofline(loops, device, buffers, hints).cost(schedule)
 
 
-def _arithmetic_us(work: Work, device: DeviceSpec) -> float:
-    """The busiest of issue slots, special units, integer units and float64 units."""
+def _arithmetic_us(work: Work, device: DeviceSpec, elsewhere: int = 0) -> float:
+    """The busiest of issue slots, special units, integer units and float64 units. elsewhere: operations on
+    float32 that tensor units do."""
     integer = work.integer / device.integer_per_s + work.random / device.random_per_s
-    issued = FMA_SHARE * (work.fp32 + work.integer) + work.moves + work.special
+    issued = FMA_SHARE * (work.fp32 - elsewhere + work.integer) + work.moves + work.special
     issued += work.random * device.integer_per_s / device.random_per_s
     return 1e6 * max(
         issued / device.fp32_per_s,

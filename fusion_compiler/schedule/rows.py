@@ -19,11 +19,12 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Load
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis, enough
-from fusion_compiler.schedule.contractions import LEAST, contractions_of, contracts
+from fusion_compiler.schedule.contractions import contractions_of, contracts
 from fusion_compiler.schedule.measured import Shape
 from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
+from fusion_compiler.schedule.work import LEAST, MOST_MATRICES
 
 WARPS = 64  # that a multiprocessor holds
 TALLEST = 2048  # columns of a block of several rows, which lie side by side in memory
@@ -126,7 +127,8 @@ def _matrices(a: Analysis) -> int:
 def _contracting(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Tiles of tensor units; the next ones are loaded ahead. What is made of the vectors serves all rows of a
     tile, so that these are as many as leave each multiprocessor some."""
-    if len(a.weighted) < LEAST or a.across_rows or not contractions_of(a):
+    several = len(a.weighted) < LEAST or _matrices(a) > MOST_MATRICES
+    if several or a.across_rows or not contractions_of(a):
         return ()
     width, count = padded(hint(a.size(COLS))), hint(a.size(ROWS))
     if count >= 32 * device.sms:
