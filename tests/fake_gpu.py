@@ -7,9 +7,10 @@ it computes; where `compiles` is set, every kernel is compiled for sm_90 first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -74,15 +75,17 @@ class FakeGpu:
         self.loaded.append(build)
         types = [kind for _, kind in build.signature]
 
-        def run(*given: Any) -> None:
+        def run(*given: Any, as_name: str = build.name) -> None:
             grid, stream, (function, packed, *hooks), arguments = given[:3], given[3], given[4:9], given[9:]
             assert (function, packed, hooks) == ("function", "packed", [None, None, None])
             for position in build.divisible:
                 assert arguments[position] % 16 == 0, build.signature[position]
-            self.launched.append((build.name, grid, stream))
+            self.launched.append((as_name, grid, stream))
             run_source(build.source, build.name, types, arguments, grid)
 
-        return Entry(run, "function", "packed")
+        behind = functools.partial(run, as_name=f"{build.name}_behind")
+        entry = Entry(run, "function", "packed")
+        return replace(entry, behind=replace(entry, run=behind)) if build.dependent else entry
 
     def times(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         if self.out_of_memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,35 @@ def test_what_one_gains_by_another_is_found() -> None:
     assert pair.tune() == (4, 2)
     nothing = Pair({(8, 8): 100.0})
     assert nothing.tune() == (8, 8) and nothing.measures == 5, "there is no second round"
+
+
+def test_a_kernel_may_start_when_the_one_before_it_has_ended(tmp_path: Path) -> None:
+    """Asked of what is chosen, measured twice, kept for other processes."""
+
+    class Dependent(Graph):
+        def __init__(self) -> None:
+            super().__init__(Cache(tmp_path))
+            kernels = [replace(k, dependent=True) for p in programs() for k in p.kernels]
+            self.runner.candidates = tuple(
+                replace(p, kernels=(k,)) for p, k in zip(programs(), kernels, strict=True)
+            )
+
+        def measured(self, *given: Any) -> Callable[[], float]:
+            measure = super().measured(*given)
+            return lambda: measure() - (10 if self.gpu.launched[-1][0].endswith("_behind") else 0)
+
+    graph = Dependent()
+    graph.tune()
+    assert graph.programs() == 8 and graph.gpu.launched[-1][0].endswith("_behind")
+    assert graph.measures == 5
+    again = Dependent()
+    again.tune()
+    assert again.programs() == 8 and again.measures == again.gpu.timed == 0
+    assert again.gpu.launched[-1][0].endswith("_behind")
+    slower = Graph()
+    slower.tune()
+    slower.programs()
+    assert not slower.gpu.launched[-1][0].endswith("_behind"), "it does not start early"
 
 
 def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

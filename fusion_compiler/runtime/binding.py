@@ -54,7 +54,8 @@ class Entry:
     owner: keeps the loaded code alive. direct: what `run` itself calls, and with which arguments,
     where that is known: constants, `Varying` ones, and tuples of them.
     apart: of a kernel that is launched cooperatively, how it is launched otherwise. resident: so many of its
-    programs the device holds at a time, where that is known.
+    programs the device holds at a time, where that is known. behind: of one that starts while the kernel
+    before it runs, how it starts when that has ended.
     """
 
     run: Callable[..., None]
@@ -64,6 +65,7 @@ class Entry:
     direct: tuple[Callable[..., None], tuple[object, ...]] | None = None
     apart: Entry | None = None
     resident: int | None = None
+    behind: Entry | None = None
 
 
 @dataclass(frozen=True)

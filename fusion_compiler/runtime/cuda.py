@@ -149,6 +149,10 @@ class CudaGpu:
                 apart = copy.copy(run)
                 apart.launch_cooperative_grid = False
                 entry = replace(entry, apart=_entry(build, kernel, apart), resident=resident)
+            if build.dependent:
+                behind = copy.copy(run)
+                behind.launch_pdl = False
+                entry = replace(entry, behind=_entry(build, kernel, behind))
             self._loaded[build] = entry
         return self._loaded[build]
 

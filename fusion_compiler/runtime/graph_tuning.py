@@ -4,6 +4,7 @@ What a kernel takes alone (`launch.Runner`) is not what it takes between others:
 before it ends, on multiprocessors that are not all free, and the next one starts while it ends. Where a graph
 is recorded its candidates that came close are recorded and replayed in their places, those of the longest
 kernels first; then the best few of each once more, until nothing gets better by what was chosen for others.
+At last each kernel that starts early is tried once as one that starts when the one before it has ended.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class GraphTuning:
                     break
                 most = AGAIN
             for trial in trials:
+                if time.perf_counter() < deadline:
+                    best = trial.start(best, measure)
                 trial.settle()
         self._stages.add("tune within the graph", time.perf_counter() - start)
 
@@ -101,6 +104,7 @@ class _Trial:
         self._runner, self._index = runner, index
         self._chosen, *others = runner.rivals(index)
         self._us = dict.fromkeys(others, 0.0)
+        self._behind = False
 
     def turn(self, best: float, measure: Measure, most: int | None = None) -> float:
         """Leaves the runner with its fastest candidate, and gives what the graph takes with it.
@@ -117,17 +121,34 @@ class _Trial:
                     self._us[i] = math.inf
                     continue
                 us = self._us[i] = measure()
-                if us < best * (1 - GAIN):
-                    us = (us + measure()) / 2  # it may have been luck
-                if us < best * (1 - GAIN):
-                    best, self._chosen = us, i
+                if (better := _better(us, best, measure)) is not None:
+                    best, self._chosen = better, i
         finally:
             self._runner.take(self._chosen, self._index)
         return best
 
+    def start(self, best: float, measure: Measure) -> float:
+        """Leaves the runner's kernels starting early or not, as is faster."""
+        if self._chosen not in self._us or not self._runner.starts_early(self._chosen):
+            return best
+        try:
+            self._runner.take(self._chosen, self._index, behind=True)
+            if (better := _better(measure(), best, measure)) is not None:
+                best, self._behind = better, True
+        finally:
+            self._runner.take(self._chosen, self._index, behind=self._behind)
+        return best
+
     def settle(self) -> None:
         if self._chosen in self._us:  # it had a turn
-            self._runner.settle(self._chosen, self._index)
+            self._runner.settle(self._chosen, self._index, behind=self._behind)
+
+
+def _better(us: float, best: float, measure: Measure) -> float | None:
+    """What the graph takes, measured once more where it took less; None where it does not."""
+    if us < best * (1 - GAIN):
+        us = (us + measure()) / 2  # it may have been luck
+    return us if us < best * (1 - GAIN) else None
 
 
 def replayed(run: Boxed, arguments: Sequence[Any], restore: Callable[[], None]) -> Measure:

@@ -72,11 +72,13 @@ class Choice:
     """What timing chose among the candidates.
 
     us: of each alone; None of one that cannot be launched. in_graph: what stands around it was timed as well.
+    behind: its kernels do not start before the ones in front of them have ended, although they could.
     """
 
     candidate: int
     us: tuple[float | None, ...]
     in_graph: bool = False
+    behind: bool = False
 
 
 class Runner:
@@ -199,16 +201,18 @@ class Runner:
         rivals = self.candidates[:1] if gpu.is_capturing() or not self.tune else self.candidates
         if len(rivals) > 1:
             choice = self._recorded(gpu) or self._fastest(gpu, arguments)
-            chosen = choice.candidate
-            order = [chosen, *(i for i in range(len(self.candidates)) if i != chosen)]
+            first = choice.candidate
+            order = [first, *(i for i in range(len(self.candidates)) if i != first)]
         else:
             choice = None
             order = list(range(len(self.candidates)))
         reasons: list[str] = []
         for i in order:
             try:
-                launcher = _Bound(self, self.candidates[i], gpu).variant()
-                if choice is not None and i == choice.candidate:
+                chosen = choice is not None and i == choice.candidate
+                behind = choice is not None and chosen and choice.behind
+                launcher = _Bound(self, self.candidates[i], gpu, behind=behind).variant()
+                if choice is not None and chosen:
                     self._choices[gpu.index] = gpu, choice
                 return launcher
             except KernelError as error:
@@ -226,7 +230,7 @@ class Runner:
         if not (isinstance(chosen, int) and 0 <= chosen < len(self.candidates)):
             return None
         us = tuple(us) if isinstance(us, list) else ()
-        return Choice(chosen, us, bool(record.get("in_graph")))
+        return Choice(chosen, us, bool(record.get("in_graph")), bool(record.get("behind")))
 
     def _keep(self, gpu: Gpu, choice: Choice) -> Choice:
         if self.cache is not None:
@@ -272,16 +276,23 @@ class Runner:
         programs = [self.candidates[i] for i in self.rivals(index)]
         return [b for p in programs for b in program_builds(p, self._choices[index][0].target)]
 
-    def take(self, candidate: int, index: int) -> None:
-        """Launches one of the rivals from now on. Raises KernelError where that cannot be."""
+    def starts_early(self, candidate: int) -> bool:
+        """Whether its kernels may start while the ones before them run."""
+        return any(kernel.dependent for kernel in self.candidates[candidate].kernels)
+
+    def take(self, candidate: int, index: int, *, behind: bool = False) -> None:
+        """Launches one of the rivals from now on. Raises KernelError where that cannot be. behind: as in
+        `Choice`."""
         gpu, _ = self._choices[index]
-        launcher = self._launchers[index] = _Bound(self, self.candidates[candidate], gpu).variant()
+        bound = _Bound(self, self.candidates[candidate], gpu, behind=behind)
+        launcher = self._launchers[index] = bound.variant()
         self._enter(launcher)
 
-    def settle(self, candidate: int, index: int) -> None:
+    def settle(self, candidate: int, index: int, *, behind: bool = False) -> None:
         """Keeps the outcome of trials within a graph: there are no rivals any more."""
         gpu, choice = self._choices[index]
-        self._choices[index] = gpu, self._keep(gpu, Choice(candidate, choice.us, in_graph=True))
+        settled = Choice(candidate, choice.us, in_graph=True, behind=behind)
+        self._choices[index] = gpu, self._keep(gpu, settled)
 
     def for_any_address(self, program: Program) -> Program:
         """`program`, or in its place one that makes no assumption about the addresses of its inputs."""
@@ -340,10 +351,11 @@ def _brief(error: KernelError) -> str:
 class _Bound:
     """A program on a device: the launch functions of its variants, each built when first needed."""
 
-    def __init__(self, runner: Runner, program: Program, gpu: Gpu) -> None:
+    def __init__(self, runner: Runner, program: Program, gpu: Gpu, *, behind: bool = False) -> None:
         self._runner = runner
         self._program = program
         self._gpu = gpu
+        self._behind = behind
         self._variants: dict[Variant, Launcher] = {}
         self._given = frozenset(a.given for k in program.kernels for a in k.arguments if a.given)
 
@@ -395,7 +407,7 @@ class _Bound:
         if entry.resident is not None and entry.resident < needed:
             fields = {"resource": "programs at a time", "needed": needed, "available": entry.resident}
             raise HardwareExceededError(kernel=build.name, device=self._gpu.name, **fields)
-        return entry
+        return entry.behind or entry if self._behind else entry
 
 
 def _fits(kernel: Kernel, entry: Entry) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
 from fusion_compiler.passes.fuse.dependent import NOTE
+from fusion_compiler.runtime import launch
 from tests.test_dependent_launch import PLACES, Decoder
 
 CUDA = torch.device("cuda")
@@ -26,9 +29,18 @@ def a_round(called: object, inputs: Tensor) -> list[Tensor]:
     return [called(inputs[i : i + 1], places[i : i + 1]).clone() for i in range(PLACES)]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_ten_thousand_replays(dtype: torch.dtype) -> None:
-    """Each replay gives the bits of kernels one after the other, also right behind a write of the weights."""
+def test_ten_thousand_replays(dtype: torch.dtype, some: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay gives the bits of kernels one after the other, also right behind a write of the weights, and
+    where some kernels do not start early."""
+    if some:
+        numbers, init = itertools.count(), launch._Bound.__init__
+
+        def every_second(self: launch._Bound, *given: Any) -> None:
+            init(self, *given, behind=next(numbers) % 2 == 0)
+
+        monkeypatch.setattr(launch._Bound, "__init__", lambda s, *given, **_: every_second(s, *given))
     model = Decoder(LAYERS, WIDTH).to(CUDA, dtype)
     plain = fc.compile(
         copy.deepcopy(model), dependent_launch=False, tune=False, dynamic=False, strict=True, cudagraphs=True
