@@ -32,8 +32,8 @@ def a_round(called: object, inputs: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_ten_thousand_replays(dtype: torch.dtype, some: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replay gives the bits of kernels one after the other, also right behind a write of the weights, and
-    where some kernels do not start early."""
+    """Each replay gives the bits of kernels one after the other, also right behind a write of the weights,
+    and where some kernels do not start early."""
     if some:
         numbers, init = itertools.count(), launch._Bound.__init__
 
