@@ -127,8 +127,7 @@ def _matrices(a: Analysis) -> int:
 def _contracting(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Tiles of tensor units; the next ones are loaded ahead. What is made of the vectors serves all rows of a
     tile, so that these are as many as leave each multiprocessor some."""
-    several = len(a.weighted) < LEAST or _matrices(a) > MOST_MATRICES
-    if several or a.across_rows or not contractions_of(a):
+    if len(a.weighted) < LEAST or a.across_rows or not 1 <= len(contractions_of(a)) <= MOST_MATRICES:
         return ()
     width, count = padded(hint(a.size(COLS))), hint(a.size(ROWS))
     if count >= 32 * device.sms:
