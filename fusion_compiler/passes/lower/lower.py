@@ -82,7 +82,7 @@ IN_SEGMENTS = ("sum", "max", "min")
 UNROLLED: dict[str | None, OpOverload] = {
     "sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default,
 }  # fmt: skip
-MOST_UNROLLED = 8  # elements
+MOST_UNROLLED = 8  # elements of a row, and twice that of all rows: more take minutes to compile
 # Of one attempt, views and what becomes dead among them; laws allow 96 operations, of which most were 261.
 # What reads shifted copies of itself, and these again, has exponentially many.
 MOST_VALUES = 4096
@@ -528,7 +528,8 @@ class Lowering(Builder):
     def is_unrolled(self, op: Op, reduced: Reduced) -> bool:
         """Whether a reduction is beside a product and of few elements."""
         spec, count = spec_of(op.target), product(reduced.shape[d] for d in reduced.dims)
-        few = isinstance(count, int) and 1 < count <= MOST_UNROLLED
+        rows = 1 if self.space.index_split is None else self.space.index_split.count
+        few = isinstance(count, int) and 1 < count <= MOST_UNROLLED and count * rows <= 2 * MOST_UNROLLED
         return self.along is not None and few and spec is not None and spec.combine in UNROLLED
 
     def unrolled(self, op: Op, kept: dict[int, Index], reduced: Reduced) -> int:
