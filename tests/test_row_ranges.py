@@ -184,6 +184,24 @@ def test_bounds_of_the_callers_are_kept(most: int, told: str) -> None:
     assert len(products_left(fast)) == (most > FEW_ROWS)
 
 
+@pytest.mark.parametrize("least", [0, 1])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_rows_whose_number_is_data(least: int) -> None:
+    """Where there may be none, no row is the last one."""
+
+    def f(x: Tensor, w: Tensor, kept: Tensor) -> Tensor:
+        chosen = x[kept]
+        torch._check(chosen.shape[0] >= least)
+        torch._check(chosen.shape[0] <= 8)
+        return F.linear(chosen, w) + 1
+
+    fast = fc.compile(f, backend="interpret")
+    x, w = torch.randn(8, 160), torch.randn(48, 160)
+    for count in (3, 8, 1, *([] if least else [0])):
+        close(fast, f, x, w, torch.randperm(8) < count)
+    assert len(products_left(fast)) == (least == 0)
+
+
 def test_small_matrices_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     fast = fc.compile(F.linear, backend="interpret", strict=True)

@@ -151,8 +151,9 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 
 def most_of(size: int | torch.SymInt) -> int | None:
-    """The least of ROW_RANGES that guards keep a size within; None where there is none, or it is known."""
-    if isinstance(size, int):
+    """The least of ROW_RANGES that guards keep a size within; None where there is none, it may be zero, or it
+    is known."""
+    if isinstance(size, int) or not statically_known_true(size >= 1):
         return None
     return next((most for most in ROW_RANGES if statically_known_true(size <= most)), None)
 
