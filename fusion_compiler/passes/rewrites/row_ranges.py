@@ -79,6 +79,8 @@ def _guarded(rows: Rows, sizes: Hints) -> str:
     """Keeps rows to a range and says to which. Raises Refused."""
     now = hinted(rows.count)
     what = f"{rows.count} rows (now {now})"
+    if not now:
+        raise Refused(f"how many {rows.count} are, data decides")
     if rows.matrices < LEAST:
         raise Refused(f"{what} are multiplied by matrices of no more than {rows.matrices / 1e6:.1f} MB")
     if _is_bounded(rows.count):
