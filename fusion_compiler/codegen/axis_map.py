@@ -26,9 +26,9 @@ from fusion_compiler.schedule.schedule import Cols
 def place_cols(b: Builder, program: str, share: Dim) -> tuple[str, tuple[Dim, ...]]:
     """Define `col` but for a loop over columns; (the program's number along the rows, the grid).
 
-    program: its number in the grid. share: programs along the rows.
+    program: its number in the grid, or 0 of a matrix that has one. share: programs along the rows.
     """
-    number = program + (".to(tl.int64)" if b.wide else "")
+    number = program + (".to(tl.int64)" if b.wide and program != "0" else "")
     if b.s.splits > 1:
         return _place_part(b, number, share)
     if b.s.cols is Cols.GRID:
