@@ -528,7 +528,9 @@ class Lowering(Builder):
     def is_unrolled(self, op: Op, reduced: Reduced) -> bool:
         """Whether a reduction is beside a product and of few elements."""
         spec, count = spec_of(op.target), product(reduced.shape[d] for d in reduced.dims)
-        rows = 1 if self.space.index_split is None else self.space.index_split.count
+        sizes = {product(self.space.axes[i] for i in self.group_axes[g]) for g in (ROWS, COLS)}
+        split, across = self.space.index_split, product(op.outputs[0].shape) in sizes
+        rows = 1 if split is None or across else split.count  # of one of which each row has its own
         few = isinstance(count, int) and 1 < count <= MOST_UNROLLED and count * rows <= 2 * MOST_UNROLLED
         return self.along is not None and few and spec is not None and spec.combine in UNROLLED
 
