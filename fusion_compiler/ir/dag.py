@@ -282,7 +282,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
     pinned = pinned_values(gm.graph)
     rounded = round_trips(gm.graph)
     results: dict[fx.Node, tuple[TensorMeta, ...]] = {}
-    most: dict[Dim, int] = {}
+    sizes: dict[Dim, int | torch.SymInt] = {}  # of products
     for node in gm.graph.nodes:
         if node.op == "output":
             outputs = tuple(n.name for n in node.all_input_nodes)
@@ -309,9 +309,10 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             rounds=node in rounded,
         )
         if op.kind is Kind.CONTRACTION and isinstance(value := node.meta.get("val"), torch.Tensor):
-            most |= {dim_of(n): few for n in value.shape[-2:] if (few := most_of(n)) is not None}
+            sizes |= {dim_of(n): n for n in value.shape[-2:]}
         graph.add_node(node.name, op=op)
         graph.add_edges_from((name, node.name) for name in op.inputs)
+    most = {dim: few for dim, size in sizes.items() if (few := most_of(size)) is not None}
     return OpDag(graph, tuple(inputs), outputs, gm, most)
 
 

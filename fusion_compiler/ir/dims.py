@@ -56,8 +56,7 @@ def smaller(a: int, b: Dim) -> Dim:
 
 
 def no_less(dim: Dim) -> Dim:
-    """Of an expression that grows with its parts, one that is no smaller, and a number where the smaller of a
-    number and a size is what is not known of it."""
+    """`dim`, or what it is no larger than, with n in the place of min(n, size); it grows with these."""
     if isinstance(dim, int):
         return dim
     known = {m: next((a for a in m.args if a.is_Integer), m) for m in dim.atoms(sympy.Min)}

@@ -57,7 +57,8 @@ class IndexSplit:
         """Of the pieces that are made along each dimension that is split."""
         own: tuple[Dim, ...] = tuple(range(self.count))
         if self.there is not None:
-            own = (0, *(smaller(i, simple(self.there - 1)) for i in range(1, self.count)))
+            last = simple(self.there - 1)
+            own = (0, *(smaller(i, last) for i in range(1, self.count)))
         return (own,) if self.then is None else (own, *self.then.numbers)
 
     @property

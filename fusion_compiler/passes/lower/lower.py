@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from dataclasses import dataclass
 
 import sympy
@@ -45,7 +46,6 @@ from fusion_compiler.ir.loops import (
     Constant,
     Coordinate,
     Index,
-    InRange,
     Load,
     LoopNest,
     Reduce,
@@ -82,7 +82,9 @@ IN_SEGMENTS = ("sum", "max", "min")
 UNROLLED: dict[str | None, OpOverload] = {
     "sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default,
 }  # fmt: skip
-MOST_UNROLLED = 8  # elements of a row, and twice that of all rows: more take minutes to compile
+# Elements, and of all pieces together: sixty-four of a decoding step's attention took more than a minute to
+# compile.
+MOST_UNROLLED, MOST_TERMS = 8, 16
 # Of one attempt, views and what becomes dead among them; laws allow 96 operations, of which most were 261.
 # What reads shifted copies of itself, and these again, has exponentially many.
 MOST_VALUES = 4096
@@ -159,6 +161,7 @@ class Lowering(Builder):
         self.placed: dict[str, Coords] = {}  # where a value was computed first
         self.known: dict[int, int] = {}  # of the axes, in the part at hand
         self.reduced: dict[tuple[str, Dim | None], tuple[Coords, int]] = {}
+        self.terms: Counter[str] = Counter()  # of what is unrolled
         groups = space.axis_groups
         live = [i for i, size in enumerate(space.axes) if size != 1]
         self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in GROUPS}
@@ -185,16 +188,13 @@ class Lowering(Builder):
                 raise Illegal(
                     "space", f"{name} is {list(shape)}, and the others' space is {list(self.space.axes)}"
                 )
-            pieces = enumerate(self.pieces(coords))
-            stores += [self.store(name, piece, there=self.there(i)) for i, piece in pieces]
+            stores += [self.store(name, own, piece=i) for i, own in enumerate(self.pieces(coords))]
         groups = self.space.axis_groups
         axes = tuple(Axis(f"a{i}", s, groups[i]) for i, s in enumerate(self.space.axes))
         return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
 
-    def store(
-        self, name: str, coords: Coords, within: int | None = None, there: int | None = None
-    ) -> Store:
-        """there: on what it depends whether it is stored, but not what that is."""
+    def store(self, name: str, coords: Coords, within: int | None = None, piece: int = 0) -> Store:
+        """piece: the number of the piece that the coordinates are in."""
         op = self.dag.op(name)
         meta = op.outputs[0]
         value = unrounded(self.nodes, self.stored(name, coords, within), meta.dtype)
@@ -202,10 +202,10 @@ class Lowering(Builder):
             index, within = put_place(self, op, coords, within)
         else:
             index = flatten(coords, meta.stride)
-        if within is None or there is None:
-            within = there if within is None else within
-        else:
-            within = self.both(within, there)
+        split = self.space.index_split
+        if piece and split is not None and split.there is not None:  # what it stores does not depend on that
+            assert split.then is None, "rows of an unknown number are not cut"
+            within, _ = self.in_range(Index(piece, ()), 0, split.there, within)
         return Store(name, index, value, within)
 
     def stored(self, name: str, coords: Coords, within: int | None = None) -> int:
@@ -231,7 +231,7 @@ class Lowering(Builder):
                 within, partial = self.in_range(index, low, high, within)
                 never |= within is None and partial
             if not never:
-                stores.append(self.store(name, piece[:rank], within, self.there(i)))
+                stores.append(self.store(name, piece[:rank], within, i))
         self.known = {}
         return stores
 
@@ -275,14 +275,6 @@ class Lowering(Builder):
             if any(k == key for c in coords for k, _ in c.terms):
                 found = [tuple(fixed(c, key, i) for c in piece) for piece in found for i in numbers]
         return found
-
-    def there(self, number: int) -> int | None:
-        """The condition under which a piece is one of those that there are."""
-        split = self.space.index_split
-        if split is None or split.there is None:
-            return None
-        assert split.then is None, "rows of an unknown number are not cut"
-        return None if number == 0 else self.emit(InRange(Index(number, ()), 0, split.there), "there")
 
     def place(self, name: str) -> Coords | None:
         """Coordinates at which a value fills the space: where it was needed already, where its operands
@@ -528,16 +520,17 @@ class Lowering(Builder):
     def is_unrolled(self, op: Op, reduced: Reduced) -> bool:
         """Whether a reduction is beside a product and of few elements."""
         spec, count = spec_of(op.target), product(reduced.shape[d] for d in reduced.dims)
-        sizes = {product(self.space.axes[i] for i in self.group_axes[g]) for g in (ROWS, COLS)}
-        split, across = self.space.index_split, product(op.outputs[0].shape) in sizes
-        rows = 1 if split is None or across else split.count  # of one of which each row has its own
-        few = isinstance(count, int) and 1 < count <= MOST_UNROLLED and count * rows <= 2 * MOST_UNROLLED
+        few = isinstance(count, int) and 1 < count <= MOST_UNROLLED
         return self.along is not None and few and spec is not None and spec.combine in UNROLLED
 
     def unrolled(self, op: Op, kept: dict[int, Index], reduced: Reduced) -> int:
-        """A reduction of few elements as an expression of them."""
+        """A reduction of few elements as an expression of them. Raises Illegal where pieces have too many."""
         spec, dtype = spec_of(op.target), compute_dtype(op.outputs[0].dtype)
         assert spec is not None
+        count = int(product(reduced.shape[d] for d in reduced.dims))
+        self.terms[op.name] += count
+        if self.terms[op.name] > MOST_TERMS:
+            raise Illegal("size", f"{op.name} is of {count} elements in each of too many pieces")
         total: int | None = None
         for place in itertools.product(*(range(int(reduced.shape[d])) for d in reduced.dims)):
             at = kept | {d: Index(i, ()) for d, i in zip(reduced.dims, place, strict=True)}

@@ -12,6 +12,7 @@ of each that is chosen:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,8 +99,8 @@ def product_of(dag: OpDag, op: Op) -> Product | None:
         return None
     batch = len(a.shape) - 2
     m, k, n = *a.shape[-2:], b.shape[-1]
-    rows, cols = (_most(dag, size) for size in (m, n))
-    few, most = (batch, rows) if cols is None or (rows is not None and rows <= cols) else (batch + 2, cols)
+    known = ((d, _most(dag, size)) for d, size in ((batch, m), (batch + 2, n)))
+    few, most = min(known, key=lambda own: math.inf if own[1] is None else own[1])
     stride = (*b.stride[:batch], 0, *b.stride[-2:]) if few == batch else (*a.stride, 0)
     added = names[0] if first else None
     given = dict(op.kwargs)
