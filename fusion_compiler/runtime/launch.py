@@ -201,19 +201,19 @@ class Runner:
         rivals = self.candidates[:1] if gpu.is_capturing() or not self.tune else self.candidates
         if len(rivals) > 1:
             choice = self._recorded(gpu) or self._fastest(gpu, arguments)
-            first = choice.candidate
-            order = [first, *(i for i in range(len(self.candidates)) if i != first)]
+            chosen = choice.candidate
+            order = [chosen, *(i for i in range(len(self.candidates)) if i != chosen)]
         else:
             choice = None
             order = list(range(len(self.candidates)))
         reasons: list[str] = []
         for i in order:
             try:
-                chosen = choice is not None and i == choice.candidate
-                behind = choice is not None and chosen and choice.behind
+                own = choice if choice is not None and i == choice.candidate else None
+                behind = own is not None and own.behind
                 launcher = _Bound(self, self.candidates[i], gpu, behind=behind).variant()
-                if choice is not None and chosen:
-                    self._choices[gpu.index] = gpu, choice
+                if own is not None:
+                    self._choices[gpu.index] = gpu, own
                 return launcher
             except KernelError as error:
                 if len(order) == 1:
@@ -407,7 +407,7 @@ class _Bound:
         if entry.resident is not None and entry.resident < needed:
             fields = {"resource": "programs at a time", "needed": needed, "available": entry.resident}
             raise HardwareExceededError(kernel=build.name, device=self._gpu.name, **fields)
-        return entry.behind or entry if self._behind else entry
+        return entry.behind if self._behind and entry.behind is not None else entry
 
 
 def _fits(kernel: Kernel, entry: Entry) -> bool:

@@ -218,7 +218,7 @@ class Roofline:
         if self.empty:
             return 0.0
         run = self._run(schedule)
-        memory, arithmetic = self._with_vectors(schedule, self._memory_us(run)[0])
+        memory, arithmetic = self._demands(schedule, self._memory_us(run)[0])
         return self._us(self._body_us(run, memory, arithmetic))
 
     def cost(self, schedule: Schedule) -> Cost:
@@ -227,7 +227,7 @@ class Roofline:
             return Cost(0.0, 0, 0, 0, "launch")
         device, work, run = self.device, self.work, self._run(schedule)
         memory, extra = self._memory_us(run)
-        memory, arithmetic = self._with_vectors(schedule, memory)
+        memory, arithmetic = self._demands(schedule, memory)
         body = self._body_us(run, memory, arithmetic)
         us, parallel = self._us(body), min(1.0, run.programs / device.sms)
         bound = "arithmetic" if arithmetic / parallel > memory else "memory"
@@ -246,8 +246,9 @@ class Roofline:
     def _us(self, body: float) -> float:
         return self.device.launch_us - self.device.floor_us + max(self.device.floor_us, body)
 
-    def _with_vectors(self, schedule: Schedule, memory: float) -> tuple[float, float]:
-        """(memory, arithmetic), with what is read and made again for each block of a matrix's rows."""
+    def _demands(self, schedule: Schedule, memory: float) -> tuple[float, float]:
+        """Microseconds of (memory, arithmetic): with what is read and made again for each block of the rows
+        of a product's matrix, without the sums that tensor units make."""
         on_units = schedule.cols is Cols.LOOP and takes_tiles(schedule)
         own = self.beside_units_us if on_units else self.arithmetic_us
         if self.vectors is None:

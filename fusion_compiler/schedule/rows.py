@@ -19,12 +19,11 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Load
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis, enough
-from fusion_compiler.schedule.contractions import contractions_of, contracts
+from fusion_compiler.schedule.contractions import LEAST, MOST_MATRICES, contractions_of, contracts
 from fusion_compiler.schedule.measured import Shape
 from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
-from fusion_compiler.schedule.work import LEAST, MOST_MATRICES
 
 WARPS = 64  # that a multiprocessor holds
 TALLEST = 2048  # columns of a block of several rows, which lie side by side in memory

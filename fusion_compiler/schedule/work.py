@@ -40,11 +40,8 @@ from fusion_compiler.ir.loops import (
     partial_reductions,
     right_neighbours,
 )
+from fusion_compiler.schedule.contractions import LEAST, MOST_MATRICES
 
-LEAST = 3  # vectors that tensor units multiply: one or two are multiplied as fast as their matrix is read
-# Matrices side by side that they multiply by these: tiles of more leave a multiprocessor to one program. Six
-# of 8192 x 2048 took 27.6 us each, alone 10.6.
-MOST_MATRICES = 3
 LOGICAL_AND = torch.ops.aten.logical_and.default
 MUL = torch.ops.aten.mul.Tensor
 BITS = {BATCH: 0, ROWS: 1, COLS: 2}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, guard_bool
 
 from fusion_compiler.capture.graphs import arguments, hinted, wants_gradient
 from fusion_compiler.ir.dag import FEW_ROWS, ROW_RANGES, most_of, size_hints
@@ -89,8 +89,9 @@ def _guarded(rows: Rows, sizes: Hints) -> str:
             raise Refused(f"{what} have bounds of the caller's, within which all are of one plan")
         return f"{what} are {most} at most, by the caller's bounds"
     low, high = (FEW_ROWS, None) if now > FEW_ROWS else _range(rows.count, now, sizes)
-    if not (rows.count > low and (high is None or rows.count <= high)):  # asking is what makes a guard
-        raise Refused(f"{what} are of another number to PyTorch")
+    guard_bool(rows.count > low)
+    if high is not None:
+        guard_bool(rows.count <= high)
     return f"{what}: a plan for {f'more than {low}' if high is None else f'{low + 1} to {high}'}"
 
 
