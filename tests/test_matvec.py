@@ -19,6 +19,8 @@ from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.runtime.target import compile_for, instructions
+from fusion_compiler.schedule import contractions
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, Schedules, cramped, not_as_close
 
@@ -281,10 +283,28 @@ def test_arithmetic_belongs_to_the_library(tokens: int, monkeypatch: pytest.Monk
 
 
 def test_tensor_units_make_the_sums_of_sixteen_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the matrix is read: 31 us where a library's product took 40 (`benchmarks.row_ranges`)."""
+    """They take as long as those of four: as the matrix is read."""
     monkeypatch.undo()
     (few,), (many,) = (planned_linear(tokens).clusters for tokens in (4, 16))
     assert many.cost.us < 1.02 * few.cost.us
+
+
+def test_tensor_units_have_three_matrices_side_by_side_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sixteen in one loop no tile fits in shared memory."""
+    monkeypatch.undo()
+    with FakeTensorMode():
+        x, *matrices = (torch.empty(n, 2048, dtype=torch.bfloat16, device="cuda") for n in (12, *16 * [2048]))
+        plan = fc.explain(lambda x, *ws: [F.linear(x, w) for w in ws], x, *matrices, device="h200").plans[0]
+    nests = [nest for cluster in plan.clusters for nest in cluster.nests]
+    counts = [len(contractions.contractions_of(Analysis(nest))) for nest in nests]
+    assert sum(counts) == 16 and max(counts) <= contractions.MOST_MATRICES
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 1), (2, 1), (8, 2)])
+def test_few_terms_are_unrolled_beside_a_product(rows: int, kernels: int) -> None:
+    """Of all rows together."""
+    x, w = torch.randn(rows, 8, 160), torch.randn(48, 160)
+    check(lambda x, w: F.linear(x.sum(1), w), x, w, kernels=kernels)
 
 
 def shares_of_rows(x: Tensor, w: Tensor) -> Tensor:
