@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--resume", action="store_true", help="keep what --json has; ours only of this commit"
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the harness")
-    parser.add_argument("--autotune", action="store_true", help="also max-autotune-no-cudagraphs (slow)")
+    parser.add_argument("--autotune", action="store_true", help="also max-autotune (kernels: without graphs)")
     parser.add_argument(
         "--no-check", action="store_true", help="models: leave out the comparison of gradients"
     )

@@ -25,15 +25,19 @@ def autotune(model: Any) -> Any:
     return torch.compile(model, dynamic=False, mode="max-autotune-no-cudagraphs")
 
 
-def cuda_graphs(model: Any) -> Any:
-    """torch.compile with its own CUDA graphs: a step of training says where it begins, as its manual asks."""
-    compiled = torch.compile(model, dynamic=False, mode="reduce-overhead")
+def with_cuda_graphs(mode: str) -> Compile:
+    """torch.compile in a mode that records CUDA graphs: a step says where it begins, as its manual asks."""
 
-    def called(*args: Any, **kwargs: Any) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
-        return compiled(*args, **kwargs)
+    def compile_(model: Any) -> Any:
+        compiled = torch.compile(model, dynamic=False, mode=mode)
 
-    return called
+        def called(*args: Any, **kwargs: Any) -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled(*args, **kwargs)
+
+        return called
+
+    return compile_
 
 
 def ours(backend: str) -> Compile:
@@ -60,15 +64,15 @@ def contenders(
 ) -> dict[str, Compile]:
     """In the order of the table's columns. Liger has kernels rather than a compiler: see clusters.py.
 
-    with_graphs: also torch.compile with CUDA graphs, for whole steps.
+    with_graphs: also torch.compile with CUDA graphs, and its tuning with them, for whole steps.
     backend: of ours; "interpret" checks the harness and the kernels' values on a CPU.
     only: a regular expression that the names must match.
     """
     chosen: dict[str, Compile] = {"eager": eager, "compile": inductor}
     if with_graphs:
-        chosen["graphs"] = cuda_graphs
+        chosen["graphs"] = with_cuda_graphs("reduce-overhead")
     if with_autotune:
-        chosen["autotune"] = autotune
+        chosen["autotune"] = with_cuda_graphs("max-autotune") if with_graphs else autotune
     chosen["ours"] = ours(backend)
     return {name: compile_ for name, compile_ in chosen.items() if re.search(only, name)}
 
