@@ -18,7 +18,7 @@ from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse import candidates
-from fusion_compiler.runtime.target import compile_for, instructions
+from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule import contractions
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -323,77 +323,6 @@ def test_what_is_reduced_across_the_rows(rows: int, dtype: torch.dtype) -> None:
 
 def test_many_rows_are_reduced_by_another_kernel() -> None:
     check(lambda x, w: F.linear(x, w).sum(0), *linear(9, 48, 160), kernels=2)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
-def test_bytes_become_floats_without_conversions(dtype: torch.dtype) -> None:
-    """Of those a multiprocessor does sixteen in a cycle."""
-    with FakeTensorMode():
-        x = torch.empty(1, 4096, dtype=torch.bfloat16, device="cuda")
-        w = torch.empty(2048, 4096, dtype=dtype, device="cuda")
-        fast = fc.compile(lambda x, w: F.linear(x, w.to(x.dtype)), backend="eager", device="h200")
-        with torch.no_grad():
-            fast(x, w)
-    (plan,) = fast.plan
-    (cluster,) = plan.clusters
-    compiler = Compiler(Options.of(device="h200"))
-    programs = compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200"))
-    for program in programs:
-        for kernel in program.kernels:
-            assert "fm.from_byte(" in kernel.source
-            assert "I2F" not in instructions(kernel, "sm_90"), program.schedule
-            assert not compile_for(kernel, "gfx942").spills
-
-
-@pytest.mark.parametrize("zero", [8, 0, -3, 7.5, 1 << 22])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
-def test_bytes_that_are_computed_become_floats_exactly(dtype: torch.dtype, zero: float) -> None:
-    """All 256 of them, less a zero."""
-    bytes_ = torch.arange(256).to(torch.uint8).view(dtype)
-
-    def f(x: Tensor) -> Tensor:
-        return ((x ^ 85) >> 1).float() - zero
-
-    fast = fc.compile(f, backend="interpret", strict=True)
-    assert torch.equal(fast(bytes_), f(bytes_))
-    (plan,) = fast.plan
-    (cluster,) = plan.clusters
-    compiler = Compiler(Options.of(device="h200"))
-    for program in compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200")):
-        for kernel in program.kernels:
-            whole = zero in (8, 0, -3)
-            assert "fm.from_computed_byte(" in kernel.source and (" - " in kernel.source) is not whole
-            assert "I2F" not in instructions(kernel, "sm_90"), program.schedule
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
-def test_bytes_that_were_reduced_become_floats(dtype: torch.dtype) -> None:
-    """They are wider ones in a kernel (a random program)."""
-    x = torch.arange(256).to(torch.uint8).view(dtype).view(8, 32)
-    f = lambda x: (x.amax(1).float() - 3, x.amin().float())  # noqa: E731
-    ours = fc.compile(f, backend="interpret", strict=True)(x)
-    assert all(map(torch.equal, ours, f(x)))
-
-
-def test_a_norm_is_read_with_a_matrix_and_its_scales() -> None:
-    """Of four bits and a scale for each group: one loop over both."""
-
-    def f(x: Tensor, norm: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-        low, high = w & 15, w >> 4
-        q = torch.stack((low, high), -1).flatten(1).to(x.dtype) - 8
-        q = (q.unflatten(1, (-1, 32)) * scale[..., None]).flatten(1)
-        return F.linear(F.rms_norm(x, norm.shape, norm), q)
-
-    x, norm, w = torch.randn(1, 512), torch.randn(512), torch.randint(0, 256, (48, 256), dtype=torch.uint8)
-    scale = torch.rand(48, 16)
-    fast = fc.compile(f, backend="interpret", strict=True)
-    exact = f(x.double(), norm.double(), w, scale.double())
-    assert not_as_close(fast(x, norm, w, scale), f(x, norm, w, scale), exact) is None
-    (plan,) = fast.plan
-    (cluster,) = plan.clusters
-    compiler = Compiler(Options.of(device="h200"))
-    for program in compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200")):
-        assert program.kernels[0].source.count("tl.load(in0_ptr") == 1, "of x"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

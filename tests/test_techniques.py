@@ -242,6 +242,9 @@ EXAMPLES = {
     "Early turns": Example(
         residual_product, "bfloat16 [1, 8192], bfloat16 [2048, 8192], bfloat16 [1, 2048]", weights=(1,)
     ),
+    "Factors of words": Example(
+        product_of_nibbles, "bfloat16 [1, 2048], uint8 [4096, 1024], bfloat16 [4096, 16]"
+    ),
     "Norms in front of products": Example(
         normed_rows_product, "bfloat16 [8, 2048], bfloat16 [2048], bfloat16 [8192, 2048]"
     ),
@@ -261,6 +264,9 @@ EXAMPLES = {
     "Reciprocals": Example(softmax, "bfloat16 [8192, 4096]"),
     "Short forms": Example(swiglu, "bfloat16 [8192, 4096], bfloat16 [8192, 4096]"),
     "Floats of bytes": Example(product_of_bytes, "bfloat16 [1, 4096], int8 [4096, 4096]"),
+    "Floats of bits": Example(
+        product_of_nibbles, "bfloat16 [1, 2048], uint8 [4096, 1024], bfloat16 [4096, 16]"
+    ),
     "Masks made again": Example(dropout, "bfloat16 [8192, 4096]", gradients=True),
     "Late checks": Example(embedding_rms_norm, "int64 [8192], bfloat16 [32000, 4096], bfloat16 [4096]"),
 }

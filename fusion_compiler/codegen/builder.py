@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fusion_compiler.codegen.bits import floats_of
 from fusion_compiler.codegen.expression import (
     TRITON_TYPES,
     convert,
@@ -199,6 +200,8 @@ class Builder:
             return ()
         if made is not None:
             return (made.matrix, *made.vectors)
+        if (floats := floats_of(self.loops, number)) is not None:
+            return floats.operands()
         node = self.loops.nodes[number]
         return before_turns(self.loops, node) if isinstance(node, Total) else operands_of(node)
 

@@ -146,12 +146,26 @@ def from_byte(x):
 
 
 @triton.jit
-def from_computed_byte(x, less: tl.constexpr = 0):
-    """int8 or uint8 that lie one in a register, less a whole number, as float32, exactly: as `from_byte`."""
-    added: tl.constexpr = 0 if x.dtype == tl.uint8 else 128  # a reduction of bytes is of wider ones
-    digits = x.to(tl.int32) + added
-    taken: tl.constexpr = less + 8388608.0 + added
-    return (digits | 0x4B000000).to(tl.float32, bitcast=True) - taken
+def from_bits(x, mask: tl.constexpr, shift: tl.constexpr, less: tl.constexpr, signed: tl.constexpr):
+    """Bits of bytes that lie one in a register, as float32, exactly: ((x & mask) >> shift) - less.
+
+    As `from_byte`; it is one instruction to put them there, and one to move and subtract.
+    """
+    digits: tl.constexpr = 0x4B000080 if signed else 0x4B000000
+    bits = x.to(tl.int32)
+    if compiles_to_ptx():  # which takes two where it is not told
+        put = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0x6A;",  # ($1 & $2) ^ $3
+            "=r,r,r,r",
+            [bits, mask, digits],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        put = (bits & mask) ^ digits
+    taken: tl.constexpr = (1 << (23 - shift)) + less + (128 if signed else 0)
+    return put.to(tl.float32, bitcast=True) * (1.0 / (1 << shift)) - taken
 
 
 @triton.jit

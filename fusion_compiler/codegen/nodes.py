@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 
 from fusion_compiler.codegen import accesses, moments, segments
+from fusion_compiler.codegen.bits import floats_of, widened_byte
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.expression import (
     TRITON_TYPES,
@@ -44,8 +45,6 @@ from fusion_compiler.schedule.analysis import operand_of, rounding_of
 from fusion_compiler.schedule.schedule import Cols
 
 aten = torch.ops.aten
-BYTES = (torch.int8, torch.uint8)
-MOST_ZERO = 1 << 20  # of bytes: what is left is exact
 KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that stay as they were loaded
 
 
@@ -80,7 +79,7 @@ def build_node(b: Builder, number: int) -> None:
         return
     build_nodes(b, b.need(b.operands(number)))
     if not isinstance(node, Compute):
-        _spread(b, operands_of(node))
+        spread(b, operands_of(node))
     if number in b.env:  # with an operand, of which it is a part
         return
     if isinstance(node, Reduce):
@@ -99,7 +98,7 @@ def build_node(b: Builder, number: int) -> None:
         b.env[number] = b.let(base, value, number)
 
 
-def _spread(b: Builder, numbers: Iterable[int]) -> None:
+def spread(b: Builder, numbers: Iterable[int]) -> None:
     """Values of segments for each of their elements, which read them."""
     for number in numbers:
         if number not in b.env and (segments.NARROW, number) in b.named:
@@ -114,7 +113,7 @@ def _build_narrow(b: Builder, number: int) -> None:
     if isinstance(node, Reduce):
         segments.reduced(b, number, elements(b, node, ALONG))
         return
-    build_nodes(b, b.need(operands_of(node)))
+    build_nodes(b, b.need(b.operands(number)))
     env = dict(b.env)
     b.env |= {n: v for (kind, n), v in b.named.items() if kind == segments.NARROW}
     value, base = value_of(b, number)
@@ -199,13 +198,12 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
         if divisor is not None and dividend is not None and _is_narrower(b, divisor, number):
             return f"{_as_float(b, dividend)} * {_reciprocal(b, divisor)}"
 
-    _spread(b, refs)
-    if _widens_bytes(b, node):
-        kind = "from_byte" if _is_loaded(b, refs[0]) else "from_computed_byte"
-        return f"fm.{kind}({b.variable(refs[0])})"
-    if (of_byte := _zero_of_bytes(b, node)) is not None:
-        byte, zero = of_byte
-        return f"fm.from_computed_byte({b.variable(byte)}, {zero})"
+    if (floats := floats_of(b.loops, number)) is not None:
+        spread(b, floats.operands())
+        return floats.text(b.variable)
+    spread(b, refs)
+    if (byte := widened_byte(b.loops, node)) is not None:
+        return f"fm.from_byte({b.variable(byte)})"
 
     def operand(n: int) -> tuple[str | None, object, torch.dtype]:
         value = nodes[n]
@@ -216,31 +214,6 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
         )
 
     return compute_text(node, operand, rough)
-
-
-def _widens_bytes(b: Builder, node: Compute) -> bool:
-    """Whether it makes floats of bytes, of which four lie in one register if they were loaded."""
-    source = operand_of(node, "self")
-    to_float = node.target is aten._to_copy.default and node.dtype is torch.float32
-    of_bytes = source is not None and b.loops.nodes[source].dtype in BYTES
-    return to_float and of_bytes and rounding_of(node) is None
-
-
-def _zero_of_bytes(b: Builder, node: Compute) -> tuple[int, int] | None:
-    """The bytes, and the whole number that is taken from them: a part of what makes floats of them."""
-    widened, operands = operand_of(node, "self"), dict(node.operands)
-    zero = operands.get("other")
-    if node.target is not aten.sub.Tensor or operands.get("alpha", 1) != 1 or widened is None:
-        return None
-    if not isinstance(zero, int | float) or not abs(zero) < MOST_ZERO or zero != int(zero):
-        return None
-    made = b.loops.nodes[widened]
-    byte = operand_of(made, "self") if isinstance(made, Compute) and _widens_bytes(b, made) else None
-    return None if byte is None or _is_loaded(b, byte) else (byte, int(zero))
-
-
-def _is_loaded(b: Builder, number: int) -> bool:
-    return isinstance(b.loops.nodes[number], Load)
 
 
 def _is_narrower(b: Builder, operand: int, number: int) -> bool:
@@ -256,7 +229,7 @@ def _as_float(b: Builder, number: int) -> str:
     node = b.loops.nodes[number]
     if isinstance(node, Constant):
         return scalar_text(convert_literal(node.value, torch.float32), torch.float32)
-    _spread(b, (number,))
+    spread(b, (number,))
     return convert(b.variable(number), node.dtype, torch.float32)
 
 
@@ -299,11 +272,20 @@ def _random(b: Builder, node: Random) -> str:
 # -- reductions of a tile ----------------------------------------------------------------------------
 
 
-def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> str:
-    """A reduction's or a scan's operand as a full tile in the reduced groups, neutral where no element is."""
-    build_nodes(b, b.need((reduce.operand,)))
-    _spread(b, (reduce.operand,))
-    source, value = b.loops.nodes[reduce.operand], b.variable(reduce.operand)
+def elements(
+    b: Builder, reduce: Reduce | Scan, over: frozenset[str], made: Callable[[], str] | None = None
+) -> str:
+    """A reduction's or a scan's operand as a full tile in the reduced groups, neutral where no element is.
+
+    made: gives what stands in its place.
+    """
+    source = b.loops.nodes[reduce.operand]
+    if made is None:
+        build_nodes(b, b.need((reduce.operand,)))
+        spread(b, (reduce.operand,))
+        value = b.variable(reduce.operand)
+    else:
+        value = made()
     groups = b.a.groups[reduce.operand]
     if is_logical(reduce):  # zero or one: a half is true, and so is what wraps to zero
         text = f"{convert(value, source.dtype, torch.bool)}.to(tl.int32)"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion_compiler.codegen import pieces
+from fusion_compiler.codegen import pieces, words
 from fusion_compiler.codegen.builder import ALONG, Builder, Packed
 from fusion_compiler.codegen.contractions import Contracted
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
@@ -26,6 +26,7 @@ from fusion_compiler.codegen.nodes import elements
 from fusion_compiler.codegen.partial_reductions import scaled_sum
 from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.codegen.windows import block
+from fusion_compiler.codegen.words import word_of
 from fusion_compiler.ir.loops import COLS, ROWS, Load
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, part_cols
 from fusion_compiler.schedule.contractions import Contraction
@@ -49,17 +50,14 @@ class Plain:
 
     def wanted(self, b: Builder) -> tuple[int, ...]:
         """The nodes that a pass computes for it."""
-        return b.operands(self.total)
+        return words.wanted(b, self.total) if word_of(b, self.total) > 1 else b.operands(self.total)
 
     def start(self, b: Builder) -> tuple[str, ...]:
         word = word_of(b, self.total)
         return (accumulator(b, self.total, b.a.groups[b.reduction(self.total).operand] | ALONG, word),)
 
     def step(self, b: Builder, names: Sequence[str]) -> None:
-        tile, word = self._elements(b), word_of(b, self.total)
-        if word > 1:
-            rows, axis = ("", 1) if b.tile.flat else (f"{b.s.block_rows}, ", 2)
-            tile = f"tl.sum(tl.reshape({tile}, [{rows}{b.tile.lanes // word}, {word}]), axis={axis})"
+        tile = words.summed(b, self.total) if word_of(b, self.total) > 1 else self._elements(b)
         b.line(step_text(b.reduction(self.total), names[0], tile))
 
     def single(self, b: Builder, names: Sequence[str]) -> None:
@@ -284,17 +282,6 @@ def accumulator(b: Builder, number: int, groups: frozenset[str], word: int = 1) 
     with b.inside(None, b.tile.lanes // word):
         shape = b.shape(groups)
     return b.let(b.base_of(number), f"tl.full({shape}, {neutral_text(reduce)}, {dtype})")
-
-
-def word_of(b: Builder, number: int) -> int:
-    """Columns of which a pass adds up a product's terms at once: those that a thread loads together, so that
-    its registers hold the sums of many products of one matrix."""
-    if number not in b.a.weighted:
-        return 1
-    whole = frozenset({ROWS, COLS})
-    loads = (n for i, n in enumerate(b.loops.nodes) if isinstance(n, Load) and b.a.groups[i] == whole)
-    widest = max((b.dtypes[n.buffer].itemsize for n in loads), default=4)
-    return min(2 * WORD // widest, WORD, b.tile.lanes)
 
 
 def _lanes(b: Builder) -> int:

@@ -105,7 +105,7 @@ def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:
     """
     if not b.a.segmented:
         return None
-    nodes, factors = b.loops.nodes, _factors(b.loops)
+    nodes, factors = b.loops.nodes, factors_of(b.loops)
     reduce = nodes[number]
     assert isinstance(reduce, Reduce)
     for segment in b.a.segmented:
@@ -120,7 +120,7 @@ def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:
     return None
 
 
-def _factors(loops: LoopNest) -> list[Counter[int]]:
+def factors_of(loops: LoopNest) -> list[Counter[int]]:
     """The values that each node is the product of, by how often; all others are their own only factor."""
     found: list[Counter[int]] = []
     for i, node in enumerate(loops.nodes):

@@ -52,11 +52,11 @@ def load(b: Builder, number: int, node: Load, length: int, then: str) -> Express
     """One load for each run, repeated along it."""
     alike = [i for i, n in enumerate(b.loops.nodes) if isinstance(n, Load) and _of(n) == _of(node)]
     if node.within is None and len(alike) == 1:
-        return _loaded(b, node, length, then)
+        return loaded(b, node, length, then, length)
     key = (f"{RUN} {then}", alike[0])
     if key not in b.named:
         name = b.pointers[node.buffer].removesuffix("_ptr")
-        b.named[key] = b.let(name, _loaded(b, node, length, then), number)
+        b.named[key] = b.let(name, loaded(b, node, length, then, length), number)
     if node.within is None:
         return b.named[key]
     return f"tl.where({b.variable(node.within)}, {b.named[key]}, 0)"
@@ -66,11 +66,13 @@ def _of(node: Load) -> object:
     return node.buffer, node.index, node.dtype
 
 
-def _loaded(b: Builder, node: Load, length: int, then: str) -> Expression:
-    """The index over columns of which each is a run."""
+def loaded(b: Builder, node: Load, length: int, then: str, times: int) -> Expression:
+    """One element for each run of so many lanes, so many times: its index over columns, of which each is a
+    run."""
     axes, outer = b.loops.axes, max(key for key, _ in node.index.terms) + 1
     inner = b.a.within_moving(node.index, COLS)
     served = (quotient(inner, length) or 1, *(1 for _ in axes[outer + 1 :]))
     axes = (*axes[:outer], *(replace(a, size=n) for a, n in zip(axes[outer:], served, strict=True)))
     columns = Columns(RUN, axes, b.tile.lanes // length, f"// {length}")
-    return b.loaded(node, *address(b, columns, node.buffer, node.index), f"fm.repeated({then}, {length})")
+    then = f"fm.repeated({then}, {times})" if times > 1 else then
+    return b.loaded(node, *address(b, columns, node.buffer, node.index), then)
