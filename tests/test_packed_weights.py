@@ -53,6 +53,13 @@ def quarters(w: Tensor) -> Tensor:
 
 
 PACKED = (interleaved, halves, quarters)
+BITS: tuple[tuple[Callable[[Tensor], Tensor], str], ...] = (  # and what makes floats of them
+    (lambda x: (x & 15).float() - 8, "15, 0, 8"),
+    (lambda x: ((x & 112) >> 4).float(), "112, 4, 0"),
+    (lambda x: ((x & 127) >> 3 & 6).float() - 3, "48, 3, 3"),
+    (lambda x: torch.where(x > 9, x & 3, x & 96).float() + 1, "3, 0, 0"),
+    (lambda x: (torch.where(x > 9, x & 3, x) - 1).float(), "255, 0, 0"),
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
@@ -117,16 +124,7 @@ def test_a_norm_is_read_with_a_matrix_and_its_scales() -> None:
         assert kernel.source.count("tl.load(in0_ptr") == 1, "of x"
 
 
-@pytest.mark.parametrize(
-    ("f", "taken"),
-    [
-        (lambda x: (x & 15).float() - 8, "15, 0, 8"),
-        (lambda x: ((x & 112) >> 4).float(), "112, 4, 0"),
-        (lambda x: ((x & 127) >> 3 & 6).float() - 3, "48, 3, 3"),
-        (lambda x: torch.where(x > 9, x & 3, x & 96).float() + 1, "3, 0, 0"),
-        (lambda x: (torch.where(x > 9, x & 3, x) - 1).float(), "255, 0, 0"),
-    ],
-)
+@pytest.mark.parametrize(("f", "taken"), BITS)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
 def test_bits_of_bytes_become_floats_exactly(
     dtype: torch.dtype, f: Callable[[Tensor], Tensor], taken: str
