@@ -162,7 +162,8 @@ class Pair:
                 self.measures += 1
                 run(list(arguments))
                 restore()
-                return self.us()
+                a, b = (graph.gpu.launched[-1][1][0] for graph in self.graphs)
+                return self.taken.get((a, b), 200.0)
 
             return measure
 
@@ -171,10 +172,6 @@ class Pair:
         runners = [graph.runner for graph in self.graphs]
         GraphTuning(runners, Stages(), measured)(run, [x, y], (1,), self.graphs[0].gpu.index)
         return tuple(graph.programs() for graph in self.graphs)
-
-    def us(self) -> float:
-        a, b = (graph.gpu.launched[-1][1][0] for graph in self.graphs)
-        return self.taken.get((a, b), 200.0)
 
 
 def test_what_one_gains_by_another_is_found() -> None:
@@ -211,28 +208,6 @@ def test_a_kernel_may_start_when_the_one_before_it_has_ended(tmp_path: Path) -> 
     slower.tune()
     slower.programs()
     assert not slower.gpu.launched[-1][0].endswith("_behind"), "it does not start early"
-
-
-@pytest.mark.parametrize("alone", [95.0, 110.0])
-def test_kernels_may_all_start_when_the_ones_before_have_ended(alone: float) -> None:
-    """Which each by itself need not gain by; then with the schedules that are faster so."""
-
-    class Dependents(Pair):
-        def __init__(self) -> None:
-            super().__init__({})
-            for graph in self.graphs:
-                dependent = (tuple(replace(k, dependent=True) for k in p.kernels) for p in programs())
-                pairs = zip(programs(), dependent, strict=True)
-                graph.runner.candidates = tuple(replace(p, kernels=k) for p, k in pairs)
-
-        def us(self) -> float:
-            behind = [graph.gpu.launched[-1][0].endswith("_behind") for graph in self.graphs]
-            fewer = sum(graph.gpu.launched[-1][1][0] == 4 for graph in self.graphs)
-            return {0: 100.0 + fewer, 1: alone, 2: 90.0 - 5 * fewer}[sum(behind)]
-
-    pair = Dependents()
-    assert pair.tune() == (4, 4)
-    assert all(graph.gpu.launched[-1][0].endswith("_behind") for graph in pair.graphs)
 
 
 def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ What a kernel takes alone (`launch.Runner`) is not what it takes between others:
 before it ends, on multiprocessors that are not all free, and the next one starts while it ends. Where a graph
 is recorded its candidates that came close are recorded and replayed in their places, those of the longest
 kernels first; then the best few of each once more, until nothing gets better by what was chosen for others.
-Then all kernels that start early are tried as such that start when the one before them has ended, with
-schedules for that where it is faster; at last each of them is tried the other way once.
+At last each kernel that starts early is tried once as one that starts when the one before it has ended.
 """
 
 from __future__ import annotations
@@ -67,16 +66,18 @@ class GraphTuning:
             measure = self._measured(run, arguments, restore)
             deadline = time.perf_counter() + MOST_SECONDS
             trials = [_Trial(runner, index) for runner in runners]
-            best = _rounds(trials, measure(), measure, deadline)
-            early = [trial for trial in trials if trial.starts_early]
-            if len(early) > 1 and time.perf_counter() < deadline:
-                before, best = best, _otherwise(early, best, measure)
-                if best < before:
-                    best = _rounds(trials, best, measure, deadline, AGAIN)
-            for trial in early:
-                if time.perf_counter() < deadline:
-                    best = _otherwise([trial], best, measure)
+            best, before, most = measure(), math.inf, None
+            while best < before:  # what one of them gains depends on what others are
+                before = best
+                for trial in trials:
+                    if time.perf_counter() < deadline:
+                        best = trial.turn(best, measure, most)
+                if len(trials) == 1:
+                    break
+                most = AGAIN
             for trial in trials:
+                if time.perf_counter() < deadline:
+                    best = trial.start(best, measure)
                 trial.settle()
         self._stages.add("tune within the graph", time.perf_counter() - start)
 
@@ -105,11 +106,6 @@ class _Trial:
         self._us = dict.fromkeys(others, 0.0)
         self._behind = False
 
-    @property
-    def starts_early(self) -> bool:
-        """Whether what was chosen, where it had a turn, can start while the kernel before it runs."""
-        return self._chosen in self._us and self._runner.starts_early(self._chosen)
-
     def turn(self, best: float, measure: Measure, most: int | None = None) -> float:
         """Leaves the runner with its fastest candidate, and gives what the graph takes with it.
 
@@ -120,7 +116,7 @@ class _Trial:
         try:
             for i in others[:most]:
                 try:
-                    self._take(i)
+                    self._runner.take(i, self._index)
                 except FusionError:  # it needs more than the device has
                     self._us[i] = math.inf
                     continue
@@ -128,50 +124,24 @@ class _Trial:
                 if (better := _better(us, best, measure)) is not None:
                     best, self._chosen = better, i
         finally:
-            self._take(self._chosen)
+            self._runner.take(self._chosen, self._index)
         return best
 
-    def change_start(self) -> None:
-        """Has what was chosen start early if it did not, or not if it did."""
-        self._behind = not self._behind
-        self._take(self._chosen)
+    def start(self, best: float, measure: Measure) -> float:
+        """Leaves the runner's kernels starting early or not, as is faster."""
+        if self._chosen not in self._us or not self._runner.starts_early(self._chosen):
+            return best
+        try:
+            self._runner.take(self._chosen, self._index, behind=True)
+            if (better := _better(measure(), best, measure)) is not None:
+                best, self._behind = better, True
+        finally:
+            self._runner.take(self._chosen, self._index, behind=self._behind)
+        return best
 
     def settle(self) -> None:
         if self._chosen in self._us:  # it had a turn
             self._runner.settle(self._chosen, self._index, behind=self._behind)
-
-    def _take(self, candidate: int) -> None:
-        self._runner.take(candidate, self._index, behind=self._behind)
-
-
-def _rounds(
-    trials: Sequence[_Trial], best: float, measure: Measure, deadline: float, most: int | None = None
-) -> float:
-    """Leaves runners with their fastest candidates, and gives what the graph takes; most: as in `turn`."""
-    before = math.inf
-    while best < before:  # what one of them gains depends on what others are
-        before = best
-        for trial in trials:
-            if time.perf_counter() < deadline:
-                best = trial.turn(best, measure, most)
-        if len(trials) == 1:
-            break
-        most = AGAIN
-    return best
-
-
-def _otherwise(trials: Sequence[_Trial], best: float, measure: Measure) -> float:
-    """Changes together whether kernels start early, if the graph is faster then, and gives what it takes."""
-    for trial in trials:
-        trial.change_start()
-    better = None
-    try:
-        better = _better(measure(), best, measure)
-    finally:
-        if better is None:
-            for trial in trials:
-                trial.change_start()
-    return best if better is None else better
 
 
 def _better(us: float, best: float, measure: Measure) -> float | None:
