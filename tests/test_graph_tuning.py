@@ -181,6 +181,22 @@ def test_what_one_gains_by_another_is_found() -> None:
     assert nothing.tune() == (8, 8) and nothing.measures == 5, "there is no second round"
 
 
+def test_it_begins_with_those_that_load_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which pays where others do too; what had no turn stays what was fastest alone."""
+    taken = {(8, 8): 100.0, (4, 8): 101.0, (8, 4): 101.0, (4, 4): 80.0}
+    assert Pair(taken).tune() == (8, 8)
+
+    def early() -> Pair:
+        pair = Pair(taken)
+        for graph in pair.graphs:
+            graph.runner.candidates = tuple(replace(p, early=i == 1) for i, p in enumerate(programs()))
+        return pair
+
+    assert early().tune() == (4, 4)
+    monkeypatch.setattr(graph_tuning, "MOST_SECONDS", 0.0)
+    assert early().tune() == (8, 8)
+
+
 def test_a_kernel_may_start_when_the_one_before_it_has_ended(tmp_path: Path) -> None:
     """Asked of what is chosen, measured twice, kept for other processes."""
 

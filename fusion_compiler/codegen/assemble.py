@@ -147,6 +147,7 @@ def build(
         signature.derived,
         shown,
         word=WORD * max((b.dtype.itemsize for b in signature.inputs), default=0) if misaligned else 0,
+        early=any(s.early for s in schedules),
     )
 
 

@@ -94,6 +94,7 @@ class Program:
     schedule: how it was scheduled, for people ("rows: 4 rows x 1024, 4 warps").
     word: bytes; 0, or it reads words of so many, also those that its inputs end within. Where an input is not
         aligned to them, such a word may cross a page, and another candidate has to run.
+    early: its kernel loads turns of a loop before it waits for the kernels in front of it.
     """
 
     kernels: tuple[Kernel, ...]
@@ -104,6 +105,7 @@ class Program:
     derived: tuple[tuple[sympy.Symbol, sympy.Expr], ...] = ()
     schedule: str = ""
     word: int = 0
+    early: bool = False
 
     def given(self, output: Buffer) -> int | None:
         """The position of the input whose memory an output is; None of one that is allocated."""

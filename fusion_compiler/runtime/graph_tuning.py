@@ -4,6 +4,7 @@ What a kernel takes alone (`launch.Runner`) is not what it takes between others:
 before it ends, on multiprocessors that are not all free, and the next one starts while it ends. Where a graph
 is recorded its candidates that came close are recorded and replayed in their places, those of the longest
 kernels first; then the best few of each once more, until nothing gets better by what was chosen for others.
+The first ones are those that load early, which pays where the kernels around them do so too.
 At last each kernel that starts early is tried once as one that starts when the one before it has ended.
 """
 
@@ -62,10 +63,12 @@ class GraphTuning:
             return
         start = time.perf_counter()
         compile_builds(build for runner in runners for build in runner.rival_builds(index))
+        trials = [_Trial(runner, index) for runner in runners]
         with suppress(RuntimeError), _put_back([arguments[i] for i in written]) as restore:
             measure = self._measured(run, arguments, restore)
             deadline = time.perf_counter() + MOST_SECONDS
-            trials = [_Trial(runner, index) for runner in runners]
+            for trial in trials:
+                trial.begin()
             best, before, most = measure(), math.inf, None
             while best < before:  # what one of them gains depends on what others are
                 before = best
@@ -78,7 +81,10 @@ class GraphTuning:
             for trial in trials:
                 if time.perf_counter() < deadline:
                     best = trial.start(best, measure)
+            for trial in trials:
                 trial.settle()
+        for trial in trials:
+            trial.end()
         self._stages.add("tune within the graph", time.perf_counter() - start)
 
 
@@ -98,20 +104,30 @@ def _put_back(tensors: Sequence[torch.Tensor]) -> Generator[Callable[[], None]]:
 
 
 class _Trial:
-    """The candidates of one runner, and what the graph took with each."""
+    """The candidates of one runner, and what the graph took with each.
+
+    Until it is settled, which it is after a turn, the runner has no more than lent itself.
+    """
 
     def __init__(self, runner: Runner, index: int) -> None:
         self._runner, self._index = runner, index
-        self._chosen, *others = runner.rivals(index)
-        self._us = dict.fromkeys(others, 0.0)
-        self._behind = False
+        self._us = dict.fromkeys(runner.rivals(index), 0.0)  # those that take longer alone behind others
+        self._first = self._chosen = next(iter(self._us))
+        self._had_turn = self._behind = self._settled = False
+
+    def begin(self) -> None:
+        """Has the runner begin with the fastest alone of those that load early, if there are any."""
+        early = next((i for i in self._us if self._runner.loads_early(i)), self._first)
+        with suppress(FusionError):  # it needs more than the device has
+            self._runner.take(early, self._index)
+            self._chosen = early
 
     def turn(self, best: float, measure: Measure, most: int | None = None) -> float:
         """Leaves the runner with its fastest candidate, and gives what the graph takes with it.
 
         best: what it takes now. most: so many of the others are tried, those that were fastest so far.
         """
-        self._us[self._chosen] = best
+        self._us[self._chosen], self._had_turn = best, True
         others = sorted((i for i in self._us if i != self._chosen), key=self._us.__getitem__)
         try:
             for i in others[:most]:
@@ -129,7 +145,7 @@ class _Trial:
 
     def start(self, best: float, measure: Measure) -> float:
         """Leaves the runner's kernels starting early or not, as is faster."""
-        if self._chosen not in self._us or not self._runner.starts_early(self._chosen):
+        if not self._had_turn or not self._runner.starts_early(self._chosen):
             return best
         try:
             self._runner.take(self._chosen, self._index, behind=True)
@@ -140,8 +156,14 @@ class _Trial:
         return best
 
     def settle(self) -> None:
-        if self._chosen in self._us:  # it had a turn
+        if self._had_turn:
             self._runner.settle(self._chosen, self._index, behind=self._behind)
+            self._settled = True
+
+    def end(self) -> None:
+        """Has the runner launch what it did before, where nothing was settled."""
+        if not self._settled:
+            self._runner.take(self._first, self._index)
 
 
 def _better(us: float, best: float, measure: Measure) -> float | None:

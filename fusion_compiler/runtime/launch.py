@@ -280,6 +280,9 @@ class Runner:
         """Whether its kernels may start while the ones before them run."""
         return any(kernel.dependent for kernel in self.candidates[candidate].kernels)
 
+    def loads_early(self, candidate: int) -> bool:
+        return self.candidates[candidate].early
+
     def take(self, candidate: int, index: int, *, behind: bool = False) -> None:
         """Launches one of the rivals from now on. Raises KernelError where that cannot be. behind: as in
         `Choice`."""
