@@ -18,6 +18,7 @@ from fusion_compiler.ir.dims import numel
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.passes.fuse import candidates
+from fusion_compiler.passes.rewrites import row_ranges
 from tests.exactness import not_as_close
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -180,13 +181,38 @@ def test_the_values_of_a_mixture(tokens: int) -> None:
     ours, plan = planned(mixture, *inputs, strict=False)  # the best two are found by PyTorch
     assert "experts: done x2" in str(plan)
     assert not [left for left in plan.leftovers if "expert" in left.op or "grouped" in left.op], str(plan)
-    x, _, up, down = map(torch.Tensor.double, inputs)
-    weights, chosen = F.linear(*inputs[:2]).float().softmax(-1).topk(2, -1)
+    assert not_as_close(ours, mixture(*inputs), exact_mixture(*inputs)) is None
+
+
+def test_an_unknown_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for each range of rows: of few their experts are clusters, and no row is sorted."""
+    monkeypatch.setattr(row_ranges, "LEAST", 0)
+    torch._dynamo.reset()
+    shapes = (8, 64), (8, 80, 64), (8, 64, 40)
+    weights = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    fast = fc.compile(mixture, backend="interpret")
+    for tokens in (3, 2, 4, 7, 5, 8, 11, 20, 3):
+        x = torch.randn(tokens, 64, dtype=torch.bfloat16)
+        torch._dynamo.mark_dynamic(x, 0)
+        with torch.no_grad():
+            ours, eager = fast(x, *weights), mixture(x, *weights)
+        assert not_as_close(ours, eager, exact_mixture(x, *weights)) is None, tokens
+    few, more, *others = fast.plan
+    for plan in (few, more):
+        assert "rows are not sorted" in plan.notes["experts"]
+        assert {left.target for left in plan.leftovers} == {"aten.topk.default"}, str(plan)
+    assert len(others) == 2, "of 18 and more rows of experts"
+    assert all("experts" not in plan.notes for plan in others)
+
+
+def exact_mixture(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """float64, with the experts and their weights that the mixture finds."""
+    weights, chosen = F.linear(x, router).float().softmax(-1).topk(2, -1)
     weights = weights.double() / weights.double().sum(-1, keepdim=True)
+    x, up, down = x.double(), up.double(), down.double()
     gate, value = (up[chosen] @ x[:, None, :, None])[..., 0].chunk(2, -1)
     each = (down[chosen] @ (F.silu(gate) * value)[..., None])[..., 0]
-    truth = (each * weights[..., None]).sum(1)
-    assert not_as_close(ours, mixture(*inputs), truth) is None
+    return (each * weights[..., None]).sum(1)
 
 
 def with_missing_experts(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from fusion_compiler.capture.graphs import (
     mutated_nodes,
     wants_gradient,
 )
-from fusion_compiler.ir.dag import FEW_ROWS
+from fusion_compiler.ir.dag import FEW_ROWS, most_of
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.routing import GROUPED, Routing, routing_of, unsort
@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 RULE = "experts"
 
 
-Key = tuple[fx.Node, int, int]
+Key = tuple[fx.Node, object, int]
 
 
 def choose_matrices(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
@@ -60,7 +60,7 @@ def _key(call: fx.Node) -> Key:
     """What says of which matrix the rows of a call are: offsets, and how many rows and matrices there are."""
     named = arguments(call)
     rows, matrices = (named[n].meta["val"].shape[0] for n in ("self", "mat2"))
-    return named["offs"], rows, matrices
+    return named["offs"], rows.node.expr if isinstance(rows, torch.SymInt) else rows, matrices
 
 
 def _routing(key: Key, calls: list[fx.Node], written: set[fx.Node]) -> Routing | str:
@@ -78,7 +78,7 @@ def _choose(call: fx.Node, chosen: dict[Key, fx.Node], key: Key) -> None:
     named = arguments(call)
     with call.graph.inserting_before(call):
         if key not in chosen:
-            chosen[key] = _counted(call, named["offs"], key[1])
+            chosen[key] = _counted(call, named["offs"], named["self"])
         expert = emit(call, _aten.clamp.default, chosen[key], 0, key[2] - 1)
         call.replace_all_uses_with(emit(call, expert_mm, named["self"], named["mat2"], expert))
     call.graph.erase_node(call)
@@ -86,7 +86,9 @@ def _choose(call: fx.Node, chosen: dict[Key, fx.Node], key: Key) -> None:
 
 def _has_few_rows(call: fx.Node) -> bool:
     shape = arguments(call)["self"].meta["val"].shape
-    return len(shape) == 2 and isinstance(shape[0], int) and 0 < shape[0] <= FEW_ROWS
+    if len(shape) != 2 or isinstance(shape[0], int):
+        return len(shape) == 2 and 0 < shape[0] <= FEW_ROWS
+    return most_of(shape[0]) is not None
 
 
 def _refusal(call: fx.Node, written: set[fx.Node]) -> str:
@@ -111,8 +113,10 @@ def _described(call: fx.Node, routing: Routing | str) -> str:
     return f"{rows} rows read a matrix each, of {matrices}; rows are {order}"
 
 
-def _counted(call: fx.Node, offsets: fx.Node, rows: int) -> fx.Node:
-    """int64 [rows]: how many groups have ended before a row."""
+def _counted(call: fx.Node, offsets: fx.Node, x: fx.Node) -> fx.Node:
+    """int64 [rows of x]: how many groups have ended before a row."""
+    rows: object = x.meta["val"].shape[0]
+    rows = rows if isinstance(rows, int) else emit(call, _aten.sym_size.int, x, 0)
     with fake_mode([offsets.meta["val"]]):
         numbers = emit(call, _aten.arange.default, rows, device=offsets.meta["val"].device)
     ended = emit(call, _aten.le.Tensor, offsets, emit(call, _aten.unsqueeze.default, numbers, 1))

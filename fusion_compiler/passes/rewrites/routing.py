@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.capture.graphs import aliases, arguments, emit, fake_mode
 from fusion_compiler.ir.rewrite_note import Refused
 
 _aten = torch.ops.aten
+Size = int | torch.SymInt
 GROUPED = _aten._grouped_mm.default
 _CONVERSIONS = frozenset({_aten.to.dtype, _aten._to_copy.default})
 _VIEWS = frozenset({_aten.view.default, _aten.reshape.default, _aten.flatten.using_ints})
@@ -109,7 +111,7 @@ def _undoes(routing: Routing, node: fx.Node) -> bool:
     return not routing.inverses.isdisjoint(node.all_input_nodes)
 
 
-def _follow(routing: Routing, node: fx.Node, rows: int, written: set[fx.Node]) -> None:
+def _follow(routing: Routing, node: fx.Node, rows: Size, written: set[fx.Node]) -> None:
     """What a node is that reads sorted rows, or their inverse. Raises Refused."""
     inside, target = routing.sorted_rows, node.target
     if target in (_aten.histc.default, _aten.empty_like.default):  # the same in any order
@@ -152,18 +154,23 @@ def _changes_the_sort(routing: Routing, node: fx.Node) -> bool:
     )
 
 
-def _inverts(routing: Routing, node: fx.Node, rows: int) -> bool:
+def _same(size: Size, other: Size) -> bool:
+    """Whether sizes are equal whatever symbols stand for, without a guard."""
+    return statically_known_true(size == other)
+
+
+def _inverts(routing: Routing, node: fx.Node, rows: Size) -> bool:
     """inverse[order] = 0, 1, 2, ..."""
     base, indices, values = node.args[:3]
     if arguments(node)["accumulate"]:
         return False
     fresh = isinstance(base, fx.Node) and base.target is _aten.empty_like.default
     counted = isinstance(values, fx.Node) and values.target is _aten.arange.default
-    whole = counted and values.args[0] == rows  # type: ignore[union-attr]
+    whole = counted and _same(values.meta["val"].shape[0], rows)  # type: ignore[union-attr]
     return fresh and whole and list(indices) == routing.result(1)  # type: ignore[arg-type]
 
 
-def _is_by_row(routing: Routing, node: fx.Node, rows: int) -> bool:
+def _is_by_row(routing: Routing, node: fx.Node, rows: Size) -> bool:
     """Whether row r of a node's results depends on row r of sorted operands alone, and on others of which
     all rows have the same."""
     inside, target = routing.sorted_rows, node.target
@@ -174,15 +181,16 @@ def _is_by_row(routing: Routing, node: fx.Node, rows: int) -> bool:
     named = arguments(node)
     if target is GROUPED:
         return named["self"] in inside and named["mat2"] not in inside and named["offs"] is routing.offsets
-    operands = [n.meta["val"] for n in node.all_input_nodes]
+    operands, out = [n.meta["val"] for n in node.all_input_nodes], node.meta["val"]
     first, rank = operands[0], operands[0].dim()
     if target in _ALONG:
         dims = named["dim"] if isinstance(named["dim"], list | tuple) else [named["dim"]]
         wrapped = rank + (target is _aten.unsqueeze.default)
+        if target is _aten.slice.Tensor and _same(out.shape[0], rows):  # of all rows, or along others
+            return named["step"] == 1 or bool(dims[0] % wrapped)
         return bool(dims) and all(dim is not None and dim % wrapped for dim in dims)
-    out = node.meta["val"]
     if target in _VIEWS:
-        return out.dim() > 0 and out.shape[0] == first.shape[0] == rows
+        return out.dim() > 0 and _same(out.shape[0], rows) and _same(first.shape[0], rows)
     tags = set(target.tags)
     pointwise = torch.Tag.pointwise in tags or target in _POINTWISE
     if not pointwise or torch.Tag.nondeterministic_seeded in tags:
@@ -192,8 +200,8 @@ def _is_by_row(routing: Routing, node: fx.Node, rows: int) -> bool:
     tensors = [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]  # others are sizes
     sorted_ones = [n.meta["val"].shape for n in tensors if n in inside]
     others = [n.meta["val"].shape for n in tensors if n not in inside]
-    aligned = all(len(s) == out.dim() and s[0] == rows for s in sorted_ones)
-    return aligned and all(len(s) < out.dim() or s[0] == 1 for s in others)
+    aligned = all(len(s) == out.dim() and _same(s[0], rows) for s in sorted_ones)
+    return aligned and all(len(s) < out.dim() or _same(s[0], 1) for s in others)
 
 
 def unsort(routing: Routing, nodes: dict[fx.Node, fx.Node], written: set[fx.Node]) -> fx.Node:
@@ -203,13 +211,14 @@ def unsort(routing: Routing, nodes: dict[fx.Node, fx.Node], written: set[fx.Node
     with sort.graph.inserting_before(sort), fake_mode([ids.meta["val"]]):
         own = written & {*routing.result(0), *aliases(routing.ids)}
         numbers = emit(sort, _aten.clone.default, ids) if own else ids
-        order = emit(sort, _aten.arange.default, rows, device=ids.meta["val"].device)
+        count = rows if isinstance(rows, int) else emit(sort, _aten.sym_size.int, ids, 0)
+        order = emit(sort, _aten.arange.default, count, device=ids.meta["val"].device)
     for number, instead in enumerate((numbers, order)):
         for result in routing.result(number):
             nodes[result].replace_all_uses_with(instead)
     for lookup, share in routing.taken.items():
         source = lookup.all_input_nodes[0]
-        if source.meta["val"].shape[0] * share == rows:
+        if _same(source.meta["val"].shape[0] * share, rows):
             shared = written.isdisjoint({lookup, *aliases(source)})
             nodes[lookup].replace_all_uses_with(_repeated(nodes[lookup], nodes[source], share, shared))
     for lookup in routing.restored:
@@ -221,10 +230,10 @@ def unsort(routing: Routing, nodes: dict[fx.Node, fx.Node], written: set[fx.Node
 
 def _repeated(lookup: fx.Node, source: fx.Node, times: int, shared: bool) -> fx.Node:
     """Each row of a tensor so many times, in the place of a lookup; shared: it may be the tensor itself."""
-    count, *rest = source.meta["val"].shape
+    rest = [-1] * (source.meta["val"].dim() - 1)
     with lookup.graph.inserting_before(lookup):
         if times > 1:
             wide = emit(lookup, _aten.unsqueeze.default, source, 1)
-            wide = emit(lookup, _aten.expand.default, wide, [count, times, *rest])
-            source = emit(lookup, _aten.reshape.default, wide, [count * times, *rest])
+            wide = emit(lookup, _aten.expand.default, wide, [-1, times, *rest])
+            source = emit(lookup, _aten.flatten.using_ints, wide, 0, 1)
         return source if shared else emit(lookup, _aten.clone.default, source)
