@@ -98,6 +98,8 @@ def test_a_range_has_one_plan() -> None:
             fast(torch.randn(rows, 160))
     plans = list(fast.plan)
     assert len(plans) == 2 and "now 5): a plan for 5 to 8" in note(fast)
+    for rows, plan in zip(("9 rows", "5 rows now"), plans, strict=True):
+        assert f"products of {rows}," in plan.notes["phase"]
 
 
 @pytest.mark.filterwarnings("ignore::fusion_compiler.FusionWarning")  # clusters run by ATen

@@ -143,6 +143,8 @@ def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> dict[st
     if not fused:
         return {}
     span = count(rows[0], "row") if len(rows) == 1 else f"{rows[0]} to {rows[-1]} rows"
+    if not all(isinstance(size, int) for op in few for size in op.outputs[0].shape[-2:]):
+        span += " now"  # the note "row ranges" says how many they may be
     products = count(len(few), "product")
     return {"phase": f"decode: {products} of {span}, as fast as matrices are read; {fused} in clusters"}
 
