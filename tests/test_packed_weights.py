@@ -183,6 +183,20 @@ def test_scales_of_groups(
     assert not_as_close(ours, eager, f(x.double(), w, scale.double())) is None
 
 
+@pytest.mark.parametrize("unpacked", PACKED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_bits_are_taken_where_they_are_multiplied(rows: int, unpacked: Callable[[Tensor], Tensor]) -> None:
+    """At a cost that is none: they are not made before."""
+    width = unpacked(torch.zeros(1, 2048, dtype=torch.uint8)).shape[1]
+    with FakeTensorMode(), torch.no_grad():
+        w = torch.empty(2048, 2048, dtype=torch.uint8, device="cuda")
+        shapes = (rows, width), (2048, width // GROUP)
+        x, scale = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+        (plan,) = fc.explain(lambda *t: grouped(*t, unpacked), x, w, scale, device="h200").plans
+    (cluster,) = plan.clusters
+    assert not plan.leftovers and cluster.cost.us < 1.5e6 * w.numel() / 4.28e12 + 5
+
+
 def test_a_scale_is_multiplied_once_a_word() -> None:
     """By what its terms come to: eight multiplications fewer for one more."""
     x, w = torch.randn(1, 512), torch.randint(0, 256, (48, 256), dtype=torch.uint8)

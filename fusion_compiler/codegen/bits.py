@@ -14,18 +14,11 @@ import torch
 
 from fusion_compiler.ir.loops import Compute, Constant, Load, LoopNest
 from fusion_compiler.schedule.analysis import operand_of, rounding_of
+from fusion_compiler.schedule.work import AND, BYTES, RIGHT_SHIFTS
 
 aten = torch.ops.aten
-BYTES = (torch.int8, torch.uint8)
 MOST_ZERO = 1 << 20  # of bytes: what is left is exact
 MOST_POSITIVE = 127  # of int8
-AND = (aten.bitwise_and.Tensor, aten.bitwise_and.Scalar)
-RIGHT_SHIFTS = (
-    aten.__rshift__.Tensor,
-    aten.__rshift__.Scalar,
-    aten.bitwise_right_shift.Tensor,
-    aten.bitwise_right_shift.Tensor_Scalar,
-)
 
 
 @dataclass(frozen=True)

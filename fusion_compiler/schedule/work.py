@@ -44,6 +44,16 @@ from fusion_compiler.schedule.contractions import LEAST, MOST_MATRICES
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
 MUL = torch.ops.aten.mul.Tensor
+# Bits of bytes, which cost nothing where floats are made of them (`codegen/bits.py`), and else little.
+BYTES = (torch.int8, torch.uint8)
+AND = (torch.ops.aten.bitwise_and.Tensor, torch.ops.aten.bitwise_and.Scalar)
+RIGHT_SHIFTS = (
+    torch.ops.aten.__rshift__.Tensor,
+    torch.ops.aten.__rshift__.Scalar,
+    torch.ops.aten.bitwise_right_shift.Tensor,
+    torch.ops.aten.bitwise_right_shift.Tensor_Scalar,
+)
+TAKES_BITS = frozenset({*AND, *RIGHT_SHIFTS, torch.ops.aten.where.self})
 BITS = {BATCH: 0, ROWS: 1, COLS: 2}
 SECTOR = 32  # bytes: the smallest piece of device memory that is moved
 PIECE = 4096  # columns of a row that a program adds up before it stores what they come to, at most
@@ -172,7 +182,7 @@ class Work:
             return
         if dtype is torch.float32 or dtype is torch.bool:
             self.fp32 += flops * count
-        else:
+        elif dtype not in BYTES or node.target not in TAKES_BITS:
             self.integer += flops * count
         self.special += special * count
 
