@@ -87,7 +87,8 @@ def decode_text(result: dict[str, Any]) -> str:
         [
             "Wall time of one token, after a prompt in a static cache, in a run of sixty-four (GPU time of "
             "its kernels, which overlap), the host's part, and the share of the copy bandwidth that the "
-            "bytes of a token draw; `graphs` is torch.compile with its own CUDA graphs:",
+            "bytes of a token draw; `graphs` is torch.compile with its own CUDA graphs, `autotune` its "
+            "max-autotune with them:",
             markdown(*decode.lines(rows, bandwidth)),
             f"{sum(held)} of {len(held)} bars met; why others are not, says "
             f"[docs/performance.md](docs/performance.md#one-token-at-a-time). {origin(result)}",
