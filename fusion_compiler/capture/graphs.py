@@ -159,6 +159,12 @@ def emit(like: fx.Node, target: OpOverload | Callable[..., Any], *args: Any, **k
     return node
 
 
+def size_of(like: fx.Node, tensor: fx.Node, dim: int) -> Any:
+    """A tensor's size for a call at the graph's insertion point: a number, or a node where it is a symbol."""
+    size = tensor.meta["val"].shape[dim]
+    return size if isinstance(size, int) else emit(like, torch.ops.aten.sym_size.int, tensor, dim)
+
+
 def fake_mode(values: Iterable[Any]) -> AbstractContextManager[Any]:
     """In which FakeTensors of the same trace as `values` are made; another mode may be active around it, as
     backward is compiled when it first runs."""

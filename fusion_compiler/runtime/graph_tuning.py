@@ -106,7 +106,7 @@ def _put_back(tensors: Sequence[torch.Tensor]) -> Generator[Callable[[], None]]:
 class _Trial:
     """The candidates of one runner, and what the graph took with each.
 
-    Until it is settled, which it is after a turn, the runner has no more than lent itself.
+    It is settled if it had a turn; else the runner launches in the end what it launched before.
     """
 
     def __init__(self, runner: Runner, index: int) -> None:

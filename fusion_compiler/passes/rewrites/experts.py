@@ -21,6 +21,7 @@ from fusion_compiler.capture.graphs import (
     emit,
     fake_mode,
     mutated_nodes,
+    size_of,
     wants_gradient,
 )
 from fusion_compiler.ir.dag import FEW_ROWS, most_of
@@ -86,9 +87,9 @@ def _choose(call: fx.Node, chosen: dict[Key, fx.Node], key: Key) -> None:
 
 def _has_few_rows(call: fx.Node) -> bool:
     shape = arguments(call)["self"].meta["val"].shape
-    if len(shape) != 2 or isinstance(shape[0], int):
-        return len(shape) == 2 and 0 < shape[0] <= FEW_ROWS
-    return most_of(shape[0]) is not None
+    if len(shape) != 2:
+        return False
+    return 0 < shape[0] <= FEW_ROWS if isinstance(shape[0], int) else most_of(shape[0]) is not None
 
 
 def _refusal(call: fx.Node, written: set[fx.Node]) -> str:
@@ -115,9 +116,7 @@ def _described(call: fx.Node, routing: Routing | str) -> str:
 
 def _counted(call: fx.Node, offsets: fx.Node, x: fx.Node) -> fx.Node:
     """int64 [rows of x]: how many groups have ended before a row."""
-    rows: object = x.meta["val"].shape[0]
-    rows = rows if isinstance(rows, int) else emit(call, _aten.sym_size.int, x, 0)
     with fake_mode([offsets.meta["val"]]):
-        numbers = emit(call, _aten.arange.default, rows, device=offsets.meta["val"].device)
+        numbers = emit(call, _aten.arange.default, size_of(call, x, 0), device=offsets.meta["val"].device)
     ended = emit(call, _aten.le.Tensor, offsets, emit(call, _aten.unsqueeze.default, numbers, 1))
     return emit(call, _aten.sum.dim_IntList, ended, [1])

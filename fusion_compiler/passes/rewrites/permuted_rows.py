@@ -16,7 +16,15 @@ import sympy
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments, copied, emit, erase_unused, fake_mode, mutated_nodes
+from fusion_compiler.capture.graphs import (
+    arguments,
+    copied,
+    emit,
+    erase_unused,
+    fake_mode,
+    mutated_nodes,
+    size_of,
+)
 from fusion_compiler.ir.permuted_rows import permuted_rows
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
 from fusion_compiler.passes.rewrites.mask_algebra import expression
@@ -115,10 +123,7 @@ def _name(order: _Order, nodes: dict[fx.Node, fx.Node]) -> None:
     places = nodes[order.places]
     value = places.meta["val"]
     with places.graph.inserting_before(places.next), fake_mode([value]):
-        size = value.shape[0]
-        if not isinstance(size, int):
-            size = emit(places, _aten.sym_size.int, places, 0)
-        counted = emit(places, _aten.arange.default, size, device=value.device)
+        counted = emit(places, _aten.arange.default, size_of(places, places, 0), device=value.device)
         base = emit(places, _aten.empty_like.default, places)
         inverse = emit(places, _aten.index_put.default, base, [places], counted)
     for lookup, share in order.taken.items():

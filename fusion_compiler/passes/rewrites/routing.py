@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_compiler.capture.graphs import aliases, arguments, emit, fake_mode
+from fusion_compiler.capture.graphs import aliases, arguments, emit, fake_mode, size_of
 from fusion_compiler.ir.rewrite_note import Refused
 
 _aten = torch.ops.aten
@@ -211,8 +211,7 @@ def unsort(routing: Routing, nodes: dict[fx.Node, fx.Node], written: set[fx.Node
     with sort.graph.inserting_before(sort), fake_mode([ids.meta["val"]]):
         own = written & {*routing.result(0), *aliases(routing.ids)}
         numbers = emit(sort, _aten.clone.default, ids) if own else ids
-        count = rows if isinstance(rows, int) else emit(sort, _aten.sym_size.int, ids, 0)
-        order = emit(sort, _aten.arange.default, count, device=ids.meta["val"].device)
+        order = emit(sort, _aten.arange.default, size_of(sort, ids, 0), device=ids.meta["val"].device)
     for number, instead in enumerate((numbers, order)):
         for result in routing.result(number):
             nodes[result].replace_all_uses_with(instead)
