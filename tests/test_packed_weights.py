@@ -57,6 +57,7 @@ BITS: tuple[tuple[Callable[[Tensor], Tensor], str], ...] = (  # and what makes f
     (lambda x: (x & 15).float() - 8, "15, 0, 8"),
     (lambda x: ((x & 112) >> 4).float(), "112, 4, 0"),
     (lambda x: ((x & 127) >> 3 & 6).float() - 3, "48, 3, 3"),
+    (lambda x: ((x >> 4) & 15).float(), "240, 4, 0"),
     (lambda x: torch.where(x > 9, x & 3, x & 96).float() + 1, "3, 0, 0"),
     (lambda x: (torch.where(x > 9, x & 3, x) - 1).float(), "255, 0, 0"),
 )
@@ -146,6 +147,8 @@ def test_bits_of_bytes_become_floats_exactly(
         lambda x: (x & -16).float() - 1,
         lambda x: (x >> 9).float(),
         lambda x: ((x >> 2) & 63).float(),
+        lambda x: ((x >> 5) & 15).float(),  # as many bits as there are not
+        lambda x: ((x >> 2 >> 3) & 3).float() - 1,
         lambda x: (x << 2 & 60).float(),
     ],
 )
@@ -153,6 +156,58 @@ def test_bits_of_bytes_become_floats_exactly(
 def test_other_bits_of_bytes(dtype: torch.dtype, f: Callable[[Tensor], Tensor]) -> None:
     bytes_ = torch.arange(256).to(torch.uint8).view(dtype)
     assert torch.equal(fc.compile(f, backend="interpret", strict=True)(bytes_), f(bytes_))
+
+
+@pytest.mark.parametrize(
+    ("f", "taken"),
+    [
+        (lambda x: (x & 15).float() - 8, "15, 0, 8"),
+        (lambda x: ((x >> 8) & 127).float(), "32512, 8, 0"),
+        (lambda x: ((x >> 12) & 15).float() - 8, "61440, 12, 8"),
+        (lambda x: ((x & 0x7FFF) >> 14).float() + 3, "16384, 14, 0"),
+        (lambda x: (torch.where(x > 0, x & 3, (x >> 9) & 63)).float(), "32256, 9, 0"),
+        (lambda x: ((x >> 14) & 15).float(), ""),  # the highest bit goes down with the others, at any width
+        (lambda x: ((x >> 20) & 15).float(), ""),
+        (lambda x: ((x >> 28) & 15).float(), ""),
+        (lambda x: (x >> 3).float(), ""),
+        (lambda x: (x & 0xFFFFFF).float() if x.dtype is not torch.int16 else (x & 3).float(), ""),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+def test_bits_of_wider_integers(dtype: torch.dtype, f: Callable[[Tensor], Tensor], taken: str) -> None:
+    """Whatever their highest bit is; none is converted where it has the place in a float's digits."""
+    info = torch.iinfo(dtype)
+    ends = torch.tensor([info.min, info.max, -1, 0, 1], dtype=dtype)
+    x = torch.cat((torch.randint(info.min, info.max, (500,), dtype=dtype), ends))
+    fast = fc.compile(f, backend="interpret", strict=True)
+    assert torch.equal(fast(x), f(x))
+    (plan,) = fast.plan
+    for kernel in kernels_of(plan):
+        assert f"{taken}, " in kernel.source
+        assert not taken or "I2F" not in instructions(kernel, "sm_90")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_eight_weights_in_a_word(rows: int) -> None:
+    """As GPTQ packs them: along the sum, with a zero and a scale for each group, taken apart by a tensor."""
+
+    def f(x: Tensor, words: Tensor, zeros: Tensor, scale: Tensor) -> Tensor:
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=x.device)
+        taken = torch.bitwise_right_shift(words[:, None].expand(-1, 8, -1), shifts[:, None]).to(torch.int16)
+        q = torch.bitwise_and(taken, 15).flatten(0, 1).unflatten(0, (-1, GROUP))
+        return x @ ((q.to(x.dtype) - zeros[:, None]) * scale[:, None]).flatten(0, 1)
+
+    words = torch.randint(-(1 << 31), 1 << 31, (32, 24), dtype=torch.int64).to(torch.int32)
+    x, zeros = torch.randn(rows, 256), torch.randint(0, 16, (8, 24)).float()
+    scale = torch.randn(8, 24)
+    fast = fc.compile(f, backend="interpret", strict=True)
+    with torch.no_grad():
+        ours, eager = fast(x, words, zeros, scale), f(x, words, zeros, scale)
+        exact = f(x.double(), words, zeros.double(), scale.double())
+    assert not_as_close(ours, eager, exact) is None
+    (plan,) = fast.plan
+    for kernel in kernels_of(plan):
+        assert kernel.name.endswith("_finish") or ", 15, 0, 0, False)" in kernel.source
 
 
 def test_bits_that_are_stored_too() -> None:

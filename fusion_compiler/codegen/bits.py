@@ -1,4 +1,4 @@
-"""Floats of bytes that are computed: of the bits of bytes, as weights of four bits are packed.
+"""Floats of integers of which some bits are taken, and of bytes: as weights of a few bits are packed.
 
     to_copy = fm.from_byte(in1)                                      # as they were loaded, four in a register
     sub = fm.from_bits(in1_1, 15, 0, 8, False)                       # (in1_1 & 15) - 8
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.ir.loops import Compute, Constant, Load, LoopNest
+from fusion_compiler.ir.loops import Compute, Constant, Load, LoopNest, Node
 from fusion_compiler.schedule.analysis import operand_of, rounding_of
 from fusion_compiler.schedule.work import AND, BYTES, RIGHT_SHIFTS
 
 aten = torch.ops.aten
-MOST_ZERO = 1 << 20  # of bytes: what is left is exact
-MOST_POSITIVE = 127  # of int8
+WIDTHS = {torch.uint8: 8, torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64}  # in bits
+DIGITS = 23  # of a float32, in which bits lie
+MOST_ZERO = 1 << 20  # that is taken from them: what is left is exact
 
 
 @dataclass(frozen=True)
 class Bits:
-    """(byte & mask) >> shift, of a node. signed: the byte's highest bit counts as int8's does."""
+    """(x & mask) >> shift of the node `of`. mask: None for all bits, and the sign where there is one."""
 
-    byte: int
-    mask: int
+    of: int
+    mask: int | None
     shift: int
-    signed: bool
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class Floats:
-    """Bytes as floats, less a whole number."""
+    """Integers as floats, less a whole number. signed: those that are whole bytes are of int8."""
 
     of: Bits | Choice
     less: int
+    signed: bool
 
     def operands(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(_read(self.of)))
 
     def text(self, variable: Callable[[int], str]) -> str:
-        return _text(self.of, self.less, variable)
+        return _text(self.of, self, variable)
 
 
 def floats_of(loops: LoopNest, number: int) -> Floats | None:
-    """What a node is as floats of bytes; None where it is something else, or of bytes as they were loaded."""
+    """What a node is as floats of bits, or of bytes that are not as they were loaded; None of all else."""
     node, less = loops.nodes[number], 0
     if isinstance(node, Compute) and node.target is aten.sub.Tensor:
         operands, widened = dict(node.operands), operand_of(node, "self")
@@ -65,45 +66,67 @@ def floats_of(loops: LoopNest, number: int) -> Floats | None:
         if not abs(zero) < MOST_ZERO or zero != int(zero):
             return None
         node, less = loops.nodes[widened], int(zero)
-    source = widened_byte(loops, node) if isinstance(node, Compute) else None
+    source = _widened(loops, node)
     if source is None or isinstance(loops.nodes[source], Load):
         return None
-    return Floats(_chosen(loops, source), less)
+    chosen, dtype = _chosen(loops, source), loops.nodes[source].dtype
+    if dtype not in BYTES and not _are_bits(chosen):
+        return None
+    return Floats(chosen, less, dtype is torch.int8)
 
 
-def widened_byte(loops: LoopNest, node: Compute) -> int | None:
+def widened_byte(loops: LoopNest, node: Node) -> int | None:
     """The bytes that a node makes floats of."""
+    source = _widened(loops, node)
+    return None if source is None or loops.nodes[source].dtype not in BYTES else source
+
+
+def _widened(loops: LoopNest, node: Node) -> int | None:
+    """The integers that a node makes floats of."""
+    if not isinstance(node, Compute) or node.target is not aten._to_copy.default:
+        return None
     source = operand_of(node, "self")
-    to_float = node.target is aten._to_copy.default and node.dtype is torch.float32
-    of_bytes = source is not None and loops.nodes[source].dtype in BYTES
-    return source if to_float and of_bytes and rounding_of(node) is None else None
+    if source is None or node.dtype is not torch.float32 or rounding_of(node) is not None:
+        return None
+    return source if loops.nodes[source].dtype in WIDTHS else None
 
 
 def _chosen(loops: LoopNest, number: int) -> Bits | Choice:
+    """Of bits that each arm of a choice takes; of its result, where an arm takes none."""
     node = loops.nodes[number]
     if isinstance(node, Compute) and node.target is aten.where.self:
         condition, one, other = (operand_of(node, name) for name in ("condition", "self", "other"))
         if condition is not None and one is not None and other is not None:
-            arms = _chosen(loops, one), _chosen(loops, other)
-            if not any(isinstance(arm, Bits) and arm.byte in (one, other) for arm in arms):
-                return Choice(condition, *arms)
-    return _bits(loops, number)
+            choice = Choice(condition, _chosen(loops, one), _chosen(loops, other))
+            if _are_bits(choice):
+                return choice
+    bits = _bits(loops, number)
+    return bits if bits.mask is not None else Bits(number, None, 0)
+
+
+def _are_bits(of: Bits | Choice) -> bool:
+    return of.mask is not None if isinstance(of, Bits) else _are_bits(of.one) and _are_bits(of.other)
 
 
 def _bits(loops: LoopNest, number: int) -> Bits:
-    node = loops.nodes[number]
-    itself = Bits(number, 255, 0, node.dtype is torch.int8)
-    if not isinstance(node, Compute) or (source := operand_of(node, "self")) is None:
+    node, itself = loops.nodes[number], Bits(number, None, 0)
+    source = operand_of(node, "self") if isinstance(node, Compute) else None
+    if source is None or not isinstance(node, Compute) or loops.nodes[source].dtype is not node.dtype:
         return itself
-    by = _whole_number(loops, node)
-    if by is None or loops.nodes[source].dtype is not node.dtype:
+    by, width = _whole_number(loops, node), WIDTHS.get(node.dtype)
+    if by is None or by < 0 or width is None:
         return itself
     inner = _bits(loops, source)
-    if node.target in AND and 0 <= by <= (MOST_POSITIVE if inner.signed else 255):
-        return Bits(inner.byte, inner.mask & (by << inner.shift), inner.shift, False)
-    if node.target in RIGHT_SHIFTS and by >= 0 and inner.shift + by < 8 and not inner.signed:
+    if node.target in AND:
+        mask = by << inner.shift if inner.mask is None else by << inner.shift & inner.mask
+        if mask >> min(width, DIGITS) == 0:
+            return Bits(inner.of, mask, inner.shift)
+        return itself if by >> min(width, DIGITS) else Bits(source, by, 0)
+    if node.target in RIGHT_SHIFTS and inner.shift + by < min(width, DIGITS):
         shift = inner.shift + by
-        return Bits(inner.byte, inner.mask >> shift << shift, shift, False)
+        if inner.mask is not None:
+            return Bits(inner.of, inner.mask >> shift << shift, shift)
+        return Bits(inner.of, 256 - (1 << shift) if node.dtype is torch.uint8 else None, shift)
     return itself
 
 
@@ -120,11 +143,13 @@ def _read(of: Bits | Choice) -> Iterator[int]:
         yield from _read(of.one)
         yield from _read(of.other)
     else:
-        yield of.byte
+        yield of.of
 
 
-def _text(of: Bits | Choice, less: int, variable: Callable[[int], str]) -> str:
+def _text(of: Bits | Choice, floats: Floats, variable: Callable[[int], str]) -> str:
     if isinstance(of, Choice):
-        one, other = (_text(arm, less, variable) for arm in (of.one, of.other))
+        one, other = (_text(arm, floats, variable) for arm in (of.one, of.other))
         return f"tl.where({variable(of.condition)}, {one}, {other})"
-    return f"fm.from_bits({variable(of.byte)}, {of.mask}, {of.shift}, {less}, {of.signed})"
+    signed = floats.signed and of.mask is None
+    mask = 255 if of.mask is None else of.mask
+    return f"fm.from_bits({variable(of.of)}, {mask}, {of.shift}, {floats.less}, {signed})"
