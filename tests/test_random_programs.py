@@ -34,9 +34,13 @@ def test_fresh_programs(part: int) -> None:
     failures: list[str] = []
     for seed in range(first, first + PROGRAMS // PARTS):
         program = draw(seed)
-        verdict = judge(program)
+        again = f"python -m tests.random_programs --seed {seed} --count 1 --shrink"
+        try:
+            verdict = judge(program)
+        except Exception as error:
+            error.add_note(f"of the judge itself: {again}")
+            raise
         if verdict.failed:
-            again = f"python -m tests.random_programs --seed {seed} --count 1 --shrink"
             failures.append(f"seed {seed}: {verdict}\n{verdict.detail}\n{program.text()}\n# {again}")
     assert not failures, "\n\n".join(failures)
 
