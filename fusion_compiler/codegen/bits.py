@@ -24,7 +24,7 @@ MOST_ZERO = 1 << 20  # that is taken from them: what is left is exact
 
 @dataclass(frozen=True)
 class Bits:
-    """(x & mask) >> shift of the node `of`. mask: None for all bits, and the sign where there is one."""
+    """(x & mask) >> shift of the node `of`. mask: None, but never in floats, for all bits and the sign."""
 
     of: int
     mask: int | None
@@ -42,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Floats:
-    """Integers as floats, less a whole number. signed: those that are whole bytes are of int8."""
+    """Integers as floats, less a whole number. signed: they are whole bytes of int8."""
 
     of: Bits | Choice
     less: int
@@ -69,10 +69,10 @@ def floats_of(loops: LoopNest, number: int) -> Floats | None:
     source = _widened(loops, node)
     if source is None or isinstance(loops.nodes[source], Load):
         return None
-    chosen, dtype = _chosen(loops, source), loops.nodes[source].dtype
-    if dtype not in BYTES and not _are_bits(chosen):
-        return None
-    return Floats(chosen, less, dtype is torch.int8)
+    dtype = loops.nodes[source].dtype
+    if (taken := _taken(loops, source)) is not None:
+        return Floats(taken, less, signed=False)
+    return Floats(Bits(source, 255, 0), less, dtype is torch.int8) if dtype in BYTES else None
 
 
 def widened_byte(loops: LoopNest, node: Node) -> int | None:
@@ -91,21 +91,17 @@ def _widened(loops: LoopNest, node: Node) -> int | None:
     return source if loops.nodes[source].dtype in WIDTHS else None
 
 
-def _chosen(loops: LoopNest, number: int) -> Bits | Choice:
-    """Of bits that each arm of a choice takes; of its result, where an arm takes none."""
+def _taken(loops: LoopNest, number: int) -> Bits | Choice | None:
+    """The bits that a node takes, or each arm of a choice; None where that is not so."""
     node = loops.nodes[number]
-    if isinstance(node, Compute) and node.target is aten.where.self:
-        condition, one, other = (operand_of(node, name) for name in ("condition", "self", "other"))
-        if condition is not None and one is not None and other is not None:
-            choice = Choice(condition, _chosen(loops, one), _chosen(loops, other))
-            if _are_bits(choice):
-                return choice
-    bits = _bits(loops, number)
-    return bits if bits.mask is not None else Bits(number, None, 0)
-
-
-def _are_bits(of: Bits | Choice) -> bool:
-    return of.mask is not None if isinstance(of, Bits) else _are_bits(of.one) and _are_bits(of.other)
+    if not isinstance(node, Compute) or node.target is not aten.where.self:
+        bits = _bits(loops, number)
+        return None if bits.mask is None else bits
+    condition, one, other = (operand_of(node, name) for name in ("condition", "self", "other"))
+    if condition is None or one is None or other is None:
+        return None
+    first, second = _taken(loops, one), _taken(loops, other)
+    return None if first is None or second is None else Choice(condition, first, second)
 
 
 def _bits(loops: LoopNest, number: int) -> Bits:
@@ -150,6 +146,4 @@ def _text(of: Bits | Choice, floats: Floats, variable: Callable[[int], str]) -> 
     if isinstance(of, Choice):
         one, other = (_text(arm, floats, variable) for arm in (of.one, of.other))
         return f"tl.where({variable(of.condition)}, {one}, {other})"
-    signed = floats.signed and of.mask is None
-    mask = 255 if of.mask is None else of.mask
-    return f"fm.from_bits({variable(of.of)}, {mask}, {of.shift}, {floats.less}, {signed})"
+    return f"fm.from_bits({variable(of.of)}, {of.mask}, {of.shift}, {floats.less}, {floats.signed})"

@@ -147,9 +147,10 @@ def from_byte(x):
 
 @triton.jit
 def from_bits(x, mask: tl.constexpr, shift: tl.constexpr, less: tl.constexpr, signed: tl.constexpr):
-    """Bits of bytes that lie one in a register, as float32, exactly: ((x & mask) >> shift) - less.
+    """Bits of integers that lie one in a register, as float32, exactly: ((x & mask) >> shift) - less.
 
-    As `from_byte`; it is one instruction to put them there, and one to move and subtract.
+    signed: they are bytes with a sign, and mask is 255. As `from_byte`; it is one instruction to put them
+    there, and one to move and subtract.
     """
     digits: tl.constexpr = 0x4B000080 if signed else 0x4B000000
     bits = x.to(tl.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -272,20 +272,16 @@ def _random(b: Builder, node: Random) -> str:
 # -- reductions of a tile ----------------------------------------------------------------------------
 
 
-def elements(
-    b: Builder, reduce: Reduce | Scan, over: frozenset[str], made: Callable[[], str] | None = None
-) -> str:
-    """A reduction's or a scan's operand as a full tile in the reduced groups, neutral where no element is.
+def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> str:
+    """A reduction's or a scan's operand as a full tile in the reduced groups, neutral where no element is."""
+    build_nodes(b, b.need((reduce.operand,)))
+    spread(b, (reduce.operand,))
+    return as_elements(b, reduce, over, b.variable(reduce.operand))
 
-    made: gives what stands in its place.
-    """
+
+def as_elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str], value: str) -> str:
+    """The same of what stands in the operand's place."""
     source = b.loops.nodes[reduce.operand]
-    if made is None:
-        build_nodes(b, b.need((reduce.operand,)))
-        spread(b, (reduce.operand,))
-        value = b.variable(reduce.operand)
-    else:
-        value = made()
     groups = b.a.groups[reduce.operand]
     if is_logical(reduce):  # zero or one: a half is true, and so is what wraps to zero
         text = f"{convert(value, source.dtype, torch.bool)}.to(tl.int32)"

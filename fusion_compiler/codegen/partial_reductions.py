@@ -8,11 +8,8 @@ pieces and rows that belong together.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.finishing import completed
@@ -25,19 +22,15 @@ from fusion_compiler.ir.loops import (
     COLS,
     ROWS,
     Axis,
-    Compute,
     Index,
     Load,
     LoopNest,
     Reduce,
-    Value,
     row_major,
     segment_of,
 )
-from fusion_compiler.schedule.analysis import Analysis, Pieces, accumulator_dtype, operand_of, pieces_of
+from fusion_compiler.schedule.analysis import Analysis, Pieces, accumulator_dtype, pieces_of
 from fusion_compiler.schedule.schedule import Cols, Schedule
-
-aten = torch.ops.aten
 
 TILE = (256, 16, 4)  # rows, columns and warps of what adds up the partial results: two sectors of each row
 
@@ -105,7 +98,7 @@ def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:
     """
     if not b.a.segmented:
         return None
-    nodes, factors = b.loops.nodes, factors_of(b.loops)
+    nodes, factors = b.loops.nodes, b.a.factors
     reduce = nodes[number]
     assert isinstance(reduce, Reduce)
     for segment in b.a.segmented:
@@ -118,24 +111,6 @@ def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:
             if all(isinstance(n := nodes[i], Load) and is_same(b, n) for i in shared):
                 return segment, shared
     return None
-
-
-def factors_of(loops: LoopNest) -> list[Counter[int]]:
-    """The values that each node is the product of, by how often; all others are their own only factor."""
-    found: list[Counter[int]] = []
-    for i, node in enumerate(loops.nodes):
-        own = Counter((i,))
-        if isinstance(node, Compute) and node.dtype is torch.float32:
-            given = [found[a.node] for _, a in node.operands if isinstance(a, Value)]
-            product = node.target is aten.mul.Tensor and len(given) == len(node.operands) == 2
-            passed = node.target is aten._to_copy.default and "rounding" not in dict(node.operands)
-            source = operand_of(node, "self")
-            if product:
-                own = given[0] + given[1]
-            elif passed and source is not None and loops.nodes[source].dtype is torch.float32:
-                own = given[0]
-        found.append(own)
-    return found
 
 
 def _pieces_here(b: Builder, columns: int, here: int) -> str:

@@ -16,8 +16,7 @@ from collections.abc import Collection
 
 from fusion_compiler.codegen.accesses import converted
 from fusion_compiler.codegen.builder import ALONG, Builder
-from fusion_compiler.codegen.nodes import build_nodes, elements, spread
-from fusion_compiler.codegen.partial_reductions import factors_of
+from fusion_compiler.codegen.nodes import as_elements, build_nodes, spread
 from fusion_compiler.codegen.windows import runs
 from fusion_compiler.ir.loops import COLS, ROWS, Load, operands_of
 from fusion_compiler.schedule.schedule import WORD
@@ -42,7 +41,7 @@ def summed(b: Builder, number: int) -> str:
     """The sum of each word of the tile."""
     word, common = word_of(b, number), _common(b, number)
     operand = b.reduction(number).operand
-    tile = elements(b, b.reduction(number), ALONG, lambda: _product(b, operand, common))
+    tile = as_elements(b, b.reduction(number), ALONG, _product(b, operand, common))
     rows, axis = ("", 1) if b.tile.flat else (f"{b.s.block_rows}, ", 2)
     total = f"tl.sum(tl.reshape({tile}, [{rows}{b.tile.lanes // word}, {word}]), axis={axis})"
     return " * ".join([total, *(_of_words(b, load, word) for load in common)])
@@ -51,7 +50,7 @@ def summed(b: Builder, number: int) -> str:
 def _common(b: Builder, number: int) -> tuple[int, ...]:
     """The factors of the terms that have one value in each word: they are loaded so."""
     word = word_of(b, number)
-    factors = tuple(factors_of(b.loops)[b.reduction(number).operand].elements())
+    factors = tuple(b.a.factors[b.reduction(number).operand].elements())
     common = tuple(n for n in factors if _is_common(b, n, word))
     return common if word > 1 and len(common) < len(factors) else ()
 
@@ -65,7 +64,7 @@ def _left(b: Builder, number: int, common: Collection[int]) -> tuple[int, ...]:
     """The largest nodes without such a factor, of which a product of the others is made."""
     if number in common:
         return ()
-    if not any(n in common for n in factors_of(b.loops)[number]):
+    if b.a.factors[number].keys().isdisjoint(common):
         return (number,)
     return tuple(n for operand in operands_of(b.loops.nodes[number]) for n in _left(b, operand, common))
 

@@ -63,7 +63,7 @@ class GraphTuning:
             return
         start = time.perf_counter()
         compile_builds(build for runner in runners for build in runner.rival_builds(index))
-        trials = [_Trial(runner, index) for runner in runners]
+        trials, ended = [_Trial(runner, index) for runner in runners], False
         with suppress(RuntimeError), _put_back([arguments[i] for i in written]) as restore:
             measure = self._measured(run, arguments, restore)
             deadline = time.perf_counter() + MOST_SECONDS
@@ -81,10 +81,9 @@ class GraphTuning:
             for trial in trials:
                 if time.perf_counter() < deadline:
                     best = trial.start(best, measure)
-            for trial in trials:
-                trial.settle()
+            ended = True
         for trial in trials:
-            trial.end()
+            trial.end(settled=ended)
         self._stages.add("tune within the graph", time.perf_counter() - start)
 
 
@@ -104,16 +103,13 @@ def _put_back(tensors: Sequence[torch.Tensor]) -> Generator[Callable[[], None]]:
 
 
 class _Trial:
-    """The candidates of one runner, and what the graph took with each.
-
-    It is settled if it had a turn; else the runner launches in the end what it launched before.
-    """
+    """The candidates of one runner, and what the graph took with each."""
 
     def __init__(self, runner: Runner, index: int) -> None:
         self._runner, self._index = runner, index
         self._us = dict.fromkeys(runner.rivals(index), 0.0)  # those that take longer alone behind others
         self._first = self._chosen = next(iter(self._us))
-        self._had_turn = self._behind = self._settled = False
+        self._had_turn = self._behind = False
 
     def begin(self) -> None:
         """Has the runner begin with the fastest alone of those that load early, if there are any."""
@@ -155,14 +151,11 @@ class _Trial:
             self._runner.take(self._chosen, self._index, behind=self._behind)
         return best
 
-    def settle(self) -> None:
-        if self._had_turn:
+    def end(self, *, settled: bool) -> None:
+        """Keeps what was chosen, if it had a turn and is settled; else what the runner launched before."""
+        if settled and self._had_turn:
             self._runner.settle(self._chosen, self._index, behind=self._behind)
-            self._settled = True
-
-    def end(self) -> None:
-        """Has the runner launch what it did before, where nothing was settled."""
-        if not self._settled:
+        else:
             self._runner.take(self._first, self._index)
 
 

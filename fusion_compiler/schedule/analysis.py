@@ -200,6 +200,23 @@ class Analysis:
         return isinstance(node, Reduce) and node.combine == "sum" and node.dtype is torch.float32
 
     @cached_property
+    def factors(self) -> tuple[Counter[int], ...]:
+        """The values that each node is the product of, by how often; all others are their own only factor."""
+        found: list[Counter[int]] = []
+        for i, node in enumerate(self.loops.nodes):
+            own = Counter((i,))
+            if isinstance(node, Compute) and node.dtype is torch.float32:
+                given = [found[n] for n in operands_of(node)]
+                passed = node.target is aten._to_copy.default and rounding_of(node) is None
+                source = operand_of(node, "self")
+                if node.target is aten.mul.Tensor and len(given) == len(node.operands) == 2:
+                    own = given[0] + given[1]
+                elif passed and source is not None and self.loops.nodes[source].dtype is torch.float32:
+                    own = given[0]
+            found.append(own)
+        return tuple(found)
+
+    @cached_property
     def sums_along(self) -> tuple[int, ...]:
         """Sums of float32 along the row that wait for no other reduction of their level."""
         together = {*self.online, *self.moments, *(total for total, _ in self.moments.values())}

@@ -24,7 +24,8 @@ from fusion_compiler.capture.graphs import (
     size_of,
     wants_gradient,
 )
-from fusion_compiler.ir.dag import FEW_ROWS, most_of
+from fusion_compiler.ir.dag import FEW_ROWS, dim_of, most_of
+from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.routing import GROUPED, Routing, routing_of, unsort
@@ -33,7 +34,7 @@ _aten = torch.ops.aten
 RULE = "experts"
 
 
-Key = tuple[fx.Node, object, int]
+Key = tuple[fx.Node, Dim, int]
 
 
 def choose_matrices(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
@@ -61,7 +62,7 @@ def _key(call: fx.Node) -> Key:
     """What says of which matrix the rows of a call are: offsets, and how many rows and matrices there are."""
     named = arguments(call)
     rows, matrices = (named[n].meta["val"].shape[0] for n in ("self", "mat2"))
-    return named["offs"], rows.node.expr if isinstance(rows, torch.SymInt) else rows, matrices
+    return named["offs"], dim_of(rows), matrices
 
 
 def _routing(key: Key, calls: list[fx.Node], written: set[fx.Node]) -> Routing | str:

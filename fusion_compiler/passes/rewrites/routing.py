@@ -32,7 +32,7 @@ _POINTWISE = _CONVERSIONS | {
 # Along a dimension that they name.
 _ALONG = frozenset({
     _aten.chunk.default, _aten.split.Tensor, _aten.split.sizes, _aten.split_with_sizes.default,
-    _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default, _aten.sum.dim_IntList, _aten.mean.dim,
+    _aten.select.int, _aten.unsqueeze.default, _aten.sum.dim_IntList, _aten.mean.dim,
 })  # fmt: skip
 
 
@@ -181,15 +181,14 @@ def _is_by_row(routing: Routing, node: fx.Node, rows: Size) -> bool:
     named = arguments(node)
     if target is GROUPED:
         return named["self"] in inside and named["mat2"] not in inside and named["offs"] is routing.offsets
-    operands, out = [n.meta["val"] for n in node.all_input_nodes], node.meta["val"]
+    operands = [n.meta["val"] for n in node.all_input_nodes]
     first, rank = operands[0], operands[0].dim()
     if target in _ALONG:
         dims = named["dim"] if isinstance(named["dim"], list | tuple) else [named["dim"]]
         wrapped = rank + (target is _aten.unsqueeze.default)
-        if target is _aten.slice.Tensor and _same(out.shape[0], rows):  # of all rows, or along others
-            return named["step"] == 1 or bool(dims[0] % wrapped)
         return bool(dims) and all(dim is not None and dim % wrapped for dim in dims)
-    if target in _VIEWS:
+    out = node.meta["val"]
+    if target in _VIEWS or target is _aten.slice.Tensor:  # of all rows
         return out.dim() > 0 and _same(out.shape[0], rows) and _same(first.shape[0], rows)
     tags = set(target.tags)
     pointwise = torch.Tag.pointwise in tags or target in _POINTWISE
