@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusion_compiler.passes.fuse import candidates
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the files in tests/golden")
@@ -33,6 +35,13 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
 def own_graphs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd's graphs are kept, and found again within one test alone."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("graphs")))
+
+
+@pytest.fixture
+def small_matrices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Clusters of matrices that are too small to be worth one."""
+    monkeypatch.setattr(candidates, "LIBRARY_MARGIN", float("inf"))
+    monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,6 @@ from fusion_compiler.ir.device import DEVICES, DeviceSpec, device_spec
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.options import Options
-from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import schedules
@@ -31,12 +30,6 @@ from tests.exactness import Compiled, Schedules, cramped, not_as_close, wide
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Function = Callable[..., Tensor]
-
-
-@pytest.fixture
-def small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clusters of matrices that are too small to be worth one."""
-    monkeypatch.setattr(candidates, "LIBRARY_MARGIN", float("inf"))
 
 
 def product(x: Tensor, w: Tensor, b: Tensor, r: Tensor, g: Tensor) -> Tensor:

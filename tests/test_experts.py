@@ -24,11 +24,7 @@ from tests.exactness import not_as_close
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def small_matrices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Clusters of matrices that are too small to be worth one."""
-    monkeypatch.setattr(candidates, "LIBRARY_MARGIN", float("inf"))
-    monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("small_matrices")
 
 
 def experts_of(offsets: Tensor, rows: int) -> Tensor:
@@ -187,7 +183,6 @@ def test_the_values_of_a_mixture(tokens: int) -> None:
 def test_an_unknown_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for each range of rows: of few their experts are clusters, and no row is sorted."""
     monkeypatch.setattr(row_ranges, "LEAST", 0)
-    torch._dynamo.reset()
     shapes = (8, 64), (8, 80, 64), (8, 64, 40)
     weights = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
     fast = fc.compile(mixture, backend="interpret")

@@ -17,7 +17,6 @@ from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.options import Options
-from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule import contractions
 from fusion_compiler.schedule.analysis import Analysis
@@ -27,11 +26,7 @@ from tests.exactness import Compiled, Schedules, cramped, not_as_close
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(autouse=True)
-def small_matrices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Clusters of matrices that are too small to be worth one."""
-    monkeypatch.setattr(candidates, "LIBRARY_MARGIN", float("inf"))
-    monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("small_matrices")
 
 
 def doubled(value: object) -> object:

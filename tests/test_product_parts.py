@@ -18,7 +18,6 @@ import fusion_compiler as fc
 from fusion_compiler.codegen import emit
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import LoopNest
-from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import schedules
 from tests.exactness import not_as_close
@@ -26,11 +25,7 @@ from tests.exactness import not_as_close
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(autouse=True)
-def small_matrices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Clusters of matrices that are too small to be worth one."""
-    monkeypatch.setattr(candidates, "LIBRARY_MARGIN", float("inf"))
-    monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("small_matrices")
 
 
 def kernels_of(f: Callable[..., Any], given: Callable[[bool], list[Tensor]], noise: float = 0.0) -> int:

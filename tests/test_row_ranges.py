@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import fusion_compiler as fc
 from fusion_compiler.ir.dag import FEW_ROWS
-from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.passes.rewrites import row_ranges
 from tests.exactness import not_as_close
 from tests.test_every_schedule import Checking
@@ -23,11 +22,9 @@ ENDS = (1, 4, 8, FEW_ROWS)  # a call of one row is captured by itself
 
 
 @pytest.fixture(autouse=True)
-def small_matrices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Ranges and clusters of matrices that are too small to be worth them."""
+def small_ranges(monkeypatch: pytest.MonkeyPatch, small_matrices: None) -> None:
+    """Also ranges of matrices that are too small to be worth them."""
     monkeypatch.setattr(row_ranges, "LEAST", 0)
-    monkeypatch.setattr(candidates, "LIBRARY_MARGIN", float("inf"))
-    monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
 
 
 def close(fast: Callable[..., object], f: Callable[..., object], *inputs: Tensor) -> None:
