@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples import one_kernel
-from tests.test_golden import of_pinned_versions
+from tests.codegen.test_golden import of_pinned_versions
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"

@@ -54,7 +54,7 @@ def sigmoid(x):
 
 # What follows up to copysign is for float32 values that end in 16 bits: rough functions are right to 2^-15
 # relative, coarse ones to 2^-11, with the same NaN, infinities and zeros as the exact ones. Results below
-# 2^-126 may come out as zero. docs/numerics.md has the table, tests/test_rough.py holds it.
+# 2^-126 may come out as zero. docs/numerics.md has the table, tests/codegen/test_rough.py holds it.
 
 
 def has_ptx(_semantic: Any = None) -> tl.constexpr:

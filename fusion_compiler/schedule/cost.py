@@ -5,8 +5,8 @@
 Memory time is device-memory bytes at copy bandwidth plus L2 bytes at L2 bandwidth, divided by the part
 of the bandwidth that the schedule can draw (few programs, rows that fill a multiprocessor's registers).
 Arithmetic time is the busiest of the issue slots, the special-function units and the integer units.
-The constants below were read from fifteen measured kernels on an H200, which tests/test_cost.py holds the
-model to, and from the timings of benchmarks/results/schedules.json. It foresees no spills.
+The constants below were read from fifteen kernels measured on an H200 (tests/schedule/test_cost.py compares
+the model with them) and from the timings of benchmarks/results/schedules.json. The model foresees no spills.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import globaltimer
 
 import fusion_compiler as fc
 from fusion_compiler.runtime.cuda import gpu_of
+from tests import ROOT
 
 TURNS = 1000
 CODE = "import sys; from tests.gpu import test_cooperative as here; getattr(here, sys.argv[1])(*sys.argv[2:])"
@@ -150,7 +151,7 @@ def in_a_graph(name: str) -> None:
 def without_one_that_is_waited_for() -> None:
     from fusion_compiler.codegen import math as fm
     from fusion_compiler.runtime.launch import Runner
-    from tests.test_exchange import exchange, numbers
+    from tests.codegen.test_exchange import exchange, numbers
 
     fm.PATIENCE = tl.constexpr(1 << 12)  # looks
     whole = exchange(2)
@@ -170,7 +171,7 @@ def run(*arguments: str, cache: Path | None = None, processes: int = 1) -> str:
     """What a function of this file prints in another process, or in several at once; they must end."""
     environment = os.environ | ({"TRITON_CACHE_DIR": str(cache)} if cache else {})
     command = [sys.executable, "-W", "ignore", "-c", CODE, *arguments]
-    root = Path(__file__).parents[2]
+    root = ROOT
 
     def one(_: int) -> str:
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)

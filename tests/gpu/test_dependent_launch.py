@@ -14,7 +14,7 @@ import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
 from fusion_compiler.passes.fuse.dependent import NOTE
 from fusion_compiler.runtime import launch
-from tests.test_dependent_launch import PLACES, Decoder
+from tests.codegen.test_dependent_launch import PLACES, Decoder
 
 CUDA = torch.device("cuda")
 WIDTH, LAYERS, REPLAYS = 1024, 6, 10_000

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from benchmarks.workloads import Workload
-from tests.test_every_schedule import EACH, check
+from tests.codegen.test_every_schedule import EACH, check
 
 LAYERS = 2  # as many as have all kinds of clusters
 

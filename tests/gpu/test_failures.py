@@ -1,4 +1,4 @@
-"""What tests/test_survival.py does with a GPU that is made up, on a device: its driver and its memory."""
+"""Failures of a real device: its driver and its memory. tests/runtime/test_survival.py uses a fake one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import fusion_compiler as fc
 from fusion_compiler.api import Compiler
 from fusion_compiler.errors import FusionWarning, KernelError
 from fusion_compiler.ir.kernel import Kernel, Program
-from tests.test_survival import assert_killing_harms_nothing, assert_right, compiled, softmax
+from tests.runtime.test_survival import assert_killing_harms_nothing, assert_right, compiled, softmax
 
 CUDA = torch.device("cuda")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from tests.test_higher_order import attention, dense
+from tests.stitch.test_higher_order import attention, dense
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from fusion_compiler.runtime.cuda_graphs import FORMS
-from tests.test_generation import generated, llama
-from tests.test_in_place import a_part_of_itself, at_places, rotated
-from tests.test_sampling import drawn, written_out
+from tests.capture.test_generation import generated, llama
+from tests.capture.test_in_place import a_part_of_itself, at_places, rotated
+from tests.passes.test_sampling import drawn, written_out
 
 CUDA = torch.device("cuda")
 

@@ -15,10 +15,10 @@ import torch
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.runtime.cuda import gpu_of
 from fusion_compiler.runtime.launch import Runner
-from tests.test_lookups import COSTS, programs_of, unchecked
+from tests import ROOT
+from tests.codegen.test_lookups import COSTS, programs_of, unchecked
 
 CUDA = torch.device("cuda")
-ROOT = Path(__file__).parents[2]
 # A CUDA context that an assertion ended is of no use: each case has a process of its own.
 SCRIPT = """
 import torch, torch.nn.functional as F, fusion_compiler as fc

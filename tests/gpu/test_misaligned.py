@@ -15,7 +15,7 @@ from benchmarks.case import Case
 from benchmarks.clusters import CASES
 from benchmarks.kernels import leaves, run, truth_of
 from fusion_compiler.codegen import emit as templates
-from tests.test_misaligned import FORMS, in_form, several_rows
+from tests.codegen.test_misaligned import FORMS, in_form, several_rows
 
 CUDA = torch.device("cuda")
 SCHEDULES = (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from tests.exactness import not_as_close
-from tests.test_overwrite import PLACED, Gated, close, gradients, placed
+from tests.passes.test_overwrite import PLACED, Gated, close, gradients, placed
 
 CUDA = torch.device("cuda")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
+from tests.codegen.test_packed_weights import BITS, GROUP, PACKED, grouped
 from tests.exactness import not_as_close
-from tests.test_packed_weights import BITS, GROUP, PACKED, grouped
 
 
 @pytest.mark.parametrize("f", [f for f, _ in BITS])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from tests.test_rough import DTYPES, FUNCTIONS, WITH_GRADIENTS, bounds, check, every_number
+from tests.codegen.test_rough import DTYPES, FUNCTIONS, WITH_GRADIENTS, bounds, check, every_number
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

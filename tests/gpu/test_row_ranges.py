@@ -10,7 +10,7 @@ import torch
 import fusion_compiler as fc
 from fusion_compiler.passes.rewrites import row_ranges
 from tests.exactness import not_as_close
-from tests.test_row_ranges import Mlp
+from tests.passes.test_row_ranges import Mlp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
+from tests.codegen.test_sum_rows import FUNCTIONS, results
 from tests.exactness import not_as_close
-from tests.test_sum_rows import FUNCTIONS, results
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)

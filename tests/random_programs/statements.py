@@ -98,10 +98,12 @@ JUMPING = _texts("""
     torch.bucketize({x}, {x}.new_tensor([-1, 0, 2])) ; F.threshold({x}, 0.5, -1.0) ; F.hardshrink({x}, 1.0)
 """)
 # Their gradient at NaN is another in the vectors of eager's loop than in the elements left over.
-UNEVEN = frozenset(_texts("""
+UNEVEN = frozenset(
+    _texts("""
     F.elu({x}) ; F.selu({x}) ; F.celu({x}) ; F.hardswish({x}) ; F.relu6({x}) ; F.hardtanh({x})
     F.softshrink({x}, 1.0) ; F.hardshrink({x}, 1.0)
-"""))
+""")
+)
 WHOLE = _texts("""
     {x} + 1 ; {x} * 2 ; -{x} ; {x}.abs() ; {x} // 2 ; {x} % 3 ; {x} & 3 ; {x} | 1 ; {x} ^ 5 ; ~{x} ; {x} << 1
     {x} >> 1 ; {x}.clamp(-2, 3) ; {x}.sign() ; {x} / 2 ; {x}.to(torch.int32) ; {x}.to(torch.int64)

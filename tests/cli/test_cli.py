@@ -1,0 +1,459 @@
+"""The command line: what it prints, writes and returns; users' mistakes; the page about it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusion_compiler import __version__
+from fusion_compiler.cli import commands
+from fusion_compiler.cli.commands import DONE, EXIT_CODES, FAILED, USAGE, main
+from fusion_compiler.report import explanation
+from fusion_compiler.runtime.cache import Cache
+from fusion_compiler.runtime.loading import brief, load, user_line
+from fusion_compiler.runtime.stored import caches, kernel_entries, record_entries
+from tests import ROOT
+from tests.runtime.test_target import fresh_build
+
+PAGE = ROOT / "docs" / "command-line.md"
+
+MODEL = """\
+import torch
+from torch import nn
+
+class Wrong(nn.Module):
+    def forward(self, x):
+        return (x + 1).reshape(3, 7)
+
+def example():
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()), (torch.randn(4, 8),)
+
+def named():
+    return (lambda x, scale: torch.softmax(x * scale, -1)), [torch.randn(4, 8)], {"scale": 2.0}
+
+def wrong():
+    return Wrong(), (torch.randn(4, 8),)
+
+def fails():
+    return {}["model"]
+
+def needs(size):
+    return nn.Linear(size, 8), (torch.randn(4, size),)
+
+def unfit():
+    return (lambda x: x @ torch.ones(8, 8)), (torch.randn(4, 7),)
+
+def lone():
+    return nn.Linear(8, 8)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file of a user's; the import path and what is imported are put back."""
+    file = tmp_path / "users_model.py"
+    file.write_text(MODEL)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "users_model", raising=False)
+    return str(file)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+# -- explain -----------------------------------------------------------------------------------------
+
+
+def test_explain_prints_the_plans_for_a_device(run: Run, model: str) -> None:
+    code, out, _ = run("explain", f"{model}:example", "--device", "a100")
+    assert code == DONE
+    assert "graph0.forward for a100" in out and "graph0.backward for a100" in out
+    code, out, _ = run("explain", f"{model}:example", "--inference")
+    assert code == DONE and "for h200" in out and "backward" not in out
+
+
+def test_json_goes_to_stdout_alone_or_to_a_file(run: Run, model: str, tmp_path: Path) -> None:
+    code, out, _ = run("explain", f"{model}:named", "--json", "-")
+    expected = json.loads(out)
+    assert code == DONE and expected
+    file = tmp_path / "plan.json"
+    code, out, _ = run("explain", f"{model}:named", "--json", str(file))
+    assert code == DONE and "plan" in out
+    assert "softmax" in file.read_text() and type(json.loads(file.read_text())) is type(expected)
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--dot", "--graphml"])
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_planned(
+    option: str, run: Run, model: str, tmp_path: Path
+) -> None:
+    for file, reason in ((tmp_path / "no" / "plan", "there is no folder"), (tmp_path, "it is a folder")):
+        code, out, err = run("explain", f"{model}:fails", option, str(file))  # fails() is not called
+        assert code == USAGE and out == ""
+        assert f"{file} cannot be written: {reason}" in err and "what to do: name a file in a folder" in err
+
+
+def test_the_report_is_there_where_writing_it_fails(
+    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, out, err = run("explain", f"{model}:named", "--json", str(tmp_path / "plan.json"))
+    assert code == FAILED and "plan graph0.inference" in out and "No space left" in err
+
+
+def test_a_shape_that_does_not_fit_is_told_in_three_lines(run: Run, model: str) -> None:
+    records: list[logging.LogRecord] = []
+    keeping = logging.Handler()
+    keeping.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(keeping)
+    try:
+        code, out, err = run("explain", f"{model}:unfit")
+    finally:
+        log.removeHandler(keeping)
+    assert code == FAILED and not records and not out
+    assert [line.split()[0] for line in err.splitlines()] == ["fusion-compiler:", "at", "what"]
+
+
+class Report:
+    """A report that keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+
+    def show(self) -> None:
+        print("the text")
+
+    def json(self) -> dict[str, object]:
+        return {"schema": 2}
+
+    def dot(self) -> str:
+        return "digraph {}"
+
+    def html(self, path: str) -> None:
+        self.asked.append(("html", path))
+
+    def graphml(self, path: str) -> None:
+        self.asked.append(("graphml", path))
+
+    def why(self, a: str, b: str) -> list[str]:
+        return [f"{a} and {b}: contraction", "and in the backward"]
+
+
+def test_every_format_is_written(
+    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, given = Report(), list[Any]()
+
+    def explain(target: Any, *args: Any, **kwargs: Any) -> Report:
+        given.append((args[0].shape, kwargs))
+        return report
+
+    monkeypatch.setattr(explanation, "explain", explain)
+    dot = tmp_path / "plan.dot"
+    options = ["--html", "p.html", "--graphml", "p.graphml", "--dot", str(dot)]
+    code, out, _ = run("explain", f"{model}:named", *options)
+    assert (code, out) == (DONE, "the text\n")
+    assert report.asked == [("html", "p.html"), ("graphml", "p.graphml")]
+    assert dot.read_text() == "digraph {}\n"
+    assert given == [(torch.Size([4, 8]), {"device": "h200", "scale": 2.0})]
+    assert run("explain", f"{model}:named", "--dot", "-") == (DONE, "digraph {}\n", "")
+    asked = run("explain", f"{model}:named", "--why", "mm", "add_4")
+    assert asked == (DONE, "mm and add_4: contraction\n\nand in the backward\n", "")
+
+
+def test_every_format_of_a_real_report(run: Run, model: str, tmp_path: Path) -> None:
+    page, graph = tmp_path / "plan.html", tmp_path / "plan.graphml"
+    code, out, _ = run("explain", f"{model}:example", "--html", str(page), "--graphml", str(graph))
+    assert code == DONE and "Sequential on h200" in out
+    assert "layer_norm" in page.read_text() and "<graphml" in graph.read_text()
+    code, out, _ = run("explain", f"{model}:example", "--json", "-")
+    assert json.loads(out)["schema"] == 2
+    code, out, _ = run("explain", f"{model}:example", "--why", "addmm", "layer_norm_gelu")
+    assert code == DONE and "library call" in out
+    code, _, err = run("explain", f"{model}:example", "--why", "addmm", "layer_nrm_gelu")
+    assert code == USAGE and "layer_nrm_gelu" in err and "what to do" in err
+
+
+# -- mistakes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "texts"),
+    [
+        ("{}:fails", FAILED, ["fails() failed: KeyError: 'model'", 'users_model.py:18: return {}["model"]']),
+        ("{}:wrong", FAILED, ["shape '[3, 7]' is invalid", "users_model.py:6: return (x + 1).reshape(3, 7)"]),
+        ("{}:exampl", USAGE, ["has no 'exampl'; did you mean 'example'?"]),
+        ("{}:number", USAGE, ["number is a int, not a function"]),
+        ("{}:needs", USAGE, ["needs(size) takes arguments", "a function without arguments"]),
+        ("{}:lone", USAGE, ["it returns (Linear)", "(model, args) or"]),
+        ("{}", USAGE, ["no colon"]),
+        ("nowhere/model.py:example", USAGE, ["there is no file nowhere/model.py"]),
+        ("no.such.module:example", USAGE, ["there is no module no.such.module"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["explain", "profile"])
+def test_mistakes_name_the_users_line_and_a_next_step(
+    run: Run, model: str, command: str, target: str, code: int, texts: list[str]
+) -> None:
+    got, out, err = run(command, target.format(model))
+    assert (got, out) == (code, "")
+    assert [text for text in texts if text not in err] == []
+    assert "what to do:" in err and "Traceback" not in err and err.startswith("fusion-compiler: ")
+    assert len(err.splitlines()) <= 4
+
+
+@pytest.mark.parametrize("text", ["def broken(:\n", "import no_such_package\n", "1 / 0\n"])
+def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "broken_model.py"
+    file.write_text(f"\n{text}")
+    code, _, err = run("explain", f"{file}:example")
+    assert code == FAILED and f"broken_model.py:2: {text.strip()}" in err
+
+
+def test_the_traceback_is_there_on_request(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSION_DEBUG", "1")
+    code, _, err = run("explain", f"{model}:fails")
+    assert code == FAILED and "Traceback (most recent call last)" in err and "what to do" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "COMMAND"),
+        (["explain"], "FILE:callable"),
+        (["explode"], "invalid choice"),
+        (["cache", "burn"], "invalid choice"),
+        (["profile", "m.py:f", "--repetitions", "0"], "no number of at least 1"),
+    ],
+)
+def test_wrong_usage(run: Run, arguments: list[str], text: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (USAGE, "") and text in err
+
+
+def test_an_unknown_device_is_wrong_usage_before_anything_is_loaded(run: Run) -> None:
+    for command in ("explain", "profile"):
+        code, _, err = run(command, "nowhere.py:f", "--device", "h2000")
+        assert code == USAGE and "'h2000'" in err and "mi300x" in err
+
+
+def test_the_innermost_line_of_the_user_is_found_through_causes() -> None:
+    def inner() -> None:
+        torch.ones(2).reshape(7)
+
+    try:
+        try:
+            inner()
+        except RuntimeError as error:
+            raise ValueError("outer") from error
+    except ValueError as error:
+        line = user_line(error)
+    assert line is not None and line.code == "torch.ones(2).reshape(7)" and line.file == __file__
+    assert brief(ValueError("a\nb")) == "ValueError: a" and brief(ValueError()) == "ValueError"
+    assert user_line(ValueError("never raised")) is None
+
+
+def test_a_module_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "users_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "deep.py").write_text("def example():\n    return len, ([1, 2],)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = load("users_package.deep:example")
+    assert found.model is len and found.args == ([1, 2],) and found.kwargs == {}
+
+
+# -- profile -----------------------------------------------------------------------------------------
+
+
+def test_profile_prints_and_writes(run: Run, model: str, tmp_path: Path) -> None:
+    files = [tmp_path / "times.json", tmp_path / "trace.json"]
+    options = ["--backend", "eager", "--repetitions", "2", "--json", str(files[0]), "--trace", str(files[1])]
+    code, out, _ = run("profile", f"{model}:example", *options)
+    assert code == DONE and "profile of Sequential" in out and "2 repetitions" in out
+    data = json.loads(files[0].read_text())
+    assert set(data["units"]) == {"graph0.forward", "graph0.backward"}
+    names = [event["name"] for event in json.loads(files[1].read_text())["traceEvents"]]
+    assert any(name.startswith("graph0.backward/") for name in names)
+
+
+def test_profile_of_inference_as_data_alone(run: Run, model: str) -> None:
+    options = ["--backend", "interpret", "--repetitions", "1", "--inference", "--json", "-"]
+    code, out, _ = run("profile", f"{model}:named", *options)
+    assert code == DONE and set(json.loads(out)["units"]) == {"graph0.inference"}
+
+
+# -- cache -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Path]:
+    """A tuning result, a damaged one, a kernel of ours, one that is damaged, and one of somebody else's."""
+    monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path / "tuning"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    from fusion_compiler.runtime.builds import compile_build
+
+    cache = Cache()
+    cache.put(
+        "tuning 12ab on NVIDIA H200, torch 2.13.0 triton 3.7.1", {"cluster": "softmax_2", "candidate": 1}
+    )
+    (cache.path / f"{'0' * 64}.json").write_text("{")
+    compile_build(fresh_build(1))
+    damaged = compile_build(fresh_build(2))
+    Path(damaged.metadata_group["row_softmax.cubin"]).write_bytes(b"no cubin")
+    (tmp_path / "kernels" / "OTHER").mkdir()
+    for name in ("theirs.json", "theirs.sha256"):
+        (tmp_path / "kernels" / "OTHER" / name).write_text("{}")
+    Path(damaged.metadata_group["row_softmax.cubin"]).with_name("theirs.json").write_text("{}")
+    return cache, tmp_path / "kernels"
+
+
+def test_what_is_kept_is_listed_sized_and_cleared(run: Run, kept: tuple[Cache, Path]) -> None:
+    cache, kernels = kept
+    code, out, _ = run("cache", "list")
+    rows = [re.split(r"\s{2,}", line) for line in out.splitlines()]
+    assert code == DONE and rows[0][:4] == ["sort", "kernel", "device", "versions"]
+    first = rows[1]
+    assert first[:4] == ["tuning", "softmax_2", "NVIDIA H200", "torch 2.13.0 triton 3.7.1"]
+    assert first[4] == "just now"
+    assert rows[2][0] == "tuning" and rows[2][-1] == "not a whole record"
+    assert rows[3][:3] == ["kernel", "row_softmax", "sm_90"] and rows[3][-1].endswith("B")
+    assert rows[4][:2] == ["kernel", "row_softmax"] and rows[4][-1] == "damaged"
+    assert len(rows) == 5, "another program's kernel is not ours to list"
+
+    code, out, _ = run("cache", "size", "--json", "-")
+    sizes = json.loads(out)
+    assert sizes["tuning"]["entries"] == 2 and sizes["tuning"]["bytes"] == cache.size()
+    assert sizes["kernel"]["entries"] == 2 and sizes["kernel"]["bytes"] > 10_000
+
+    code, out, _ = run("cache", "clear", "--json", "-")
+    total = sizes["tuning"]["bytes"] + sizes["kernel"]["bytes"]
+    assert json.loads(out) == {"removed": 4, "bytes": total}
+    left = sorted(path.name for path in kernels.rglob("*") if path.is_file())
+    assert cache.size() == 0 and left == ["theirs.json", "theirs.json", "theirs.sha256"]
+    assert run("cache", "list") == (DONE, "nothing is kept\n", "")
+
+
+def test_a_cache_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert record_entries(Cache(tmp_path / "nowhere")) == []
+    assert kernel_entries(tmp_path / "nowhere") == kernel_entries(None) == []
+
+
+def test_a_reader_that_has_enough_is_no_failure(kept: tuple[Cache, Path]) -> None:
+    command = [sys.executable, "-m", "fusion_compiler", "cache", "list"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (DONE, "")
+
+
+# -- help, and the page ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", "explain", "profile", "cache", "doctor"])
+def test_help_has_examples_that_parse_and_exit_codes(run: Run, command: str) -> None:
+    code, out, _ = run(*([command] if command else []), "--help")
+    assert code == DONE and EXIT_CODES in out
+    assert max(map(len, out.splitlines())) <= 112
+    shown = commands_in(out)
+    assert len(shown) >= 2
+    for words in shown:
+        assert commands.parser().parse_args(words).command
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """The arguments of each line that is a command."""
+    lines = [line.strip() for line in text.splitlines() if line.startswith(("  fusion", "    fusion"))]
+    plain = [re.split(r"\s{3,}|\s[|>#]\s", line)[0] for line in lines]
+    return [shlex.split(line)[1:] for line in plain]
+
+
+def test_every_command_of_the_page_parses_and_its_model_runs(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = PAGE.read_text()
+    shown = commands_in(page)
+    for words in shown:
+        assert commands.parser().parse_args(words).command
+    assert {words[0] for words in shown} == {"explain", "profile", "cache", "doctor"}
+    options = set(re.findall(r"`(--[a-z]+)", page))
+    known = {o for _, sub in _commands().items() for o in re.findall(r"--[a-z]+", sub)}
+    assert options - {"--help"} == known, "the page has every option"
+    for number, meaning in re.findall(r"^  (\d)  (.*)$", EXIT_CODES, re.MULTILINE):
+        assert f"| {number} | {meaning} |" in page
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "model.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run("explain", "model.py:example")[0] == DONE
+    for target in {words[1] for words in shown if words[0] == "explain"} - {"model.py:example"}:
+        code, out, _ = run("explain", str(ROOT / target))
+        assert code == DONE and "iteration space" in out
+
+
+def _commands() -> dict[str, str]:
+    """Usage of each command."""
+    choices = next(a.choices for a in commands.parser()._actions if a.choices)
+    assert isinstance(choices, dict)
+    return {str(name): sub.format_usage() for name, sub in choices.items()}
+
+
+def test_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == DONE
+    assert capsys.readouterr().out == f"fusion-compiler {__version__}\n"
+
+
+def test_it_runs_as_a_module_without_torch_for_help(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('not here')\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "fusion_compiler", "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == DONE and "doctor" in done.stdout and not done.stderr
+    entry = (ROOT / "pyproject.toml").read_text()
+    assert 'fusion-compiler = "fusion_compiler.cli.commands:main"' in entry
+
+
+def test_plans_and_rewritten_graphs_are_listed_and_cleared(run: Run, kept: tuple[Cache, Path]) -> None:
+    del kept
+    stored = caches()
+    stored["plan"].put("plan 12ab on NVIDIA H200", {"cluster": "graph0.forward"})
+    stored["rewrite"].put("rewritten 34cd", {"autograd": "", "notes": []})
+    (stored["plan"].path.parent / "mine.json").write_text("{}")
+    _, out, _ = run("cache", "list", "--json", "-")
+    found = {(e["sort"], e["name"], e["device"]) for e in json.loads(out) if e["sort"] in ("plan", "rewrite")}
+    assert found == {("plan", "graph0.forward", "NVIDIA H200"), ("rewrite", "a graph", "")}
+    _, out, _ = run("cache", "size", "--json", "-")
+    sizes = json.loads(out)
+    assert sizes["plan"]["entries"] == sizes["rewrite"]["entries"] == 1
+    _, out, _ = run("cache", "clear", "--json", "-")
+    assert json.loads(out)["removed"] == 6 and not any(cache.files() for cache in stored.values())
+    assert (stored["plan"].path.parent / "mine.json").exists()

@@ -1,0 +1,109 @@
+"""Factors of a product's rows are multiplied into its operand, where a kernel makes that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusion_compiler as fc
+from benchmarks.experts import deepseek
+from fusion_compiler.passes.rewrites import rewrites_for, scale_rows
+from tests.exactness import not_as_close
+from tests.passes.test_rewrites import targets, traced
+
+aten = torch.ops.aten
+
+
+def products(*operands: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype) for shape in operands]
+
+
+def experts(a: Tensor, w: Tensor, s: Tensor) -> Tensor:
+    return torch.bmm(F.silu(a), w) * s[..., None]
+
+
+def mixed(a: Tensor, w: Tensor, s: Tensor) -> Tensor:
+    return s.float().flatten()[:, None] * F.linear(torch.sigmoid(a).flatten(0, 1), w[0].t())
+
+
+def written(a: Tensor, w: Tensor, s: Tensor) -> Tensor:
+    product = torch.bmm(F.silu(a), w)
+    w.mul_(2)
+    return product * s[..., None]
+
+
+MATRICES = products((3, 5, 8), (3, 8, 16), (3, 5))
+
+
+def test_the_factor_goes_before_the_product() -> None:
+    gm, notes = scale_rows(traced(experts, *MATRICES))
+    (note,) = notes
+    assert note.applied and note.reason == "8 columns are multiplied before the product, not 16 behind"
+    order = targets(gm)
+    assert order.index(aten.mul.Tensor) < order.index(aten.bmm.default)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, w, s: torch.bmm(a, w) * s[..., None],  # no kernel makes the operand
+        lambda a, w, s: torch.bmm(F.silu(a), w) * s[:, None, :1].expand(3, 5, 16).contiguous(),
+        lambda a, w, s: torch.bmm(F.silu(a), w) * w[:, :1, :],  # a factor of columns
+        lambda a, w, s: (y := torch.bmm(F.silu(a), w)) * s[..., None] + y,  # the product is read besides
+        lambda a, w, s: torch.bmm(b := F.silu(a), w) * s[..., None] + b.sum(),  # its operand is
+        lambda a, w, s: torch.bmm(F.silu(w), w.mT) * torch.cat([s, s[:, :3]], 1)[..., None],  # 16 -> 8
+        lambda a, w, s: torch.bmm(F.silu(a).half(), w.half()) * s.half()[..., None],  # a small range
+        lambda a, w, s: torch.bmm(F.silu(a), w).relu_().mul(s[..., None]),
+        written,
+    ],
+)
+def test_others_stay(function: Callable[..., Tensor]) -> None:
+    gm = traced(function, *MATRICES)
+    assert scale_rows(gm) == (gm, ())
+
+
+def test_not_with_numerics_of_eager() -> None:
+    assert scale_rows in rewrites_for("fast") and scale_rows not in rewrites_for("eager")
+
+
+@pytest.mark.parametrize("function", [experts, mixed])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_and_gradients(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """As exact as eager, beside float64."""
+    made = products((3, 40, 24), (3, 24, 48), (3, 40), dtype=dtype)
+    operands = [t.requires_grad_() for t in made]
+    wide = [t.detach().double().requires_grad_() for t in operands]
+    fast = fc.compile(function, backend="interpret", strict=True)
+    upstream = torch.randn(3, 40, 48, dtype=torch.float64).view(function(*operands).shape)
+
+    def results(called: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
+        out = called(*given)
+        return [out, *torch.autograd.grad(out, given, upstream.to(out.dtype))]
+
+    pairs = (function, wide), (function, operands), (fast, operands)
+    exact, eager, ours = (results(*pair) for pair in pairs)
+    for got, theirs, truth in zip(ours, eager, exact, strict=True):
+        assert (reason := not_as_close(got, theirs, truth)) is None, reason
+    assert "scaled rows" in fast.plan[0].notes
+
+
+def test_the_products_result_is_not_saved() -> None:
+    """Of a mixture of experts, whose largest tensor it is: the gradient of the factors reads the operand."""
+    torch.manual_seed(0)
+    model, batch = deepseek(2, 40, 32, 24, 8, 2)
+    exact: nn.Module = deepseek(2, 40, 32, 24, 8, 2)[0].double()
+    exact.load_state_dict(model.state_dict())
+    x = batch["x"].double().detach().requires_grad_()
+    fast = fc.compile(model, backend="interpret")
+    for called, given in ((fast, batch["x"]), (exact, x)):
+        called(given).square().sum().backward()
+    torch.testing.assert_close(batch["x"].grad.double(), x.grad, rtol=1e-4, atol=1e-4)
+    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.double(), truth.grad, rtol=1e-4, atol=1e-4)
+    forward = fast.plan[0]
+    products = [n for n in forward.dag.order if "bmm" in str(forward.dag.op(n).target)]
+    assert products[0] in forward.dag.outputs and products[1] not in forward.dag.outputs
