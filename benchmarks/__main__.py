@@ -19,6 +19,7 @@ BENCHMARKS = {
     "schedules": "benchmarks.schedules",
     "models": "benchmarks.models",
     "memory": "benchmarks.models",
+    "untuned": "benchmarks.models",
     "decode": "benchmarks.decode",
     "optimizer": "benchmarks.optimizer",
     "architectures": "benchmarks.architectures",

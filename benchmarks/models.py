@@ -1,8 +1,8 @@
-"""python -m benchmarks models | memory: whole models, forward, and backward where they train.
+"""python -m benchmarks models | memory | untuned: whole models, forward, and backward where they train.
 
-Each contender runs in a process of its own, with empty caches; `memory` measures the memory of a step,
-`models` also times and errors. With --jobs 8 eight of them compile side by side and measure one by one: the
-seconds of their first steps then say nothing.
+Each contender runs in a process of its own, with empty caches. `memory` measures the memory of a step; `models`
+also measures times and errors, and `untuned` does so for the rows of `benchmarks/untuned.py`. With `--jobs 8`, eight
+contenders compile side by side and are measured one by one: the seconds of their first steps then say nothing.
 
     python -m benchmarks.models '{"workload": 0, "contender": "ours", ...}'     one measurement, as JSON
 """
@@ -30,9 +30,12 @@ from benchmarks.nets import NETS
 from benchmarks.processes import in_turn, my_turn, only
 from benchmarks.record import Record, environment, geometric_mean
 from benchmarks.timing import device_time, host_time, synchronize, wall_time
+from benchmarks.untuned import UNTUNED
 from benchmarks.workloads import WORKLOADS, Batch, Decoder, gradient_for, result_of, step
 
-ALL = (*WORKLOADS, *NETS, *DECODERS)
+SETS = {"models": (*WORKLOADS, *NETS), "decode": DECODERS, "untuned": UNTUNED}
+SETS["memory"] = SETS["models"]
+ALL = (*WORKLOADS, *NETS, *DECODERS, *UNTUNED)
 A_RUN = 64  # tokens in a row, as generated: nobody waits between them
 FEW_STEPS = 3  # after which a step's memory is what all that follow take
 
@@ -227,7 +230,7 @@ def tasks_of(options: argparse.Namespace) -> list[Task]:
         )
         for number, workload in enumerate(ALL)
         if re.search(options.filter, workload.name)
-        and (workload in DECODERS) == (options.benchmark == "decode")
+        and workload in SETS[options.benchmark]
         for name in names
     ]  # fmt: skip
 
