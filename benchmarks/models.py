@@ -1,8 +1,9 @@
 """python -m benchmarks models | memory | untuned: whole models, forward, and backward where they train.
 
-Each contender runs in a process of its own, with empty caches. `memory` measures the memory of a step; `models`
-also measures times and errors, and `untuned` does so for the rows of `benchmarks/untuned.py`. With `--jobs 8`, eight
-contenders compile side by side and are measured one by one: the seconds of their first steps then say nothing.
+Each contender runs in a process of its own, with empty caches. `memory` measures the memory of a step;
+`models` also measures times and errors, and `untuned` does so for the rows of `benchmarks/untuned.py`.
+With `--jobs 8`, eight contenders compile side by side and are measured one by one: the seconds of their
+first steps then say nothing.
 
     python -m benchmarks.models '{"workload": 0, "contender": "ours", ...}'     one measurement, as JSON
 """
