@@ -1,5 +1,6 @@
 # make demo   a transformer block compiled: plan, one kernel, forward and backward, errors, bytes
-# make test   everything that needs no GPU
+# make test   everything that needs no GPU; of long parametrized tests a sample, drawn anew in each run
+# make sweep  every case of every test, 2,000 random programs, and PyTorch's samples of every operator: hours
 # make lint   ruff and pyright
 # Each makes .venv with the versions of constraints.txt when it is missing or out of date. With VERSIONS=oldest or
 # VERSIONS=newest it is .venv-oldest or .venv-newest, with those of constraints-oldest.txt or constraints-newest.txt
@@ -9,11 +10,12 @@ PYTHON ?= python3
 VERSIONS ?= pinned
 VENV ?= .venv$(if $(filter pinned,$(VERSIONS)),,-$(VERSIONS))
 JOBS ?= 2
+SEED ?= $(shell date +%s)
 BIN := $(VENV)/bin
 OTHERS := $(if $(filter pinned,$(VERSIONS)),,constraints-$(VERSIONS).txt)
 $(if $(filter oldest pinned newest,$(VERSIONS)),,$(error VERSIONS is oldest, pinned or newest, not "$(VERSIONS)"))
 
-.PHONY: demo test lint clean
+.PHONY: demo test sweep lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -21,6 +23,11 @@ demo: $(VENV)/installed
 
 test: $(if $(OTHERS),$(VENV)/installed,lint)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu"
+
+sweep: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu" --sweep
+	$(BIN)/python -m tests.random_programs --count 2000 --seed $(SEED) --jobs $(JOBS)
+	$(BIN)/python -m tests.opinfo --dtype float32 bfloat16 float16
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,8 +1,10 @@
-"""What all tests share: the gpu marker, and a caches' home of their own."""
+"""What all tests share: options, samples of long tests, the gpu marker, and caches of their own."""
 
 from __future__ import annotations
 
 import os
+import random
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,16 +15,55 @@ from fusion_compiler.passes.fuse import candidates
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the files in tests/golden")
+    parser.addoption("--sweep", action="store_true", help="run every case of the tests marked `sample`")
+    parser.addoption("--sample-seed", type=int, help="repeat the sample that a run drew from this seed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything under tests/gpu needs a device; without one it is skipped, and says so."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the seed of the samples, once for all worker processes."""
+    if config.option.sample_seed is None:
+        config.option.sample_seed = random.SystemRandom().randrange(2**31)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    seed = config.option.sample_seed
+    return "every case of every test" if config.option.sweep else f"sampled tests: --sample-seed {seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests/gpu where there is no device, and draw the cases of tests that are marked `sample`."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if Path(__file__).parent / "gpu" in item.path.parents:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+    if not config.option.sweep:
+        skipped = left_out(items, config.option.sample_seed)
+        config.hook.pytest_deselected(items=[item for item in items if item in skipped])
+        items[:] = [item for item in items if item not in skipped]
+
+
+def left_out(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """Return the cases that a run without --sweep leaves out.
+
+    `sample(count)` keeps that many cases of a test. Tests of one file with the same `group` count as one.
+    """
+    by_test: dict[str, list[pytest.Item]] = defaultdict(list)
+    kept: dict[str, int] = {}
+    for item in items:
+        marker = item.get_closest_marker("sample")
+        if marker is not None:
+            group = marker.kwargs.get("group")
+            file = item.nodeid.partition("::")[0]
+            test = item.nodeid.partition("[")[0] if group is None else f"{file}::{group}"
+            by_test[test].append(item)
+            kept[test] = marker.args[0]
+    skipped: set[pytest.Item] = set()
+    for test, cases in by_test.items():
+        draw = random.Random(f"{seed} {test}")
+        skipped.update(draw.sample(cases, max(0, len(cases) - kept[test])))
+    return skipped
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,6 +28,7 @@ PROGRAMS, PARTS = 100, 4  # parts run beside each other
 Function = Callable[..., Any]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_fresh_programs(part: int) -> None:
     first = int(os.environ.get("FUSION_RANDOM_SEED", secrets.randbelow(2**31))) + part * PROGRAMS // PARTS

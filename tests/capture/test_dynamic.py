@@ -58,6 +58,7 @@ def compare(case: Case, fast: Any, made: dict[str, Tensor]) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_clusters_at_every_size(case: Case) -> None:
     # Asked for, or found by itself at the second size: half of the cases each.
@@ -76,6 +77,7 @@ def test_rows_of_every_length(case: Case) -> None:
     assert graphs(fast) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "dynamic"), [("llama", None), ("bert", True)])
 def test_models_at_another_batch_and_length(name: str, dynamic: bool | None) -> None:
     """The second size compiles once more unless the first was symbolic; then no size does."""
@@ -313,6 +315,7 @@ DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_sizes_that_are_differences(name: str, one: bool) -> None:

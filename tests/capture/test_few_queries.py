@@ -57,6 +57,7 @@ def checked(f: Callable[..., Tensor], *inputs: Tensor | None) -> fc.FusionPlan:
     return plan
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "sizes",
@@ -100,6 +101,7 @@ def scattered(batch: int, keys: int) -> Tensor:
     return torch.where(mask, torch.randn(batch, 1, 1, keys), -torch.inf)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("keys", [100, 256, 700])
 @pytest.mark.parametrize("mask", [padding, window, alibi, scattered], ids=lambda f: f.__name__)
 def test_masks(mask: Callable[[int, int], Tensor], keys: int) -> None:
@@ -145,6 +147,7 @@ def test_rotation_and_scale_are_in_the_kernel() -> None:
     assert len(plan.clusters) == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_capped_scores(groups: int, masked: bool) -> None:
@@ -166,6 +169,7 @@ def test_capped_scores(groups: int, masked: bool) -> None:
     assert len(plan.clusters) == 2 + masked and "written-out attention: done" in str(plan)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("keys", [3, 200])
 def test_infinite_values(dtype: torch.dtype, keys: int) -> None:
@@ -179,6 +183,7 @@ def test_infinite_values(dtype: torch.dtype, keys: int) -> None:
     assert torch.equal(ours[special].nan_to_num(7).double(), exact[special].to(dtype).nan_to_num(7).double())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_cache_of_any_length(masked: bool) -> None:
     """The second length is one of all that have two chunks: a symbol, and the last one may be a part."""
@@ -220,6 +225,7 @@ def test_quantised_caches_are_read_as_they_are() -> None:
     assert len(plan.clusters) == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("keys", ["bfloat16", "int8"])
 @pytest.mark.parametrize("size", [16, 64])
 def test_no_thread_holds_more_columns_than_there_are(size: int, keys: str) -> None:

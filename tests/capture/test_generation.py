@@ -38,6 +38,7 @@ def generated(model: Any, prompt: Tensor, count: int, cache: str, **options: Any
     return model.generate(prompt, do_sample=False, pad_token_id=0, **lengths, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("cache", "backend", "count", "graphs"),
     [

@@ -40,6 +40,7 @@ def check(ours: tuple[Tensor, ...], eager: tuple[Tensor, ...], truth: tuple[Tens
     assert differ < 2e-3, f"{differ:.2%} of the quantised differ"
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("quantise", [groups_of_128, mx])
 @pytest.mark.parametrize("function", [rms_norm, layer_norm, swiglu, gelu])
@@ -60,6 +61,7 @@ def test_one_kernel(
     assert len(plan.clusters) == 1 and not plan.leftovers, plan
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("schedules", [cramped, schedules_of])
 @pytest.mark.parametrize("schedule", range(8))
 @pytest.mark.parametrize("quantise", [groups_of_128, mx])

@@ -82,6 +82,7 @@ def check(f: Function, inputs: list[Tensor], number: int = 0, choose: Schedules 
     return fast
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("f", [product, gelu_and_residual])

@@ -529,6 +529,7 @@ class Transposed(nn.Linear):
         return torch.addmm(self.bias, x, self.weight.view(self.in_features, -1))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("rows", "layer"), [(1, nn.Linear), (5, nn.Linear), (1, Transposed)])
 def test_what_is_loaded_early_changes_no_value(
     rows: int, layer: type[nn.Linear], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -135,6 +135,7 @@ def test_letters_of_several_rows_arrive_and_those_of_missing_rows_are_not_awaite
     torch.testing.assert_close(y, received(x), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("warps", WARPS)
 def test_it_compiles_with_fewer_and_with_more_threads_than_parts(warps: int) -> None:
     """And waits no longer than it must: by one load of a letter that is missing, and one barrier then."""

@@ -180,6 +180,7 @@ def test_the_values_of_a_mixture(tokens: int) -> None:
     assert not_as_close(ours, mixture(*inputs), exact_mixture(*inputs)) is None
 
 
+@pytest.mark.sample(1, group="long")
 def test_an_unknown_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for each range of rows: of few their experts are clusters, and no row is sorted."""
     monkeypatch.setattr(row_ranges, "LEAST", 0)
@@ -375,6 +376,7 @@ def tiny_mixtral(experts: str) -> Any:
     return model
 
 
+@pytest.mark.sample(1, group="long")
 def test_mixtral_decodes_as_eager_does() -> None:
     """Tokens are those of eager, logits as close to float64 as eager's; of its products none is a call."""
     model = tiny_mixtral("grouped_mm").bfloat16()
@@ -414,6 +416,7 @@ def gpt_oss(experts: str) -> Any:
     return transformers.GptOssForCausalLM(config)
 
 
+@pytest.mark.sample(1, group="long")
 @pytest.mark.parametrize("make", [qwen3_moe, gpt_oss], ids=lambda f: f.__name__)
 def test_a_token_of_other_models(make: Callable[[str], Any]) -> None:
     model, wide = make("grouped_mm").eval().bfloat16(), make("batched_mm").eval()

@@ -74,6 +74,7 @@ def test_bytes_become_floats_without_conversions(dtype: torch.dtype) -> None:
         assert not compile_for(kernel, "gfx942").spills
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("zero", [8, 0, -3, 7.5, 1 << 22])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
 def test_bytes_that_are_computed_become_floats_exactly(dtype: torch.dtype, zero: float) -> None:
@@ -120,6 +121,7 @@ def test_a_norm_is_read_with_a_matrix_and_its_scales() -> None:
         assert kernel.source.count("tl.load(in0_ptr") == 1, "of x"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("f", "taken"), BITS)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
 def test_bits_of_bytes_become_floats_exactly(
@@ -153,6 +155,7 @@ def test_other_bits_of_bytes(dtype: torch.dtype, f: Callable[[Tensor], Tensor]) 
     assert torch.equal(fc.compile(f, backend="interpret", strict=True)(bytes_), f(bytes_))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("f", "taken"),
     [
@@ -217,6 +220,7 @@ def grouped(x: Tensor, w: Tensor, scale: Tensor, unpacked: Callable[[Tensor], Te
     return F.linear(x, (q * scale[..., None]).flatten(1))
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("schedules", [schedules_of, cramped], ids=["own", "cramped"])
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("unpacked", PACKED, ids=lambda f: f.__name__)

@@ -73,6 +73,7 @@ def in_part(x: Tensor) -> Tensor:
     return torch.cat((-b, a, rest), -1)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("turned", [in_halves, in_pairs, in_part])
 @pytest.mark.parametrize("bias", [False, True])
@@ -122,6 +123,7 @@ def of_few_heads(y: Tensor) -> tuple[Tensor, ...]:
     return tuple(part.unflatten(-1, (-1, 32)) for part in y.split((4 * size, size, size), -1))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("parts", [thirds, named, of_each_head, of_few_heads])
@@ -143,6 +145,7 @@ def test_parts_of_one_product_are_stored_where_they_belong(
     assert kernels_of(projected, given((rows, 80), matrix, (192,), cache, cache, place=4)) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_every_schedule(rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where programs share the rows of a matrix, and the last of a block of columns stores the parts."""

@@ -67,6 +67,7 @@ def normalized(x: Tensor, s: Tensor) -> Tensor:
     return F.layer_norm(repeated(x, s), x.shape[-1:])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("fn", "sizes"),

@@ -66,6 +66,7 @@ FEW_REGISTERS = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_without_spills(case: str, target: str) -> None:
@@ -94,6 +95,7 @@ MOST = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("case", "name"), MOST)
 def test_no_long_way_round(case: str, name: str) -> None:
     """A function's slow path, a conversion too many or Philox for each element would show here."""

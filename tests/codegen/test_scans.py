@@ -85,6 +85,7 @@ def check(fn: Callable[..., Any], x: Tensor, fast: Compiled, width: int) -> None
     assert (problem := not_as_close(found[2], found[1], found[0], noise)) is None, problem
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
 @pytest.mark.parametrize("name", SCANS)

@@ -17,6 +17,7 @@ from benchmarks.kernels import leaves, run, truth_of
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", (*CASES, *CAT_CASES), ids=lambda case: case.name)
 def test_values_and_gradients_are_as_close_as_eagers(case: Case, dtype: torch.dtype) -> None:

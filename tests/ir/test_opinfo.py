@@ -14,6 +14,7 @@ from tests.opinfo import swept
 REST = [i for i in op_db if i not in test_compile_ops.INFOS and torch.float32 in i.dtypes]
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("info", REST, ids=lambda info: info.formatted_name)
 def test_samples(info: Any) -> None:
     failed = [o for o in swept(info, torch.float32, 1, 20.0) if o.kind not in ("right", "not applicable")]

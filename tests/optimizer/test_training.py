@@ -101,6 +101,7 @@ def losses(
     return found + [second.step(number, **how) for number in range(RESUMED, STEPS)]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("when", ["step", "forward"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_hundred_steps_have_the_losses_of_torch_optims(name: str, when: str) -> None:
@@ -121,6 +122,7 @@ def test_two_hundred_steps_within_backward_passes(name: str, monkeypatch: pytest
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SOME)
 def test_kernels_over_two_hundred_steps(name: str) -> None:
     """Rounding differs by digits, which a training carries on; it learns what eager learns."""
@@ -234,6 +236,7 @@ def killed_after(step: int, path: Path, when: str) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_process_that_is_killed_loses_no_checkpoint(when: str, tmp_path: Path) -> None:
     start = model_of()

@@ -537,6 +537,7 @@ MODELS = {"gpt2": (2, True), "bert": (2, True), "llama": (2, True), "t5": (6, Fa
           "encoder layer": (1, True)}  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, train: bool) -> None:

@@ -173,6 +173,7 @@ def check(fn: Callable[..., Any], x: Tensor, w: Tensor, t: Tensor, backend: str 
     return notes(compiled)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_results_and_gradients(loss: Callable[..., Tensor], dtype: torch.dtype) -> None:
@@ -297,6 +298,7 @@ def biased_logits(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits.flatten(0, -2).float(), t.flatten(), label_smoothing=0.1), logits
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fn", [with_loss, with_logits, biased_logits], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("read", [False, True], ids=["loss", "loss and logits"])

@@ -242,6 +242,7 @@ def _notes_of(name: str, *, dynamic: bool | None = None, **extra: torch.Tensor) 
     return [n for n in notes if n.rule == "attention mask"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [(name, None) for name in ("gpt2", "whisper", "mistral", "bert", "vit", "t5")] + [("llama", True)],

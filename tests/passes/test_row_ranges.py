@@ -68,6 +68,7 @@ class Mlp(nn.Module):
         return x + F.linear(swiglu(rms_norm(x, self.norm), self.gate, self.up), self.down)
 
 
+@pytest.mark.sample(1, group="long")
 def test_each_number_of_rows() -> None:
     """A plan for each range, whichever numbers come first; of more rows the products are the library's."""
     model = Mlp(96, torch.bfloat16)
@@ -87,6 +88,7 @@ def test_each_number_of_rows() -> None:
         assert len(left) == (3 if "more than" in plan.notes.get("row ranges", "") else 0)
 
 
+@pytest.mark.sample(1, group="long")
 def test_a_range_has_one_plan() -> None:
     model = Mlp(160, torch.float32)
     fast = fc.compile(model, backend="interpret", strict=True)
@@ -99,6 +101,7 @@ def test_a_range_has_one_plan() -> None:
         assert f"products of {rows}," in plan.notes["phase"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore::fusion_compiler.FusionWarning")  # clusters run by ATen
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [2, 3, 7, 16])
@@ -121,6 +124,7 @@ def test_every_schedule(rows: int, dtype: torch.dtype) -> None:
     assert not products_left(compiler)
 
 
+@pytest.mark.sample(1, group="long")
 def test_a_layer_that_decodes() -> None:
     """Attention is of any number of sequences too."""
 

@@ -86,6 +86,7 @@ class Counting(nn.Module):
 MLP = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.LayerNorm(16))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "args"),
     [
@@ -144,6 +145,7 @@ WEIGHT = torch.randn(8, requires_grad=True)
 LAYER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -196,6 +198,7 @@ def shapes(plans: Any) -> list[tuple[str, list[tuple[str, int]]]]:
     return [(p.name, sorted((c.name, len(c.ops)) for c in p.clusters)) for p in plans]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_the_plans_are_those_of_compile(name: str) -> None:
     model, batch = models.small(name, dropout=False)

@@ -103,6 +103,7 @@ def programs(dtype: torch.dtype) -> Iterator[tuple[str, Made]]:
             yield f"{' + '.join(names)} of {rows} x {cols}", made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_is_allowed_can_be_printed(dtype: torch.dtype) -> None:
     allowed = refused = 0
