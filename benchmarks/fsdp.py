@@ -2,8 +2,8 @@
 
 It prints milliseconds of a step (median of nine means of four steps), the host's share, GB at the peak and
 the last loss, for eager, torch.compile and ours, each over the whole model and over each block. `--size
-small` is bound by the host, `large` by the device. It runs on GPUs with NCCL, and with `--size tiny` on CPUs with
-gloo, where times mean nothing.
+small` is bound by the host, `large` by the device. It runs on GPUs with NCCL. On CPUs it uses gloo: take
+`--size tiny`, and ignore the times.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ import fusion_compiler as fc
 from benchmarks.timing import synchronize
 from benchmarks.workloads import llama_model, tokens
 
-SIZES = {
-    "tiny": {"hidden": 64, "inner": 128, "heads": 2, "kv_heads": 1, "vocabulary": 256, "batch": 2, "length": 16},
-    "small": {"hidden": 256, "inner": 512, "heads": 4, "kv_heads": 1, "vocabulary": 2048, "batch": 2, "length": 64},
-    "middle": {
-        "hidden": 2048, "inner": 8192, "heads": 32, "kv_heads": 8, "vocabulary": 32000, "batch": 4, "length": 1024,
-    },
-    "large": {
-        "hidden": 2048, "inner": 8192, "heads": 32, "kv_heads": 8, "vocabulary": 128256, "batch": 4, "length": 2048,
-    },
-}  # fmt: skip
+KEYS = ("hidden", "inner", "heads", "kv_heads", "vocabulary", "batch", "length")
+ROWS = {
+    "tiny": (64, 128, 2, 1, 256, 2, 16),
+    "small": (256, 512, 4, 1, 2048, 2, 64),
+    "middle": (2048, 8192, 32, 8, 32000, 4, 1024),
+    "large": (2048, 8192, 32, 8, 128256, 4, 2048),
+}
+SIZES = {name: dict(zip(KEYS, row, strict=True)) for name, row in ROWS.items()}
 LAYERS = 4
 ROUNDS, STEPS = 9, 4
 Compile = Callable[[nn.Module], Any]
