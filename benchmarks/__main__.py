@@ -23,6 +23,7 @@ BENCHMARKS = {
     "decode": "benchmarks.decode",
     "optimizer": "benchmarks.optimizer",
     "architectures": "benchmarks.architectures",
+    "channel-order": "benchmarks.channel_order",
     "compile-time": "benchmarks.compile_time",
     "overhead": "benchmarks.overhead",
     "readme": "benchmarks.readme",
