@@ -19,7 +19,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ HALF = ("efficientnet bf16 128x32x", "efficientnet bf16 128x144x56^2 k5", "effic
 def cases() -> list[Convolution]:
     """All convolutions in bfloat16, then some of them in float16."""
     half = [c for c in CASES if c.name.startswith(HALF)]
-    return [*CASES, *(Convolution(**{**c.__dict__, "dtype": torch.float16}) for c in half)]
+    return [*CASES, *(replace(c, dtype=torch.float16) for c in half)]
 
 
 def passes(case: Convolution, last: bool, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -200,8 +200,9 @@ def main(options: argparse.Namespace) -> None:
     for case in chosen:
         if time.monotonic() - begin > within:
             break
-        quick = {"batch": 1, "side": min(case.side, 8), "kernel": min(case.kernel, 5)}
-        rows.append(row := measure(Convolution(**{**case.__dict__, **quick}) if options.quick else case, device))
+        quick: dict[str, int] = {"batch": 1, "side": min(case.side, 8), "kernel": min(case.kernel, 5)}
+        row = measure(replace(case, **quick) if options.quick else case, device)
+        rows.append(row)
         pairs = (f"{row.first[name]:6.0f}/{row.last[name]:<6.0f}" for name in MASKS)
         print(f"{case.name:44} {' '.join(pairs)} {row.gain:5.2f} {row.copy:5.0f}", flush=True)
     print(f"{len(rows)} of {len(chosen)} in {time.monotonic() - begin:.0f} s")
