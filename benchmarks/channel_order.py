@@ -18,7 +18,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -46,12 +46,13 @@ class Convolution:
     groups: int = 1
     rank: int = 4
     dilation: int = 1
+    rows: bool = False  # kernels of one row of `kernel` elements
     dtype: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
         shape = f"{self.batch}x{self.inputs}x{self.side}^{self.rank - 2}"
-        extra = f" d{self.dilation}" if self.dilation > 1 else ""
+        extra = (f" d{self.dilation}" if self.dilation > 1 else "") + (" row" if self.rows else "")
         to = "" if self.inputs == self.outputs else f" -> {self.outputs}"
         half = "f16" if self.dtype is torch.float16 else "bf16"
         return f"{self.net} {half} {shape}{to} k{self.kernel} s{self.stride} g{self.groups}{extra}"
@@ -103,6 +104,22 @@ CASES: tuple[Convolution, ...] = (
     Convolution("odd", 64, 36, 36, 56, 3, groups=12),
     Convolution("multiplied", 64, 64, 128, 56, 3, groups=64),
     Convolution("large", 32, 256, 256, 32, 31, groups=256),
+    *(Convolution("width", 64, 576, 576, 14, 3, groups=576 // w)
+      for w in (4, 8, 12, 16, 24, 32, 36, 48, 64, 72, 96, 144, 192, 288, 576)),
+    *(Convolution("width", 64, 192, 192, 56, 3, groups=192 // w)
+      for w in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192)),
+    *_grouped("width", 64, 8, (128, 56, 1), (216, 28, 1)),
+    *_grouped("width", 64, 72, (216, 28, 1), (216, 56, 2)),
+    *_grouped("width", 64, 32, (288, 28, 1), (768, 14, 1)),
+    *_depthwise("depthwise", 128, (576, 14, 3, 2), (672, 14, 3, 2), (672, 14, 5, 2), (240, 28, 5, 2),
+                (672, 14, 5, 1), (960, 14, 7, 2), (256, 32, 9, 1), (256, 32, 11, 1), (256, 32, 13, 1)),
+    *_depthwise("depthwise", 16, (672, 14, 5, 2), (480, 28, 5, 2)),
+    Convolution("rows", 64, 96, 96, 56, 11, groups=96, rows=True),
+    Convolution("rows", 8, 2048, 2048, 1024, 3, groups=2048, rank=3),
+    Convolution("rows", 8, 512, 512, 1024, 7, groups=512, rank=3),
+    Convolution("dilated", 16, 256, 256, 64, 3, dilation=2),
+    Convolution("dilated", 16, 256, 256, 64, 3, groups=8, dilation=2),
+    Convolution("deeplab", 16, 728, 728, 33, 3, groups=728, dilation=4),
     Convolution("stem", 128, 3, 32, 224, 3, 2),
     Convolution("product", 128, 16, 96, 112, 1),
     Convolution("product", 128, 480, 80, 14, 1),
@@ -129,8 +146,10 @@ def passes(case: Convolution, last: bool, device: torch.device) -> Iterator[tupl
     row where channels are to be last."""
     spread, rank = case.rank - 2, case.rank
     x = torch.randn(case.batch, case.inputs, *[case.side] * spread, device=device, dtype=case.dtype)
-    w = torch.randn(case.outputs, case.inputs // case.groups, *[case.kernel] * spread, device=device)
-    sizes = [[case.stride] * spread, [case.kernel // 2 * case.dilation] * spread, [case.dilation] * spread]
+    kernel = [1, case.kernel] if case.rows else [case.kernel] * spread
+    w = torch.randn(case.outputs, case.inputs // case.groups, *kernel, device=device)
+    padding = [k // 2 * case.dilation for k in kernel]
+    sizes = [[case.stride] * spread, padding, [case.dilation] * spread]
     if last and rank == 3:
         x, w, rank = x.unsqueeze(2), w.unsqueeze(2), 4
         sizes = [[fill, *size] for fill, size in zip((1, 0, 1), sizes, strict=True)]
@@ -147,7 +166,7 @@ def passes(case: Convolution, last: bool, device: torch.device) -> Iterator[tupl
 
 
 def _backward(
-    gradient: Tensor, x: Tensor, w: Tensor, geometry: list[object], mask: list[bool]
+    gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[object], mask: list[bool]
 ) -> Callable[[], object]:
     return lambda: _aten.convolution_backward.default(gradient, x, w, None, *geometry, mask)
 
