@@ -1,4 +1,4 @@
-"""Time single convolutions with channels first and channels last: the facts behind `convolution_facts.py`.
+"""Time single convolutions with channels first and channels last: the facts behind `ir/convolution_times.py`.
 
     python -m benchmarks channel-order [--filter REGEX] [--within SECONDS] [--json FILE]
 
@@ -121,6 +121,13 @@ CASES: tuple[Convolution, ...] = (
     Convolution("dilated", 16, 256, 256, 64, 3, groups=8, dilation=2),
     Convolution("deeplab", 16, 728, 728, 33, 3, groups=728, dilation=4),
     Convolution("stem", 128, 3, 32, 224, 3, 2),
+    Convolution("dense", 64, 3, 64, 224, 7, 2),
+    Convolution("dense", 64, 64, 64, 56, 3),
+    Convolution("dense", 64, 64, 256, 56, 1),
+    Convolution("dense", 64, 256, 256, 28, 3, 2),
+    Convolution("dense", 64, 256, 256, 14, 3),
+    Convolution("dense", 64, 2048, 512, 7, 1),
+    Convolution("dense", 64, 128, 32, 28, 3),
     Convolution("product", 128, 16, 96, 112, 1),
     Convolution("product", 128, 480, 80, 14, 1),
     Convolution("squeeze", 128, 480, 20, 1, 1),
