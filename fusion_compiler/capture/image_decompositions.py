@@ -1,8 +1,10 @@
-"""What stands beside convolutions, in rows of the operator table.
+"""Convolutions and what stands beside them, in rows of the operator table.
 
 cuDNN's convolutions add no bias: ATen adds it in a pass over the result, and sums its gradient in another
-over the result's gradient. Apart from the convolution both join the clusters around them. Everything here
-keeps channels-last. On a CPU convolutions have their bias inside, which rounds once, and stay whole.
+over the result's gradient. Apart from the convolution both join the clusters around them. ATen and cuDNN also
+copy an operand that does not lie as the convolution wants it. Here such a copy is a node of the graph, which
+the kernel that computes the operand carries out by storing it in that order. On a CPU convolutions have their
+bias inside, which rounds once, and stay whole.
 """
 
 from __future__ import annotations
@@ -15,39 +17,100 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
+from fusion_compiler.ir.channel_order import copy_in_order, to_memory_format
+from fusion_compiler.ir.convolution_times import convolution_of, faster_is_last
+
 aten = torch.ops.aten
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _adds_apart(x: Tensor) -> bool:
+def _on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.is_floating_point()
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """conv(x [n, c, ...], weight, bias [o]) -> conv(x, weight) + bias, on CUDA."""
-    if bias is None or not _adds_apart(x) or bias.dtype != x.dtype:
+    """conv(x [n, c, ...], weight, bias [o]) -> conv(x, weight) in its faster order of channels + bias, on
+    CUDA."""
+    if not _on_gpu(x):
         return NotImplemented
-    result = aten.convolution.default(x, weight, None, *geometry)
-    return result + bias.view([-1 if d == 1 else 1 for d in range(result.ndim)])
+    order = _order(x, weight)
+    faster = _faster_order(x, weight, geometry, "forward", order)
+    operands = _in_order((x, weight), faster)
+    apart = bias is not None and bias.dtype == x.dtype
+    if not apart and operands is None:
+        return NotImplemented
+    result = aten.convolution.default(*(operands or (x, weight)), None if apart else bias, *geometry)
+    result = result if faster is order else _copied(result, order)
+    return result + bias.view([-1 if d == 1 else 1 for d in range(result.ndim)]) if apart else result
 
 
 def convolution_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *rest: Any
 ) -> Gradients:
-    """The bias's gradient as a sum over all but the channels, in float32, on CUDA."""
+    """Compute the gradients of image and weight, each in its faster order of channels, and return them in the
+    orders of image and weight; sum the bias's over all but the channels, in float32. On CUDA."""
     *geometry, wanted = rest
-    if not wanted[2] or not _adds_apart(gradient):
+    if not _on_gpu(gradient):
         return NotImplemented
+    order, calls = _order(x, weight), [wanted[:2]]
+    faster = [_faster_order(x, weight, geometry, name, order) for name in ("dgrad", "wgrad")]
+    if wanted[0] and wanted[1] and faster[0] is not faster[1]:
+        calls = [[True, False], [False, True]]
+    gradients: list[Tensor | None] = [None, None, _bias_gradient(gradient) if wanted[2] else None]
+    for mask in calls:
+        if not any(mask):
+            continue
+        runs = faster[0 if mask[0] else 1]
+        operands = _in_order((gradient, x, weight), runs)
+        if operands is None and not wanted[2] and len(calls) == 1:
+            return NotImplemented
+        found = aten.convolution_backward.default(
+            *(operands or (gradient, x, weight)), bias_sizes, *geometry, [*mask, False]
+        )
+        for i, operand in enumerate((x, weight)):
+            if mask[i]:
+                own = suggest_memory_format(operand)
+                gradients[i] = found[i] if runs is own else _copied(found[i], own)
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _bias_gradient(gradient: Tensor) -> Tensor:
     dims = [d for d in range(gradient.ndim) if d != 1]
     half = gradient.dtype in (torch.float16, torch.bfloat16)
-    bias = torch.sum(gradient, dims, dtype=torch.float32 if half else None).to(gradient.dtype)
-    if not (wanted[0] or wanted[1]):
-        return None, None, bias
-    found = aten.convolution_backward.default(
-        gradient, x, weight, bias_sizes, *geometry, [wanted[0], wanted[1], False]
-    )
-    return found[0], found[1], bias
+    return torch.sum(gradient, dims, dtype=torch.float32 if half else None).to(gradient.dtype)
+
+
+def _order(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """Return the order of an eager convolution's result: channels last if either operand has them last."""
+    orders = (suggest_memory_format(x), suggest_memory_format(weight))
+    return next((order for order in orders if order is not torch.contiguous_format), orders[0])
+
+
+def _faster_order(
+    x: Tensor, weight: Tensor, geometry: Sequence[Any], name: str, order: torch.memory_format
+) -> torch.memory_format:
+    """Return the order in which to run a pass whose operands and result are to lie in `order`."""
+    stride, _, dilation, transposed, _, groups = geometry
+    shape = None
+    if x.dtype in (torch.float16, torch.bfloat16) and not transposed:
+        shape = convolution_of(x.shape, weight.shape, stride, dilation, groups)
+    if shape is None:
+        return order
+    last = faster_is_last(shape, name, order is torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def _in_order(tensors: Sequence[Tensor], order: torch.memory_format) -> tuple[Tensor, ...] | None:
+    """Return the tensors in an order of memory; None if all of them lie in it."""
+    if all(t.is_contiguous(memory_format=order) for t in tensors):
+        return None
+    return tuple(_copied(t, order) for t in tensors)
+
+
+def _copied(x: Tensor, order: torch.memory_format) -> Tensor:
+    """Return `x` in an order of memory, as a copy if it does not lie in it."""
+    return x if x.is_contiguous(memory_format=order) else x.clone(memory_format=order)
 
 
 def nearest_backward(
@@ -75,6 +138,7 @@ def nearest_backward(
 
 
 TABLE: dict[OpOverload, Callable[..., Any]] = {
+    to_memory_format: copy_in_order,
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
     aten.upsample_nearest1d_backward.default: nearest_backward,

@@ -88,6 +88,12 @@ CASES: dict[type[nn.Module], tuple[int, ...]] = {
 }
 
 
+def turn_always(patch: pytest.MonkeyPatch) -> None:
+    """Put channels last on a CPU and in float32 too, and in nets so small that it does not pay."""
+    patch.setattr(innermost_channels, "has_tensor_units", lambda x: True)
+    patch.setattr(innermost_channels, "_pays", lambda graph, convolutions: bool(convolutions))
+
+
 def run(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
     x = x.detach().requires_grad_()
     out = called(x)
@@ -101,7 +107,7 @@ def run(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("net", CASES, ids=lambda n: n.__name__)
 def test_results_and_their_layout_are_the_same(net: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(innermost_channels, "has_tensor_units", lambda x: True)
+    turn_always(monkeypatch)
     model, x = net(), torch.randn(CASES[net])
     eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     fast: Any = fc.compile(model, backend="interpret", strict=net is not Residual)
@@ -118,7 +124,8 @@ def steps(x: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("net", [Residual, Grouped, Sequence, Video], ids=lambda n: n.__name__)
-def test_all_that_convolutions_read_is_turned(net: type[nn.Module]) -> None:
+def test_all_that_convolutions_read_is_turned(net: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(innermost_channels, "_pays", lambda graph, convolutions: bool(convolutions))
     model = net().eval()
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
 
@@ -139,7 +146,7 @@ def test_all_that_convolutions_read_is_turned(net: type[nn.Module]) -> None:
 
 
 def test_norms_of_groups_copy_no_image_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(innermost_channels, "has_tensor_units", lambda x: True)
+    turn_always(monkeypatch)
     model = Grouped()
     fast: Any = fc.compile(model, backend="eager")
     fast(torch.randn(CASES[Grouped])).sum().backward()
@@ -148,7 +155,8 @@ def test_norms_of_groups_copy_no_image_to_and_fro(monkeypatch: pytest.MonkeyPatc
     assert images and all(stride[1] == 1 for stride in images)
 
 
-def test_a_net_that_returns_a_part_of_an_image_stays() -> None:
+def test_a_net_that_returns_a_part_of_an_image_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(innermost_channels, "_pays", lambda graph, convolutions: True)
     def function(x: Tensor, w: Tensor) -> Tensor:
         return torch.ops.aten.slice.Tensor(F.conv2d(x, w), 2, 0, 6, 2)
 

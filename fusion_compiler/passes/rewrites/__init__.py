@@ -28,7 +28,7 @@ from fusion_compiler.passes.rewrites.written_attention import call_attention
 
 # Rows are kept to a range first: what follows may ask for it. Attention next, whose masks are then proved;
 # then masks: without a mask tensor, grouped queries reach the flash kernel. Rows are dropped before products
-# are padded, which puts a slice of its own behind them.
+# are padded, which puts a slice of its own behind them. Pooling is a mean before channels are put last.
 DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     keep_to_ranges,
     call_attention,
@@ -44,11 +44,11 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     drop_rows,
     multiply_patches,
     multiply_sums,
+    average_whole,
     turn_channels,
     end_convolutions,
     align_features,
     order_rows,
-    average_whole,
     compare_windows,
     number_literals,
 )

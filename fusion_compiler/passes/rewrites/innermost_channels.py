@@ -1,17 +1,19 @@
-"""Convolutions in 16 bits read and write channels as the innermost dimension.
+"""Convolutions in 16 bits read and write channels last where that makes a net faster.
 
-    conv2d(x, w)   ->   conv2d(x with channels innermost, w likewise)
+    conv2d(x, w)   ->   conv2d(to_memory_format(x, channels_last), to_memory_format(w, channels_last))
 
-Tensor units want them so: given images channel by channel, cuDNN turns each of them before a convolution and
-back behind it. Element-wise work, norms and pooling between convolutions hand the order on, so that what is
-left to turn are a net's first image, its weights, and what it returns. Sequences, which PyTorch has no such
-order for, are images of one row.
+cuDNN's kernels for tensor units and for depthwise convolutions want channels last: given channels first, it
+copies the operands and the result of each convolution, or PyTorch takes slower kernels of its own. The order
+is decided for a net as a whole, by the times in `ir/convolution_times.py`. Element-wise operators, norms and
+pooling hand the order of their operands on, so that only a net's first image, its weights and its results are
+copied. A pass of a convolution that is slower with channels last runs with channels first, between copies
+(`capture/image_decompositions.py`). Sequences, which PyTorch has no such order for, are images of one row.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +28,10 @@ from fusion_compiler.capture.graphs import (
     mutated_nodes,
     refuse_strides,
     trace_again,
+    wants_gradient,
 )
+from fusion_compiler.ir.channel_order import dimensions_in_memory, to_memory_format
+from fusion_compiler.ir.convolution_times import COPY, PASSES, convolution_of, shortest
 from fusion_compiler.ir.group_norm import group_norm
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 
@@ -39,54 +44,88 @@ _TARGETS: dict[object, OpOverload] = {
     _aten.conv3d.default: _aten.conv3d.default,
 }
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default}
-FEWEST = 8  # channels: fewer fill no tensor unit
+FEWEST = 8  # channels: sequences and volumes of fewer stay as they are
 
 
 def turn_channels(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
-    """Turn what convolutions of `gm` (ATen above autograd) read, where the device has tensor units for it."""
-    found = [node for node in gm.graph.nodes if _can_turn(node)]
-    if not any(map(_gains, found)):
+    """Put channels last in the convolutions of `gm` (ATen above autograd) if the whole graph gets faster."""
+    convolutions = [node for node in gm.graph.nodes if _is_in_16_bits(node)]
+    chosen = [node for node in convolutions if _can_turn(node)]
+    if not _pays(gm.graph, chosen):
         return gm, ()
     new, nodes = copied(gm)
-    turned = {_turn(nodes[node]): node.meta["val"] for node in found}
-    norms = [node for node in _behind(new.graph, turned) if node.target is _aten.group_norm.default]
-    turned |= {_keep_order(node): node.meta["val"] for node in norms}
-    behind = _behind(new.graph, turned)
+    orders = {nodes[n]: torch.contiguous_format for n in convolutions if n.meta["val"].dim() > 3}
+    orders |= {nodes[n]: _FORMATS[max(n.meta["val"].dim(), 4)] for n in chosen}
+    behind = _behind(new.graph, {nodes[n] for n in chosen})
     try:
-        for node in behind:
-            if node.op == "call_function":
-                refuse_strides(node)
         _copy_views(behind)
-        _restore_results(new.graph, {n: turned.get(n, n.meta.get("val")) for n in behind})
-        trace_again(behind)
+        values = _lay_out(behind, orders)
+        _restore_results(new.graph, values)
     except (Refused, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        return gm, tuple(RewriteNote(RULE, node.name, False, reason) for node in found)
+        return gm, tuple(RewriteNote(RULE, node.name, False, reason) for node in chosen)
     new.recompile()
-    return new, tuple(RewriteNote(RULE, node.name, True, "its channels are innermost") for node in found)
+    return new, tuple(RewriteNote(RULE, node.name, True, "its channels are innermost") for node in chosen)
+
+
+def _is_in_16_bits(node: fx.Node) -> bool:
+    return node.target in _TARGETS and has_tensor_units(arguments(node)["input"].meta["val"])
 
 
 def _can_turn(node: fx.Node) -> bool:
-    if node.target not in _TARGETS:
-        return False
+    """True for images, and for sequences and volumes in one group: in several, channels last is slower."""
     named = arguments(node)
     x, weight = named["input"].meta["val"], named["weight"].meta["val"]
-    known = x.dim() == weight.dim() and all(isinstance(n, int) for n in (*x.shape[1:], *weight.shape))
-    return known and has_tensor_units(x) and named["groups"] == 1
+    static = x.dim() == weight.dim() and all(isinstance(n, int) for n in (*x.shape[1:], *weight.shape))
+    return static and (named["groups"] == 1 or node.target is _aten.conv2d.default)
 
 
 def has_tensor_units(x: torch.Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def _gains(node: fx.Node) -> bool:
+def _pays(graph: fx.Graph, convolutions: Sequence[fx.Node]) -> bool:
+    """True if channels last saves more time in the convolutions than copies at the graph's ends take."""
+    trains = torch.is_grad_enabled() and any(map(wants_gradient, graph.nodes))
+    saved = sum(_saved_us(node, PASSES if trains else PASSES[:1]) for node in convolutions)
+    turned = [node for node in convolutions if node.meta["val"].dim() == 4]
+    ends = {n for c in turned if (n := c.all_input_nodes[0]).op == "placeholder" and not _is_last(n)}
+    ends |= {*graph.output_node().all_input_nodes} & {*_behind(graph, turned)}
+    copies = sum(_copy_us(node) for node in ends) * (2 if trains else 1)
+    return saved > copies or any(_gains(n) for n in convolutions if n.meta["val"].dim() != 4)
+
+
+def _saved_us(node: fx.Node, passes: Sequence[str]) -> float:
     named = arguments(node)
-    x, weight = named["input"].meta["val"], named["weight"].meta["val"]
-    return min(weight.shape[:2]) >= FEWEST and max(weight.shape[2:]) > 1 and x.stride(1) != 1
+    x, weight = named["input"], named["weight"].meta["val"]
+    shape = convolution_of(
+        x.meta["val"].shape, weight.shape, named["stride"], named["dilation"], named["groups"]
+    )
+    if shape is None or _is_last(x):
+        return 0
+    return sum(shortest(shape, name, False) - shortest(shape, name, True) for name in passes)
+
+
+def _copy_us(node: fx.Node) -> float:
+    value = node.meta["val"]
+    image = isinstance(value, torch.Tensor) and value.dim() == 4
+    sizes = [n if isinstance(n, int) else 1 for n in value.shape] if image else [0]
+    return 1e6 * 2 * 2 * torch.Size(sizes).numel() / COPY
+
+
+def _is_last(node: fx.Node) -> bool:
+    return node.meta["val"].stride(1) == 1
+
+
+def _gains(node: fx.Node) -> bool:
+    """True if a convolution of sequences or volumes is faster with channels last."""
+    weight = arguments(node)["weight"].meta["val"]
+    wide = min(weight.shape[:2]) >= FEWEST and max(weight.shape[2:]) > 1
+    return wide and not _is_last(node.all_input_nodes[0])
 
 
 def _behind(graph: fx.Graph, sources: Collection[fx.Node]) -> list[fx.Node]:
-    """Some nodes, and all that is made of them, in order."""
+    """Return `sources` and all nodes that are computed from them, in order."""
     found = dict.fromkeys(sources)
     for node in graph.nodes:
         if not found.keys().isdisjoint(node.all_input_nodes):
@@ -94,8 +133,29 @@ def _behind(graph: fx.Graph, sources: Collection[fx.Node]) -> list[fx.Node]:
     return [node for node in graph.nodes if node in found]
 
 
-def _turn(node: fx.Node) -> fx.Node:
-    """Puts a convolution of turned operands in `node`'s place; the node that has its shape."""
+def _lay_out(behind: Sequence[fx.Node], orders: dict[fx.Node, torch.memory_format]) -> dict[fx.Node, Any]:
+    """Give each convolution its operands in its order, and trace what follows again.
+
+    Returns the values that the nodes had before. Raises Refused where another operator would see the strides.
+    """
+    values: dict[fx.Node, Any] = {}
+    for node in behind:
+        value = node.meta.get("val")
+        if node in orders:
+            node = _turn(node, orders[node])
+        elif node.target is _aten.group_norm.default:
+            node = _keep_order(node)
+        elif node.target is _aten.mean.dim:
+            node = _average(node)
+        elif node.op == "call_function":
+            refuse_strides(node)
+            trace_again([node])
+        values[node] = value
+    return values
+
+
+def _turn(node: fx.Node, order: torch.memory_format) -> fx.Node:
+    """Replace a convolution by one whose operands lie in `order`; return the node that has its shape."""
     named = arguments(node)
     x, weight, bias = named["input"], named["weight"], named["bias"]
     geometry = [list(named[n]) for n in ("stride", "padding", "dilation")]
@@ -103,8 +163,7 @@ def _turn(node: fx.Node) -> fx.Node:
         if one_row := weight.meta["val"].dim() == 3:
             x, weight = (emit(node, _aten.unsqueeze.default, n, 2) for n in (x, weight))
             geometry = [[fill, *given] for fill, given in zip((1, 0, 1), geometry, strict=True)]
-        options = {"memory_format": _FORMATS[weight.meta["val"].dim()]}
-        x, weight = (emit(node, _aten.contiguous.default, n, **options) for n in (x, weight))
+        x, weight = (_in_order(node, operand, order) for operand in (x, weight))
         made = emit(node, _TARGETS[node.target], x, weight, bias, *geometry, named["groups"])
         if one_row:
             made = emit(node, _aten.squeeze.dim, made, 2)
@@ -113,8 +172,14 @@ def _turn(node: fx.Node) -> fx.Node:
     return made
 
 
+def _in_order(node: fx.Node, operand: fx.Node, order: torch.memory_format) -> fx.Node:
+    if operand.meta["val"].is_contiguous(memory_format=order):
+        return operand
+    return emit(node, to_memory_format, operand, order)
+
+
 def _keep_order(node: fx.Node) -> fx.Node:
-    """Puts a norm of groups that takes its input as it lies in `node`'s place."""
+    """Replace a norm of groups by one that keeps the order of its input; return its result's node."""
     named = arguments(node)
     with node.graph.inserting_before(node):
         norm = emit(node, group_norm, *(named[n] for n in ("input", "weight", "bias", "num_groups", "eps")))
@@ -124,8 +189,32 @@ def _keep_order(node: fx.Node) -> fx.Node:
     return made
 
 
+def _average(node: fx.Node) -> fx.Node:
+    """Replace a mean over pixels by one of a view that has the image's dimensions as they lie in memory.
+
+    Its gradient, an image of equal pixels, then lies as the image does. Returns the result's node.
+    """
+    named = arguments(node)
+    x, keepdim = named["self"], named["keepdim"]
+    order = dimensions_in_memory(x.meta["val"])
+    dims = [d % len(order) for d in named["dim"] or order]
+    kept = [d for d in order if d not in dims]
+    if order == sorted(order) or kept != sorted(kept):
+        trace_again([node])
+        return node
+    with node.graph.inserting_before(node):
+        turned = emit(node, _aten.permute.default, x, order)
+        dims = [order.index(d) for d in dims]
+        mean = emit(node, _aten.mean.dim, turned, dims, keepdim, dtype=named["dtype"])
+        if keepdim:
+            mean = emit(node, _aten.permute.default, mean, [order.index(d) for d in range(len(order))])
+    node.replace_all_uses_with(mean)
+    node.graph.erase_node(node)
+    return mean
+
+
 def _copy_views(behind: Sequence[fx.Node]) -> None:
-    """A view of what lies in another order may have to be a copy; none is, where a write would show in it."""
+    """Turn views into reshapes, which may copy, but for those through which a write would have to show."""
     written = mutated_nodes(behind)
     for i, node in enumerate(behind):
         if node.target not in _VIEWS:
@@ -135,14 +224,14 @@ def _copy_views(behind: Sequence[fx.Node]) -> None:
             node.target = _aten.reshape.default
 
 
-def _restore_results(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> None:
-    """Results of the graph are laid out as before. Raises Refused where they show only a part of a tensor."""
+def _restore_results(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
+    """Give the results the strides of `values`. Raises Refused if one is a part of a larger tensor."""
     output = graph.output_node()
     for node in set(output.all_input_nodes) & values.keys():
         value = values[node]
         if not isinstance(value, torch.Tensor) or value.dim() < 3:
             continue
-        order = sorted(range(value.dim()), key=lambda d: -value.stride(d))
+        order = dimensions_in_memory(value)
         with graph.inserting_before(output):
             turned = emit(node, _aten.permute.default, node, order)
             ordered = emit(node, _aten.contiguous.default, turned)

@@ -1,0 +1,45 @@
+"""A copy of a tensor in another memory format, whose gradient comes back with the tensor's own strides.
+
+PyTorch's `contiguous` passes a gradient on in whatever order it has. The gradient of a parameter would then
+leave the compiled backward pass with other strides than the parameter, and autograd would copy it, one launch
+for each parameter. The copies here are part of the graph, and so of the kernels around them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "fusion_compiler::to_memory_format"
+torch.library.define(NAME, "(Tensor input, MemoryFormat memory_format) -> Tensor")
+to_memory_format = torch.ops.fusion_compiler.to_memory_format.default
+
+
+def copy_in_order(x: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """Return a copy of `x` in `memory_format`."""
+    return x.clone(memory_format=memory_format)
+
+
+def with_dimensions(x: Tensor, dims: list[int]) -> Tensor:
+    """Return `x` as a dense tensor whose dimensions in memory are `dims`, the outermost first."""
+    return x.permute(dims).contiguous().permute([dims.index(d) for d in range(len(dims))])
+
+
+def dimensions_in_memory(x: Tensor) -> list[int]:
+    """Return the dimensions of `x` from the outermost in memory to the innermost."""
+    return sorted(range(x.dim()), key=lambda d: -x.stride(d))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.dims = dimensions_in_memory(inputs[0])
+
+
+def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return with_dimensions(gradient, ctx.dims), None
+
+
+torch.library.impl(NAME, "CompositeExplicitAutograd")(copy_in_order)
+torch.library.register_fake(NAME)(copy_in_order)
+torch.library.register_autograd(NAME, _gradient, setup_context=_save)
