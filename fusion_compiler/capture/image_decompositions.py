@@ -41,7 +41,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) 
     if not apart and operands is None:
         return NotImplemented
     result = aten.convolution.default(*(operands or (x, weight)), None if apart else bias, *geometry)
-    result = result if faster is order else _copied(result, order)
+    result = _returned(result, x, faster, order)
     return result + bias.view([-1 if d == 1 else 1 for d in range(result.ndim)]) if apart else result
 
 
@@ -70,8 +70,7 @@ def convolution_backward(
         )
         for i, operand in enumerate((x, weight)):
             if mask[i]:
-                own = suggest_memory_format(operand)
-                gradients[i] = found[i] if runs is own else _copied(found[i], own)
+                gradients[i] = _returned(found[i], operand, runs, suggest_memory_format(operand))
     return gradients[0], gradients[1], gradients[2]
 
 
@@ -105,12 +104,13 @@ def _in_order(tensors: Sequence[Tensor], order: torch.memory_format) -> tuple[Te
     """Return the tensors in an order of memory; None if all of them lie in it."""
     if all(t.is_contiguous(memory_format=order) for t in tensors):
         return None
-    return tuple(_copied(t, order) for t in tensors)
+    return tuple(t if t.is_contiguous(memory_format=order) else t.clone(memory_format=order) for t in tensors)
 
 
-def _copied(x: Tensor, order: torch.memory_format) -> Tensor:
-    """Return `x` in an order of memory, as a copy if it does not lie in it."""
-    return x if x.is_contiguous(memory_format=order) else x.clone(memory_format=order)
+def _returned(result: Tensor, like: Tensor, runs: torch.memory_format, order: torch.memory_format) -> Tensor:
+    """Return in `order` the result of a call that ran in another; `like` tells if its shape lies in both."""
+    both = all(like.is_contiguous(memory_format=f) for f in (runs, order))
+    return result if runs is order or both else result.clone(memory_format=order)
 
 
 def nearest_backward(

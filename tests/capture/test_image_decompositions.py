@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusion_compiler.capture import image_decompositions
 from fusion_compiler.capture.image_decompositions import TABLE
 from fusion_compiler.passes.rewrites import average_whole
 from tests.exactness import Compiled, not_as_close, wide
@@ -134,3 +135,58 @@ def test_pooling_to_more_stays() -> None:
         image(2, 3, 4, 6)
     )
     assert average_whole(gm) == (gm, ())
+
+
+@pytest.mark.parametrize("given", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
+@pytest.mark.parametrize("faster", ["", "forward", "dgrad", "wgrad", "forward dgrad wgrad"])
+def test_each_pass_runs_in_its_faster_order_and_returns_its_operands(
+    given: torch.memory_format, faster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """faster: the passes that are faster with channels last."""
+    monkeypatch.setattr(
+        image_decompositions, "faster_is_last", lambda shape, name, last: name in faster.split()
+    )
+    args = [
+        torch.randn(shape, dtype=torch.bfloat16).contiguous(memory_format=given)
+        for shape in ((2, 6, 4, 7), (2, 4, 7, 9), (6, 2, 3, 3))
+    ]
+
+    def passes(gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
+        y = aten.convolution.default(x, weight, None, *GEOMETRY)
+        return y, *aten.convolution_backward.default(
+            gradient, x, weight, None, *GEOMETRY, [True, True, False]
+        )[:2]
+
+    apart = on_cuda(passes, *args)
+    last = {
+        (n.target, tuple(n.args[-1]) if n.target is aten.convolution_backward.default else ()): [
+            v.meta["val"].stride(1) == 1 for v in n.all_input_nodes
+        ]
+        for n in apart.graph.nodes
+        if n.target in (aten.convolution.default, aten.convolution_backward.default)
+    }
+    names = {(): "forward", (True, False, False): "dgrad", (False, True, False): "wgrad"}
+    for (_, mask), orders in last.items():
+        (expected,) = {names[mask] in faster} if mask in names else {n in faster for n in ("dgrad", "wgrad")}
+        assert orders == [expected] * len(orders)
+    for our, true, operand in zip(apart(*args), passes(*wide(args)), args, strict=True):
+        torch.testing.assert_close(our.double(), true, rtol=2e-2, atol=2e-2)
+        assert our.stride() == operand.stride()
+
+
+def test_operands_in_two_orders_are_copied_by_the_graph() -> None:
+    """ATen would copy the image and the gradient inside of its calls."""
+    gradient, x, weight = image(2, 6, 4, 7).contiguous(), image(2, 4, 7, 9).contiguous(), image(6, 2, 3, 3)
+
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
+        return aten.convolution_backward.default(gradient, x, weight, None, *GEOMETRY, [True, True, False])[
+            :2
+        ]
+
+    apart = on_cuda(backward, gradient, x, weight)
+    (call,) = (n for n in apart.graph.nodes if n.target is aten.convolution_backward.default)
+    assert all(v.meta["val"].stride(1) == 1 for v in call.all_input_nodes)
+    ours, truth = apart(gradient, x, weight), backward(*wide((gradient, x, weight)))
+    for our, true, operand in zip(ours, truth, (x, weight), strict=True):
+        torch.testing.assert_close(our.double(), true, rtol=1e-4, atol=1e-4)
+        assert our.stride() == operand.stride()

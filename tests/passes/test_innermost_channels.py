@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
+from fusion_compiler.capture import image_decompositions
+from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.passes.rewrites import innermost_channels
 from fusion_compiler.passes.rewrites.innermost_channels import turn_channels
 from tests.passes.test_rewrites import on_cuda, traced_on_cuda
@@ -145,6 +148,99 @@ def test_all_that_convolutions_read_is_turned(net: type[nn.Module], monkeypatch:
         assert before.stride() == after.stride()
 
 
+def test_gradients_leave_a_compiled_pass_with_the_strides_of_their_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turn_always(monkeypatch)
+    model, x = Grouped(), torch.randn(CASES[Grouped]).requires_grad_()
+    leaves = [x, *model.parameters()]
+    gradients = torch.autograd.grad(fc.compile(model, backend="eager")(x).square().sum(), leaves)
+    assert [g.stride() for g in gradients] == [leaf.stride() for leaf in leaves]
+
+
+class Squeeze(nn.Module):
+    """Squeeze-and-excitation of [n, c, h, w]."""
+
+    def __init__(self, channels: int, inner: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(channels, inner, 1), nn.Conv2d(inner, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.up(F.silu(self.down(x.mean((2, 3), keepdim=True)))))
+
+
+def expanding(groups: int, kernel: int, act: type[nn.Module], squeeze: bool = True) -> nn.Module:
+    """A 1 x 1 convolution, one of groups, squeeze-and-excitation and a 1 x 1: [n, 32, h, w] -> the same."""
+
+    def norm(*convolution: Any, **options: Any) -> list[nn.Module]:
+        return [nn.Conv2d(*convolution, bias=False, **options), nn.BatchNorm2d(convolution[1])]
+
+    inner = norm(128, 128, kernel, padding=kernel // 2, groups=groups)
+    excite = [Squeeze(128, 8)] if squeeze else []
+    return nn.Sequential(*norm(32, 128, 1), act(), *inner, act(), *excite, *norm(128, 32, 1))
+
+
+class ConvNeXtBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(32, 32, 7, padding=3, groups=32), nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(self.norm(self.conv(x).permute(0, 2, 3, 1)))))
+        return y.permute(0, 3, 1, 2)
+
+
+class Net(nn.Module):
+    """A stem, a residual block and a head: [n, 3, 28, 28] -> [n, 10]."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32)
+        self.block, self.head = block, nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        return self.head(F.adaptive_avg_pool2d(F.relu(x + self.block(x)), 1).flatten(1))
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "EfficientNet": lambda: expanding(128, 5, nn.SiLU),
+    "MobileNetV3": lambda: expanding(128, 3, nn.Hardswish),
+    "RegNetY": lambda: expanding(8, 3, nn.ReLU),
+    "ResNeXt": lambda: expanding(16, 3, nn.ReLU, squeeze=False),
+    "ConvNeXt": ConvNeXtBlock,
+}
+SIDES = (28, 14)  # of the images of `Net`, and no number of its channels
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_inside_a_net_no_image_has_channels_first(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(innermost_channels, "has_tensor_units", lambda x: x.dtype is torch.bfloat16)
+    monkeypatch.setattr(image_decompositions, "_on_gpu", lambda x: x.is_floating_point())
+    model = Net(BLOCKS[block]()).to(torch.bfloat16)
+    report = fc.explain(model, torch.empty(256, 3, 28, 28, dtype=torch.bfloat16))
+    forward, backward = report.plans
+    assert forward.notes["channels innermost"].startswith("done")
+    assert stored_channels_first(forward) == stored_channels_first(backward) == set()
+
+
+def stored_channels_first(plan: FusionPlan) -> set[str]:
+    """Images that kernels and library calls of a plan store with a side as the innermost dimension."""
+    stored = {name for cluster in plan.clusters for name in cluster.outputs}
+    stored |= {left.op for left in plan.leftovers}
+    stored |= {
+        name for name in plan.dag.order if plan.dag.op(name).inputs and {*plan.dag.op(name).inputs} & stored
+    }
+    found: set[str] = set()
+    for name in stored:
+        for value in plan.dag.op(name).outputs:
+            image = len(value.shape) == 4 and value.shape[0] == 256 and 1 not in value.shape
+            if image and value.shape[value.stride.index(1)] in SIDES:
+                found.add(name)
+    return found
+
+
 def test_norms_of_groups_copy_no_image_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
     turn_always(monkeypatch)
     model = Grouped()
@@ -157,6 +253,7 @@ def test_norms_of_groups_copy_no_image_to_and_fro(monkeypatch: pytest.MonkeyPatc
 
 def test_a_net_that_returns_a_part_of_an_image_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(innermost_channels, "_pays", lambda graph, convolutions: True)
+
     def function(x: Tensor, w: Tensor) -> Tensor:
         return torch.ops.aten.slice.Tensor(F.conv2d(x, w), 2, 0, 6, 2)
 

@@ -56,10 +56,11 @@ def turn_channels(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     new, nodes = copied(gm)
     orders = {nodes[n]: torch.contiguous_format for n in convolutions if n.meta["val"].dim() > 3}
     orders |= {nodes[n]: _FORMATS[max(n.meta["val"].dim(), 4)] for n in chosen}
-    behind = _behind(new.graph, {nodes[n] for n in chosen})
     try:
+        images = _convert_inputs(new.graph, orders)
+        behind = _behind(new.graph, {*images, *(nodes[n] for n in chosen)})
         _copy_views(behind)
-        values = _lay_out(behind, orders)
+        values = _lay_out([node for node in behind if node not in images], orders)
         _restore_results(new.graph, values)
     except (Refused, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -131,6 +132,27 @@ def _behind(graph: fx.Graph, sources: Collection[fx.Node]) -> list[fx.Node]:
         if not found.keys().isdisjoint(node.all_input_nodes):
             found[node] = None
     return [node for node in graph.nodes if node in found]
+
+
+def _convert_inputs(graph: fx.Graph, orders: dict[fx.Node, torch.memory_format]) -> set[fx.Node]:
+    """Convert each image that is an input of the graph once, for all that reads it; return the copies.
+
+    An input that is written or viewed keeps its other readers, and convolutions copy it for themselves.
+    """
+    written = mutated_nodes(graph.nodes)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    copies: dict[fx.Node, fx.Node] = {}
+    for convolution, order in orders.items():
+        x = convolution.all_input_nodes[0]
+        if x.op != "placeholder" or x in copies or x in written or x.meta["val"].dim() < 4:
+            continue
+        if any(user.op == "output" or x in aliases(user) for user in x.users):
+            continue
+        with graph.inserting_before(first):
+            copies[x] = copy = _in_order(x, x, order)
+        if copy is not x:
+            x.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+    return {copy for x, copy in copies.items() if copy is not x}
 
 
 def _lay_out(behind: Sequence[fx.Node], orders: dict[fx.Node, torch.memory_format]) -> dict[fx.Node, Any]:
