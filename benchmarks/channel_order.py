@@ -208,6 +208,14 @@ def measure(case: Convolution, device: torch.device) -> Row:
     return Row(case.name, times[0], times[1], 2 * 2 * case.batch * elements / COPY * 1e6)
 
 
+def as_data(case: Convolution, row: Row) -> str:
+    """Return a measurement as a row of `MEASURED` in `ir/convolution_times.py`."""
+    shape = [case.batch, case.inputs, case.outputs, case.side, case.kernel, case.stride, case.groups]
+    sizes = " ".join(map(str, [*shape, case.dilation][: 7 + (case.dilation > 1)]))
+    first, last = (" ".join(f"{times[name]:.0f}" for name in MASKS) for times in (row.first, row.last))
+    return f'    _row("{sizes}", "{first}", "{last}"),'
+
+
 def _tried(call: Callable[[], object], device: torch.device) -> float:
     try:
         return microseconds(call, device)
@@ -232,5 +240,8 @@ def main(options: argparse.Namespace) -> None:
         pairs = (f"{row.first[name]:6.0f}/{row.last[name]:<6.0f}" for name in MASKS)
         print(f"{case.name:44} {' '.join(pairs)} {row.gain:5.2f} {row.copy:5.0f}", flush=True)
     print(f"{len(rows)} of {len(chosen)} in {time.monotonic() - begin:.0f} s")
+    for case, row in zip(chosen, rows, strict=False):
+        if case.rank == 4 and case.dtype is torch.bfloat16 and not case.rows:
+            print(as_data(case, row))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))

@@ -37,12 +37,14 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) 
     order = _order(x, weight)
     faster = _faster_order(x, weight, geometry, "forward", order)
     operands = _in_order((x, weight), faster)
-    apart = bias is not None and bias.dtype == x.dtype
-    if not apart and operands is None:
+    beside = bias if bias is not None and bias.dtype == x.dtype else None
+    if beside is None and operands is None:
         return NotImplemented
-    result = aten.convolution.default(*(operands or (x, weight)), None if apart else bias, *geometry)
+    result = aten.convolution.default(*(operands or (x, weight)), bias if beside is None else None, *geometry)
     result = _returned(result, x, faster, order)
-    return result + bias.view([-1 if d == 1 else 1 for d in range(result.ndim)]) if apart else result
+    if beside is None:
+        return result
+    return result + beside.view([-1 if d == 1 else 1 for d in range(result.ndim)])
 
 
 def convolution_backward(

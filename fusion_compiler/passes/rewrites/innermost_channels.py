@@ -44,7 +44,7 @@ _TARGETS: dict[object, OpOverload] = {
     _aten.conv3d.default: _aten.conv3d.default,
 }
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default}
-FEWEST = 8  # channels: sequences and volumes of fewer stay as they are
+FEWEST = 8  # channels: fewer fill no tensor unit
 
 
 def turn_channels(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
@@ -93,7 +93,7 @@ def _pays(graph: fx.Graph, convolutions: Sequence[fx.Node]) -> bool:
     ends = {n for c in turned if (n := c.all_input_nodes[0]).op == "placeholder" and not _is_last(n)}
     ends |= {*graph.output_node().all_input_nodes} & {*_behind(graph, turned)}
     copies = sum(_copy_us(node) for node in ends) * (2 if trains else 1)
-    return saved > copies or any(_gains(n) for n in convolutions if n.meta["val"].dim() != 4)
+    return saved > copies or any(map(_gains, convolutions))
 
 
 def _saved_us(node: fx.Node, passes: Sequence[str]) -> float:
@@ -119,9 +119,10 @@ def _is_last(node: fx.Node) -> bool:
 
 
 def _gains(node: fx.Node) -> bool:
-    """True if a convolution of sequences or volumes is faster with channels last."""
-    weight = arguments(node)["weight"].meta["val"]
-    wide = min(weight.shape[:2]) >= FEWEST and max(weight.shape[2:]) > 1
+    """True if a convolution in one group fills tensor units, whose kernels are faster with channels last."""
+    named = arguments(node)
+    weight = named["weight"].meta["val"]
+    wide = named["groups"] == 1 and min(weight.shape[:2]) >= FEWEST and max(weight.shape[2:]) > 1
     return wide and not _is_last(node.all_input_nodes[0])
 
 
