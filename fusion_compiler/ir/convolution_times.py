@@ -1,7 +1,7 @@
 """How long convolutions of images take in 16 bits, with channels first and with channels last.
 
 The rows are what `python -m benchmarks channel-order` printed on one H200 with PyTorch 2.11.0, CUDA 13.0 and
-cuDNN 9.19, bfloat16, at 17dbaaa. A convolution that was not measured takes as long as the most similar one
+cuDNN 9.19, bfloat16, on 2026-11-27. A convolution that was not measured takes as long as the most similar one
 that was, times the ratio of their elements. Depthwise convolutions with channels first are PyTorch's own
 kernels; everything else is cuDNN's, which copies operands and result if its kernel wants channels last.
 float16 was measured for eight rows: the faster order was the same in each of their passes.
