@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusion_compiler.ir.rewrite_note import Refused
+from fusion_compiler.ir.schema import bound
 
 _aten = torch.ops.aten
 _STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}
@@ -58,10 +59,9 @@ def place_of(tensor: torch.Tensor) -> int:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an ATen call by the names of its schema, defaults filled in."""
+    """Return the arguments of an ATen call by the names of its schema, with defaults filled in."""
     assert isinstance(node.target, OpOverload)
-    named = {a.name: a.default_value for a in node.target._schema.arguments}
-    return named | dict(zip(named, node.args, strict=False)) | dict(node.kwargs)
+    return bound(node.target, node.args, node.kwargs)
 
 
 def is_pure(node: fx.Node) -> bool:

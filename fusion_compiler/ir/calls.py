@@ -84,7 +84,8 @@ def _mark_sums(joint: fx.Graph) -> None:
     for node in sums:
         operands = [
             held.get(n) or ({n.meta[_MARK]} if _MARK in n.meta else set[object]())
-            for n in node.all_input_nodes
+            for n in node.args
+            if isinstance(n, fx.Node)
         ]
         held[node] = set[object]().union(*operands)
         if len(operands) == 2 and (twice := operands[0] & operands[1]):

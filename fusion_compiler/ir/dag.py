@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import networkx as nx
 import sympy
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import Max
 
@@ -20,7 +21,7 @@ from fusion_compiler.ir.dims import Dim, Hints, hint, numel, simple
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.pinned import pinned_values
-from fusion_compiler.ir.schema import written
+from fusion_compiler.ir.schema import bound, written
 
 aten = torch.ops.aten
 
@@ -54,8 +55,10 @@ class Ref:
 
 @dataclass(frozen=True)
 class Op:
-    """One operator. `inputs` are the names of the ops that it reads, in argument order.
+    """One operator.
 
+    inputs: the names of the ops that it reads, in the order of the arguments. An op that two arguments name is
+    listed once, so a position says nothing about an argument, and a Collection has none: see `operand`.
     args, kwargs: as in the fx node, with Ref(name) for tensors. outputs: one per result.
     flops, bytes: what it computes, and what it reads and writes when it runs alone.
     pinned: its value is one number wherever it is made or held, as something that jumps depends on it.
@@ -65,7 +68,7 @@ class Op:
     name: str
     target: object
     kind: Kind
-    inputs: tuple[str, ...]
+    inputs: Collection[str]
     outputs: tuple[TensorMeta, ...]
     args: tuple[object, ...]
     kwargs: tuple[tuple[str, object], ...]
@@ -75,6 +78,18 @@ class Op:
     call: EagerCall | None = None
     pinned: bool = False
     rounds: bool = False
+
+    @property
+    def first(self) -> str:
+        """The first op that it reads: the operand of a view, a cast or another operator of one tensor."""
+        return next(iter(self.inputs))
+
+    def operand(self, argument: str) -> str:
+        """Return the name of the op that is the argument of this name in the schema of an ATen call."""
+        assert isinstance(self.target, OpOverload)
+        named = bound(self.target, self.args, dict(self.kwargs))[argument]
+        assert isinstance(named, Ref)
+        return named.name
 
 
 @dataclass(frozen=True)
@@ -194,8 +209,18 @@ def _argument(arg: object) -> object:
     return arg
 
 
-def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMeta], hints: Hints) -> int:
-    """Arithmetic of one op: table rows by element, matrix products by their inner dimension."""
+# The argument of a matrix product whose last dimension is summed.
+_SUMMED = {
+    "mm": "self", "bmm": "self", "linear": "input", "expert_mm": "rows", "addmm": "mat1", "baddbmm": "batch1",
+    "_addmm_activation": "mat1",
+}  # fmt: skip
+
+
+def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorMeta], hints: Hints) -> int:
+    """Arithmetic of one op: table rows by element, matrix products by their inner dimension.
+
+    inputs: what the op reads, each tensor once.
+    """
 
     def numel_of(meta: TensorMeta) -> int:
         return numel(meta.shape, hints)
@@ -205,17 +230,22 @@ def _work(node: fx.Node, outputs: tuple[TensorMeta, ...], inputs: list[TensorMet
     if spec is not None:
         return spec.flops * (max([out, *map(numel_of, inputs)]) if spec.combine else out)
     name = name_of(node.target)
-    if name in ("mm", "bmm", "linear", "expert_mm"):
-        return 2 * out * hint(inputs[0].shape[-1], hints)
-    if name in ("addmm", "baddbmm", "_addmm_activation"):
-        return 2 * out * hint(inputs[1].shape[-1], hints)
-    if "attention" in name and len(inputs) >= 3:
-        query, key = inputs[:2]  # two products, forward; five in the backward pass
-        return (10 if "backward" in name else 4) * numel_of(query) * hint(key.shape[-2], hints)
-    if name.startswith("convolution") and len(inputs) >= 2:
-        weight = inputs[2 if "backward" in name else 1]
-        positions = inputs[0] if "backward" in name else outputs[0]
-        return 2 * numel_of(positions) * numel(weight.shape[1:], hints) * (2 if "backward" in name else 1)
+    named = bound(node.target, node.args, node.kwargs) if isinstance(node.target, OpOverload) else {}
+    operands = [a for a in node.args if isinstance(a, fx.Node)]
+
+    def meta(argument: str, position: int = 0) -> TensorMeta:
+        """Of an argument by its name; by its position where the operator has no schema."""
+        return metas_of(named.get(argument, operands[position]).meta["val"])[0]
+
+    backward = "backward" in name
+    if name in _SUMMED:
+        return 2 * out * hint(meta(_SUMMED[name]).shape[-1], hints)
+    if "attention" in name and len(operands) >= 3:
+        products = 10 if backward else 4  # two products forward, five in the backward pass
+        return products * numel_of(meta("query")) * hint(meta("key", 1).shape[-2], hints)
+    if name.startswith("convolution") and "weight" in named:
+        positions = meta("grad_output") if backward else outputs[0]
+        return 2 * numel_of(positions) * numel(meta("weight").shape[1:], hints) * (2 if backward else 1)
     return 0
 
 
@@ -225,14 +255,14 @@ def nbytes(metas: Iterable[TensorMeta], hints: Hints | None = None) -> int:
 
 
 def _moved(
-    node: fx.Node, outputs: tuple[TensorMeta, ...], reads: list[tuple[TensorMeta, ...]], hints: Hints
+    node: fx.Node, outputs: Sequence[TensorMeta], reads: Mapping[fx.Node, Sequence[TensorMeta]], hints: Hints
 ) -> int:
     """Bytes that an op reads and writes when it runs alone: of matrices that rows choose, one a row."""
-    if written(node.target):
-        outputs, reads = (), reads[1:]
-    moved = sum(nbytes(metas, hints) for metas in (outputs, *reads))
+    into = [node.args[i] for i in written(node.target) if i < len(node.args)]
+    outputs = () if written(node.target) else outputs
+    moved = sum(nbytes(metas, hints) for metas in (outputs, *(m for n, m in reads.items() if n not in into)))
     if node.target is expert_mm:
-        (rows,), (matrices,), _ = reads
+        (rows,), (matrices,) = (reads[n] for n in node.args[:2])  # type: ignore[index]
         few, many = hint(rows.shape[0], hints), hint(matrices.shape[0], hints)
         moved -= max(0, many - few) * nbytes([matrices], hints) // many
     return moved
@@ -288,8 +318,8 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             outputs = tuple(n.name for n in node.all_input_nodes)
             continue
         metas = results[node] = metas_of(node.meta.get("val"))
-        reads = [results[n] for n in node.all_input_nodes]
-        flat = [m for r in reads for m in r]
+        reads = {n: results[n] for n in node.all_input_nodes}
+        flat = [m for r in reads.values() for m in r]
         is_input = node.op in ("placeholder", "get_attr")
         if is_input:
             inputs.append(node.name)

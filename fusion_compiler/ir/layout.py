@@ -63,7 +63,7 @@ def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tup
     target = op.target
     if target is operator.getitem:
         return _pull_part(dag, op, coords)
-    source = op.inputs[0]
+    source = op.first
     shape = dag.op(source).outputs[0].shape
     out_shape = op.outputs[0].shape
     rank = len(shape)
@@ -127,10 +127,10 @@ class Cut:
 def cut_of(dag: OpDag, op: Op) -> Cut | None:
     """The range of its operand that a view is; None of any other view, and where data says which it is."""
     part = op.target is operator.getitem
-    of = dag.op(op.inputs[0]) if part else op
+    of = dag.op(op.first) if part else op
     if of.target not in PARTS or not op.outputs:
         return None
-    source, shape = of.inputs[0], op.outputs[0].shape
+    source, shape = of.first, op.outputs[0].shape
     rank = len(dag.op(source).outputs[0].shape)
     if argument(op, 4, "step", 1) != 1 and not part:
         return None
@@ -149,8 +149,8 @@ def _dim_of_part(op: Op, rank: int) -> int:
 
 def _pull_part(dag: OpDag, op: Op, coords: tuple[Index, ...]) -> tuple[str, tuple[Index, ...]]:
     """One piece of split, split_with_sizes, chunk or unbind."""
-    parent = dag.op(op.inputs[0])
-    source = parent.inputs[0]
+    parent = dag.op(op.first)
+    source = parent.first
     rank = len(dag.op(source).outputs[0].shape)
     part = op.args[1]
     assert isinstance(part, int)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -29,3 +31,9 @@ def written(overload: object) -> tuple[int, ...]:
     """Positions of the arguments that an operator writes into."""
     arguments = overload._schema.arguments if isinstance(overload, OpOverload) else ()
     return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def bound(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by the names of the operator's schema, with defaults filled in."""
+    named = {a.name: a.default_value for a in target._schema.arguments}
+    return named | dict(zip(named, args, strict=False)) | dict(kwargs)

@@ -21,13 +21,13 @@ def base_of(dag: OpDag, name: str) -> str | None:
     """
     op = dag.op(name)
     writes = written(op.target) == (0,) and len(op.outputs) == 1
-    return op.inputs[0] if writes and op.target is not torch.ops.aten.copy_.default else None
+    return op.first if writes and op.target is not torch.ops.aten.copy_.default else None
 
 
 def root(dag: OpDag, name: str) -> str:
     """The tensor that a chain of views shows."""
     while is_view(dag.op(name)):
-        name = dag.op(name).inputs[0]
+        name = dag.op(name).first
     return name
 
 
@@ -40,7 +40,7 @@ def memory(dag: OpDag, name: str) -> str:
 
 def _viewed(op: Op) -> str | None:
     """The operand whose memory the result of a call shows."""
-    return op.inputs[0] if isinstance(op.target, OpOverload) and op.target.is_view else None
+    return op.first if isinstance(op.target, OpOverload) and op.target.is_view else None
 
 
 def bases(dag: OpDag) -> Mapping[str, str]:

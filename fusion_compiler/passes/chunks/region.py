@@ -26,6 +26,7 @@ from fusion_compiler.passes.chunks.rows import (
     PRODUCTS,
     NotByRowsError,
     Over,
+    factors,
     of_sizes,
     operands,
     result,
@@ -134,8 +135,8 @@ class Survey:
         if place is Over.SUM:
             return {n: self.known[n] for n in node.all_input_nodes}
         if place is Over.PRODUCT:
-            left, right = node.all_input_nodes
-            if shape(left)[1] != self.rows or shape(right)[0] != self.rows:
+            left, right = factors(node)
+            if left is right or shape(left)[1] != self.rows or shape(right)[0] != self.rows:
                 raise NotByRowsError("it is no product over the rows")
             return {left: Rows(1, 2), right: Rows(0, 1)}
         assert isinstance(place, Rows)

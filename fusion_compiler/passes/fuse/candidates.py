@@ -82,7 +82,7 @@ class Reads:
     def base(self, name: str) -> str:
         """The op whose result a chain of views shows."""
         while layout.is_view(self.dag.op(name)):
-            name = self.dag.op(name).inputs[0]
+            name = self.dag.op(name).first
         return name
 
 

@@ -90,5 +90,5 @@ def _behind(search: Search, names: set[str]) -> set[str]:
     """Sources of the library calls among some ops: the projections of one input are siblings, and so are the
     results of one call, attention's three gradients say."""
     ops = [search.dag.op(n) for n in names]
-    parts = {op.inputs[0] for op in ops if op.target is operator.getitem}
+    parts = {op.first for op in ops if op.target is operator.getitem}
     return parts | {s for op in ops if op.kind is Kind.CONTRACTION for s in search.reads.sources[op.name]}

@@ -4,7 +4,7 @@ model repeats its layers."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from fusion_compiler.ir.dag import OpDag, Ref
@@ -76,7 +76,8 @@ class Memo:
         if key not in self._records:
             op = self._dag.op(name)
             args = op.args[:2] if op.target is uniform else op.args  # the salt is no part of the structure
-            described = (_exact(args, op.inputs), _exact(op.kwargs, op.inputs))
+            places = {operand: place for place, operand in enumerate(op.inputs)}
+            described = (_exact(args, places), _exact(op.kwargs, places))
             checks = tuple(lookup.unproved for lookup in lookups(self._dag, op))
             self._records[key] = self._number(
                 (op.target, op.kind, described, op.outputs, checks, op.pinned, op.rounds, key[1])
@@ -91,12 +92,12 @@ class Memo:
         return self._numbers.setdefault(described, len(self._numbers))
 
 
-def _exact(value: object, inputs: Sequence[str]) -> object:
-    """Arguments as a key, operands by their places."""
+def _exact(value: object, places: Mapping[str, int]) -> object:
+    """Return arguments as a key, operands by their places among the ops that are read."""
     if isinstance(value, Ref):
-        return Ref, inputs.index(value.name)
+        return Ref, places[value.name]
     if isinstance(value, tuple):
-        return tuple(_exact(v, inputs) for v in value)
+        return tuple(_exact(v, places) for v in value)
     return exact(value)
 
 

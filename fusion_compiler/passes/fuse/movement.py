@@ -58,7 +58,7 @@ class Tensors:
     def base(self, name: str) -> str:
         """The op whose result a chain of views shows."""
         while is_view(self.dag.op(name).target) and self.dag.op(name).inputs:
-            name = self.dag.op(name).inputs[0]
+            name = self.dag.op(name).first
         return name
 
     def words(self, name: str) -> int:

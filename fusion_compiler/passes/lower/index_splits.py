@@ -175,7 +175,7 @@ def _stack(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
 
 
 def _pad(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
-    pads, shape = op.args[1], dag.op(op.inputs[0]).outputs[0].shape
+    pads, shape = op.args[1], dag.op(op.first).outputs[0].shape
     assert isinstance(pads, tuple)
     padded = [i for i in range(len(pads) // 2) if pads[2 * i : 2 * i + 2] != (0, 0)]
     if len(padded) != 1:
@@ -187,7 +187,7 @@ def _pad(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
 
 def _slice_scatter(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
     dim = _dim(op, 2)
-    size, length = op.outputs[0].shape[dim], dag.op(op.inputs[1]).outputs[0].shape[dim]
+    size, length = op.outputs[0].shape[dim], dag.op(op.operand("src")).outputs[0].shape[dim]
     start: Dim = layout.argument(op, 3, "start") or 0  # type: ignore[assignment]
     start = start + size if isinstance(start, int) and start < 0 else start
     return dim, [start, length, simple(size - start - length)]

@@ -285,10 +285,7 @@ class Lowering(Builder):
         shape = stored_shape(self.dag, op)
         if is_reduction(op):
             reduced = reduced_by(self.dag, op)
-            if reduced.is_product:
-                source = self.in_order(reduced.shape)
-            else:
-                source = self.place_of_operand(op.inputs[0])
+            source = self.in_order(reduced.shape) if reduced.is_product else self.place_of_operand(op.first)
             return self.in_order(shape) if source is None else _reduced_coords(op, source, reduced.dims)
         for operand in op.inputs:
             if not self.dag.op(operand).outputs or self.dag.op(operand).outputs[0].shape != shape:
@@ -306,7 +303,7 @@ class Lowering(Builder):
         op = self.dag.op(name)
         if not layout.is_view(op):
             return self.place(name) if name in self.inside else None
-        source = self.place_of_operand(op.inputs[0])
+        source = self.place_of_operand(op.first)
         return None if source is None else self.push(op, source)
 
     def part(self, name: str) -> Part | None:
@@ -317,7 +314,7 @@ class Lowering(Builder):
             return None if (coords := self.place(name)) is None else Part(coords)
         if layout.is_view(op):
             cut = layout.cut_of(self.dag, op)
-            found = self.part(op.inputs[0] if cut is None else cut.source)
+            found = self.part(op.first if cut is None else cut.source)
             if found is None:
                 return None
             if cut is not None:
@@ -332,7 +329,7 @@ class Lowering(Builder):
 
     def push(self, op: Op, coords: Coords) -> Coords | None:
         """Coordinates of a view's result from those of its operand, for views that keep every element."""
-        shape, out = self.dag.op(op.inputs[0]).outputs[0].shape, op.outputs[0].shape
+        shape, out = self.dag.op(op.first).outputs[0].shape, op.outputs[0].shape
         if product(shape) != product(out) or op.target is operator.getitem:
             return None
         if op.target in (aten.permute.default, aten.transpose.int, aten.t.default):
@@ -406,14 +403,14 @@ class Lowering(Builder):
         try:
             source, inner = layout.pull(self.dag, op, coords, self.extents)
         except NotExpressible:
-            if self.touches_inside(op.inputs[0]):
+            if self.touches_inside(op.first):
                 raise
             return self.load(op, coords, within)  # the view exists as a tensor: read it by its strides
         return self.value(source, inner, within)
 
     def touches_inside(self, name: str) -> bool:
         while name not in self.inside and layout.is_view(self.dag.op(name)):
-            name = self.dag.op(name).inputs[0]
+            name = self.dag.op(name).first
         return name in self.inside
 
     def load(self, op: Op, coords: Coords, within: int | None) -> int:
@@ -478,7 +475,7 @@ class Lowering(Builder):
         split = self.space.index_split
         if split is not None and shape == split.shape:
             if not split.dims.isdisjoint(dims):
-                raise Illegal("rows", f"{op.name} reduces across the pieces of {op.inputs[0]}")
+                raise Illegal("rows", f"{op.name} reduces across the pieces of {op.first}")
             return self.reduce_piece(op, coords, dims)
         if (found := product_of(self.dag, op)) is not None and found.rows != 1:
             raise Illegal("rows", f"{op.name} is made for all of its rows at once, in a space of its own")
@@ -490,7 +487,7 @@ class Lowering(Builder):
         if product(shape[d] for d in dims) == 1 and not reduced.is_product:
             one = dict(zip(kept_dims, kept, strict=True))
             source = tuple(one.get(d, ZERO) for d in range(len(shape)))
-            node = self.of_one(op, self.value(op.inputs[0], source, None))
+            node = self.of_one(op, self.value(op.first, source, None))
             self.reduced[op.name, piece] = (coords, node)
             return node
         wanted = [d for d in kept_dims if piece is None or split is None or d not in split.dims]
@@ -534,7 +531,7 @@ class Lowering(Builder):
         total: int | None = None
         for place in itertools.product(*(range(int(reduced.shape[d])) for d in reduced.dims)):
             at = kept | {d: Index(i, ()) for d, i in zip(reduced.dims, place, strict=True)}
-            value = self.value(op.inputs[0], tuple(at[d] for d in range(len(reduced.shape))), None)
+            value = self.value(op.first, tuple(at[d] for d in range(len(reduced.shape))), None)
             value = self.converted(value, dtype, op.name)
             if total is not None:
                 value = self.computed(UNROLLED[spec.combine], total, value, dtype, op.name)
@@ -582,7 +579,7 @@ class Lowering(Builder):
     def spread_like_operand(self, op: Op, axes: tuple[int, ...], reduced: Reduced) -> Coords:
         """Coordinates of the reduced dimensions: where the operand lies, if it covers just these axes."""
         sizes = tuple(reduced.shape[d] for d in reduced.dims)
-        known = None if reduced.is_product else self.place_of_operand(op.inputs[0])
+        known = None if reduced.is_product else self.place_of_operand(op.first)
         if known is not None:
             inner = tuple(known[d] for d in reduced.dims)
             keys = {k for c in inner for k, _ in c.terms}
@@ -643,7 +640,7 @@ class Lowering(Builder):
             return self.combine_product(op, coords, over)
         spec = spec_of(op.target)
         assert spec is not None and spec.combine is not None
-        value = self.value(op.inputs[0], coords, None)
+        value = self.value(op.first, coords, None)
         dtype = compute_dtype(op.outputs[0].dtype)
         small = self.counts_in_32_bits(over)
         if spec.combine == "sum" and dtype is torch.int64 and self.nodes[value].dtype is torch.bool and small:

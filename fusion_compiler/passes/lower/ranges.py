@@ -101,11 +101,11 @@ class _Ranges:
             return (value, value) if isinstance(value, int | sympy.Expr) else None
 
         if op.target in _SAME or layout.is_view(op):
-            return self.of(op.inputs[0], depth - 1)
+            return self.of(op.first, depth - 1)
         if op.target in _ANY_OF:
             return _hull([self.of(name, depth - 1) for name in op.inputs])
         if op.target is operator.getitem:
-            return self._place(self.dag.op(op.inputs[0])) if op.args[1] == 1 else None
+            return self._place(self.dag.op(op.first)) if op.args[1] == 1 else None
         if op.target in (aten.argmax.default, aten.argmin.default):
             return self._place(op)
         if op.target in _COUNTS:
@@ -115,7 +115,7 @@ class _Ranges:
 
     def _place(self, op: Op) -> Range | None:
         """A position along a dimension, or in the whole tensor where none is named."""
-        shape = self.dag.op(op.inputs[0]).outputs[0].shape
+        shape = self.dag.op(op.first).outputs[0].shape
         if op.target not in _PLACES:
             return None
         position, default = _PLACES[op.target]

@@ -74,7 +74,7 @@ class Scans:
         what it runs along, or it runs along it the other way."""
         dim, columns = scanned_dim(op), self.columns
         if dim is None or op.outputs[0].shape[dim] == 1:
-            return _of_one(self.build, op, self.build.value(op.inputs[0], coords, None))
+            return _of_one(self.build, op, self.build.value(op.first, coords, None))
         _check_rows(self.build, op, coords, dim, columns)
         place = coords[dim]
         if place in (columns.index, columns.back):
@@ -110,7 +110,7 @@ def _running(build: Builder, op: Op, coords: Coords, place: Index, reverse: bool
     """A scan of whole rows, of which `place` is the element at each column."""
     spec = spec_of(op.target)
     assert spec is not None and spec.combine is not None
-    value = build.value(op.inputs[0], coords, None)
+    value = build.value(op.first, coords, None)
     result = compute_dtype(op.outputs[0].dtype)
     if spec.combine.startswith("arg"):
         return _last_place(build, op, value, place, reverse)

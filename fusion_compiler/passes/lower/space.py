@@ -141,7 +141,7 @@ def reduced_by(dag: OpDag, op: Op) -> Reduced:
     product = product_of(dag, op)
     if product is not None:
         return Reduced(product.shape, product.stride, (product.reduced,), True)
-    source = dag.op(op.inputs[0]).outputs[0]
+    source = dag.op(op.first).outputs[0]
     return Reduced(source.shape, source.stride, reduced_dims(op, len(source.shape)))
 
 

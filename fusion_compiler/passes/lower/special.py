@@ -84,7 +84,7 @@ def _stack(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 
 def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    source = op.inputs[0]
+    source = op.first
     shape = build.dag.op(source).outputs[0].shape
     pads = op.args[1]
     assert isinstance(pads, tuple)
@@ -109,7 +109,7 @@ def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 
 def _scatter_slice(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    base, source = op.inputs[0], op.inputs[1]
+    base, source = op.operand("self"), op.operand("src")
     shape = op.outputs[0].shape
     dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
     step = layout.argument(op, 5, "step", 1)
@@ -124,7 +124,7 @@ def _scatter_slice(build: Builder, op: Op, coords: Coords, within: int | None) -
 
 
 def _scatter_select(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    base, source = op.inputs[0], op.inputs[1]
+    base, source = op.operand("self"), op.operand("src")
     shape = op.outputs[0].shape
     dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
     index = layout.argument(op, 3, "index", 0)
@@ -168,7 +168,7 @@ def _overlay_with_steps(
     step: int,
 ) -> int:
     """Element i of the written tensor at start + i * step of `dim`, the other operand elsewhere."""
-    base, source = op.inputs[0], op.inputs[1]
+    base, source = op.operand("self"), op.operand("src")
     rest = build.value(base, coords, within)
     moved = shifted(coords[dim], simple(-start))
     dtype = compute_dtype(op.outputs[0].dtype)
@@ -206,7 +206,7 @@ def _flip(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     turned = tuple(
         shifted(combine([(c, -1)]), simple(shape[d] - 1)) if d in dims else c for d, c in enumerate(coords)
     )
-    return build.value(op.inputs[0], turned, within)
+    return build.value(op.first, turned, within)
 
 
 def _full(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -339,26 +339,26 @@ def _counters(build: Builder, number: int) -> set[int]:
 
 
 def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    return looked_up(build, op, op.inputs[0], (ZERO, coords[-1]), [coords[:-1]], within)
+    return looked_up(build, op, op.first, (ZERO, coords[-1]), [coords[:-1]], within)
 
 
 def _along(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     """gather, and index_select, whose index has no dimension but the one that it looks up along."""
     (lookup,) = lookups(build.dag, op)
-    scalar = not build.dag.op(op.inputs[0]).outputs[0].shape
+    scalar = not build.dag.op(op.first).outputs[0].shape
     at = coords
     if op.target is aten.index_select.default:
         rank = len(build.dag.op(lookup.index).outputs[0].shape)
         at = ((ZERO,) if scalar else coords[lookup.dim : lookup.dim + 1])[:rank]
-    return looked_up(build, op, op.inputs[0], () if scalar else coords, [at], within)
+    return looked_up(build, op, op.first, () if scalar else coords, [at], within)
 
 
 def _index(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     """index.Tensor with integer indices; where they are not side by side their dimensions come first."""
-    shape = build.dag.op(op.inputs[0]).outputs[0].shape
+    shape = build.dag.op(op.first).outputs[0].shape
     found = lookups(build.dag, op)
     inner, at = _indexed(build, op, found, len(shape), coords)
-    return looked_up(build, op, op.inputs[0], inner, at, within)
+    return looked_up(build, op, op.first, inner, at, within)
 
 
 def _indexed(
@@ -413,12 +413,12 @@ def _uniform(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 def _same(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     """clone and its kin: the operand in another memory format."""
-    return build.value(op.inputs[0], coords, within)
+    return build.value(op.first, coords, within)
 
 
 def _copy(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     """The second operand in the first one's shape and dtype."""
-    value = build.operand(op, op.inputs[-1], coords, within)
+    value = build.operand(op, op.operand("src"), coords, within)
     return build.converted(value, compute_dtype(op.outputs[0].dtype), op.name)
 
 

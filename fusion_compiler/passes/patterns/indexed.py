@@ -36,7 +36,7 @@ class Indexed:
         self.reads: dict[str, frozenset[str]] = {}
         for name, op in self.op.items():
             behind = op.inputs and looked_through(op, dag)
-            self.bare[name] = self.bare[op.inputs[0]] if behind else name
+            self.bare[name] = self.bare[op.first] if behind else name
             self.key[name] = key_of(op)
             self.at.setdefault(self.key[name], []).append(name)
             self.reads[name] = frozenset(self.key[self.bare[i]] for i in op.inputs)
@@ -54,7 +54,7 @@ def bare(dag: OpDag, name: str) -> str:
     """The op behind casts and aliases."""
     op = dag.op(name)
     while op.inputs and looked_through(op, dag):
-        op = dag.op(op.inputs[0])
+        op = dag.op(op.first)
     return op.name
 
 
@@ -62,7 +62,7 @@ def looked_through(op: Op, dag: OpDag) -> bool:
     """Whether what an op gives is its operand, but for the rounding of a float."""
     if not is_cast_or_alias(op.target) or not op.inputs or op.rounds:
         return False
-    before, after = dag.op(op.inputs[0]).outputs, op.outputs
+    before, after = dag.op(op.first).outputs, op.outputs
     return not (before and after and quantizes(before[0].dtype, after[0].dtype))
 
 
@@ -96,7 +96,7 @@ def arguments_of(op: Op, dag: OpDag) -> dict[str, object]:
     target = op.target
     assert isinstance(target, OpOverload)
     given = dict(op.kwargs)
-    shape = dag.op(op.inputs[0]).outputs[0].shape if op.inputs and dag.op(op.inputs[0]).outputs else ()
+    shape = dag.op(op.first).outputs[0].shape if op.inputs and dag.op(op.first).outputs else ()
     rank = len(shape) + (target._opname == "unsqueeze")
     named: dict[str, object] = {}
     for position, argument in enumerate(target._schema.arguments):

@@ -127,14 +127,15 @@ def softmax_of(node: fx.Node) -> Softmax | None:
         )
     if node.target is not _aten.div.Tensor or not all(isinstance(a, fx.Node) for a in node.args[:2]):
         return None
-    exponentials, total = node.all_input_nodes[0], node.all_input_nodes[-1]
+    exponentials, total = (a for a in node.args[:2] if isinstance(a, fx.Node))
     if exponentials.target is not _aten.exp.default or not _reduces(
         total, _aten.sum.dim_IntList, exponentials
     ):
         return None
     inside, scores = {node, exponentials, total}, exponentials.all_input_nodes[0]
-    if scores.target is _aten.sub.Tensor and len(scores.all_input_nodes) == 2:
-        source, largest = scores.all_input_nodes
+    operands = [a for a in scores.args if isinstance(a, fx.Node)]
+    if scores.target is _aten.sub.Tensor and len(operands) == 2:
+        source, largest = operands
         chain = {scores}
         while largest.target in (_aten.detach.default, _aten.alias.default):
             chain.add(largest)

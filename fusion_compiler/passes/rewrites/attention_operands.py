@@ -73,7 +73,7 @@ def scale_scores(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         for name, (product, factor) in _factors(call).items():
             if product.users:  # queries and keys may be one: each has the factor
                 product.replace_all_uses_with(product.all_input_nodes[0])
-                erase_unused({product, *product.all_input_nodes[1:]})
+                erase_unused({product, *product.all_input_nodes})
             _multiply(call, factor)
             notes.append(RewriteNote(SCALE, call.name, True, f"its {name} times {factor:g}"))
     new.recompile()
