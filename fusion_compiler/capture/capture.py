@@ -38,10 +38,16 @@ from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.in_place import show_arguments
 from fusion_compiler.capture.kept_rewrites import KeptRewrites, Rewritten
 from fusion_compiler.capture.partition import partition
-from fusion_compiler.capture.pre_autograd import UntraceableError, lift_attributes, trace_pre_autograd
+from fusion_compiler.capture.pre_autograd import (
+    UntraceableError,
+    lift_attributes,
+    trace_pre_autograd,
+    uncompiled,
+)
 from fusion_compiler.capture.tangents import Backward, Boxed, Missing, leave_undefined, separable
 from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.ir import record
+from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
@@ -112,7 +118,7 @@ def make_backend(
             if traced:
                 raise
             give_up(name, error)
-            run = gm.forward
+            run = uncompiled(gm)
         return functools.partial(run, *held) if held else run
 
     def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
@@ -226,7 +232,8 @@ class _Compilers:
             decompositions=dict(decompositions),
         )
         kept = autograd_cache.cached(key, self._read) if key is not None else nullcontext()
-        with kept, _unprinted(), warnings.catch_warnings():
+        kept_effects = patch.object(fx.Node, "is_impure", is_impure)
+        with kept, _unprinted(), kept_effects, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Error detected in _CopyBackward")  # which is made good
             once = gm if self._expected else with_blocks(gm)
             try:

@@ -17,6 +17,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fusion_compiler.ir.effects import draws, has_effect
 from fusion_compiler.ir.rewrite_note import Refused
 from fusion_compiler.ir.schema import bound
 
@@ -71,8 +72,7 @@ def is_pure(node: fx.Node) -> bool:
         node.op == "call_function"
         and isinstance(target, OpOverload)
         and target.namespace == "aten"
-        and not writes(target)
-        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not (writes(target) or draws(target) or has_effect(node))
         and "empty" not in target._schema.name  # uninitialised memory
     )
 

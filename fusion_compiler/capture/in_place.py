@@ -33,6 +33,7 @@ from torch._ops import OpOverload
 
 from fusion_compiler.capture.graphs import aliases, arguments, copied, emit, erase_unused, fake_mode
 from fusion_compiler.ir.dag import dim_of, kind_of
+from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.put import put
@@ -103,7 +104,7 @@ def in_place_form(node: fx.Node) -> OpOverload | None:
         return None
     packet = getattr(aten, f"{overload._opname}_", None)
     found = getattr(packet, overload._overloadname, None)
-    if found is None or written(found) != (0,) or torch.Tag.nondeterministic_seeded in overload.tags:
+    if found is None or written(found) != (0,) or draws(overload):
         return None
     same = [a.name for a in found._schema.arguments] == [a.name for a in overload._schema.arguments]
     return found if same else None

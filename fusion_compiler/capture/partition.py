@@ -28,9 +28,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusion_compiler.capture.saved_values import Budget, Note, seconds, within
+from fusion_compiler.capture.saved_values import Budget, Note, mark_single_runs, seconds, within
 from fusion_compiler.ir.calls import mark_gradients
 from fusion_compiler.ir.device import DEFAULT, device_spec
+from fusion_compiler.ir.effects import has_effect, is_random
 from fusion_compiler.ir.loops import exact
 from fusion_compiler.ir.pinned import pin
 from fusion_compiler.ir.random import merge_seeds
@@ -65,6 +66,7 @@ def partition(
     keep_places(joint.graph)
     if rewrite is not None:
         rewrite(joint.graph)
+    mark_single_runs(joint.graph)
     default = partitioners.get_default_op_list
     extended = functools.cache(lambda: _extended(default()))
     choose = within(memory, partitioners.choose_saved_values_set, note)
@@ -201,11 +203,11 @@ def merge_equal(graph: fx.Graph) -> None:
 
 
 def _repeatable(node: fx.Node) -> bool:
-    """Whether a call gives the same values each time."""
+    """True if a call gives the same values each time, and has no effect."""
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
-    drawn = torch.Tag.nondeterministic_seeded in node.target.tags
-    return not drawn and "empty" not in node.target._schema.name  # uninitialised memory
+    uninitialised = "empty" in node.target._schema.name
+    return not (is_random(node) or has_effect(node) or uninitialised)
 
 
 def _storage(node: fx.Node) -> StorageWeakRef | None:

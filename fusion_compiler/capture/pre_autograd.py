@@ -5,7 +5,7 @@ are nodes too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from fusion_compiler.capture.graphs import copied, unregister_constants
 
@@ -136,6 +136,29 @@ def _marked(body: fx.GraphModule) -> fx.GraphModule:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = region
     return body
+
+
+def uncompiled(gm: fx.GraphModule) -> Callable[..., Any]:
+    """Return a graph that Dynamo captured as a function that runs without being compiled.
+
+    Where a checkpointed region runs again in backward, it draws the random numbers of the forward. Dynamo's
+    operator for such regions leaves that to the compiler, and would draw others.
+    """
+    if not any(node.target is _CHECKPOINT for node in gm.graph.nodes):
+        return gm.forward
+    run, _ = copied(gm)
+    for node in run.graph.find_nodes(op="call_function", target=_CHECKPOINT):
+        node.target = _checkpointed
+    run.recompile()
+    return run.forward
+
+
+def _checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    asked, body_kwargs = _CHECKPOINT.divide_kwargs(kwargs)
+    if (contexts := body.meta.get("_checkpoint_context_fn")) is not None:
+        asked["context_fn"] = contexts
+    asked |= {"use_reentrant": False, "preserve_rng_state": True}
+    return checkpoint(uncompiled(body), *args, **asked, **body_kwargs)
 
 
 def _check_nodes(gm: fx.GraphModule) -> None:

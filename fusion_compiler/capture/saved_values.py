@@ -1,4 +1,4 @@
-"""How much a forward saves for its backward: a budget for what is in use at once, and which values keep it.
+"""Which values a forward saves for its backward: a budget for memory in use at once, and what runs only once.
 
 PyTorch's partitioner solves a knapsack (`activation_memory_budget`): of what is saved, in prices of flop, of
 which whatever memory bounds has none. But what is computed again is in use as well: a forward that saves
@@ -9,6 +9,7 @@ time.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
@@ -16,9 +17,11 @@ from unittest.mock import patch
 
 from torch import fx
 from torch._functorch import partitioners
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.effects import has_effect, is_random
 from fusion_compiler.ir.rewrite_note import RewriteNote
 
 Budget = float | int | Literal["fast"]
@@ -35,6 +38,7 @@ def within(budget: Budget, choose: Choose, note: Note) -> Choose:
     then; or bytes of that. Where no choice keeps it, the one with the lowest peak is taken. note: told what
     was found.
     """
+    choose = _with_results_of_single_runs(choose)
     if budget == "fast":
         return choose
 
@@ -54,6 +58,51 @@ def within(budget: Budget, choose: Choose, note: Note) -> Choose:
         return saved
 
     return chosen
+
+
+def mark_single_runs(joint: fx.Graph) -> None:
+    """Mark the calls of a joint graph that may neither be removed nor repeated, in place.
+
+    No option recomputes them, activation checkpointing included: random numbers drawn again would be others,
+    and an effect would be seen twice. An effect also stays on the side, forward or backward, where it was.
+    """
+    for node in joint.nodes:
+        effect = has_effect(node)
+        if effect or is_random(node):
+            for result in (node, *_tensors(node)):
+                result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if effect and not str(node.meta.get("partitioner_tag")).startswith("must"):
+            backward = node.meta.get("partitioner_tag") == "is_backward"
+            node.meta["partitioner_tag"] = f"must_be_in_{'backward' if backward else 'forward'}"
+
+
+def _with_results_of_single_runs(choose: Choose) -> Choose:
+    """`choose`, whose choice then has whatever backward would otherwise run again of marked calls.
+
+    PyTorch's choice forgets marks where it saves inputs alone, and where a marked call returns a tuple.
+    """
+
+    def chosen(joint: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
+        saved = [n for node in choose(joint, info, memory_budget) for n in _tensors(node)]
+        again = (n for n in _run(joint, info, {*saved, *info.inputs}) if info.is_required_fw(n))
+        missing = [n for node in again if _is_single_run(node) for n in _tensors(node)]
+        return list(dict.fromkeys((*saved, *missing)))
+
+    return chosen
+
+
+def _is_single_run(node: fx.Node) -> bool:
+    return has_effect(node) or is_random(node)
+
+
+def _tensors(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that can be saved of one: itself, or the entries that are taken out of a tuple."""
+    if not isinstance(node.meta.get("val"), tuple | list):
+        yield node
+        return
+    for user in node.users:
+        if user.target is operator.getitem:
+            yield from _tensors(user)
 
 
 def _described(most: float, lowest: int, fast: int) -> str:

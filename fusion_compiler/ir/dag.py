@@ -57,8 +57,8 @@ class Ref:
 class Op:
     """One operator.
 
-    inputs: the names of the ops that it reads, in the order of the arguments. An op that two arguments name is
-    listed once, so a position says nothing about an argument, and a Collection has none: see `operand`.
+    inputs: the names of the ops that it reads, in the order of the arguments. An op that two arguments name
+    is listed once, so a position says nothing about an argument, and a Collection has none: see `operand`.
     args, kwargs: as in the fx node, with Ref(name) for tensors. outputs: one per result.
     flops, bytes: what it computes, and what it reads and writes when it runs alone.
     pinned: its value is one number wherever it is made or held, as something that jumps depends on it.

@@ -85,8 +85,7 @@ def merge_seeds(gm: fx.GraphModule) -> fx.GraphModule:
 
     To be run in place on the whole (joint forward and backward) graph before it is partitioned:
     the salts of forward and backward must agree. Numbers that shared a seed and a salt still do.
-    The seed is marked to be saved for backward, also inside a checkpointed region, where drawing
-    it again would give another mask; the numbers are marked to be made again there.
+    The numbers are marked to be made again in backward; the seed is saved, as all that is drawn.
     """
     first: dict[torch.device, fx.Node] = {}
     salts: dict[tuple[object, object], int] = {}
@@ -97,9 +96,7 @@ def merge_seeds(gm: fx.GraphModule) -> fx.GraphModule:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     for node in [node for node in gm.graph.nodes if node.target is seed]:
         kept = first.setdefault(torch.device(cast(torch.device, node.args[0])), node)
-        if kept is node:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        else:
+        if kept is not node:
             node.replace_all_uses_with(kept)
             gm.graph.erase_node(node)
     gm.recompile()

@@ -33,6 +33,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from fusion_compiler.ir.dims import Hints
+from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.schema import written
@@ -144,7 +145,7 @@ def repeatable(gm: fx.GraphModule) -> tuple[int, ...] | None:
     for node in gm.graph.nodes:
         if node.op != "call_function" or isinstance(node.target, BuiltinFunctionType):
             continue
-        if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
+        if not isinstance(node.target, OpOverload) or draws(node.target):
             return None
         into = tree_leaves([node.args[i] for i in written(node.target) if i < len(node.args)])
         found |= {places[root] for root in map(_root, into) if root in places}

@@ -15,11 +15,10 @@ import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import fx
-
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import Op, OpDag, Ref, nbytes
 from fusion_compiler.ir.dims import Hints, numel
+from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.overwrite import may_lie_over
 from fusion_compiler.ir.plan import FusionPlan
@@ -97,7 +96,8 @@ def ordered(
     Raises RuntimeError where clusters and calls read each other in a circle.
     """
     hints = plan.setting.hints if hints is None and plan.setting is not None else hints
-    changing = {node.name for node in plan.dag.module.graph.nodes if is_impure(node)}
+    calls = (node for node in plan.dag.module.graph.nodes if node.op == "call_function")
+    changing = {node.name for node in calls if is_impure(node)}
     steps = _steps(plan, hints)
     impure = {step.name for step in steps if step.name in changing or not changing.isdisjoint(step.makes)}
     steps = _needed(plan, steps, impure)
@@ -153,11 +153,6 @@ def _alive(
     placed = {name for name in steps[at].makes if name in over} if steps else ()
     kept = ((name, size) for name, size in made.items() if size and name in later and name not in placed)
     return tuple(sorted(kept, key=lambda item: -item[1]))
-
-
-def is_impure(node: fx.Node) -> bool:
-    """A node that changes something, so that it runs whoever reads it, and in the program's order."""
-    return node.op == "call_function" and node.is_impure()
 
 
 def _overwritten(plan: FusionPlan, name: str) -> set[str]:

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.capture.graphs import aliases, arguments, emit, fake_mode, size_of
+from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.rewrite_note import Refused
 
 _aten = torch.ops.aten
@@ -192,7 +193,7 @@ def _is_by_row(routing: Routing, node: fx.Node, rows: Size) -> bool:
         return out.dim() > 0 and _same(out.shape[0], rows) and _same(first.shape[0], rows)
     tags = set(target.tags)
     pointwise = torch.Tag.pointwise in tags or target in _POINTWISE
-    if not pointwise or torch.Tag.nondeterministic_seeded in tags:
+    if not pointwise or draws(target):
         return False
     if target._schema.is_mutable and node.args[0] not in inside:
         return False
