@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref, TensorMeta
 from fusion_compiler.ir.dims import Dim
+from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.put import put
 from fusion_compiler.ir.schema import written
@@ -50,17 +51,23 @@ def bases(dag: OpDag) -> Mapping[str, str]:
 
 
 def waits(dag: OpDag) -> Mapping[str, tuple[str, ...]]:
-    """Every op that writes into memory of another -> those that read what was there, which run before it."""
-    found = {base: [] for base in bases(dag).values()}
+    """Return the ops that must run before an op though it does not read them.
+
+    An op that writes into memory of another waits for those that read what was there; a call that draws
+    random numbers or has an effect waits for the one before it, as in the captured program.
+    """
+    readers: dict[str, list[str]] = {base: [] for base in bases(dag).values()}
     waiting: dict[str, tuple[str, ...]] = {}
-    for name in dag.order if found else ():
+    previous: str | None = None
+    for name in dag.order:
         if (base := base_of(dag, name)) is not None:
-            waiting[name] = tuple(found[base])
-        for source in (
-            {root(dag, operand) for operand in dag.op(name).inputs} if not is_view(dag.op(name)) else ()
-        ):
-            if source in found:
-                found[source].append(name)
+            waiting[name] = tuple(readers[base])
+        elif (node := dag.nodes[name]).op == "call_function" and is_impure(node):
+            waiting[name] = () if previous is None else (previous,)
+            previous = name
+        operands = () if is_view(dag.op(name)) else dag.op(name).inputs
+        for source in {root(dag, operand) for operand in operands} & readers.keys():
+            readers[source].append(name)
     return waiting
 
 

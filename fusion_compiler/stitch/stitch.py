@@ -20,6 +20,7 @@ from fusion_compiler.ir.dag import OpDag, size_hints
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.graph_info import argument_name
 from fusion_compiler.ir.layout import is_view
+from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.views import restrided
@@ -323,6 +324,10 @@ def subgraph(cluster: Cluster, dag: OpDag) -> fx.GraphModule:
     A function of what the cluster's kernel gets and of nothing else. Where the ops reach a tensor of which
     the kernel reads no element (`zeros_like(x)` asks for x's shape alone), or memory that nothing was written
     to, zeros of its shape and strides stand there: as values they are valid, as indices in range.
+
+    On a CPU a sum of float32 values, and whatever element-wise operators make of it, is float64 until it is
+    stored. PyTorch's own norms and variances are computed so there; of the operators that they were taken
+    apart into each would round, and a mean that is rounded to float32 spoils the variance of large numbers.
     """
     return fx.GraphModule(dag.module, _Subgraph(cluster, dag).graph)
 
@@ -335,7 +340,10 @@ class _Subgraph:
         self.env: dict[str, Any] = {name: self.graph.placeholder(name) for name in cluster.inputs}
         self.symbols: dict[Any, Any] = {s: self.graph.placeholder(s.name) for s in symbols_of(cluster, dag)}
         self.salts = {salt: self.graph.placeholder(f"salt{i}") for i, salt in enumerate(salts_of(cluster))}
-        self.graph.output(tuple(self.value(name) for name in cluster.outputs))
+        self.wide: set[fx.Node] = set()  # values that are float64 here and float32 in the graph
+        for name in cluster.outputs:
+            self.value(name)
+        self.graph.output(tuple(self.narrow(name) for name in cluster.outputs))
 
     def value(self, name: str) -> fx.Node:
         stack = [name]
@@ -365,11 +373,38 @@ class _Subgraph:
         return is_view(self.dag.op(node.name))
 
     def copy(self, node: fx.Node) -> fx.Node:
-        copy = self.graph.node_copy(node, lambda n: self.env[n.name])
+        op, spec = self.dag.op(node.name), spec_of(node.target)
+        reads_wide = any(self.env[n.name] in self.wide for n in node.all_input_nodes)
+        reduces = spec is not None and spec.kind is Kind.REDUCTION
+        passes_on = reduces or is_view(op) or (spec is not None and spec.kind is Kind.ELEMENTWISE)
+        read = self.narrow if not passes_on else self.widened if reads_wide else self.env.__getitem__
+        copy = self.graph.node_copy(node, lambda n: read(n.name))
+        single = bool(op.outputs) and op.outputs[0].dtype is torch.float32
+        sums = reduces and spec.combine == "sum" and op.outputs[0].device == "cpu"
+        if single and not op.pinned and (sums or (passes_on and reads_wide)):
+            self.wide.add(copy)
+            if sums:
+                copy.kwargs = {**copy.kwargs, "dtype": torch.float64}
+        elif single and reads_wide:
+            copy = self.converted(copy, torch.float32)
         if node.target is torch.ops.fusion_compiler.uniform.default:
             salt: Any = node.args[2]
             copy.args = (*copy.args[:2], self.salts.get(salt, salt))
         return copy
+
+    def narrow(self, name: str) -> fx.Node:
+        """A value in the dtype that it has in the graph."""
+        value = self.env[name]
+        return self.converted(value, torch.float32) if value in self.wide else value
+
+    def widened(self, name: str) -> fx.Node:
+        """A value as an operand beside one that is float64."""
+        value, metas = self.env[name], self.dag.op(name).outputs
+        single = bool(metas) and metas[0].dtype is torch.float32
+        return self.converted(value, torch.float64) if single and value not in self.wide else value
+
+    def converted(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return self.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
 
     def zeros(self, value: Any) -> fx.Node:
         form = [tuple(map(self.size, dims)) for dims in (value.shape, value.stride())]
