@@ -332,39 +332,37 @@ def subgraph(cluster: Cluster, dag: OpDag) -> fx.GraphModule:
     return fx.GraphModule(dag.module, _Subgraph(cluster, dag).graph)
 
 
+Key = tuple[str, bool]  # an op of a subgraph, and whether a float32 value of it is not to be rounded
+
+
 class _Subgraph:
     def __init__(self, cluster: Cluster, dag: OpDag) -> None:
-        self.dag, self.inside = dag, frozenset(cluster.ops)
+        self.dag, self.inside, self.inputs = dag, frozenset(cluster.ops), frozenset(cluster.inputs)
         self.nodes = {n.name: n for n in dag.module.graph.nodes}
         self.graph = fx.Graph()
-        self.env: dict[str, Any] = {name: self.graph.placeholder(name) for name in cluster.inputs}
+        self.env: dict[Key, Any] = {(name, False): self.graph.placeholder(name) for name in cluster.inputs}
+        self.wide: set[fx.Node] = set()  # values that are float64 here and float32 in the graph
         self.symbols: dict[Any, Any] = {s: self.graph.placeholder(s.name) for s in symbols_of(cluster, dag)}
         self.salts = {salt: self.graph.placeholder(f"salt{i}") for i, salt in enumerate(salts_of(cluster))}
-        self.wide: set[fx.Node] = set()  # values that are float64 here and float32 in the graph
-        for name in cluster.outputs:
-            self.value(name)
-        self.graph.output(tuple(self.narrow(name) for name in cluster.outputs))
+        self.graph.output(tuple(self.narrow(self.value((name, False))) for name in cluster.outputs))
 
-    def value(self, name: str) -> fx.Node:
-        stack = [name]
+    def value(self, wanted: Key) -> fx.Node:
+        stack = [wanted]
         while stack:
-            node = self.nodes[stack[-1]]
-            if node.name in self.env:
-                stack.pop()
-                continue
+            key = stack[-1]
+            node = self.nodes[key[0]]
             value: Any = node.meta.get("val")
-            if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
-                self.env[node.name] = self.size(value)
-                continue
-            if not self.computes(node):
-                self.env[node.name] = self.zeros(value)
-                continue
-            missing = [n.name for n in node.all_input_nodes if n.name not in self.env]
-            if missing:
+            if key in self.env:
+                stack.pop()
+            elif isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
+                self.env[key] = self.size(value)
+            elif not self.computes(node):
+                self.env[key] = self.zeros(value)
+            elif missing := [k for n in node.all_input_nodes if (k := self.operand(key, n)) not in self.env]:
                 stack.extend(missing)
             else:
-                self.env[node.name] = self.copy(node)
-        return self.env[name]
+                self.env[key] = self.copy(key)
+        return self.env[wanted]
 
     def computes(self, node: fx.Node) -> bool:
         """Whether a value that is no input comes from ops of the cluster, and they say what it is."""
@@ -372,34 +370,50 @@ class _Subgraph:
             return "::empty" not in node.target._schema.name  # type: ignore[union-attr]
         return is_view(self.dag.op(node.name))
 
-    def copy(self, node: fx.Node) -> fx.Node:
-        op, spec = self.dag.op(node.name), spec_of(node.target)
-        reads_wide = any(self.env[n.name] in self.wide for n in node.all_input_nodes)
-        reduces = spec is not None and spec.kind is Kind.REDUCTION
-        passes_on = reduces or is_view(op) or (spec is not None and spec.kind is Kind.ELEMENTWISE)
-        read = self.narrow if not passes_on else self.widened if reads_wide else self.env.__getitem__
-        copy = self.graph.node_copy(node, lambda n: read(n.name))
-        single = bool(op.outputs) and op.outputs[0].dtype is torch.float32
-        sums = reduces and spec.combine == "sum" and op.outputs[0].device == "cpu"
-        if single and not op.pinned and (sums or (passes_on and reads_wide)):
-            self.wide.add(copy)
+    def operand(self, key: Key, node: fx.Node) -> Key:
+        """The form in which an op reads an operand: what is added up is not rounded, pinned or not."""
+        made = node.op == "call_function" and node.name not in self.inputs and self.computes(node)
+        two_forms = made and self.dag.op(node.name).pinned and self.sums(node.name) is None
+        return node.name, two_forms and self.reads_wide(key)
+
+    def sums(self, name: str) -> bool | None:
+        """Whether an op is a sum; None where it is no reduction."""
+        spec = spec_of(self.dag.op(name).target)
+        return spec.combine == "sum" if spec is not None and spec.kind is Kind.REDUCTION else None
+
+    def reads_wide(self, key: Key) -> bool:
+        """Whether an op takes operands that are float64 in the place of float32."""
+        name, exact = key
+        op, spec = self.dag.op(name), spec_of(self.dag.op(name).target)
+        if self.sums(name) is not None:
+            return True
+        elementwise = is_view(op) or (spec is not None and spec.kind is Kind.ELEMENTWISE)
+        return elementwise and (exact or not op.pinned)
+
+    def copy(self, key: Key) -> fx.Node:
+        op, node = self.dag.op(key[0]), self.nodes[key[0]]
+        operands = {n: self.env[self.operand(key, n)] for n in node.all_input_nodes}
+        takes_wide = self.reads_wide(key) and not self.wide.isdisjoint(operands.values())
+        form = self.widened if takes_wide else self.narrow
+        read = {n: form(value, n) for n, value in operands.items()}
+        copy = self.graph.node_copy(node, read.__getitem__)
+        if op.outputs and op.outputs[0].dtype is torch.float32:
+            sums = bool(self.sums(key[0])) and op.outputs[0].device == "cpu"
             if sums:
                 copy.kwargs = {**copy.kwargs, "dtype": torch.float64}
-        elif single and reads_wide:
-            copy = self.converted(copy, torch.float32)
+            self.wide |= {copy} if sums or takes_wide else set()
         if node.target is torch.ops.fusion_compiler.uniform.default:
             salt: Any = node.args[2]
             copy.args = (*copy.args[:2], self.salts.get(salt, salt))
         return copy
 
-    def narrow(self, name: str) -> fx.Node:
+    def narrow(self, value: fx.Node, of: fx.Node | None = None) -> fx.Node:
         """A value in the dtype that it has in the graph."""
-        value = self.env[name]
         return self.converted(value, torch.float32) if value in self.wide else value
 
-    def widened(self, name: str) -> fx.Node:
-        """A value as an operand beside one that is float64."""
-        value, metas = self.env[name], self.dag.op(name).outputs
+    def widened(self, value: fx.Node, of: fx.Node) -> fx.Node:
+        """A value, which is that of a node of the graph, as an operand beside one that is float64."""
+        metas = self.dag.op(of.name).outputs
         single = bool(metas) and metas[0].dtype is torch.float32
         return self.converted(value, torch.float64) if single and value not in self.wide else value
 
