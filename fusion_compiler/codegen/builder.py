@@ -90,7 +90,8 @@ class Builder:
         self.a, self.s, self.loops = analysis, schedule, analysis.loops
         self.pointers, self.dtypes, self.load_options, self.empty = pointers, dtypes, load_options, empty
         self.rough = analysis.rough(dtypes)
-        self.means = {mean for _, mean in analysis.moments.values()}
+        self.means = {mean: total for total, mean in analysis.moments.values()}
+        self.scaled: dict[int, float] = {}  # sums whose terms were multiplied by a number, and by which
         beyond = 2 * schedule.block_cols  # the last block counts on, by twos where it is of pairs
         self.wide = analysis.furthest < 0 or analysis.furthest + beyond >= 2**31
         self.variables = Variables()

@@ -625,14 +625,22 @@ def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
     """
     share = tl.full((), other_count, mean.dtype) / (count + other_count)  # of integers it were a float32
     move = other_mean - mean
-    return mean + move * share, squares + other_squares + move * move * (count * share)
+    # In this order the product is 0 where count is, also where the square of move would be infinite.
+    return mean + move * share, squares + other_squares + move * (count * share) * move
 
 
 @triton.jit
 def corrected(mean, squares, left, count):
-    """A mean and the sum of squares around it, less what rounding left in both; left: the sum of those."""
+    """A mean and the sum of squares around it, less what rounding left in both.
+
+    left: the sum of the differences from the mean. Of numbers so large that squares are infinite nothing is
+    taken off: infinity less infinity would be NaN.
+    """
     off = left / count
-    squares = tl.maximum(squares - left * off, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    lost = left * off
+    squares = tl.maximum(
+        squares - tl.where(lost < float("inf"), lost, 0.0), 0.0, propagate_nan=tl.PropagateNan.ALL
+    )
     return tl.where(tl.abs(off) < float("inf"), mean + off, mean), squares
 
 

@@ -21,6 +21,17 @@ from fusion_compiler.schedule.analysis import HALVES, rounding_of, waiting
 
 _TO_COPY = torch.ops.aten._to_copy.default
 
+
+
+def scale_of(count: int) -> float:
+    """Return the power of two by which each of `count` terms is multiplied before they are added up.
+
+    The sum of the largest numbers is finite then. No digit changes, and a product that is added is one
+    instruction.
+    """
+    return 2.0 ** -(count - 1).bit_length()
+
+
 LONGEST = 8192  # so many equal elements of 11 significant bits have a sum that float32 holds
 
 

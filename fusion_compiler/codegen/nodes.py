@@ -192,7 +192,12 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
         for n in refs:  # two numbers have no type in Triton's functions
             b.variable(n)
         return compute_text(node, lambda n: (b.variable(n), None, nodes[n].dtype))
-    rough = number in b.rough and number not in b.means
+    total = b.means.get(number)
+    if total in b.scaled and isinstance(width := b.a.size(COLS), int):
+        count = b.scaled[total] * width  # a fraction that float32 holds
+        divided = (("self", Value(total)), ("other", count if node.target is aten.div.Tensor else 1 / count))
+        node = replace(node, operands=divided)
+    rough = number in b.rough and total is None
     if rough and node.target is aten.div.Tensor:
         divisor, dividend = operand_of(node, "other"), operand_of(node, "self")
         if divisor is not None and dividend is not None and _is_narrower(b, divisor, number):
@@ -330,9 +335,15 @@ def _reduce(b: Builder, number: int) -> None:
         tiles = [elements(b, replace(reduce, operand=n), ALONG) for n in (squares, off)]
         moments.build_squares(b, number, tiles)
         return
-    tile = elements(b, b.reduction(number), ALONG)
+    tile, base = elements(b, b.reduction(number), ALONG), b.base_of(number)
+    mean = next((mean for mean, total in b.means.items() if total == number), None)
+    if mean is not None and isinstance(width := b.a.size(COLS), int) and width > 1:
+        scale = b.scaled[number] = moments.scale_of(width)
+        tile, base = f"{tile} * {scale!r}", "row_mean" if scale * width == 1 else base
     alike = (b.a.level[number], b.a.groups[number]) if number in b.a.sums_along else None
-    b.env[number] = b.let(b.base_of(number), b.folded_along(number, tile, alike))
+    b.env[number] = b.let(base, b.folded_along(number, tile, alike))
+    if mean is not None and base == "row_mean":
+        b.env[mean] = b.env[number]
 
 
 def _reduce_rows(b: Builder, number: int) -> None:

@@ -19,7 +19,7 @@ from fusion_compiler.codegen import pieces, words
 from fusion_compiler.codegen.builder import ALONG, Builder, Packed
 from fusion_compiler.codegen.contractions import Contracted
 from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
-from fusion_compiler.codegen.moments import is_exact
+from fusion_compiler.codegen.moments import is_exact, scale_of
 from fusion_compiler.codegen.monoids import neutral_text, step_text
 from fusion_compiler.codegen.names import Own
 from fusion_compiler.codegen.nodes import elements
@@ -212,7 +212,9 @@ class Moments:
 
     def block(self, b: Builder, mean: str, squares: str) -> None:
         b.define("x", elements(b, b.reduction(self.total), ALONG))
-        b.set(mean, f"{b.along('tl.sum', 'x')} / {_count(b)}")
+        scale = scale_of(b.tile.lanes)
+        part = "" if b.tile.col_mask is None else f" / ({_count(b)} * {scale!r})"
+        b.set(mean, b.along("tl.sum", f"x * {scale!r}") + part)
         mask = b.mask(ALONG, None)
         b.define("off", f"tl.where({mask}, x - {mean}, 0.0)" if mask else f"x - {mean}")
         if is_exact(b, self.total, b.tile.lanes):
@@ -235,7 +237,7 @@ class Moments:
         tops = f'tl.where(counts > 0, {means}, float("-inf"))'
         b.define("top", b.along("tl.max", tops))  # means differ by less than they are, which rounds less
         b.define("apart", f"{means} - top")
-        b.define("move", f"{b.along('tl.sum', 'counts * apart')} / {dim_text(b.a.size(COLS))}")
+        b.define("move", b.along("tl.sum", f"counts / {dim_text(b.a.size(COLS))} * apart"))
         b.set(mean, "top + move")
         b.set(squares, b.along("tl.sum", f"{others} + counts * (apart - move) * (apart - move)"))
 
