@@ -321,7 +321,7 @@ def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int
     if _counters(build, value) | _counters(build, turn) != {turn}:
         raise Illegal("rows", f"{op.name} would be added up in each turn of another sum of rows")
     dtype = compute_dtype(op.outputs[0].dtype)
-    return build.emit(Total(build.converted(value, dtype, op.name), turn, dtype), op.name)
+    return build.emit(Total(sum_rows.COMBINES[op.target], build.converted(value, dtype, op.name), turn, dtype), op.name)
 
 
 def _counters(build: Builder, number: int) -> set[int]:
@@ -431,7 +431,7 @@ def _special() -> dict[object, Handler]:
         aten.select_scatter.default: _scatter_select,
         aten.flip.default: _flip,
         aten.embedding.default: _embedding,
-        sum_rows.sum_rows: _sum_rows,
+        **dict.fromkeys(sum_rows.COMBINES, _sum_rows),
         aten.gather.default: _along,
         aten.index_select.default: _along,
         aten.index.Tensor: _index,

@@ -1,0 +1,175 @@
+"""Rows that are added up by their numbers: gradients of lookups, `index_add`, scatters by whole rows.
+
+    index_put(x, [index], rows, accumulate=True)   ->   x + sum_rows(rows, order, bounds)
+
+Every operator here becomes one call of `ir/sum_rows.py` on a table `x`: [R, C], numbers: [N] and rows: [N, C].
+The numbers are sorted, and each sum is made in the order of the rows, to the same bits each time. Calls with the
+same numbers share the sorted order: `merge_equal` makes one call of several equal ones, in forward and backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_compiler.ir.sum_rows import largest_rows, smallest_rows, sum_rows
+from fusion_compiler.ir.writes import indexed
+
+aten = torch.ops.aten
+
+SPARSE = 8  # rows of a table for each row that is added, beyond which most of a table of narrow rows is empty
+NARROW = 32  # elements of a row; below, the numbers' bounds take about as many bytes as the sums
+MANY_SUMMED = 32  # rows that a program adds up, one after the other
+
+
+def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """x + the sum of the values that each element of x gets.
+
+    indices: integers, for any dimensions of x, which broadcast. values: broadcast to what the indices select.
+    """
+    dims = [d for d, index in enumerate(indices) if index is not None]
+    chosen = [index for index in indices if index is not None]
+    masks = any(index.dtype in (torch.bool, torch.uint8) for index in chosen)
+    if not accumulate or not x.is_floating_point() or masks:
+        return NotImplemented
+    start, _ = indexed(dims, [tuple(index.shape) for index in chosen])
+    common = torch.broadcast_shapes(*(index.shape for index in chosen))
+    kept = [d for d in range(x.ndim) if d not in dims]
+    sizes, rest = [x.shape[d] for d in dims], [x.shape[d] for d in kept]
+    if not _is_worth_sorting(math.prod(sizes), math.prod(common), math.prod(rest)):
+        return NotImplemented
+    size = math.prod(sizes)
+    number = _numbers(sizes[0], chosen[0])
+    for more, index in zip(sizes[1:], chosen[1:], strict=True):
+        number = number.to(_held(size)) * more + _numbers(more, index)
+    values = values.expand(*rest[:start], *common, *rest[start:])
+    first = range(start, start + len(common))
+    values = values.permute(*first, *(d for d in range(values.ndim) if d not in first))
+    rows = values.reshape(math.prod(common), math.prod(rest))
+    if number.ndim != 1 or len(dims) > 1:
+        number = number.expand(common).reshape(math.prod(common))
+    total = sort(number, size).combined(rows, "sum")
+    places = [*dims, *kept]
+    total = total.view(*sizes, *rest).permute(*(places.index(d) for d in range(x.ndim)))
+    return x + total
+
+
+def scatter_reduce(
+    x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """A scatter whose index is one of rows, expanded over the other dimensions; of other indices ATen's."""
+    combine = {"sum": "sum", "amax": "max", "amin": "min"}.get(reduce)
+    if combine is None or not x.is_floating_point() or not _by_rows(x, dim, index):
+        return NotImplemented
+    dim %= x.ndim
+    dims = [dim, *(d for d in range(x.ndim) if d != dim)]
+    size, count, rest = x.shape[dim], index.shape[dim], [x.shape[d] for d in dims[1:]]
+    atomics = combine == "sum" and not torch.are_deterministic_algorithms_enabled()
+    if not _is_worth_sorting(size, count, math.prod(rest)) or (atomics and math.prod(rest) == 1):
+        return NotImplemented  # an atomic operation for each row costs less than to sort them
+    ordered = sort(torch.gather(_count(size, x), 0, index.permute(dims).flatten(1)[:, 0]), size)
+    rows = src.permute(dims)[tuple(slice(n) for n in (count, *rest))]
+    total = ordered.combined(rows.reshape(count, math.prod(rest)), combine)
+    back = [dims.index(d) for d in range(x.ndim)]
+    total = total.view(size, *rest).permute(back)
+    if not include_self:
+        taken = ordered.taken().view(size, *(1 for _ in rest)).permute(back)
+        return torch.where(taken, total, x)
+    return {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[combine](x, total)
+
+
+def _by_rows(x: Tensor, dim: int, index: Tensor) -> bool:
+    """True if `index` is one number for each row of `x` along `dim`, expanded over the other dimensions."""
+    if not x.ndim or index.ndim != x.ndim:
+        return False
+    others = (d for d in range(x.ndim) if d != dim % x.ndim)
+    return all(
+        statically_known_true(index.shape[d] == x.shape[d])
+        and (statically_known_true(index.shape[d] == 1) or statically_known_true(index.stride(d) == 0))
+        for d in others
+    )
+
+
+def _is_worth_sorting(size: Any, count: Any, width: Any) -> bool:
+    """Whether a table of `size` rows of `width` elements takes `count` rows in this way.
+
+    The bounds have an entry for each row of the table: where these are short, and most are left alone, bounds
+    cost more than the rows that are added.
+    """
+    if isinstance(width, int) and width >= NARROW:
+        return True
+    return statically_known_true(size <= SPARSE * count)
+
+
+def _numbers(size: Any, index: Tensor) -> Tensor:
+    """An index of a dimension of `size` elements, checked, and negative ones counted from its beginning."""
+    return aten.index.Tensor(_count(size, index), [index])
+
+
+def _count(size: Any, like: Tensor) -> Tensor:
+    """0, 1, ... size - 1."""
+    return torch.arange(size, dtype=_held(size), device=like.device)
+
+
+def _held(size: Any) -> torch.dtype:
+    """The least dtype in which numbers up to `size` fit: a sort takes as long as they have bytes."""
+    if not isinstance(size, int):
+        return torch.int64
+    return next((d for d in (torch.int16, torch.int32) if size < torch.iinfo(d).max), torch.int64)
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Numbers of rows, sorted: `size` numbers, of which each is `shares` sums.
+
+    order: int64 [N], the rows in the order of their numbers. bounds: int64 [shares * size + 1], where the rows
+    of each sum begin in `order`.
+    """
+
+    order: Tensor
+    bounds: Tensor
+    size: Any
+    shares: int
+
+    def combined(self, rows: Tensor, combine: str) -> Tensor:
+        """rows: [N, C] -> [size, C]: the "sum", "max" or "min" of the rows of each number."""
+        call, across = _COMBINES[combine]
+        if self.shares == 1:
+            return call(rows, self.order, self.bounds)
+        parts = call(rows.to(torch.promote_types(rows.dtype, torch.float32)), self.order, self.bounds)
+        return across(parts.view(self.size, self.shares, rows.shape[1]), 1).to(rows.dtype)
+
+    def taken(self) -> Tensor:
+        """bool [size], True for numbers that any row has."""
+        return self.bounds[self.shares :: self.shares] > self.bounds[: -1 : self.shares]
+
+
+_COMBINES: dict[str, tuple[OpOverload, Callable[..., Tensor]]] = {
+    "sum": (sum_rows, torch.sum),
+    "max": (largest_rows, torch.amax),
+    "min": (smallest_rows, torch.amin),
+}
+
+
+def sort(number: Tensor, size: Any) -> Sorted:
+    """Sort numbers, [N] of an integer dtype, each of 0 <= i < size.
+
+    Where there are many rows for each number, their places modulo `shares` divide those of each number.
+    """
+    count, shares = number.shape[0], 1
+    if isinstance(size, int) and isinstance(count, int):
+        shares = 1 << max(0, (count // (max(1, size) * MANY_SUMMED)).bit_length() - 1)
+    held = _held(shares * size)
+    number = number.to(held)
+    if shares > 1:
+        number = number * shares + torch.arange(count, dtype=held, device=number.device) % shares
+    places, order = torch.sort(number, stable=True)
+    bounds = torch.searchsorted(places, _count(shares * size + 1, number).to(held))
+    return Sorted(order, bounds, size, shares)
