@@ -282,7 +282,7 @@ class _Compilers:
         if phase is not Phase.BACKWARD:
             show_arguments(graph.graph, _shown())
         if phase is Phase.INFERENCE:
-            if any(node.target in COMBINES for node in graph.graph.nodes):  # several may sort the same numbers
+            if any(node.target in COMBINES for node in graph.graph.nodes):  # several may sort alike
                 merge_equal(graph.graph)
             self._rewrite_joint(graph.graph)
         info = _info(graph, self._name, phase, ())

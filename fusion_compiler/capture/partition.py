@@ -186,8 +186,8 @@ def keep_places(graph: fx.Graph) -> None:
 
 
 def look_up_again(graph: fx.Graph) -> None:
-    """Let backward repeat a lookup whose result is larger than what it is taken from, where only clusters read
-    the result; in place. To save it costs memory, and a store in forward that its readers do without."""
+    """Let backward repeat a lookup whose result is larger than what it is taken from, where only clusters
+    read the result; in place. To save it costs memory, and a store in forward that its readers do without."""
     for node in graph.nodes:
         if node.target not in _LOOKUPS or is_backward(node) or not any(map(is_backward, node.users)):
             continue
@@ -224,7 +224,7 @@ def merge_equal(graph: fx.Graph) -> None:
         elif _repeatable(node) and _storage(node) not in returned:
             first = known.setdefault(_known_as(node), node)
             if first is not node:
-                if node.target is _aten.gather.default is not first.target:  # of both the one that refuses more
+                if node.target is _aten.gather.default is not first.target:  # which refuses more
                     first.target, first.args = node.target, (node.args[0], 0, first.args[1][0])  # type: ignore[index]
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)

@@ -2,9 +2,10 @@
 
     index_put(x, [index], rows, accumulate=True)   ->   x + sum_rows(rows, order, bounds)
 
-Every operator here becomes one call of `ir/sum_rows.py` on a table `x`: [R, C], numbers: [N] and rows: [N, C].
-The numbers are sorted, and each sum is made in the order of the rows, to the same bits each time. Calls with the
-same numbers share the sorted order: `merge_equal` makes one call of several equal ones, in forward and backward.
+Every operator here becomes one call of `ir/sum_rows.py` on a table `x`: [R, C], numbers: [N] and rows:
+[N, C]. The numbers are sorted, and each sum is made in the order of the rows, to the same bits each time.
+Calls with the same numbers share the sorted order, in forward and backward: `merge_equal` makes one call of
+several equal ones.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def _held(size: Any) -> torch.dtype:
 class Sorted:
     """Numbers of rows, sorted: `size` numbers, of which each is `shares` sums.
 
-    order: int64 [N], the rows in the order of their numbers. bounds: int64 [shares * size + 1], where the rows
-    of each sum begin in `order`.
+    order: int64 [N], the rows in the order of their numbers. bounds: int64 [shares * size + 1], where the
+    rows of each sum begin in `order`.
     """
 
     order: Tensor
@@ -161,7 +162,7 @@ _COMBINES: dict[str, tuple[OpOverload, Callable[..., Tensor]]] = {
 def sort(number: Tensor, size: Any) -> Sorted:
     """Sort numbers, [N] of an integer dtype, each of 0 <= i < size.
 
-    Where there are many rows for each number, their places modulo `shares` divide those of each number.
+    Where there are many rows for each number, their places modulo `shares` divide them.
     """
     count, shares = number.shape[0], 1
     if isinstance(size, int) and isinstance(count, int):

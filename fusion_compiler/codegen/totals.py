@@ -33,8 +33,9 @@ def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, 
     assert isinstance(counter, Counter)
     first, last = b.variable(counter.first), b.variable(counter.last)
     alone = b.tile.flat and COLS not in b.a.groups[node.counter]
-    shape, dtype, (neutral, step) = b.shape(b.a.groups[number]), TRITON_TYPES[node.dtype], _STEPS[node.combine]
-    total = b.let("total", f"tl.full({shape}, {neutral}, {dtype})")
+    neutral, step = _STEPS[node.combine]
+    shape = b.shape(b.a.groups[number])
+    total = b.let("total", f"tl.full({shape}, {neutral}, {TRITON_TYPES[node.dtype]})")
     turns = f"{first}, {last}" if alone else f"0, {b.let('most', f'tl.max({last} - {first})')}"
     with b.inside(b.loop("turn", f"tl.range({turns}, num_stages={AHEAD})")):
         here = "turn" if alone else b.let("here", f"{first} + turn")

@@ -14,7 +14,11 @@ import math
 import torch
 from torch import Tensor
 
-_REDUCES = {"sum_rows": ("sum", 0.0), "largest_rows": ("amax", -math.inf), "smallest_rows": ("amin", math.inf)}
+_REDUCES = {
+    "sum_rows": ("sum", 0.0),
+    "largest_rows": ("amax", -math.inf),
+    "smallest_rows": ("amin", math.inf),
+}
 
 
 def _define(name: str, reduce: str, neutral: float) -> None:

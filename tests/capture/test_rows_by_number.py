@@ -49,7 +49,8 @@ def narrow_rows(x: Tensor, i: Tensor) -> Tensor:
 
 
 LOOKUPS = [
-    by_two, by_outer_dimensions, by_broadcast, by_the_last, by_one_in_the_middle, by_all, by_a_matrix, narrow_rows
+    by_two, by_outer_dimensions, by_broadcast, by_the_last, by_one_in_the_middle, by_all, by_a_matrix,
+    narrow_rows,
 ]  # fmt: skip
 
 

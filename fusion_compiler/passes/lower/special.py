@@ -242,16 +242,16 @@ def _iota(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
         start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
     if not isinstance(start, int | float) or not isinstance(step, int | float):
         raise Illegal("operand", f"{op.name} counts by a size that is only known at run time")
+    if not dtype.is_floating_point:  # eager converts both before it counts
+        start, step = int(start), int(step)
     if isinstance(start, float) or isinstance(step, float):
         return _in_fractions(build, op, coords[0], start, step)
     return build.emit(Coordinate(shifted(combine([(coords[0], step)]), start), dtype), op.name)
 
 
 def _in_fractions(build: Builder, op: Op, place: Index, start: float, step: float) -> int:
-    """start + step * place, in floats; eager cuts off what is to be an integer."""
+    """start + step * place, in floats."""
     dtype = compute_dtype(op.outputs[0].dtype)
-    if not dtype.is_floating_point:
-        raise Illegal("operand", f"{op.name} counts in fractions, as integers")
     here = build.emit(Coordinate(place, torch.int64), f"{op.name}_position")
     scaled = (("self", Value(build.converted(here, dtype, op.name))), ("other", step))
     steps = build.emit(Compute(aten.mul.Tensor, scaled, dtype), f"{op.name}_steps")
@@ -321,7 +321,8 @@ def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int
     if _counters(build, value) | _counters(build, turn) != {turn}:
         raise Illegal("rows", f"{op.name} would be added up in each turn of another sum of rows")
     dtype = compute_dtype(op.outputs[0].dtype)
-    return build.emit(Total(sum_rows.COMBINES[op.target], build.converted(value, dtype, op.name), turn, dtype), op.name)
+    value = build.converted(value, dtype, op.name)
+    return build.emit(Total(sum_rows.COMBINES[op.target], value, turn, dtype), op.name)
 
 
 def _counters(build: Builder, number: int) -> set[int]:

@@ -6,6 +6,7 @@ step (29 us at 4.28 TB/s); what it saves is 67 MB of partial sums of the input's
 """
 
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
+from fusion_compiler.passes.rewrites.affine_lookups import slice_lookups
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.attention_operands import lay_by_rows, read_in_place, scale_scores
 from fusion_compiler.passes.rewrites.contiguous import order_rows
@@ -39,6 +40,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     stream_keys,
     lay_by_rows,
     choose_matrices,
+    slice_lookups,
     permute_rows,
     scale_rows,
     drop_rows,
@@ -99,6 +101,7 @@ __all__ = [
     "scale_rows",
     "scale_scores",
     "simplify_masks",
+    "slice_lookups",
     "stream_keys",
     "turn_channels",
 ]
