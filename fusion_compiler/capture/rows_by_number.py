@@ -27,7 +27,8 @@ aten = torch.ops.aten
 
 SPARSE = 8  # rows of a table for each row that is added, beyond which most of a table of narrow rows is empty
 NARROW = 32  # elements of a row; below, the numbers' bounds take about as many bytes as the sums
-MANY_SUMMED = 32  # rows that a program adds up, one after the other
+BLOCK = 64  # rows of one number that a program combines, one after the other
+MOST_IN_TURN = 4 * BLOCK  # or all of so few
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
@@ -81,7 +82,7 @@ def scatter_reduce(
     back = [dims.index(d) for d in range(x.ndim)]
     total = total.view(size, *rest).permute(back)
     if not include_self:
-        taken = ordered.taken().view(size, *(1 for _ in rest)).permute(back)
+        taken = (ordered.last > ordered.first).view(size, *(1 for _ in rest)).permute(back)
         return torch.where(taken, total, x)
     return {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[combine](x, total)
 
@@ -128,49 +129,53 @@ def _held(size: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Sorted:
-    """Numbers of rows, sorted: `size` numbers, of which each is `shares` sums.
+    """Numbers of rows, sorted.
 
-    order: int64 [N], the rows in the order of their numbers. bounds: int64 [shares * size + 1], where the
-    rows of each sum begin in `order`.
+    order: int64 [N], the rows in the order of their numbers. first, last: int64 [size], where the rows of
+    each number begin and end in `order`. beyond: int64 [ceil(N / BLOCK)], for every BLOCK-th row in that
+    order, where those of its number end.
     """
 
     order: Tensor
-    bounds: Tensor
-    size: Any
-    shares: int
+    first: Tensor
+    last: Tensor
+    beyond: Tensor
 
     def combined(self, rows: Tensor, combine: str) -> Tensor:
-        """rows: [N, C] -> [size, C]: the "sum", "max" or "min" of the rows of each number."""
-        call, across = _COMBINES[combine]
-        if self.shares == 1:
-            return call(rows, self.order, self.bounds)
-        parts = call(rows.to(torch.promote_types(rows.dtype, torch.float32)), self.order, self.bounds)
-        return across(parts.view(self.size, self.shares, rows.shape[1]), 1).to(rows.dtype)
+        """rows: [N, C] -> [size, C]: the "sum", "max" or "min" of the rows of each number.
 
-    def taken(self) -> Tensor:
-        """bool [size], True for numbers that any row has."""
-        return self.bounds[self.shares :: self.shares] > self.bounds[: -1 : self.shares]
+        A number may have most of the rows. Those up to the next multiple of BLOCK, in the sorted order, are
+        one sum, and from there each block has a sum of its own, which are rows again, already in order.
+        """
+        call, join = _COMBINES[combine]
+        count = self.order.shape[0]
+        if not isinstance(count, int) or count <= MOST_IN_TURN:
+            return call(rows, self.order, self.first, self.last)
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        blocks = torch.arange(self.beyond.shape[0], device=rows.device)
+        begins, (first, last) = blocks * BLOCK, (_blocks(end) for end in (self.first, self.last))
+        parts = call(wide, self.order, begins, torch.minimum(begins + BLOCK, self.beyond))
+        head = call(wide, self.order, self.first, torch.minimum(self.last, first * BLOCK))
+        inner = Sorted(blocks, first, last, _blocks(self.beyond)[::BLOCK])
+        return join(head, inner.combined(parts, combine)).to(rows.dtype)
+
+
+def _blocks(end: Tensor) -> Tensor:
+    """The number of the first block that begins at a place or behind it."""
+    return (end + (BLOCK - 1)) // BLOCK
 
 
 _COMBINES: dict[str, tuple[OpOverload, Callable[..., Tensor]]] = {
-    "sum": (sum_rows, torch.sum),
-    "max": (largest_rows, torch.amax),
-    "min": (smallest_rows, torch.amin),
+    "sum": (sum_rows, torch.add),
+    "max": (largest_rows, torch.maximum),
+    "min": (smallest_rows, torch.minimum),
 }
 
 
 def sort(number: Tensor, size: Any) -> Sorted:
-    """Sort numbers, [N] of an integer dtype, each of 0 <= i < size.
-
-    Where there are many rows for each number, their places modulo `shares` divide them.
-    """
-    count, shares = number.shape[0], 1
-    if isinstance(size, int) and isinstance(count, int):
-        shares = 1 << max(0, (count // (max(1, size) * MANY_SUMMED)).bit_length() - 1)
-    held = _held(shares * size)
-    number = number.to(held)
-    if shares > 1:
-        number = number * shares + torch.arange(count, dtype=held, device=number.device) % shares
-    places, order = torch.sort(number, stable=True)
-    bounds = torch.searchsorted(places, _count(shares * size + 1, number).to(held))
-    return Sorted(order, bounds, size, shares)
+    """Sort numbers, [N] of an integer dtype, each of 0 <= i < size."""
+    held = _held(size)
+    places, order = torch.sort(number.to(held), stable=True)
+    bounds = torch.searchsorted(places, _count(size + 1, number).to(held))
+    last = bounds[1:]
+    return Sorted(order, bounds[:-1], last, aten.index.Tensor(last, [places[::BLOCK].long()]))

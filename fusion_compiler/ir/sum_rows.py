@@ -1,9 +1,9 @@
 """Rows that have a number each, added up or compared by it, as operators of one result.
 
-    index_put(base, [index], rows, accumulate=True)   ->   base + sum_rows(rows, order, bounds)
-    scatter_reduce(base, 0, index, rows, "amax")      ->   maximum(base, largest_rows(rows, order, bounds))
+    index_put(x, [index], rows, accumulate=True)   ->   x + sum_rows(rows, order, first, last)
+    scatter_reduce(x, 0, index, rows, "amax")      ->   maximum(x, largest_rows(rows, order, first, last))
 
-with order, the rows' numbers sorted by index, and bounds, where those of each index begin among them. ATen's
+with order, the rows' numbers sorted by index, and where those of each number begin and end among them. ATen's
 operators are a library's, whose kernels no cluster has a part in; these are a cluster's.
 """
 
@@ -24,21 +24,24 @@ _REDUCES = {
 def _define(name: str, reduce: str, neutral: float) -> None:
     """Define an operator.
 
-    rows: [N, C] of a float dtype, order: int64 [N], each of 0 <= i < N once, bounds: int64 [R + 1], rising
-    from 0 to N -> [R, C]: result[r] is what rows[order[j]] come to over bounds[r] <= j < bounds[r + 1], sums
-    in float32 at least; `neutral` where there is no such j.
+    rows: [N, C] of a float dtype, order: int64 [P], each of 0 <= i < N, first and last: int64 [R], each of
+    0 <= i <= P -> [R, C]: result[r] is what rows[order[j]] come to over first[r] <= j < last[r], sums in
+    float32 at least; `neutral` where there is no such j.
     """
-    torch.library.define(f"fusion_compiler::{name}", "(Tensor rows, Tensor order, Tensor bounds) -> Tensor")
+    schema = "(Tensor rows, Tensor order, Tensor first, Tensor last) -> Tensor"
+    torch.library.define(f"fusion_compiler::{name}", schema)
 
-    def run(rows: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
-        numbers = torch.arange(len(bounds) - 1, device=rows.device)
-        own = numbers.repeat_interleave(bounds.diff(), output_size=len(order))
-        wide = rows[order].to(torch.promote_types(rows.dtype, torch.float32))
-        total = torch.full((len(numbers), rows.shape[1]), neutral, dtype=wide.dtype, device=rows.device)
-        return total.scatter_reduce_(0, own[:, None].expand_as(wide), wide, reduce).to(rows.dtype)
+    def run(rows: Tensor, order: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        counts = (last - first).clamp_min(0)
+        numbers = torch.arange(len(first), device=rows.device).repeat_interleave(counts)
+        begins = first - counts.cumsum(0) + counts
+        places = begins[numbers] + torch.arange(len(numbers), device=rows.device)
+        wide = rows[order[places]].to(torch.promote_types(rows.dtype, torch.float32))
+        total = torch.full((len(first), rows.shape[1]), neutral, dtype=wide.dtype, device=rows.device)
+        return total.scatter_reduce_(0, numbers[:, None].expand_as(wide), wide, reduce).to(rows.dtype)
 
-    def fake(rows: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
-        return rows.new_empty((bounds.shape[0] - 1, rows.shape[1]))
+    def fake(rows: Tensor, order: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        return rows.new_empty((first.shape[0], rows.shape[1]))
 
     torch.library.impl(f"fusion_compiler::{name}", "CompositeExplicitAutograd")(run)
     torch.library.register_fake(f"fusion_compiler::{name}")(fake)

@@ -309,8 +309,8 @@ def _indirect(build: Builder, op: Op, node: int, length: Dim, signed: bool) -> I
 
 
 def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    rows, order, bounds = (a.name for a in op.args if isinstance(a, Ref))
-    first, last = (build.value(bounds, (shifted(coords[0], i),), within) for i in (0, 1))
+    rows, order, *ends = (a.name for a in op.args if isinstance(a, Ref))
+    first, last = (build.value(end, coords[:1], within) for end in ends)
     turn = build.emit(Counter(first, last, torch.int64), f"{op.name}_turn")
     here = (("self", Value(turn)), ("other", Value(last)))
     inside = build.emit(Compute(aten.lt.Tensor, here, torch.bool), "inside")
