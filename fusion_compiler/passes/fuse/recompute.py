@@ -132,9 +132,9 @@ def _with_closure(search: Search, candidate: Candidate) -> Candidate:
 
 
 def _chain(search: Search, name: str, owner: Candidate) -> frozenset[str] | None:
-    """Return the element-wise ops and lookups that make `name` inside its owner, or None if others need one of
-    them stored."""
-    inside = set(owner.ops)
+    """Return the element-wise ops and lookups that make `name` inside its owner, or None if others need one
+    of them stored."""
+    inside, dag = set(owner.ops), search.dag
     found: set[str] = set()
     stack = [name]
     while stack:
@@ -142,7 +142,7 @@ def _chain(search: Search, name: str, owner: Candidate) -> frozenset[str] | None
         if op in found or op not in inside or op in search.pool.again:
             continue
         spec = spec_of(search.dag.op(op).target)
-        computed = spec is not None and (spec.expr is not None or bool(lookups(search.dag, search.dag.op(op))))
+        computed = spec is not None and (spec.expr is not None or bool(lookups(dag, dag.op(op))))
         if search.dag.op(op).kind is not Kind.ELEMENTWISE or not computed:
             if op == name:
                 return None

@@ -12,6 +12,7 @@ from fusion_compiler.passes.rewrites.attention_operands import lay_by_rows, read
 from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.convolution_relu import end_convolutions
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
+from fusion_compiler.passes.rewrites.embedding_bags import sum_bags
 from fusion_compiler.passes.rewrites.experts import choose_matrices
 from fusion_compiler.passes.rewrites.few_queries import stream_keys
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
@@ -40,6 +41,7 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     stream_keys,
     lay_by_rows,
     choose_matrices,
+    sum_bags,
     slice_lookups,
     permute_rows,
     scale_rows,
@@ -103,5 +105,6 @@ __all__ = [
     "simplify_masks",
     "slice_lookups",
     "stream_keys",
+    "sum_bags",
     "turn_channels",
 ]
