@@ -43,7 +43,6 @@ _WHOLE = (
     aten.scaled_dot_product_attention.default,
     aten._scaled_dot_product_attention_math.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten.embedding_dense_backward.default,
     aten.select_scatter.default,  # PyTorch's gives the dtype of both, eager that of the first
 )
 
@@ -798,6 +797,7 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.scatter.value: _scatter,
     aten.scatter_add.default: _scatter_add,
     aten.scatter_reduce.two: rows_by_number.scatter_reduce,
+    aten.embedding_dense_backward.default: rows_by_number.embedding_backward,
     aten.index_put.default: rows_by_number.index_put,
     aten.mm.default: _product,
     aten.bmm.default: _product,

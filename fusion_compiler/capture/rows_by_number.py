@@ -10,6 +10,7 @@ several equal ones.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ aten = torch.ops.aten
 
 SPARSE = 8  # rows of a table for each row that is added, beyond which most of a table of narrow rows is empty
 NARROW = 32  # elements of a row; below, the numbers' bounds take about as many bytes as the sums
-BLOCK = 64  # rows of one number that a program combines, one after the other
-MOST_IN_TURN = 4 * BLOCK  # or all of so few
+MOST_IN_TURN = 256  # rows that a program combines, one after the other
+LEAST_IN_TURN = 64
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
@@ -54,13 +55,28 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
     values = values.expand(*rest[:start], *common, *rest[start:])
     first = range(start, start + len(common))
     values = values.permute(*first, *(d for d in range(values.ndim) if d not in first))
-    rows = values.reshape(math.prod(common), math.prod(rest))
+    each = 1  # numbers that a row is added to, one after the other
+    for d in reversed(range(len(common))):
+        if values.stride(d) != 0 or not isinstance(common[d], int) or common[d] < 2:
+            break
+        each, values = each * common[d], values.select(d, 0)
+    rows = values.reshape(math.prod(common) // each, math.prod(rest))
     if number.ndim != 1 or len(dims) > 1:
         number = number.expand(common).reshape(math.prod(common))
-    total = sort(number, size).combined(rows, "sum")
+    total = sort(number, size).combined(rows, "sum", each)
     places = [*dims, *kept]
     total = total.view(*sizes, *rest).permute(*(places.index(d) for d in range(x.ndim)))
     return x + total
+
+
+def embedding_backward(
+    grad: Tensor, indices: Tensor, size: Any, padding: int, scale_grad_by_freq: bool
+) -> Any:
+    """The gradient of a lookup each of whose rows is added up with others, as in a bag; of others ATen's."""
+    bags = indices.ndim > 0 and indices.shape[-1] != 1 and grad.stride(indices.ndim - 1) == 0
+    if not bags or padding >= 0 or scale_grad_by_freq:
+        return NotImplemented
+    return index_put(grad.new_zeros((size, grad.shape[-1])), [indices], grad, accumulate=True)
 
 
 def scatter_reduce(
@@ -132,37 +148,44 @@ class Sorted:
     """Numbers of rows, sorted.
 
     order: int64 [N], the rows in the order of their numbers. first, last: int64 [size], where the rows of
-    each number begin and end in `order`. beyond: int64 [ceil(N / BLOCK)], for every BLOCK-th row in that
+    each number begin and end in `order`. beyond: int64 [ceil(N / block)], for every block-th row in that
     order, where those of its number end.
     """
 
     order: Tensor
     first: Tensor
     last: Tensor
+    block: int
     beyond: Tensor
 
-    def combined(self, rows: Tensor, combine: str) -> Tensor:
-        """rows: [N, C] -> [size, C]: the "sum", "max" or "min" of the rows of each number.
+    def combined(self, rows: Tensor, combine: str, each: int = 1) -> Tensor:
+        """rows: [N / each, C] -> [size, C]: the "sum", "max" or "min" of the rows of each number, where a row
+        has `each` numbers, one after the other.
 
-        A number may have most of the rows. Those up to the next multiple of BLOCK, in the sorted order, are
-        one sum, and from there each block has a sum of its own, which are rows again, already in order.
+        A number may have most of the rows. Those up to the next multiple of `block`, in the sorted order, are
+        one sum, and from there each block has a sum of its own: these are rows again, already in order.
         """
         call, join = _COMBINES[combine]
         count = self.order.shape[0]
         if not isinstance(count, int) or count <= MOST_IN_TURN:
-            return call(rows, self.order, self.first, self.last)
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        blocks = torch.arange(self.beyond.shape[0], device=rows.device)
-        begins, (first, last) = blocks * BLOCK, (_blocks(end) for end in (self.first, self.last))
-        parts = call(wide, self.order, begins, torch.minimum(begins + BLOCK, self.beyond))
-        head = call(wide, self.order, self.first, torch.minimum(self.last, first * BLOCK))
-        inner = Sorted(blocks, first, last, _blocks(self.beyond)[::BLOCK])
-        return join(head, inner.combined(parts, combine)).to(rows.dtype)
+            return call(rows, self.order, self.first, self.last, each)
+        dtype, rows = rows.dtype, rows.to(torch.promote_types(rows.dtype, torch.float32))
+        order: Tensor | None = self.order
+        heads, beyond, unit, block = [], self.beyond, 1, self.block
+        while count > MOST_IN_TURN:
+            heads.append(call(rows, order, self.first, self.last, each, unit, block))
+            rows = call(rows, order, None, beyond, each, unit, block)
+            order, each, unit, count = None, 1, unit * block, beyond.shape[0]
+            block = _block_of(count)
+            beyond = beyond[::block]
+        total = call(rows, order, self.first, self.last, each, unit)
+        return functools.reduce(join, heads, total).to(dtype)
 
 
-def _blocks(end: Tensor) -> Tensor:
-    """The number of the first block that begins at a place or behind it."""
-    return (end + (BLOCK - 1)) // BLOCK
+def _block_of(count: Any) -> int:
+    """About as many rows as there are blocks of them, within bounds."""
+    root = math.isqrt(count) if isinstance(count, int) else MOST_IN_TURN
+    return min(MOST_IN_TURN, max(LEAST_IN_TURN, 1 << root.bit_length()))
 
 
 _COMBINES: dict[str, tuple[OpOverload, Callable[..., Tensor]]] = {
@@ -177,5 +200,5 @@ def sort(number: Tensor, size: Any) -> Sorted:
     held = _held(size)
     places, order = torch.sort(number.to(held), stable=True)
     bounds = torch.searchsorted(places, _count(size + 1, number).to(held))
-    last = bounds[1:]
-    return Sorted(order, bounds[:-1], last, aten.index.Tensor(last, [places[::BLOCK].long()]))
+    last, block = bounds[1:], _block_of(number.shape[0])
+    return Sorted(order, bounds[:-1], last, block, aten.index.Tensor(last, [places[::block].long()]))

@@ -21,30 +21,57 @@ _REDUCES = {
 }
 
 
+_SCHEMA = (
+    "(Tensor rows, Tensor? order, Tensor? first, Tensor last, int each=1, int unit=1, int block=0) -> Tensor"
+)
+
+
 def _define(name: str, reduce: str, neutral: float) -> None:
     """Define an operator.
 
-    rows: [N, C] of a float dtype, order: int64 [P], each of 0 <= i < N, first and last: int64 [R], each of
-    0 <= i <= P -> [R, C]: result[r] is what rows[order[j]] come to over first[r] <= j < last[r], sums in
-    float32 at least; `neutral` where there is no such j.
+    rows: [N, C] of a float dtype, order: int64 [P], each of 0 <= i < N * each, or None for 0, 1, ...,
+    first and last: int64 [R] -> [R, C]: result[r] is what rows[order[j] // each] come to over the places j of
+    `ends`, sums in float32 at least; `neutral` where there is none.
     """
-    schema = "(Tensor rows, Tensor order, Tensor first, Tensor last) -> Tensor"
-    torch.library.define(f"fusion_compiler::{name}", schema)
+    torch.library.define(f"fusion_compiler::{name}", _SCHEMA)
 
-    def run(rows: Tensor, order: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        counts = (last - first).clamp_min(0)
-        numbers = torch.arange(len(first), device=rows.device).repeat_interleave(counts)
-        begins = first - counts.cumsum(0) + counts
-        places = begins[numbers] + torch.arange(len(numbers), device=rows.device)
-        wide = rows[order[places]].to(torch.promote_types(rows.dtype, torch.float32))
-        total = torch.full((len(first), rows.shape[1]), neutral, dtype=wide.dtype, device=rows.device)
+    def run(
+        rows: Tensor, order: Tensor | None, first: Tensor | None, last: Tensor,
+        each: int = 1, unit: int = 1, block: int = 0,
+    ) -> Tensor:  # fmt: skip
+        begins, stops = ends(first, last, unit, block)
+        counts = (stops - begins).clamp_min(0)
+        numbers = torch.arange(len(last), device=rows.device).repeat_interleave(counts)
+        places = torch.arange(len(numbers), device=rows.device)
+        places = places + (begins - counts.cumsum(0) + counts)[numbers]
+        places = places if order is None else order[places]
+        wide = rows[places // each].to(torch.promote_types(rows.dtype, torch.float32))
+        total = torch.full((len(last), rows.shape[1]), neutral, dtype=wide.dtype, device=rows.device)
         return total.scatter_reduce_(0, numbers[:, None].expand_as(wide), wide, reduce).to(rows.dtype)
 
-    def fake(rows: Tensor, order: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        return rows.new_empty((first.shape[0], rows.shape[1]))
+    def fake(rows: Tensor, order: object, first: object, last: Tensor, *_: int) -> Tensor:
+        return rows.new_empty((last.shape[0], rows.shape[1]))
 
     torch.library.impl(f"fusion_compiler::{name}", "CompositeExplicitAutograd")(run)
     torch.library.register_fake(f"fusion_compiler::{name}")(fake)
+
+
+def ends(first: Tensor | None, last: Tensor, unit: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return where the places of each result begin and end, [R] each.
+
+    first and last count places of `unit` rows, rounded up. With a block, places end before the next multiple
+    of it; without `first`, result r begins at r * block.
+    """
+    stops = up(last, unit)
+    if first is None:
+        begins = torch.arange(len(last), device=last.device) * block
+        return begins, torch.minimum(stops, begins + block)
+    begins = up(first, unit)
+    return begins, torch.minimum(stops, up(begins, block) * block) if block else stops
+
+
+def up(places: Tensor, unit: int) -> Tensor:
+    return (places + (unit - 1)) // unit
 
 
 for _name, (_reduce, _neutral) in _REDUCES.items():

@@ -14,9 +14,9 @@ Products of few rows read kilobytes beside their matrices: what makes these is c
 from __future__ import annotations
 
 from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ir.sum_rows import COMBINES
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
-from fusion_compiler.passes.lower.ranges import lookups
 from fusion_compiler.passes.lower.space import Illegal
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay in L2
@@ -134,7 +134,7 @@ def _with_closure(search: Search, candidate: Candidate) -> Candidate:
 def _chain(search: Search, name: str, owner: Candidate) -> frozenset[str] | None:
     """Return the element-wise ops and lookups that make `name` inside its owner, or None if others need one
     of them stored."""
-    inside, dag = set(owner.ops), search.dag
+    inside = set(owner.ops)
     found: set[str] = set()
     stack = [name]
     while stack:
@@ -142,8 +142,7 @@ def _chain(search: Search, name: str, owner: Candidate) -> frozenset[str] | None
         if op in found or op not in inside or op in search.pool.again:
             continue
         spec = spec_of(search.dag.op(op).target)
-        computed = spec is not None and (spec.expr is not None or bool(lookups(dag, dag.op(op))))
-        if search.dag.op(op).kind is not Kind.ELEMENTWISE or not computed:
+        if spec is None or spec.kind is not Kind.ELEMENTWISE or spec.target in COMBINES:
             if op == name:
                 return None
             continue

@@ -1,10 +1,8 @@
 """Bags of embeddings that all have as many rows are lookups and sums.
 
-    rows = weight.index_select(0, indices).view(-1, k, d)
-    embedding_bag(weight, indices, arange(0, n, k), mode="sum")   ->   rows.sum(1)
+    embedding_bag(w, i, arange(0, n, k), mode="sum")   ->   embedding(w, i.view(-1, k)).sum(1)
 
-Their gradient is that of any lookup, rows that are added up by their numbers (`capture/rows_by_number.py`),
-and reads the gradient of a bag for each of its rows.
+The gradient of such a sum is one row for each bag (`capture/rows_by_number.py`: `embedding_backward`).
 """
 
 from __future__ import annotations
@@ -79,15 +77,14 @@ def _summed(node: fx.Node, count: int) -> fx.Node:
     named = arguments(node)
     weight, indices, factors = named["weight"], named["indices"], named["per_sample_weights"]
     padding: Any = named.get("padding_idx")
-    rows = emit(node, _aten.index_select.default, weight, 0, indices)
-    rows = emit(node, _aten.reshape.default, rows, [-1, count, size_of(node, weight, 1)])
+    indices = emit(node, _aten.reshape.default, indices, [-1, count])
+    rows = emit(node, _aten.embedding.default, weight, indices)
     if factors is not None:
         factors = emit(node, _aten.reshape.default, factors, [-1, count, 1])
         rows = emit(node, _aten.mul.Tensor, rows, factors)
     if padding is not None:
         padding = emit(node, operator.add, size_of(node, weight, 0), padding) if padding < 0 else padding
-        indices = emit(node, _aten.reshape.default, indices, [-1, count, 1])
-        counts = emit(node, _aten.ne.Scalar, indices, padding)
+        counts = emit(node, _aten.ne.Scalar, emit(node, _aten.unsqueeze.default, indices, -1), padding)
         rows = emit(node, _aten.where.ScalarOther, counts, rows, 0.0)
     total = emit(node, _aten.sum.dim_IntList, rows, [1])
     if named["mode"] == _SUM:
