@@ -182,7 +182,7 @@ class Sorted:
         return functools.reduce(join, heads, total).to(dtype)
 
 
-def _block_of(count: Any) -> int:
+def _block_of(count: int | torch.SymInt) -> int:
     """About as many rows as there are blocks of them, within bounds."""
     root = math.isqrt(count) if isinstance(count, int) else MOST_IN_TURN
     return min(MOST_IN_TURN, max(LEAST_IN_TURN, 1 << root.bit_length()))

@@ -330,6 +330,7 @@ def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int
         raise Illegal("rows", f"{op.name} would be added up in each turn of another sum of rows")
     dtype = compute_dtype(op.outputs[0].dtype)
     value = build.converted(value, dtype, op.name)
+    assert isinstance(op.target, OpOverload)
     return build.emit(Total(sum_rows.COMBINES[op.target], value, turn, dtype), op.name)
 
 

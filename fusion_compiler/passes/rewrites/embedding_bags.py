@@ -66,7 +66,7 @@ def _rows_of_each(node: fx.Node, written: set[fx.Node]) -> int | None:
         (place,), element, _ = integers_of(offsets)
     except UnprovedError:
         return None
-    count = element.coeff(place)
+    count: Any = element.coeff(place)
     bags = expression(offsets.meta["val"].shape[0]) - (1 if last else 0)
     total = expression(named["indices"].meta["val"].shape[0])
     even = count.is_Integer and count > 0 and (element - count * place).expand() == 0
@@ -76,7 +76,7 @@ def _rows_of_each(node: fx.Node, written: set[fx.Node]) -> int | None:
 def _summed(node: fx.Node, count: int) -> fx.Node:
     named = arguments(node)
     weight, indices, factors = named["weight"], named["indices"], named["per_sample_weights"]
-    padding: Any = named.get("padding_idx")
+    padding, counts = named.get("padding_idx"), None
     indices = emit(node, _aten.reshape.default, indices, [-1, count])
     rows = emit(node, _aten.embedding.default, weight, indices)
     if factors is not None:
@@ -89,7 +89,7 @@ def _summed(node: fx.Node, count: int) -> fx.Node:
     total = emit(node, _aten.sum.dim_IntList, rows, [1])
     if named["mode"] == _SUM:
         return total
-    if padding is None:
+    if counts is None:
         return emit(node, _aten.div.Scalar, total, float(count))
     each = emit(node, _aten.clamp_min.default, emit(node, _aten.sum.dim_IntList, counts, [1]), 1)
     return emit(node, _aten.div.Tensor, total, each)
