@@ -51,8 +51,8 @@ def graph_attention(
     """batch: nodes of one graph. hubs: those that half of all edges lead to."""
     source, target = torch.randint(batch, (2, edges))
     target[::2] %= hubs
-    batch = {"x": torch.randn(batch, features).requires_grad_(), "source": source, "target": target}
-    return GraphNet(features, heads, width), batch
+    inputs: Batch = {"x": torch.randn(batch, features).requires_grad_(), "source": source, "target": target}
+    return GraphNet(features, heads, width), inputs
 
 
 class ClickThrough(nn.Module):
@@ -62,6 +62,7 @@ class ClickThrough(nn.Module):
         super().__init__()
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
         self.register_buffer("pairs", torch.tril_indices(tables, tables, -1))
+        self.pairs: Tensor
         self.top = nn.Linear(tables * (tables - 1) // 2, 256)
 
     def forward(self, indices: Tensor) -> Tensor:

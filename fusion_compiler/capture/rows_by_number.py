@@ -166,7 +166,7 @@ class Sorted:
         one sum, and from there each block has a sum of its own: these are rows again, already in order.
         """
         call, join = _COMBINES[combine]
-        count = self.order.shape[0]
+        count: Any = self.order.shape[0]
         if not isinstance(count, int) or count <= MOST_IN_TURN:
             return call(rows, self.order, self.first, self.last, each)
         dtype, rows = rows.dtype, rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -182,7 +182,7 @@ class Sorted:
         return functools.reduce(join, heads, total).to(dtype)
 
 
-def _block_of(count: int | torch.SymInt) -> int:
+def _block_of(count: Any) -> int:
     """About as many rows as there are blocks of them, within bounds."""
     root = math.isqrt(count) if isinstance(count, int) else MOST_IN_TURN
     return min(MOST_IN_TURN, max(LEAST_IN_TURN, 1 << root.bit_length()))
