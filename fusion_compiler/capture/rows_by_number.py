@@ -21,12 +21,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fusion_compiler.capture.graphs import hinted
 from fusion_compiler.ir.sum_rows import largest_rows, smallest_rows, sum_rows
 from fusion_compiler.ir.writes import indexed
 
 aten = torch.ops.aten
 
 SPARSE = 8  # rows of a table for each row that is added, beyond which most of a table of narrow rows is empty
+SPARSE_CACHE = 3
 NARROW = 32  # elements of a row; below, the numbers' bounds take about as many bytes as the sums
 MOST_IN_TURN = 256  # rows that a program combines, one after the other
 LEAST_IN_TURN = 64
@@ -46,9 +48,10 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
     common = torch.broadcast_shapes(*(index.shape for index in chosen))
     kept = [d for d in range(x.ndim) if d not in dims]
     sizes, rest = [x.shape[d] for d in dims], [x.shape[d] for d in kept]
-    if not _is_worth_sorting(math.prod(sizes), math.prod(common), math.prod(rest)):
+    size, width = math.prod(sizes), math.prod(rest)
+    by_rows = dims == [0] and values.shape == (*common, *rest)
+    if not _is_worth_sorting(size, math.prod(common), width, by_rows):
         return NotImplemented
-    size = math.prod(sizes)
     number = _numbers(sizes[0], chosen[0])
     for more, index in zip(sizes[1:], chosen[1:], strict=True):
         number = number.to(_held(size)) * more + _numbers(more, index)
@@ -115,15 +118,16 @@ def _by_rows(x: Tensor, dim: int, index: Tensor) -> bool:
     )
 
 
-def _is_worth_sorting(size: Any, count: Any, width: Any) -> bool:
+def _is_worth_sorting(size: Any, count: Any, width: Any, by_rows: bool = True) -> bool:
     """Whether a table of `size` rows of `width` elements takes `count` rows in this way.
 
     The bounds have an entry for each row of the table: where these are short, and most are left alone, bounds
-    cost more than the rows that are added.
+    cost more than the rows that are added. Along other dimensions than the first the table may be a cache, of
+    which the library's operator writes only what is added to. The answer decides about time alone, so sizes
+    that differ from call to call are those of the first.
     """
-    if isinstance(width, int) and width >= NARROW:
-        return True
-    return statically_known_true(size <= SPARSE * count)
+    most = SPARSE if by_rows else SPARSE_CACHE
+    return (by_rows and hinted(width) >= NARROW) or hinted(size) <= most * hinted(count)
 
 
 def _numbers(size: Any, index: Tensor) -> Tensor:
