@@ -1,15 +1,78 @@
-"""The other nets of the models' table: convolutions, attention with a bias, experts, a state space."""
+"""The other nets of the models' table: convolutions, biased attention, experts, a state space, lookups."""
 
 from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from benchmarks.attentions import evoformer, swin, t5
 from benchmarks.convolutions import convnext, resnet, resnet_by_channel, resnet_folded, unet_block
 from benchmarks.experts import deepseek, mamba, mamba_2, mixtral
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Batch, Workload
 
 _RESNET = {"batch": 128, "width": 64, "depth": 6, "side": 224}
 _RESNET_QUICK = {"batch": 2, "width": 8, "depth": 1, "side": 32}
 _T5 = {"length": 512, "hidden": 1024, "layers": 6, "heads": 16, "vocabulary": 32128}
+
+
+class GraphAttention(nn.Module):
+    """A layer of a graph attention network (Velickovic et al., 2018), its sums over edges by scatters."""
+
+    def __init__(self, features: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(features, heads * width, bias=False)
+        self.score = nn.Parameter(torch.randn(2, heads, width) * 0.1)
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        h = self.project(x).unflatten(-1, self.score.shape[1:])
+        left, right = (h * self.score[0]).sum(-1), (h * self.score[1]).sum(-1)
+        score = F.leaky_relu(left[source] + right[target], 0.2)
+        index = target[:, None].expand_as(score)
+        top = torch.full_like(left, -1e9).scatter_reduce(0, index, score.detach(), "amax")
+        weight = (score - top[target]).exp()
+        weight = weight / torch.zeros_like(left).index_add(0, target, weight)[target]
+        return F.elu(torch.zeros_like(h).index_add(0, target, h[source] * weight[..., None]).flatten(1))
+
+
+class GraphNet(nn.Module):
+    def __init__(self, features: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.first = GraphAttention(features, heads, width)
+        self.second = GraphAttention(heads * width, heads, width)
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        return self.second(self.first(x, source, target), source, target)
+
+
+def graph_attention(
+    batch: int, edges: int, features: int, heads: int, width: int, hubs: int
+) -> tuple[nn.Module, Batch]:
+    """batch: nodes of one graph. hubs: those that half of all edges lead to."""
+    source, target = torch.randint(batch, (2, edges))
+    target[::2] %= hubs
+    inputs: Batch = {"x": torch.randn(batch, features).requires_grad_(), "source": source, "target": target}
+    return GraphNet(features, heads, width), inputs
+
+
+class ClickThrough(nn.Module):
+    """Sums of embeddings and their products with each other (DLRM; Naumov et al., 2019)."""
+
+    def __init__(self, tables: int, rows: int, width: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
+        self.register_buffer("pairs", torch.tril_indices(tables, tables, -1))
+        self.pairs: Tensor
+        self.top = nn.Linear(tables * (tables - 1) // 2, 256)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = torch.stack([table(indices[:, i]) for i, table in enumerate(self.tables)], 1)
+        return self.top((x @ x.transpose(1, 2))[:, self.pairs[0], self.pairs[1]])
+
+
+def click_through(batch: int, tables: int, rows: int, width: int, each: int) -> tuple[nn.Module, Batch]:
+    return ClickThrough(tables, rows, width), {"indices": torch.randint(rows, (batch, tables, each))}
+
 
 NETS: tuple[Workload, ...] = (
     Workload("ResNet-50, train, 128 images", resnet, _RESNET, _RESNET_QUICK, train=True),
@@ -62,5 +125,19 @@ NETS: tuple[Workload, ...] = (
         "Mamba 2 layers, train, 2 x 64", mamba,
         {"batch": 2, "length": 64, "hidden": 768, "layers": 2},
         {"batch": 2, "length": 8, "hidden": 32, "layers": 1}, train=True,
+    ),
+    *(
+        Workload(
+            f"graph attention 2 layers, train, a million edges, {name}", graph_attention,
+            {"batch": 100000, "edges": 1000000, "features": 128, "heads": 4, "width": 64, "hubs": hubs},
+            {"batch": 20, "edges": 80, "features": 8, "heads": 2, "width": 8, "hubs": 20}, train=True,
+            dtype=torch.float32, exact=torch.float64,
+        )
+        for name, hubs in (("evenly", 100000), ("to ten hubs", 10))
+    ),
+    Workload(
+        "DLRM's embeddings, train, 16384", click_through,
+        {"batch": 16384, "tables": 26, "rows": 20000, "width": 64, "each": 4},
+        {"batch": 32, "tables": 3, "rows": 20, "width": 8, "each": 4}, train=True,
     ),
 )  # fmt: skip

@@ -37,7 +37,7 @@ from fusion_compiler.capture.blocks import with_blocks
 from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.in_place import show_arguments
 from fusion_compiler.capture.kept_rewrites import KeptRewrites, Rewritten
-from fusion_compiler.capture.partition import partition
+from fusion_compiler.capture.partition import merge_equal, partition
 from fusion_compiler.capture.pre_autograd import (
     UntraceableError,
     lift_attributes,
@@ -51,6 +51,7 @@ from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
+from fusion_compiler.ir.sum_rows import COMBINES
 from fusion_compiler.runtime.stages import Stages
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
@@ -288,6 +289,8 @@ class _Compilers:
         if phase is not Phase.BACKWARD:
             show_arguments(graph.graph, _shown())
         if phase is Phase.INFERENCE:
+            if any(node.target in COMBINES for node in graph.graph.nodes):  # several may sort alike
+                merge_equal(graph.graph)
             self._rewrite_joint(graph.graph)
         info = _info(graph, self._name, phase, ())
         if phase is Phase.FORWARD:

@@ -25,18 +25,16 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_compiler.capture import image_decompositions
+from fusion_compiler.capture import image_decompositions, rows_by_number
 from fusion_compiler.capture.few_queries import in_chunks
 from fusion_compiler.capture.traced_gradients import INTERPOLATIONS
-from fusion_compiler.ir import few_queries, group_norm, max_pool, permuted_rows, random, running, sum_rows
+from fusion_compiler.ir import few_queries, group_norm, max_pool, permuted_rows, random, running
 from fusion_compiler.ir.dag import FEW_ROWS
 from fusion_compiler.ir.ops import Kind, spec_of
 
 aten = torch.ops.aten
 
 LARGE = 1 << 24  # elements that no cache holds until they are read again
-LEAST_SUMMED = 32  # elements of a row that is added to others: each has a thread
-MANY_SUMMED = 32  # rows that a program adds up, one after the other
 SAMPLE = 64  # rows of which one is looked at beforehand
 
 # Contractions and scatters that core ATen would take apart. They stay library calls.
@@ -45,7 +43,6 @@ _WHOLE = (
     aten.scaled_dot_product_attention.default,
     aten._scaled_dot_product_attention_math.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten.embedding_dense_backward.default,
     aten.select_scatter.default,  # PyTorch's gives the dtype of both, eager that of the first
 )
 
@@ -246,38 +243,8 @@ def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Any:
 def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     hit = _one_in_each_row(x, dim, index)
     if hit is None:
-        return NotImplemented
+        return rows_by_number.scatter_reduce(x, dim, index, src, "sum")
     return (x + torch.where(hit, src[tuple(slice(size) for size in index.shape)], _zero(src))).contiguous()
-
-
-def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
-    """Rows that are added up by their numbers are sorted by these, and each sum is one program's.
-
-    x: [R, ...], indices: one of the first dimension, values: a row of x for each of its elements. Where these
-    are many for each row of x, every row is `shares` sums of them, which are added up in turn.
-    """
-    index = indices[0]
-    if not accumulate or len(indices) != 1 or index is None or not x.is_floating_point():
-        return NotImplemented
-    rest = x.shape[1:]
-    if index.dtype in (torch.bool, torch.uint8) or values.shape != (*index.shape, *rest):
-        return NotImplemented
-    sizes = (*values.shape, *x.shape)
-    if any(isinstance(n, torch.SymInt) for n in sizes) or math.prod(rest) < LEAST_SUMMED:
-        return NotImplemented
-    size, count = x.shape[0], index.numel()
-    rows = values.reshape(count, math.prod(rest))
-    shares = 1 << max(0, (count // (max(1, size) * MANY_SUMMED)).bit_length() - 1)
-    dtype = next((d for d in (torch.int16, torch.int32) if shares * size < torch.iinfo(d).max), torch.int64)
-    numbers = torch.arange(shares * size + 1, dtype=dtype, device=x.device)
-    own = numbers[: shares * size : shares][index.flatten()]
-    if shares > 1:
-        own, rows = own + torch.arange(count, device=x.device) % shares, _wide(rows)
-    places, order = torch.sort(own.to(dtype), stable=True)
-    total = sum_rows.sum_rows(rows, order, torch.searchsorted(places, numbers))
-    if shares > 1:
-        total = total.view(size, shares, -1).sum(1).to(x.dtype)
-    return x + total.view(x.shape)
 
 
 def _product(x: Tensor, y: Tensor) -> Any:
@@ -829,7 +796,9 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.scatter.src: _scatter,
     aten.scatter.value: _scatter,
     aten.scatter_add.default: _scatter_add,
-    aten.index_put.default: _index_put,
+    aten.scatter_reduce.two: rows_by_number.scatter_reduce,
+    aten.embedding_dense_backward.default: rows_by_number.embedding_backward,
+    aten.index_put.default: rows_by_number.index_put,
     aten.mm.default: _product,
     aten.bmm.default: _product,
     aten.take.default: _take,

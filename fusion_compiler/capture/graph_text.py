@@ -31,7 +31,7 @@ from fusion_compiler.ir.group_norm import group_norm, group_norm_backward
 from fusion_compiler.ir.max_pool import max_pool, max_pool_backward
 from fusion_compiler.ir.permuted_rows import permuted_rows
 from fusion_compiler.ir.record import NotWritable
-from fusion_compiler.ir.sum_rows import sum_rows
+from fusion_compiler.ir.sum_rows import COMBINES
 
 NAMESPACES = ("aten", "prims")  # whose operators mean the same in every process of one version of PyTorch
 _PLAIN = ("partitioner_tag", "stack_trace", "autograd_backward", "is_gradient_acc")
@@ -241,7 +241,7 @@ class _Reader:
 # Operators whose names say what they do, as PyTorch's own do; by those, as nodes hold copies of overloads.
 _RUNNING = (running.largest, running.smallest, running.where_largest, running.where_smallest)
 _IMAGES = (group_norm, group_norm_backward, max_pool, max_pool_backward)
-_CALLS = (expert_mm, permuted_rows, sum_rows, convolution_relu, to_memory_format)
+_CALLS = (expert_mm, permuted_rows, *COMBINES, convolution_relu, to_memory_format)
 _OWN = frozenset(map(str, (random.seed, random.uniform, attend, *_CALLS, *_RUNNING, *_IMAGES)))
 _OF_LOOPS = ("name", "rows", "chunk", "inputs", "results", "saved", "unit")
 

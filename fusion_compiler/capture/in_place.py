@@ -384,11 +384,11 @@ def _repeats(node: fx.Node) -> bool:
 
 def _is_same(a: fx.Node, b: fx.Node) -> bool:
     """Whether two values are the same elements of the same memory, in the same order."""
-    return root(a) is root(b) and _form(a) == _form(b) and _place(a) == _place(b)
+    return root(a) is root(b) and _form(a) == _form(b) and place(a) == place(b)
 
 
-def _place(node: fx.Node) -> object:
-    """Where a view lies in the memory of its root."""
+def place(node: fx.Node) -> object:
+    """Return the root of a chain of views, and the sizes, strides and offset of the view in its memory."""
     chain: list[fx.Node] = []
     while node is not root(node):
         chain.append(node)

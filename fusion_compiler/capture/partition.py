@@ -28,11 +28,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fusion_compiler.capture.graphs import hinted
+from fusion_compiler.capture.in_place import place
 from fusion_compiler.capture.saved_values import Budget, Note, mark_single_runs, seconds, within
-from fusion_compiler.ir.calls import mark_gradients
+from fusion_compiler.ir.calls import is_backward, mark_gradients
 from fusion_compiler.ir.device import DEFAULT, device_spec
 from fusion_compiler.ir.effects import has_effect, is_random
+from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.loops import exact
+from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.ir.pinned import pin
 from fusion_compiler.ir.random import merge_seeds
 
@@ -64,6 +68,7 @@ def partition(
     pin(joint.graph)
     mark_gradients(joint.graph)
     keep_places(joint.graph)
+    look_up_again(joint.graph)
     if rewrite is not None:
         rewrite(joint.graph)
     mark_single_runs(joint.graph)
@@ -182,6 +187,29 @@ def keep_places(graph: fx.Graph) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def look_up_again(graph: fx.Graph) -> None:
+    """Let backward repeat a lookup whose result is larger than what it is taken from, where only clusters
+    read the result; in place. To save it costs memory, and a store in forward that its readers do without."""
+    for node in graph.nodes:
+        if node.target not in _LOOKUPS or is_backward(node) or not any(map(is_backward, node.users)):
+            continue
+        sizes = (hinted(node.args[0].meta["val"].numel()), hinted(node.meta["val"].numel()))
+        if sizes[0] < sizes[1] and all(map(_reads_on_the_way, node.users)):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+_LOOKUPS = frozenset({
+    _aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _aten.embedding.default
+})  # fmt: skip
+
+
+def _reads_on_the_way(node: fx.Node) -> bool:
+    """True if only clusters read a value through `node`, an operator or a view."""
+    if is_view_node(node):
+        return all(map(_reads_on_the_way, node.users))
+    return spec_of(node.target) is not None
+
+
 def merge_equal(graph: fx.Graph) -> None:
     """Calls of one operator with the same arguments become one, in place.
 
@@ -196,10 +224,30 @@ def merge_equal(graph: fx.Graph) -> None:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             known.clear()
         elif _repeatable(node) and _storage(node) not in returned:
-            first = known.setdefault((node.target, exact(node.args), exact(node.kwargs)), node)
+            first = known.setdefault(_known_as(node), node)
             if first is not node:
+                if node.target is _aten.gather.default is not first.target:  # which refuses more
+                    first.target, first.args = node.target, (node.args[0], 0, first.args[1][0])  # type: ignore[index]
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
+
+
+def _known_as(node: fx.Node) -> Any:
+    """What `merge_equal` takes two calls for the same by.
+
+    `rows_by_number` looks numbers up in an `arange` before it sorts them, to check them: by `gather` for a
+    scatter, whose numbers are not negative, and by `index` for the gradient of a lookup, which wraps them.
+    What `gather` has checked needs no wrapping, so both are one call, whatever views show the numbers.
+    """
+    count = node.args[0] if node.args else None
+    if node.target in _CHECKS and isinstance(count, fx.Node) and count.target is _aten.arange.default:
+        numbers = node.args[2] if node.target is _aten.gather.default else node.args[1][0]  # type: ignore[index]
+        if len(node.args[1:]) < 3 and numbers.meta["val"].ndim == 1:  # type: ignore[union-attr]
+            return count, place(numbers)  # type: ignore[arg-type]
+    return node.target, exact(node.args), exact(node.kwargs)
+
+
+_CHECKS = (_aten.gather.default, _aten.index.Tensor)
 
 
 def _repeatable(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Sums of as many terms as data says, in a loop of their own.
+"""Sums, maxima and minima of as many terms as data says, in a loop of their own.
 
     total = tl.full([1024], 0, tl.float32)
     for turn in tl.range(first, last, num_stages=3):
@@ -18,6 +18,12 @@ from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import TRITON_TYPES
 from fusion_compiler.ir.loops import COLS, Compute, Counter, Total, operands_of
 
+_NAN = "propagate_nan=tl.PropagateNan.ALL"
+_STEPS = {
+    "sum": ("0", "{total} + {term}"),
+    "max": ("float('-inf')", f"tl.maximum({{total}}, {{term}}, {_NAN})"),
+    "min": ("float('inf')", f"tl.minimum({{total}}, {{term}}, {_NAN})"),
+}
 AHEAD = 3  # turns: of a number that many rows have, one would wait for the other's
 
 
@@ -27,8 +33,9 @@ def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, 
     assert isinstance(counter, Counter)
     first, last = b.variable(counter.first), b.variable(counter.last)
     alone = b.tile.flat and COLS not in b.a.groups[node.counter]
+    neutral, step = _STEPS[node.combine]
     shape = b.shape(b.a.groups[number])
-    total = b.let("total", f"tl.full({shape}, 0, {TRITON_TYPES[node.dtype]})")
+    total = b.let("total", f"tl.full({shape}, {neutral}, {TRITON_TYPES[node.dtype]})")
     turns = f"{first}, {last}" if alone else f"0, {b.let('most', f'tl.max({last} - {first})')}"
     with b.inside(b.loop("turn", f"tl.range({turns}, num_stages={AHEAD})")):
         here = "turn" if alone else b.let("here", f"{first} + turn")
@@ -37,7 +44,8 @@ def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, 
             b.true |= _here(b, node.counter, counter)
         build(b, b.need((node.operand,)))
         term = b.variable(node.operand)
-        b.set(total, f"{total} + {term if alone else f'tl.where({here} < {last}, {term}, 0)'}")
+        term = term if alone else f"tl.where({here} < {last}, {term}, {neutral})"
+        b.set(total, step.format(total=total, term=term))
     b.env[number] = total
 
 

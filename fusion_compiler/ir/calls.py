@@ -42,7 +42,7 @@ def call_of(node: fx.Node) -> EagerCall | None:
     original = node.meta.get("original_aten")
     if original is None:
         return None
-    if _is_backward(node):
+    if is_backward(node):
         target, origin = node.meta.get(_MARK, ("", ""))
         if target:
             return EagerCall(f"{target}_backward", origin, True)
@@ -52,7 +52,7 @@ def call_of(node: fx.Node) -> EagerCall | None:
             return EagerCall(target, origin, False)
     key = f"{node.meta.get('seq_nr')} {origin}"
     alone = str(original) == str(node.target)  # not taken apart; its overload is a copy
-    return EagerCall(name_of(original), f"{key} {node.name}" if alone else key, _is_backward(node))
+    return EagerCall(name_of(original), f"{key} {node.name}" if alone else key, is_backward(node))
 
 
 def mark_gradients(joint: fx.Graph) -> None:
@@ -63,7 +63,7 @@ def mark_gradients(joint: fx.Graph) -> None:
         number, original = node.meta.get("seq_nr"), node.meta.get("original_aten")
         if number is None or original is None:
             continue
-        if not _is_backward(node):
+        if not is_backward(node):
             target, origin = _model_call(node)
             if _is_floating(node):
                 made.setdefault(number, (target if target != name_of(original) else "", origin))
@@ -75,7 +75,7 @@ def mark_gradients(joint: fx.Graph) -> None:
 def _mark_sums(joint: fx.Graph) -> None:
     """Gradients along several ways within one operator are added up. Sums that only its pieces read are
     pieces too, as is each sum that adds one of its gradients to another, whatever else either holds."""
-    sums = [n for n in joint.nodes if n.target is _ADD and _is_backward(n) and _MARK not in n.meta]
+    sums = [n for n in joint.nodes if n.target is _ADD and is_backward(n) and _MARK not in n.meta]
     for node in reversed(sums):
         marks = {n.meta.get(_MARK) for n in node.users}
         if len(marks) == 1 and None not in marks:
@@ -121,7 +121,8 @@ def _is_composite(form: Any) -> bool:
         return True
 
 
-def _is_backward(node: fx.Node) -> bool:
+def is_backward(node: fx.Node) -> bool:
+    """True if autograd made a node of a joint graph."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 

@@ -7,7 +7,7 @@
               | InRange(index, low, high) | Random(seed, index, salt)
               | Checked(operand, position, low, high, within)
               | Compute(target, operands) | Reduce(combine, operand, over, kept)
-              | Scan(combine, operand, reverse) | Counter(first, last) | Total(operand, counter)
+              | Scan(combine, operand, reverse) | Counter(first, last) | Total(combine, operand, counter)
     store    := buffer, index, value, within    several to one buffer have elements of their own each
 
 Nodes are in SSA order and name each other by position. Every node has a dtype: that in which
@@ -207,8 +207,9 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The sum of `operand` over the turns of a Counter, in their order."""
+    """What `operand` comes to over the turns of a Counter, in their order: "sum", "max" or "min"."""
 
+    combine: str
     operand: int
     counter: int
     dtype: torch.dtype
@@ -253,7 +254,7 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return (node.operand,)
         case Counter(first, last):
             return (first, last)
-        case Total(operand, counter):
+        case Total(_, operand, counter):
             return (operand, counter)
         case _:
             return ()

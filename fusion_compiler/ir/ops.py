@@ -521,7 +521,10 @@ _GATHERS = _elementwise(
 )
 
 # The price of a lookup is that of its bytes; a sum of rows is not to be made twice.
-_SUMS_OF_ROWS = _elementwise(None, sum_rows.sum_rows, flops=16)
+_SUMS_OF_ROWS = (
+    *_elementwise(None, sum_rows.sum_rows, flops=16),
+    *_elementwise(None, sum_rows.largest_rows, sum_rows.smallest_rows, flops=16, jumps=True),
+)
 
 _REDUCTIONS = (
     *_reduction("sum", aten.sum.dim_IntList, aten.sum.default),

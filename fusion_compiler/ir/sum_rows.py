@@ -1,34 +1,83 @@
-"""Rows added up by a number that each has, as an operator of one result.
+"""Rows that have a number each, added up or compared by it, as operators of one result.
 
-    index_put(base, [index], rows, accumulate=True)   ->   base + sum_rows(rows, order, bounds)
+    index_put(x, [index], rows, accumulate=True)   ->   x + sum_rows(rows, order, first, last)
+    scatter_reduce(x, 0, index, rows, "amax")      ->   maximum(x, largest_rows(rows, order, first, last))
 
-with order, the rows' numbers sorted by index, and bounds, where those of each index begin among them. ATen's
-operator is a library's, whose kernel no cluster has a part in; this one is a cluster's.
+with order, the rows' numbers sorted by index, and where those of each number begin and end among them. ATen's
+operators are a library's, whose kernels no cluster has a part in; these are a cluster's.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-NAME = "fusion_compiler::sum_rows"
-torch.library.define(NAME, "(Tensor rows, Tensor order, Tensor bounds) -> Tensor")
+_REDUCES = {
+    "sum_rows": ("sum", 0.0),
+    "largest_rows": ("amax", -math.inf),
+    "smallest_rows": ("amin", math.inf),
+}
+
+
+_SCHEMA = (
+    "(Tensor rows, Tensor? order, Tensor? first, Tensor last, int each=1, int unit=1, int block=0) -> Tensor"
+)
+
+
+def _define(name: str, reduce: str, neutral: float) -> None:
+    """Define an operator.
+
+    rows: [N, C] of a float dtype, order: int64 [P], each of 0 <= i < N * each, or None for 0, 1, ...,
+    first and last: int64 [R] -> [R, C]: result[r] is what rows[order[j] // each] come to over the places j of
+    `ends`, sums in float32 at least; `neutral` where there is none.
+    """
+    torch.library.define(f"fusion_compiler::{name}", _SCHEMA)
+
+    def run(
+        rows: Tensor, order: Tensor | None, first: Tensor | None, last: Tensor,
+        each: int = 1, unit: int = 1, block: int = 0,
+    ) -> Tensor:  # fmt: skip
+        begins, stops = ends(first, last, unit, block)
+        counts = (stops - begins).clamp_min(0)
+        numbers = torch.arange(len(last), device=rows.device).repeat_interleave(counts)
+        places = torch.arange(len(numbers), device=rows.device)
+        places = places + (begins - counts.cumsum(0) + counts)[numbers]
+        places = places if order is None else order[places]
+        wide = rows[places // each].to(torch.promote_types(rows.dtype, torch.float32))
+        total = torch.full((len(last), rows.shape[1]), neutral, dtype=wide.dtype, device=rows.device)
+        return total.scatter_reduce_(0, numbers[:, None].expand_as(wide), wide, reduce).to(rows.dtype)
+
+    def fake(rows: Tensor, order: object, first: object, last: Tensor, *_: int) -> Tensor:
+        return rows.new_empty((last.shape[0], rows.shape[1]))
+
+    torch.library.impl(f"fusion_compiler::{name}", "CompositeExplicitAutograd")(run)
+    torch.library.register_fake(f"fusion_compiler::{name}")(fake)
+
+
+def ends(first: Tensor | None, last: Tensor, unit: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return where the places of each result begin and end, [R] each.
+
+    first and last count places of `unit` rows, rounded up. With a block, places end before the next multiple
+    of it; without `first`, result r begins at r * block.
+    """
+    stops = up(last, unit)
+    if first is None:
+        begins = torch.arange(len(last), device=last.device) * block
+        return begins, torch.minimum(stops, begins + block)
+    begins = up(first, unit)
+    return begins, torch.minimum(stops, up(begins, block) * block) if block else stops
+
+
+def up(places: Tensor, unit: int) -> Tensor:
+    return (places + (unit - 1)) // unit
+
+
+for _name, (_reduce, _neutral) in _REDUCES.items():
+    _define(_name, _reduce, _neutral)
 
 sum_rows = torch.ops.fusion_compiler.sum_rows.default
-
-
-@torch.library.impl(NAME, "CompositeExplicitAutograd")
-def _run(rows: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
-    """rows: [N, C] of a float dtype, order: int64 [N], each of 0 <= i < N once, bounds: int64 [R + 1], rising
-    from 0 to N -> [R, C]: result[r] is the sum of rows[order[j]] over bounds[r] <= j < bounds[r + 1], added
-    up in float32 at least."""
-    numbers = torch.arange(len(bounds) - 1, device=rows.device)
-    own = numbers.repeat_interleave(bounds.diff(), output_size=len(order))
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    total = torch.zeros(len(numbers), rows.shape[1], dtype=wide, device=rows.device)
-    return total.index_add_(0, own, rows[order].to(wide)).to(rows.dtype)
-
-
-@torch.library.register_fake(NAME)
-def _fake(rows: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
-    return rows.new_empty((bounds.shape[0] - 1, rows.shape[1]))
+largest_rows = torch.ops.fusion_compiler.largest_rows.default
+smallest_rows = torch.ops.fusion_compiler.smallest_rows.default
+COMBINES = {sum_rows: "sum", largest_rows: "max", smallest_rows: "min"}

@@ -65,6 +65,8 @@ OPAQUE = {
     "aten.scatter.src",
     "aten.scatter_add.default",
     "aten.index_put.default",
+    "aten.sort.stable",  # of numbers by which rows are added up
+    "aten.searchsorted.Tensor",
     "aten.diagonal_scatter.default",
     "aten.avg_pool2d.default",
     "aten.avg_pool2d_backward.default",

@@ -83,17 +83,19 @@ def test_every_schedule(function: Callable[..., Tensor], schedules: Any) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_many_rows_a_program_adds_up_a_share(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [257, 17000])
+def test_a_number_that_most_rows_have_is_summed_in_blocks(dtype: torch.dtype, rows: int) -> None:
+    """No program adds up more than a few hundred rows, one after the other."""
     torch.manual_seed(5)
-    x, rows = torch.randn(3, 64, dtype=dtype), torch.randn(1000, 64, dtype=dtype)
-    index = torch.randint(3, (1000,))
+    x, given = torch.randn(9, 2, dtype=dtype), torch.randn(rows, 2, dtype=dtype)
+    index = torch.randint(9, (rows,)).clamp(max=4) % 4
     fast = fc.compile(add_rows, backend="interpret", strict=True)
-    exact = results(add_rows, index, x.double(), rows.double())
-    eager, ours = results(add_rows, index, x, rows), results(fast, index, x, rows)
+    exact = results(add_rows, index, x.double(), given.double())
+    eager, ours = results(add_rows, index, x, given), results(fast, index, x, given)
     for got, theirs, truth in zip(ours, eager, exact, strict=True):
         assert (reason := not_as_close(got, theirs, truth)) is None, reason
     sums = [op for op in map(fast.plan[0].dag.op, fast.plan[0].dag.order) if "sum_rows" in str(op.target)]
-    assert [op.outputs[0].shape for op in sums] == [(3 * 8, 64)]
+    assert [op.outputs[0].shape[0] for op in sums] == ([9, 5, 9] if rows == 257 else [9, 67, 9])
 
 
 @pytest.mark.parametrize(("count", "rows"), [(5, 0), (0, 0), (1, 1)])
@@ -126,10 +128,10 @@ def test_forward_and_backward_sort_once() -> None:
 
 def test_sums_of_sums_are_two_kernels() -> None:
     """The gradient of a lookup in a lookup: each of its terms would be a loop of its own."""
-    x, first, then = torch.randn(30, 96), torch.randint(30, (200,)), torch.randint(200, (300,))
+    x, first, then = torch.randn(30, 96), torch.randint(30, (200,)), torch.randint(200, (250,))
     x.requires_grad_()
     fast = fc.compile(lambda x, first, then: x[first][then] * 2, backend="interpret", strict=True)
-    sent = torch.randn(300, 96)
+    sent = torch.randn(250, 96)
     (ours,) = torch.autograd.grad(fast(x, first, then), x, sent)
     (exact,) = torch.autograd.grad(x.double()[first][then] * 2, x, sent.double())
     torch.testing.assert_close(ours, exact.float())
@@ -146,14 +148,6 @@ def test_a_number_that_no_row_has_is_an_error(number: int) -> None:
         fast(x, index, rows)
 
 
-def narrow(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    return x[:, :8].index_add(0, index, rows[:, :8])
-
-
-def columns(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    return x.t().index_add(1, index, rows.t())
-
-
 def whole(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return x.long().index_add(0, index, rows.long())
 
@@ -162,19 +156,12 @@ def overwriting(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return x.index_put([index], rows)
 
 
-@pytest.mark.parametrize("function", [narrow, columns, whole, overwriting], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [whole, overwriting], ids=lambda f: f.__name__)
 def test_others_stay_the_librarys(function: Callable[..., Tensor]) -> None:
     x, rows, index = torch.randn(30, 96), torch.randn(20, 96), torch.randperm(30)[:20]
     fast = fc.compile(function, backend="interpret")
     torch.testing.assert_close(fast(x, index, rows), function(x, index, rows))
     assert not any("sum_rows" in c.name for c in fast.plan[0].clusters)
-
-
-def test_sizes_that_differ_stay_the_librarys() -> None:
-    fast = fc.compile(add_rows, backend="interpret", dynamic=True)
-    for count in (40, 70):
-        x, rows, index = torch.randn(30, 96), torch.randn(count, 96), torch.randint(30, (count,))
-        torch.testing.assert_close(fast(x, index, rows), add_rows(x, index, rows), rtol=1e-4, atol=1e-4)
 
 
 def test_terms_that_depend_on_where_they_stand() -> None:

@@ -55,8 +55,7 @@ def test_experts_have_no_scatter_and_eagers_gradients(dynamic: bool) -> None:
             torch.testing.assert_close(ours, truth)
     left = [leftover.target for leftover in fast.plan[1].leftovers]
     assert "gradients of 3 lookups" in fast.plan[0].notes["permuted rows"]
-    scatters = [target for target in left if "index_put" in target]
-    assert len(scatters) == 1, "weights of an expert are looked up by data"
+    assert not [target for target in left if "index_put" in target]
 
 
 def test_an_order_that_is_not_undone() -> None:

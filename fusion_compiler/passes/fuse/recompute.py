@@ -14,6 +14,7 @@ Products of few rows read kilobytes beside their matrices: what makes these is c
 from __future__ import annotations
 
 from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ir.sum_rows import COMBINES
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.passes.lower.space import Illegal
@@ -94,17 +95,21 @@ def _try(search: Search, chain: frozenset[str], number: int) -> bool:
     if not readers or not chain or any(search.reach.leads(n, number) for n in readers):
         return False
     undo = search.pool.recompute(chain)
-    affected = [number, *readers]
+    ops = search.candidates[number].ops
+    stays = not search.pool.again.issuperset(ops)  # it computes something besides
+    before = sum(search.candidates[n].cost.us for n in (number, *readers))
     try:
-        candidates = {n: _with_closure(search, search.candidates[n]) for n in affected}
+        candidates = {n: _with_closure(search, search.candidates[n]) for n in [number] * stays + readers}
     except Illegal:
         undo()
         return False
-    after = candidates[number].cost.us + _cost(search, [candidates[n] for n in readers])
-    if sum(search.candidates[n].cost.us for n in affected) <= after:
+    after = _cost(search, [candidates[n] for n in readers])
+    if before <= after + (candidates[number].cost.us if stays else 0):
         undo()
         return False
-    _settle(search, candidates, chain)
+    if not stays:
+        search.drop(number)
+    _settle(search, candidates, chain if stays else chain.union(ops))
     return True
 
 
@@ -127,7 +132,8 @@ def _with_closure(search: Search, candidate: Candidate) -> Candidate:
 
 
 def _chain(search: Search, name: str, owner: Candidate) -> frozenset[str] | None:
-    """The element-wise ops that make `name` inside its owner; None if others need one of them stored."""
+    """Return the element-wise ops and lookups that make `name` inside its owner, or None if others need one
+    of them stored."""
     inside = set(owner.ops)
     found: set[str] = set()
     stack = [name]
@@ -136,7 +142,7 @@ def _chain(search: Search, name: str, owner: Candidate) -> frozenset[str] | None
         if op in found or op not in inside or op in search.pool.again:
             continue
         spec = spec_of(search.dag.op(op).target)
-        if search.dag.op(op).kind is not Kind.ELEMENTWISE or spec is None or spec.expr is None:
+        if spec is None or spec.kind is not Kind.ELEMENTWISE or spec.target in COMBINES:
             if op == name:
                 return None
             continue

@@ -168,8 +168,9 @@ def _counted(op: Op) -> Range | None:
     else:
         given = [a for a in op.args if not isinstance(a, torch.dtype)]
         start, step = (0, 1) if len(given) == 1 else (given[0], given[2] if len(given) > 2 else 1)
-    if not isinstance(start, int) or not isinstance(step, int):
+    if op.outputs[0].dtype.is_floating_point or not all(isinstance(n, int | float) for n in (start, step)):
         return None
+    start, step = int(start), int(step)  # type: ignore[arg-type]
     last = simple(start + step * (op.outputs[0].shape[0] - 1))
     return (start, last) if step > 0 else (last, start)
 

@@ -88,11 +88,11 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
         return loops
     normalized = set[str]() if by_memory else _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
+    axes = _axes_of_nodes(loops)
     for index in accesses(loops):
         touched = 1
-        for key, _ in index.terms:
-            if key >= 0:
-                touched *= hint(loops.axes[key].size)
+        for axis in set().union(*({key} if key >= 0 else axes[~key] for key, _ in index.terms)):
+            touched *= hint(loops.axes[axis].size)
         for key, coeff in index.terms:
             if key >= 0 and coeff == 1:
                 votes[loops.axes[key].group] += touched
@@ -106,6 +106,16 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
         for n in loops.nodes
     )
     return replace(loops, axes=axes, nodes=nodes)
+
+
+def _axes_of_nodes(loops: LoopNest) -> list[set[int]]:
+    """The axes along which each node has different values: a lookup's also those of its index."""
+    found: list[set[int]] = []
+    for node in loops.nodes:
+        index = getattr(node, "index", None)
+        keys = [key for key, _ in index.terms] if index is not None else []
+        found.append({key for key in keys if key >= 0}.union(*(found[o] for o in operands_of(node))))
+    return found
 
 
 def _normalized(loops: LoopNest) -> set[str]:
@@ -169,18 +179,20 @@ def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
     scanned stays.
     """
     scanned = {COLS} if any(isinstance(n, Scan) for n in loops.nodes) else frozenset[str]()
-    indices = sorted(accesses(loops), key=lambda i: -len(i.terms))
+    indices, axes = sorted(accesses(loops), key=lambda i: -len(i.terms)), _axes_of_nodes(loops)
 
-    def stride(number: int) -> int:
+    def stride(number: int, lookups: bool) -> int:
+        """lookups: an axis along which an index differs moves as far as that."""
         for index in [crossing, *indices] if crossing and loops.axes[number].group == ROWS else indices:
             for key, coeff in index.terms:
-                if key == number:
+                if key == number or (lookups and key < 0 and number in axes[~key]):
                     return abs(hint(coeff))
         return 0
 
     live = {k for i in _all_indices(loops) for k, _ in i.terms if k >= 0}
     keep = [i for i, a in enumerate(loops.axes) if i in live or a.size != 1]
-    steps = {i: 0 if loops.axes[i].group in scanned else -stride(i) for i in keep}
+    free = [i for i in keep if loops.axes[i].group not in scanned]
+    steps = dict.fromkeys(keep, (0, 0)) | {i: (-stride(i, True), -stride(i, False)) for i in free}
     order = sorted(keep, key=lambda i: (GROUPS.index(loops.axes[i].group), steps[i], i))
     if order == list(range(len(loops.axes))):
         return loops

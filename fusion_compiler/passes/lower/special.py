@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch._ops import OpOverload
 
 from fusion_compiler.ir import layout, sum_rows
 from fusion_compiler.ir.dag import Op, Ref
@@ -242,16 +243,16 @@ def _iota(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
         start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
     if not isinstance(start, int | float) or not isinstance(step, int | float):
         raise Illegal("operand", f"{op.name} counts by a size that is only known at run time")
+    if not dtype.is_floating_point:  # eager converts both before it counts
+        start, step = int(start), int(step)
     if isinstance(start, float) or isinstance(step, float):
         return _in_fractions(build, op, coords[0], start, step)
     return build.emit(Coordinate(shifted(combine([(coords[0], step)]), start), dtype), op.name)
 
 
 def _in_fractions(build: Builder, op: Op, place: Index, start: float, step: float) -> int:
-    """start + step * place, in floats; eager cuts off what is to be an integer."""
+    """start + step * place, in floats."""
     dtype = compute_dtype(op.outputs[0].dtype)
-    if not dtype.is_floating_point:
-        raise Illegal("operand", f"{op.name} counts in fractions, as integers")
     here = build.emit(Coordinate(place, torch.int64), f"{op.name}_position")
     scaled = (("self", Value(build.converted(here, dtype, op.name))), ("other", step))
     steps = build.emit(Compute(aten.mul.Tensor, scaled, dtype), f"{op.name}_steps")
@@ -309,19 +310,61 @@ def _indirect(build: Builder, op: Op, node: int, length: Dim, signed: bool) -> I
 
 
 def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    rows, order, bounds = (a.name for a in op.args if isinstance(a, Ref))
-    first, last = (build.value(bounds, (shifted(coords[0], i),), within) for i in (0, 1))
+    rows = op.inputs[0]
+    order = layout.argument(op, 1, "order", None)
+    each = layout.argument(op, 4, "each", 1)
+    first, last = _ends(build, op, coords[:1], within)
     turn = build.emit(Counter(first, last, torch.int64), f"{op.name}_turn")
     here = (("self", Value(turn)), ("other", Value(last)))
     inside = build.emit(Compute(aten.lt.Tensor, here, torch.bool), "inside")
     inside = inside if within is None else build.both(within, inside)
-    count = build.dag.op(order).outputs[0].shape[0]
-    place = build.value(order, (_indirect(build, op, turn, count, False),), inside)
+    place = turn
+    if isinstance(order, Ref):
+        count = build.dag.op(order.name).outputs[0].shape[0]
+        place = build.value(order.name, (_indirect(build, op, turn, count, False),), inside)
+    if each != 1:
+        place = _whole(build, op, aten.floor_divide.default, place, each)
+    count = build.dag.op(rows).outputs[0].shape[0]
     value = build.value(rows, (_indirect(build, op, place, count, False), coords[1]), inside)
     if _counters(build, value) | _counters(build, turn) != {turn}:
         raise Illegal("rows", f"{op.name} would be added up in each turn of another sum of rows")
     dtype = compute_dtype(op.outputs[0].dtype)
-    return build.emit(Total(build.converted(value, dtype, op.name), turn, dtype), op.name)
+    value = build.converted(value, dtype, op.name)
+    assert isinstance(op.target, OpOverload)
+    return build.emit(Total(sum_rows.COMBINES[op.target], value, turn, dtype), op.name)
+
+
+def _ends(build: Builder, op: Op, row: Coords, within: int | None) -> tuple[int, int]:
+    """Nodes for `sum_rows.ends`."""
+    first, last = (layout.argument(op, i, name, None) for i, name in ((2, "first"), (3, "last")))
+    unit, block = (layout.argument(op, *of) for of in ((5, "unit", 1), (6, "block", 0)))
+    assert isinstance(last, Ref) and isinstance(block, int)
+
+    def up(node: int, unit: object) -> int:
+        if unit == 1:
+            return node
+        assert isinstance(unit, int)
+        above = _whole(build, op, aten.add.Tensor, node, unit - 1)
+        return _whole(build, op, aten.floor_divide.default, above, unit)
+
+    stops = up(build.value(last.name, row, within), unit)
+    if isinstance(first, Ref):
+        begins = up(build.value(first.name, row, within), unit)
+        limit = _whole(build, op, aten.mul.Tensor, up(begins, block), block) if block else None
+    else:
+        begins = build.emit(Coordinate(combine([(row[0], block)]), torch.int64), f"{op.name}_first")
+        limit = _whole(build, op, aten.add.Tensor, begins, block)
+    if limit is None:
+        return begins, stops
+    both = (("self", Value(stops)), ("other", Value(limit)))
+    return begins, build.emit(Compute(aten.minimum.default, both, torch.int64), f"{op.name}_last")
+
+
+def _whole(build: Builder, op: Op, target: OpOverload, node: int, other: object) -> int:
+    """An operation of an integer and a constant."""
+    operands = (("self", Value(node)), ("other", other))
+    operands += (("alpha", 1),) if target is aten.add.Tensor else ()
+    return build.emit(Compute(target, operands, torch.int64), f"{op.name}_{target._opname}")  # type: ignore[arg-type]
 
 
 def _counters(build: Builder, number: int) -> set[int]:
@@ -431,7 +474,7 @@ def _special() -> dict[object, Handler]:
         aten.select_scatter.default: _scatter_select,
         aten.flip.default: _flip,
         aten.embedding.default: _embedding,
-        sum_rows.sum_rows: _sum_rows,
+        **dict.fromkeys(sum_rows.COMBINES, _sum_rows),
         aten.gather.default: _along,
         aten.index_select.default: _along,
         aten.index.Tensor: _index,

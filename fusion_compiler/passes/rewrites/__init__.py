@@ -6,11 +6,13 @@ step (29 us at 4.28 TB/s); what it saves is 67 MB of partial sums of the input's
 """
 
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
+from fusion_compiler.passes.rewrites.affine_lookups import slice_lookups
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.attention_operands import lay_by_rows, read_in_place, scale_scores
 from fusion_compiler.passes.rewrites.contiguous import order_rows
 from fusion_compiler.passes.rewrites.convolution_relu import end_convolutions
 from fusion_compiler.passes.rewrites.dropped_rows import drop_rows
+from fusion_compiler.passes.rewrites.embedding_bags import sum_bags
 from fusion_compiler.passes.rewrites.experts import choose_matrices
 from fusion_compiler.passes.rewrites.few_queries import stream_keys
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
@@ -39,6 +41,8 @@ DEFAULT_REWRITES: tuple[Rewrite, ...] = (
     stream_keys,
     lay_by_rows,
     choose_matrices,
+    sum_bags,
+    slice_lookups,
     permute_rows,
     scale_rows,
     drop_rows,
@@ -99,6 +103,8 @@ __all__ = [
     "scale_rows",
     "scale_scores",
     "simplify_masks",
+    "slice_lookups",
     "stream_keys",
+    "sum_bags",
     "turn_channels",
 ]

@@ -45,13 +45,26 @@ def predicate_of(mask: fx.Node) -> tuple[tuple[sympy.Symbol, ...], Formula]:
 
     Raises UnprovedError.
     """
-    shape = tuple(expression(s) for s in mask.meta["val"].shape)
-    coordinates = tuple(sympy.Symbol(f"i{d}", integer=True) for d in range(len(shape)))
-    reader = _Reader(Bounds(dict(zip(coordinates, shape, strict=True))))
-    element = reader.value(mask).at(coordinates)
+    coordinates, element, _ = _element_of(mask)
     if isinstance(element, Expr):
         raise UnprovedError("it is not a bool mask")
     return coordinates, element
+
+
+def integers_of(tensor: fx.Node) -> tuple[tuple[sympy.Symbol, ...], Expr, Bounds]:
+    """The tensor of integers `tensor` as its coordinates' symbols, an expression of them, and their bounds.
+
+    Raises UnprovedError.
+    """
+    coordinates, element, bounds = _element_of(tensor)
+    return coordinates, _integer(element), bounds
+
+
+def _element_of(tensor: fx.Node) -> tuple[tuple[sympy.Symbol, ...], Scalar, Bounds]:
+    shape = tuple(expression(s) for s in tensor.meta["val"].shape)
+    coordinates = tuple(sympy.Symbol(f"i{d}", integer=True) for d in range(len(shape)))
+    reader = _Reader(Bounds(dict(zip(coordinates, shape, strict=True))))
+    return coordinates, reader.value(tensor).at(coordinates), reader.bounds
 
 
 class _Reader:
@@ -306,6 +319,13 @@ def _difference(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> 
     return at
 
 
+def _flipped(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
+    del reader
+    dims = [d % len(shape) for d in a["dims"]]
+    last = [size - 1 for size in shape]
+    return lambda index: a["self"].at(tuple(last[d] - i if d in dims else i for d, i in enumerate(index)))
+
+
 def _running_sum(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
     dim = a["dim"] % len(shape)
 
@@ -342,6 +362,9 @@ def _rules() -> dict[str, Rule]:
         "slice": _slice,
         "index": _index,
         "diff": _difference,
+        "flip": _flipped,
+        "neg": lambda r, shape, a: lambda i: -_integer(_element(a["self"], i)),
+        "rsub": _pointwise(lambda r, x, y: _integer(y) - _integer(x)),
         "cumsum": _running_sum,
         "repeat": _repeat,
         "scalar_tensor": _fill(lambda a: a["s"]),

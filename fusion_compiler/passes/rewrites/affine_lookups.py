@@ -1,0 +1,211 @@
+"""Lookups by indices that are functions of their coordinates become slices, and so do their gradients.
+
+    x.index_select(3, arange(k))        ->   x[:, :, :, :k]
+    x[arange(n - 1, -1, -1)]            ->   x.flip(0)
+    weight[arange(n).expand(b, n)]      ->   weight[:n].expand(b, n, -1)
+    x[arange(len(x)), chosen]           ->   x.gather(1, chosen[:, None]).squeeze(1)
+
+Each is a copy, as a lookup is. For a lookup by data autograd adds up rows by their numbers; a slice has the
+gradient of a slice, and of the last form one element of each row has a gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import (
+    ancestors,
+    arguments,
+    copied,
+    emit,
+    fake_mode,
+    mutated_nodes,
+    size_of,
+)
+from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, integers_of
+
+_aten = torch.ops.aten
+RULE = "lookup by coordinates"
+
+
+@dataclass(frozen=True)
+class _Progression:
+    """An index start, start + step, ..., one number after the other along `dims`, the last one innermost; the
+    same along its other dimensions."""
+
+    start: int
+    step: int
+    dims: tuple[int, ...]
+
+
+def slice_lookups(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Replace the lookups of `gm` (ATen above autograd) whose indices are known from their coordinates."""
+    lookups = [node for node in gm.graph.nodes if node.target in _FORMS]
+    written = mutated_nodes(gm.graph.nodes) if lookups else set()
+    emitters = {node: emitter for node in lookups if (emitter := _FORMS[node.target](node, written))}
+    if not emitters:
+        return gm, ()
+    new, nodes = copied(gm)
+    for old, emitter in emitters.items():
+        node = nodes[old]
+        with new.graph.inserting_before(node), fake_mode([node.meta["val"]]):
+            result = emitter(node)
+        node.replace_all_uses_with(result)
+        new.graph.erase_node(node)
+    new.recompile()
+    return new, tuple(RewriteNote(RULE, node.name, True, "no lookup by data") for node in emitters)
+
+
+Emitter = Callable[[fx.Node], fx.Node]
+
+
+def _selected(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
+    """index_select: an index of one dimension."""
+    named = arguments(node)
+    source, index = named["self"].meta["val"], named["index"]
+    if source.dim() == 0 or index.meta["val"].dim() != 1:
+        return None
+    dim = named["dim"] % source.dim()
+    found = _progression(index, source.shape[dim], written)
+    return found and (lambda node: _part(node, arguments(node)["self"], dim, arguments(node)["index"], found))
+
+
+def _embedded(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
+    named = arguments(node)
+    found = _progression(named["indices"], named["weight"].meta["val"].shape[0], written)
+    if not found or named["padding_idx"] >= 0 or named["scale_grad_by_freq"] or named["sparse"]:
+        return None
+    return lambda node: _part(node, arguments(node)["weight"], 0, arguments(node)["indices"], found)
+
+
+def _indexed(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
+    """index.Tensor by one index, or by two of which the first counts what the second chooses from."""
+    named = arguments(node)
+    shape, indices = named["self"].meta["val"].shape, list(named["indices"])
+    dims = [d for d, index in enumerate(indices) if index is not None]
+    if len(dims) == 1:
+        (dim,) = dims
+        found = _progression(indices[dim], shape[dim], written, wraps=True)
+        if found is None:
+            return None
+        return lambda node: _part(
+            node, arguments(node)["self"], dim, arguments(node)["indices"][dim], found
+        )
+    if len(dims) != 2 or dims[1] != dims[0] + 1:
+        return None
+    for count, choice in (dims, dims[::-1]):
+        chosen = indices[choice].meta["val"]
+        flat = chosen.dim() == indices[count].meta["val"].dim() == 1
+        plain = flat and chosen.dtype in (torch.int64, torch.int32)
+        all_of = plain and expression(chosen.shape[0]) == expression(shape[count])
+        if all_of and _progression(indices[count], shape[count], written) == _Progression(0, 1, (0,)):
+            return lambda node: _one_of_each(node, count, choice)
+    return None
+
+
+_FORMS: dict[object, Callable[[fx.Node, set[fx.Node]], Emitter | None]] = {
+    _aten.index_select.default: _selected,
+    _aten.embedding.default: _embedded,
+    _aten.index.Tensor: _indexed,
+}
+
+
+def _progression(
+    index: fx.Node, size: Any, written: set[fx.Node], *, wraps: bool = False
+) -> _Progression | None:
+    """Return the progression that an index of a dimension of `size` elements is, or None if it is none or may
+    lie outside. wraps: whether negative numbers count from the end."""
+    shape = index.meta["val"].shape
+    empty = any(isinstance(n, int) and n == 0 for n in shape)
+    if not shape or empty or not ancestors(index).isdisjoint(written):
+        return None
+    try:
+        coordinates, element, bounds = integers_of(index)
+    except UnprovedError:
+        return None
+    element, n = sympy.expand(element), expression(size)
+    if wraps and bounds.le0(element + 1) is True:
+        element = sympy.expand(element + n)
+    if bounds.le0(-element) is not True or bounds.le0(element - n + 1) is not True:
+        return None
+    start = element.subs(dict.fromkeys(coordinates, 0))
+    steps = [element.coeff(c) for c in coordinates]
+    dims = tuple(d for d, step in enumerate(steps) if step != 0)
+    rest = element - start - sum(k * c for k, c in zip(steps, coordinates, strict=True))
+    if sympy.expand(rest) != 0 or not start.is_Integer or not all(step.is_Integer for step in steps):
+        return None
+    step = int(steps[dims[-1]]) if dims else 1
+    inner, known = 1, all(isinstance(shape[d], int) for d in dims)
+    for d in reversed(dims):
+        if steps[d] != step * inner or (not known and len(dims) > 1):
+            return None
+        inner *= shape[d] if known else 1
+    return _Progression(int(start), step, dims) if known or abs(step) == 1 else None
+
+
+def _part(node: fx.Node, source: fx.Node, dim: int, index: fx.Node, p: _Progression) -> fx.Node:
+    """The part of `source` that an index of its dimension `dim` selects, as a new contiguous tensor."""
+    shape, rank = index.meta["val"].shape, index.meta["val"].dim()
+    known = all(isinstance(shape[d], int) for d in p.dims)
+    if known:
+        count = 1
+        for d in p.dims:
+            count *= shape[d]
+        last = p.start + p.step * (count - 1)
+        ends = (p.start, last + 1) if p.step > 0 else (last, p.start + 1)
+    else:
+        ends = _symbolic_ends(node, index, p)
+    part = emit(node, _aten.slice.Tensor, source, dim, *ends, abs(p.step))
+    if p.step < 0:
+        part = emit(node, _aten.flip.default, part, [dim])
+    if len(p.dims) > 1:
+        before, after = ([size_of(node, source, d) for d in dims] for dims in _around(source, dim))
+        part = emit(node, _aten.reshape.default, part, [*before, *(shape[d] for d in p.dims), *after])
+    elif not p.dims:
+        part = emit(node, _aten.squeeze.dim, part, dim)
+    same = [d for d in range(rank) if d not in p.dims]
+    for d in same:
+        part = emit(node, _aten.unsqueeze.default, part, dim + d)
+    if any(shape[d] != 1 for d in same):
+        sizes: list[Any] = [-1] * part.meta["val"].dim()
+        for d in same:
+            sizes[dim + d] = size_of(node, index, d)
+        part = emit(node, _aten.expand.default, part, sizes)
+    return emit(node, _aten.clone.default, part, memory_format=torch.contiguous_format)
+
+
+def _around(source: fx.Node, dim: int) -> tuple[range, range]:
+    return range(dim), range(dim + 1, source.meta["val"].dim())
+
+
+def _symbolic_ends(node: fx.Node, index: fx.Node, p: _Progression) -> tuple[Any, Any]:
+    """The ends of a slice of as many elements as the index has, of step 1 or -1."""
+    count = size_of(node, index, p.dims[0])
+    if p.step > 0:
+        return p.start, emit(node, operator.add, count, p.start)
+    return emit(node, operator.sub, p.start + 1, count), p.start + 1
+
+
+def _one_of_each(node: fx.Node, count: int, choice: int) -> fx.Node:
+    """Gather along dimension `choice` the element that each place along `count` chooses."""
+    source, chosen = arguments(node)["self"], arguments(node)["indices"][choice]
+    rank = source.meta["val"].dim()
+    size = size_of(node, source, choice)
+    wide = emit(node, _aten.to.dtype, chosen, torch.int64)
+    negative = emit(node, _aten.lt.Scalar, wide, 0)
+    place = emit(node, _aten.where.self, negative, emit(node, _aten.add.Tensor, wide, size), wide)
+    for d in range(rank):
+        if d != count:
+            place = emit(node, _aten.unsqueeze.default, place, d)
+    sizes = [1 if d == choice else size_of(node, source, d) for d in range(rank)]
+    place = emit(node, _aten.expand.default, place, sizes)
+    found = emit(node, _aten.gather.default, source, choice, place)
+    return emit(node, _aten.squeeze.dim, found, choice)
