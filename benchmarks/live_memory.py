@@ -2,7 +2,7 @@
 
 Run five training steps of one row of `benchmarks.optimizer` (STEP is a regular expression on its name,
 OPTIMIZER one of its optimizers, AdamW if left out), and print a line for each forward pass, backward pass and
-update: the peak of the allocated memory, what stays allocated, and what the pools of CUDA graphs hold besides.
+update: the peak of the allocated memory, what stays allocated, and what CUDA graph pools hold besides.
 At the end list the largest tensors that were alive at the peak of the whole run, by the line of code that
 allocated them. CONTENDER is "torch.compile", "ours", or another column of that benchmark.
 """
