@@ -88,7 +88,7 @@ from fusion_compiler.runtime.cuda_graphs import (
     is_recorded,
 )
 from fusion_compiler.runtime.debug import Debug, DebugSettings
-from fusion_compiler.runtime.gradients import Handovers
+from fusion_compiler.runtime.gradients import Handover, Handovers
 from fusion_compiler.runtime.graph_tuning import GraphTuning
 from fusion_compiler.runtime.kept_plans import KeptPlans
 from fusion_compiler.runtime.kept_plans import key_of as plan_key
@@ -204,7 +204,7 @@ class Compiler:
         self.kept = KeptPlans()
         self.runners: dict[tuple[Canonical, str], Runner] = {}
         self.computed: set[str] = set()  # operators of the forward graphs
-        self.recordings = Recordings()
+        self.recordings = Recordings(options.graph_memory)
         self.handovers = Handovers()
         self.peaks: dict[str, int] = {}  # bytes that graphs use at once, by prediction
         self.progress = Progress(options.progress)
@@ -302,8 +302,9 @@ class Compiler:
         if graphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend, tuning)
         elif graphs == "auto" and backend == "triton":
-            terms = functools.partial(self.terms, replace(plan, solved=None), info, order.peak)
-            run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms, tuning)
+            terms = functools.partial(self.terms, replace(plan, solved=None), info, order.made)
+            decided = functools.partial(self.decided, info, handover)
+            run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms, tuning, decided)
             if (forward := self.recordings.given_up(info)) is not None:
                 self.plans.note(forward, "CUDA graph", BACKWARD_IS_NOT)
         if handover is not None:  # a recording gives back what was recorded
@@ -317,6 +318,12 @@ class Compiler:
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
+
+    def decided(self, info: GraphInfo, handover: Handover | None, text: str) -> None:
+        """Note what calls of a graph have shown about its CUDA graph."""
+        self.plans.note(info.name, "CUDA graph", text)
+        if handover is not None:
+            handover.enabled = not is_recorded(text)
 
     def key(self, info: GraphInfo, dag: OpDag, setting: Setting, backend: str) -> str | None:
         """Under which the decisions about a graph are kept; None where they are not: what a pattern of the
@@ -395,17 +402,18 @@ class Compiler:
         us = times_by(plan, runners)
         return GraphTuning(sorted(us, key=us.__getitem__, reverse=True), self.stages)
 
-    def terms(self, plan: FusionPlan, info: GraphInfo, peak: int, at: Hints | None = None) -> Terms:
-        """What decides whether a graph is recorded unasked, or calls of it whose sizes are `at`."""
+    def terms(self, plan: FusionPlan, info: GraphInfo, made: int, at: Hints | None = None) -> Terms:
+        """Return the predictions that decide whether a graph is recorded unasked, or calls of it whose sizes
+        are `at`. made: `Order.made` for the sizes that it was planned for."""
         setting = plan.setting
         assert setting is not None
         at = at or setting.hints
         time = step_time(plan, setting.device, setting.hints, at)
         results = dict.fromkeys(plan.dag.outputs[: info.outputs if info.phase is Phase.FORWARD else None])
         copied = nbytes((meta for name in results for meta in plan.dag.op(name).outputs), at)
-        peak = peak if at == setting.hints else ordered(plan, info.owned, at, info.donated).peak
+        made = made if at == setting.hints else ordered(plan, info.owned, at, info.donated).made
         copy_us = 2e6 * copied / setting.device.copy_bandwidth
-        return Terms(time.host_us, time.gpu_us, peak, copy_us, time.replay_us)
+        return Terms(time.host_us, time.gpu_us, made, copy_us, time.replay_us)
 
     def report_left(self, plan: FusionPlan) -> None:
         """Warns of dtypes that no kernel can hold; `strict` raises if an op has no kernel and no library."""
