@@ -222,7 +222,7 @@ def test_a_first_step_goes_one_way_whatever_fused_says(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 def test_first_steps_are_taken_in_parts(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A foreach implementation allocates as much as the parameters that it is given: the numbers are the same."""
+    """A foreach implementation allocates as much as the parameters that it gets: the numbers are the same."""
     monkeypatch.setattr(fused_module, "PART_BYTES", 128)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 16), nn.Linear(16, 2))
     eager = copy.deepcopy(model)
