@@ -16,8 +16,8 @@ def preserved(tensors: Sequence[Tensor], room: int) -> Generator[Callable[[], No
     """Put back the values that tensors have now at the end of the context.
 
     room: bytes that copies on the device may take; what is larger is copied to the host. Yields a function
-    that puts back the values of the former between two runs, such as counters: to write the latter takes longer
-    than a run.
+    that puts back the values of the former between two runs, such as counters: the latter take longer than a
+    run.
     """
     near: list[tuple[Tensor, Tensor]] = []
     far: list[tuple[Tensor, Tensor]] = []
