@@ -13,6 +13,7 @@ from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.runtime.binding import unkept_scratch
 
 Boxed = Callable[[list[Any]], Any]
+ATTACH = "_cuda_attach_out_of_memory_observer"  # of torch._C, where PyTorch is built with CUDA
 
 
 class Holder(Protocol):
@@ -158,8 +159,9 @@ def _watch(pool: Pool) -> None:
     global _is_watching
     _watched.add(pool)
     if not _is_watching:
-        attach: Any = getattr(torch._C, "_cuda_attachOutOfMemoryObserver")  # noqa: B009
-        attach(memory_ran_out)
+        attach: Any = getattr(torch._C, ATTACH, None)
+        if attach is not None:  # without it a graph of ours that fails still gives back what it keeps
+            attach(memory_ran_out)
         _is_watching = True
 
 
