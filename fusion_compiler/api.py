@@ -61,7 +61,7 @@ from fusion_compiler.passes.chunks.chunk import chunk_losses
 from fusion_compiler.passes.chunks.gradients import chunk_gradients, large_logits
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.fuse.dependent import launched_dependently
-from fusion_compiler.passes.fuse.step_time import step_time
+from fusion_compiler.passes.fuse.step_time import StepTime, step_time
 from fusion_compiler.passes.patterns.indexed import key_of
 from fusion_compiler.passes.patterns.match import match_all
 from fusion_compiler.passes.patterns.notes import notes_of_hints
@@ -80,10 +80,8 @@ from fusion_compiler.runtime.builds import prepare
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.collection import rare_collections
 from fusion_compiler.runtime.cuda_graphs import (
-    BACKWARD_IS_NOT,
     FORWARD_IS_NOT,
     Recordings,
-    Terms,
     is_asked,
     is_recorded,
 )
@@ -93,6 +91,7 @@ from fusion_compiler.runtime.graph_tuning import GraphTuning
 from fusion_compiler.runtime.kept_plans import KeptPlans
 from fusion_compiler.runtime.kept_plans import key_of as plan_key
 from fusion_compiler.runtime.launch import Runner, compile_all
+from fusion_compiler.runtime.pairs import Terms
 from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.retained import sparing
 from fusion_compiler.runtime.stages import Stages, since
@@ -207,6 +206,7 @@ class Compiler:
         self.recordings = Recordings(options.graph_memory)
         self.handovers = Handovers()
         self.peaks: dict[str, int] = {}  # bytes that graphs use at once, by prediction
+        self.times: dict[str, StepTime] = {}  # of chunks' bodies, by prediction
         self.progress = Progress(options.progress)
         self.compiling = False  # whether the last graph's kernels are
 
@@ -283,6 +283,8 @@ class Compiler:
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
         self.peaks[info.name] = order.peak
+        if info.phase is Phase.CHUNK:
+            self.times[info.name] = step_time(plan, device, setting.hints)
         handover = self.handovers.of(gm, info)
         given = handover.given if handover is not None else {}
         stitched = stitch(plan, called, order, view=view, ranges=ranges, given=given)
@@ -305,8 +307,6 @@ class Compiler:
             terms = functools.partial(self.terms, replace(plan, solved=None), info, order.made)
             decided = functools.partial(self.decided, info, handover)
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms, tuning, decided)
-            if (forward := self.recordings.given_up(info)) is not None:
-                self.plans.note(forward, "CUDA graph", BACKWARD_IS_NOT)
         if handover is not None:  # a recording gives back what was recorded
             handover.enabled = not is_recorded(notes.get("CUDA graph"))
         run = sparing(run, order.taken([n.name for n in gm.graph.find_nodes(op="placeholder")]))
@@ -353,7 +353,9 @@ class Compiler:
                 for rows, body in loop.bodies.items()
             }
             peak = max(self.peaks[f"{info.name}.{name}"] for name in names.values())
-            nodes[node].target = replace(loop, runs=runs, peak=peak)
+            times = [self.times[f"{info.name}.{names[rows]}"] for rows in loop.sizes]
+            host, gpu = (sum(getattr(time, of) for time in times) for of in ("host_us", "gpu_us"))
+            nodes[node].target = replace(loop, runs=runs, peak=peak, host_us=host, gpu_us=gpu)
         made.recompile()
         return made
 

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 from typing import Any
@@ -37,22 +36,17 @@ from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.layout import is_view_node
-from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.ir.schema import written
 from fusion_compiler.runtime.binding import unkept_scratch
-from fusion_compiler.runtime.graph_pool import Boxed, Pool, retried
+from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, paused, unless
+from fusion_compiler.runtime.graph_pool import Pool, retried
+from fusion_compiler.runtime.pairs import MOST_FORMS, UNASKED, Note, Pair, Terms, report_to
 from fusion_compiler.runtime.recording import ALIGNED, Calls, Recorder
 from fusion_compiler.runtime.retained import is_kept
 
 RECORDED = "recorded"
-UNASKED = "recorded, as its launches can take longer than what they launch"
 FORMS = "once for each of the sizes and places of its arguments that come twice"
 FORWARD_IS_NOT = "its forward is not recorded"
-BACKWARD_IS_NOT = "its backward is not recorded, and gives back what is saved as it goes"
-SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
-LITTLE = 1 << 26  # bytes that a CUDA graph keeps where only such a host is slower than the device
-MOST_COPIED = 0.1  # of the time that a recording saves, for copies of its results
-MOST_FORMS = 64  # of one graph that are recorded; and of those that came once, that are remembered
 
 # Of a graph, its arguments, positions of those that it writes into, and the index of its device: see
 # `graph_tuning.GraphTuning`.
@@ -175,20 +169,6 @@ def _values(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     return [(n, value) for n in gm.graph.nodes for value in tree_leaves(n.meta.get("val"))]
 
 
-_pauses = 0
-
-
-@contextmanager
-def unrecorded() -> Generator[None]:
-    """Graphs that are recorded unasked run as without recordings, in all threads."""
-    global _pauses
-    _pauses += 1
-    try:
-        yield
-    finally:
-        _pauses -= 1
-
-
 def is_asked(note: str | None) -> bool:
     """Whether a graph is recorded because the user wants it, by what was noted: calls overwrite results."""
     return note is not None and note.partition(";")[0] == RECORDED
@@ -199,44 +179,7 @@ def is_recorded(note: str | None) -> bool:
     return note is not None and note.startswith(RECORDED)
 
 
-def paused() -> bool:
-    return _pauses > 0
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Predictions for one graph, by which it is recorded unasked, or not.
-
-    host_us: to launch its kernels and library calls one by one. gpu_us: for which these run. peak: bytes
-    that it uses at once, arguments aside, which its CUDA graph keeps. copy_us: to copy its results out.
-    replay_us: of the host, to replay its CUDA graph.
-    """
-
-    host_us: float
-    gpu_us: float
-    peak: int
-    copy_us: float
-    replay_us: float
-
-    @property
-    def refusal(self) -> str | None:
-        """Why it is not recorded; None where that pays."""
-        slowest = self.host_us * (SLOWER_HOST if self.peak <= LITTLE else 1)
-        if slowest <= self.gpu_us:
-            return f"its launches take {self.host_us:.0f} us, what they launch {self.gpu_us:.0f} us"
-        if self.host_us <= self.replay_us:
-            return f"its launches take {self.host_us:.0f} us, a recording's {self.replay_us:.0f} us"
-        if self.copy_us > MOST_COPIED * self.host_us:
-            return f"to copy its results takes {self.copy_us:.0f} us, its launches {self.host_us:.0f} us"
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return "a process group is there, which may move parameters"
-        return None
-
-
 TermsOf = Callable[[Hints | None], Terms]  # at some sizes; None: those of its capture
-
-
-Note = Callable[[str], None]  # changes what a plan says of its CUDA graph
 
 
 def _no_note(text: str) -> None:
@@ -252,7 +195,7 @@ class Recordings:
     def __init__(self, limit: float | int = 0.125) -> None:
         self._limit = limit
         self._forwards: dict[str, int] = {}  # graph -> index of its device
-        self._pairs: dict[str, _Pair] = {}
+        self._pairs: dict[str, Pair] = {}
         self._pools: dict[int, Pool] = {}  # by the index of the device
 
     def wrap(
@@ -278,7 +221,7 @@ class Recordings:
         predicted = None
         if reason is None and terms is not None and not form.sizes:  # of which each is judged by itself
             predicted = terms(None)
-            reason = predicted.refusal
+            reason = predicted.refusal if info.phase is Phase.INFERENCE else None
         if terms is not None and info.phase is not Phase.BACKWARD and not _writes(gm):
             run = retried(run)
         if reason is None and info.phase is Phase.INFERENCE:
@@ -289,20 +232,14 @@ class Recordings:
             if reason is not None:
                 return run, reason
             index = self._forwards[graph] = _device_index(gm)
-            return _after_one(run, recorded(run, gm, inputs, info, index)), RECORDED
+            return after_one(run, recorded(run, gm, inputs, info, index)), RECORDED
         if graph not in self._forwards:
             return run, FORWARD_IS_NOT
         index = self._forwards[graph]
         plain = _beside_recordings(run, index)
         if reason is not None:
             return plain, reason
-        return _after_one(plain, _if_last(plain, recorded(run, gm, inputs, info, index))), RECORDED
-
-    def given_up(self, info: GraphInfo) -> str | None:
-        """The forward of a backward that was wrapped, if it is not recorded after all (BACKWARD_IS_NOT)."""
-        graph = info.name.partition(".")[0]
-        pair = self._pairs.get(graph) if info.phase is Phase.BACKWARD else None
-        return f"{graph}.{Phase.FORWARD}" if pair is not None and pair.gave_up else None
+        return after_one(plain, _if_last(plain, recorded(run, gm, inputs, info, index))), RECORDED
 
     def _pool(self, gm: fx.GraphModule) -> Pool:
         index = _device_index(gm)
@@ -325,8 +262,8 @@ class Recordings:
         pool = self._pool(gm)
         if (reason := pool.refusal(terms.peak)) is not None:
             return run, reason
-        pair = self._pairs[graph] = _Pair(run, pool, terms, info, note)
-        return pair.forward, UNASKED
+        pair = self._pairs[graph] = Pair(run, pool, terms, info, note, lambda: len(self._pairs) == 1)
+        return pair.forward, pair.decision
 
     def _inference(
         self,
@@ -359,28 +296,19 @@ class Recordings:
                 pays = _pays(terms, pool, gm, form)
                 if (reason := terms(None).refusal) is not None:
                     text = f"{text}, but with the sizes that it was captured with: {reason}"
-            calls = Calls(lambda _: static, None, MOST_FORMS, lambda: needed, report=_report(text, note))
+            calls = Calls(lambda _: static, None, MOST_FORMS, lambda: needed, report=report_to(note, text))
             later = Recorder(run, pool, calls)
         if tuning is not None and (places := repeatable(gm)) is not None:
-            later = _after_one(_tuned(run, later, tuning, places, index), later)
+            later = after_one(_tuned(run, later, tuning, places, index), later)
         if terms is not None:
-            later = _unless(paused, run, later)
+            later = unless(paused, run, later)
         if form == Form():
-            return _after_one(run, later), text
+            return after_one(run, later), text
         return _when_known(run, later, form, pays), text
 
 
 def _always(sizes: tuple[int, ...]) -> bool:
     return True
-
-
-def _report(text: str, note: Note) -> Callable[[str | None, int], None]:
-    """Return what notes the reason why a graph is not recorded, or `text` and the bytes that are kept."""
-
-    def report(reason: str | None, kept: int) -> None:
-        note(reason or f"{text}; keeps {human_bytes(kept)} between calls")
-
-    return report
 
 
 def _writes(gm: fx.GraphModule) -> bool:
@@ -412,87 +340,6 @@ def _pays(terms: TermsOf, pool: Pool, gm: fx.GraphModule, form: Form) -> Callabl
         return predicted.refusal is None and pool.refusal(predicted.peak) is None
 
     return pays
-
-
-class _Pair:
-    """A forward and its backward that are recorded unasked.
-
-    A forward is replayed where its pool allows it, which is not before the backward of its last replay has
-    run, or what that saved was released; any other runs as without a CUDA graph, and so does its backward.
-    gave_up: the forward is not recorded any more, since what it saves would outlive a backward that releases
-    one by one what it has read.
-    """
-
-    def __init__(self, plain: Boxed, pool: Pool, terms: Terms, info: GraphInfo, note: Note) -> None:
-        self._pool, self._terms = pool, terms
-        self.gave_up = False
-        self._beside = 0  # bytes that the backward keeps besides what the forward does
-        calls = Calls(
-            static=lambda _: info.static_inputs,
-            shown=info.outputs,
-            most=MOST_FORMS,
-            needed=lambda: terms.peak + self._beside,
-            twice=True,
-            report=_report(UNASKED, note),
-        )
-        self._recorder = Recorder(plain, pool, calls)
-        self.forward = _boxed(_unless(lambda: self.gave_up or paused(), plain, self._recorder))
-
-    def backward(
-        self, plain: Boxed, static: Sequence[int], terms: Terms | str | None, note: Note
-    ) -> tuple[Boxed, str]:
-        """static: positions of the arguments that stay where they are. terms: or the reason why it is not
-        recorded."""
-        reason = terms if isinstance(terms, str) else None
-        if isinstance(terms, Terms):
-            self._beside = terms.peak
-            reason = self._pool.refusal(self._terms.peak + self._beside)
-        if reason is not None:
-            self._give_up()
-            return plain, reason
-
-        told = _report(UNASKED, note)
-
-        def report(reason: str | None, kept: int) -> None:
-            told(reason, kept)
-            if reason is not None:
-                self._give_up()
-
-        def places(arguments: Sequence[Any]) -> set[int]:
-            return {*static, *self._saved_in(arguments)}
-
-        recorder = Recorder(
-            plain, self._pool, Calls(places, None, MOST_FORMS, lambda: self._beside, report=report)
-        )
-
-        replayed = _unless(paused, plain, recorder)
-
-        def call(arguments: list[Any]) -> Any:
-            is_saved = next(self._saved_in(arguments), None) is not None
-            return (replayed if is_saved else plain)(arguments)
-
-        return _after_one(plain, call), UNASKED
-
-    def _give_up(self) -> None:
-        if self._terms.peak > LITTLE:
-            self.gave_up = True
-            self._recorder.give_back(BACKWARD_IS_NOT)
-
-    def _saved_in(self, arguments: Sequence[Any]) -> Iterator[int]:
-        """The positions of what replays of the forward have saved."""
-        replayed = [recording.places for recording in self._recorder.recordings if recording.is_awaited]
-        tensors = ((i, v.data_ptr()) for i, v in enumerate(arguments) if isinstance(v, torch.Tensor))
-        return (i for i, place in tensors if any(place in places for places in replayed))
-
-
-def _unless(condition: Callable[[], bool], plain: Boxed, later: Boxed) -> Boxed:
-    """`later`, but `plain` where the condition holds, or the user records a graph of his own."""
-
-    def call(arguments: list[Any]) -> Any:
-        hindered = condition() or torch.cuda.is_current_stream_capturing()
-        return (plain if hindered else later)(arguments)
-
-    return call
 
 
 def _if_last(plain: Boxed, later: Boxed) -> Boxed:
@@ -534,25 +381,6 @@ def recorded(run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphI
     )  # type: ignore[return-value]
 
 
-def _boxed(run: Boxed) -> Boxed:
-    """Return `run`, marked as a function that takes its arguments as one list."""
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def _after_one(first: Boxed, later: Boxed) -> Boxed:
-    """Calls `first` once, then always `later`."""
-    current = first
-
-    def call(arguments: list[Any]) -> Any:
-        nonlocal current
-        called, current = current, later
-        return called(arguments)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
-
-
 def _when_known(
     plain: Boxed, later: Boxed, form: Form, pays: Callable[[tuple[int, ...]], bool] = lambda sizes: True
 ) -> Boxed:
@@ -578,8 +406,7 @@ def _when_known(
                 del once[next(iter(once))]
         return plain(arguments)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)
 
 
 def _beside_recordings(run: Boxed, index: int) -> Boxed:
@@ -592,5 +419,4 @@ def _beside_recordings(run: Boxed, index: int) -> Boxed:
             manager.set_to_running_backward()
         return run(arguments)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)

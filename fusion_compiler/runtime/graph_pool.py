@@ -11,8 +11,8 @@ import torch
 
 from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.runtime.binding import unkept_scratch
+from fusion_compiler.runtime.boxed import Boxed, boxed
 
-Boxed = Callable[[list[Any]], Any]
 ATTACH = "_cuda_attach_out_of_memory_observer"  # of torch._C, where PyTorch is built with CUDA
 
 
@@ -50,7 +50,7 @@ class Pool:
     def __init__(self, index: int, limit: float | int) -> None:
         """index: of the device. limit: `Options.graph_memory`."""
         self.turn = threading.Lock()  # held while a graph is captured or replayed
-        self._index, self._limit = index, limit
+        self.index, self._limit = index, limit
         self._memory: tuple[Any, torch.cuda.Stream] | None = None  # PyTorch's pool, and the capturing stream
         self._stream: torch.cuda.Stream | None = None  # on which the graphs are replayed
         self._captures = 0
@@ -59,7 +59,7 @@ class Pool:
 
     def is_beside(self) -> bool:
         """True if the current stream is not the one on which the graphs are replayed."""
-        return self._stream is not None and torch.cuda.current_stream(self._index) != self._stream
+        return self._stream is not None and torch.cuda.current_stream(self.index) != self._stream
 
     def may_replay(self, recording: Holder) -> bool:
         """True if a replay overwrites nothing that somebody still holds: neither the graph's own results of
@@ -98,13 +98,13 @@ class Pool:
 
     def free_bytes(self) -> int:
         """Return the bytes that the device has free, or that PyTorch's allocator holds without using them."""
-        free, _ = torch.cuda.mem_get_info(self._index)
-        unused = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
+        free, _ = torch.cuda.mem_get_info(self.index)
+        unused = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
         return free + unused
 
     def give_back(self, device: int | None = None) -> None:
         """Drop all graphs on `device`, or on any, unless one of them is just captured or replayed."""
-        if device not in (None, self._index) or not self.turn.acquire(blocking=False):
+        if device not in (None, self.index) or not self.turn.acquire(blocking=False):
             return
         try:
             self.drop()
@@ -130,7 +130,7 @@ class Pool:
         grew. Nothing runs yet."""
         from torch._inductor.cudagraph_trees import clear_cublas_manager
 
-        with torch.cuda.device(self._index):
+        with torch.cuda.device(self.index):
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
                 self._stream = torch.cuda.current_stream()
@@ -140,9 +140,9 @@ class Pool:
             captured = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
             # Memory that is kept from call to call must not come from the pool; libraries keep workspaces.
             with clear_cublas_manager(), unkept_scratch(), captured:
-                before = torch.cuda.memory_reserved(self._index)
+                before = torch.cuda.memory_reserved(self.index)
                 results = list(run(list(arguments)))
-                grown = torch.cuda.memory_reserved(self._index) - before
+                grown = torch.cuda.memory_reserved(self.index) - before
         return graph.replay, results, grown
 
 
@@ -188,5 +188,4 @@ def retried(run: Boxed) -> Boxed:
                 raise
         return run(again)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)

@@ -21,9 +21,9 @@ import torch
 
 from fusion_compiler.errors import FusionError
 from fusion_compiler.runtime.binding import unkept_scratch
+from fusion_compiler.runtime.boxed import Boxed
 from fusion_compiler.runtime.builds import compile_builds
 from fusion_compiler.runtime.cuda import WAIT_CYCLES
-from fusion_compiler.runtime.cuda_graphs import Boxed
 from fusion_compiler.runtime.launch import Runner
 from fusion_compiler.runtime.preserved import preserved, room_below_peak
 from fusion_compiler.runtime.stages import Stages

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fusion_compiler.errors import FusionWarning
-from fusion_compiler.runtime.graph_pool import Boxed, Pool
+from fusion_compiler.runtime.boxed import Boxed
+from fusion_compiler.runtime.graph_pool import Pool
 
 ALIGNED = 16  # bytes, at which copies begin: kernels for other places than theirs need not be loaded
 FEW_COPIES = 2  # made one by one: together a program has 64K elements, and logits take four times as long

@@ -230,15 +230,27 @@ PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0, replay_us=1
         (PAYS, None),
         (replace(PAYS, gpu_us=1700.0), None),  # a busy host takes longer than predicted,
         (replace(PAYS, gpu_us=1000.0, peak=1 << 27), "what they launch 1000 us"),  # where that keeps little
-        (replace(PAYS, gpu_us=1800.0), "its launches take 900 us, what they launch 1800 us"),
+        (replace(PAYS, gpu_us=1800.0, copy_us=0.0), "its launches take 900 us, what they launch 1800 us"),
         (replace(PAYS, peak=5 << 30), None),  # how much may be kept is the pool's to say
-        (replace(PAYS, copy_us=100.0), "to copy its results takes 100 us"),
-        (replace(PAYS, host_us=160.0, gpu_us=2.0), "its launches take 160 us, a recording's 160 us"),
+        (replace(PAYS, copy_us=1600.0), "what they launch 300 us and copies of its results 1600 us"),
+        (replace(PAYS, host_us=160.0, gpu_us=2.0), "its launches take 160 us, a CUDA graph's 160 us"),
     ],
 )
 def test_what_is_recorded_unasked(terms: Terms, reason: str | None) -> None:
     found = terms.refusal
     assert found is None if reason is None else found is not None and reason in found
+
+
+def test_a_forward_and_its_backward_are_judged_together() -> None:
+    """A step takes what the host takes for both, or the device."""
+    forward = replace(PAYS, gpu_us=500.0, peak=1 << 27)
+    backward = replace(PAYS, gpu_us=1200.0, peak=1 << 28)
+    assert forward.refusal is None and backward.refusal is not None
+    both = forward + backward
+    assert both.refusal is None and both.recorded_us == 1710.0 and both.peak == 3 << 27
+    slower = both + replace(PAYS, host_us=0.0, gpu_us=500.0, copy_us=0.0)
+    assert slower.refusal is not None and slower.is_open
+    assert not (slower + slower + replace(PAYS, host_us=0.0, gpu_us=3000.0)).is_open
 
 
 def test_sizes_are_recorded_unasked_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,14 +264,14 @@ def test_sizes_are_recorded_unasked_where_that_pays(monkeypatch: pytest.MonkeyPa
     def terms(at: Mapping[sympy.Symbol, int] | None) -> Terms:
         (size,) = (8192,) if at is None else at.values()
         asked.append(size)
-        return replace(PAYS, copy_us=size / 10 if size > 64 else 1.0, peak=1 << 28 if size == 32 else 1 << 20)
+        return replace(PAYS, copy_us=size / 4 if size > 64 else 1.0, peak=1 << 28 if size == 32 else 1 << 20)
 
     def plain(arguments: list[Any]) -> list[Any]:
         ran.append("plain")
         return []
 
     call, note = Recordings().wrap(plain, sized(told=True), [], info_of(Phase.INFERENCE), terms)
-    assert "but with the sizes that it was captured with: to copy its results takes 819 us" in note
+    assert "but with the sizes that it was captured with: its launches take 900 us" in note
     for size in (65536, 65536, 65536, 64, 64, 64, 7, 32, 32, 32):
         call([size, torch.ones(size)])
     assert ran == [*["plain"] * 4, "replayed", "replayed", *["plain"] * 4]

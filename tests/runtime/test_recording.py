@@ -17,9 +17,11 @@ from torch._inductor import cudagraph_trees
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.graph_info import Phase
-from fusion_compiler.runtime import cuda_graphs, graph_pool
-from fusion_compiler.runtime.cuda_graphs import BACKWARD_IS_NOT, FORWARD_IS_NOT, UNASKED, Terms
-from fusion_compiler.runtime.graph_pool import Boxed, Pool
+from fusion_compiler.runtime import boxed, cuda_graphs, graph_pool, pairs
+from fusion_compiler.runtime.boxed import Boxed
+from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT
+from fusion_compiler.runtime.graph_pool import Pool
+from fusion_compiler.runtime.pairs import BACKWARD_IS_NOT, MEASURED, UNASKED, Terms
 from fusion_compiler.runtime.recording import Calls, Recorder, unowned
 from tests.fake_gpu import FakeGpu, use
 from tests.runtime.test_cuda_graphs import Net
@@ -249,7 +251,7 @@ def test_a_forward_that_keeps_much_is_recorded_only_where_its_backward_is(
     little: int, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(FakeGpu(), monkeypatch)
-    monkeypatch.setattr(cuda_graphs, "LITTLE", little)
+    monkeypatch.setattr(pairs, "LITTLE", little)
     monkeypatch.setattr(
         cuda_graphs, "refusal", lambda gm, form, phase: "too large" if phase is Phase.BACKWARD else None
     )
@@ -327,7 +329,7 @@ def test_nothing_is_replayed_in_a_profile_or_into_the_users_own_graph(
         for _ in range(4):
             fast(torch.randn(3, 8))
         before = pools[0].replayed
-        with cuda_graphs.unrecorded():
+        with boxed.unrecorded():
             fast(torch.randn(3, 8))
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -435,6 +437,40 @@ def test_the_plan_says_what_is_kept_or_why_nothing_is(
     notes = [plan.notes["CUDA graph"] for plan in fast.plan]
     assert text in notes[0] and (text in notes[1] or notes[1] == FORWARD_IS_NOT)
     assert (pools[0].replayed > 0) == bool(limit)
+
+
+@pytest.mark.parametrize(
+    ("behind", "predicted", "text"),
+    [
+        ([0.0, 0.0], 1.0, UNASKED),
+        ([0.0, 1e9], 1.0, "behind which the device works 1000000000 us"),
+        ([0.0], 1e9, "what they launch"),
+    ],
+)
+def test_where_prediction_does_not_tell_steps_are_measured(
+    behind: list[float],
+    predicted: float,
+    text: str,
+    pools: list[FakePool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(FakeGpu(), monkeypatch)
+    monkeypatch.setattr(Terms, "refusal", "its launches take 2 us")
+    monkeypatch.setattr(Terms, "is_open", True)
+    monkeypatch.setattr(Terms, "recorded_us", predicted)
+    left = list(behind)
+    monkeypatch.setattr(pairs, "behind_us", lambda index: left.pop(0))
+    model = Net()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True)
+    steps_beside_eager(fast, model, exact, "fb")
+    assert {kept_by(plan) for plan in fast.plan} == {MEASURED}
+    for _ in range(4):
+        steps_beside_eager(fast, model, exact, "fb")
+    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+    assert all(text in kept_by(plan) for plan in fast.plan) and not left
+    assert bool(pools[0].replayed) == (text == UNASKED)
 
 
 def test_a_failed_allocation_drops_what_is_kept(
