@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import size_hints
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
@@ -448,3 +449,36 @@ def test_inference_is_tuned_once_before_it_is_recorded(monkeypatch: pytest.Monke
         first = [] if drawn else [("tuned", [1], (0,), 0)]
         assert ran == ["plain", *first, "replayed", "replayed"]
         ran.clear()
+
+
+def test_chunks_of_a_loss_count_with_all_that_they_launch() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(512, 32000, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(x).float(), labels)
+
+    rows = 16384
+    x = torch.empty(rows, 512, dtype=torch.bfloat16)
+    report = fc.explain(Loss(), x, torch.empty(rows, dtype=torch.int64), device="h200")
+    plans = {plan.name: plan for plan in report.plans}
+    loops = [
+        op.target
+        for p in plans.values()
+        for op in map(p.dag.op, p.dag.order)
+        if isinstance(op.target, Chunked)
+    ]
+    device = device_spec("h200")
+    assert loops
+    for plan in plans.values():
+        own = [op.target for op in map(plan.dag.op, plan.dag.order) if isinstance(op.target, Chunked)]
+        took = step_time(plan, device)
+        assert took.host_us >= sum(loop.host_us for loop in own)
+        assert took.gpu_us >= sum(loop.gpu_us for loop in own)
+    (loop,) = loops[:1]
+    bodies = [plan for name, plan in plans.items() if loop.name in name]
+    one = step_time(bodies[0], device)
+    assert loop.sizes == (loop.chunk,) * loop.count and len(bodies) == 1
+    assert loop.host_us == loop.count * one.host_us and loop.gpu_us == pytest.approx(loop.count * one.gpu_us)
