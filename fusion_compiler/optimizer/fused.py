@@ -31,7 +31,7 @@ from fusion_compiler.runtime.binding import Gpu
 from fusion_compiler.runtime.launch import find_gpu
 
 MOST_ASSEMBLIES = 256  # sets of parameters that are remembered: all of them, or those of a pass's launches
-PART_BYTES = 1 << 26  # of parameters that take their first step together
+PART_BYTES = 1 << 24  # of parameters that take their first step together
 REPLACED = ("step", "_step_supports_amp_scaling")  # attributes of the optimizer
 
 Chosen = Sequence[tuple[Group, Sequence[Tensor]]]
