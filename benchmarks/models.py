@@ -152,14 +152,18 @@ def step_of(task: Task, compile_: Compile) -> dict[str, Any]:
         if workload.train:
             model.zero_grad(set_to_none=True)
 
+    def few_steps() -> None:
+        for _ in range(FEW_STEPS):
+            one_step()
+
     start = time.perf_counter()
-    one_step()
-    synchronize(device)
+    first = peak_of(one_step, device)
     cell: dict[str, Any] = {"first_step_s": time.perf_counter() - start}
-    for _ in range(FEW_STEPS):
-        one_step()
+    early = max(first, peak_of(few_steps, device))
     my_turn()
     cell |= memory_of(one_step, device)
+    if "peak_gb" in cell:
+        cell |= {"first_peak_gb": first / 1e9, "run_peak_gb": max(early / 1e9, cell["peak_gb"])}
     if not task.memory:
         run = A_RUN if isinstance(model, Decoder) else 1
         cell |= times_of(one_step, device, task.repetitions, run)
@@ -168,13 +172,25 @@ def step_of(task: Task, compile_: Compile) -> dict[str, Any]:
     return cell | {"eager_ops": eager_ops(called), "recorded": recorded_graphs(called)}
 
 
+def peak_of(call: Callable[[], None], device: torch.device) -> int:
+    """Return the bytes that are allocated at the peak of a call; 0 without a GPU.
+
+    What CUDA graphs allocate while they are captured counts, what they keep from earlier captures does not.
+    """
+    if device.type != "cuda":
+        call()
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
 def memory_of(one_step: Callable[[], None], device: torch.device) -> dict[str, float]:
-    """GB at the peak of a step and between steps, with what recordings keep; none without a GPU."""
+    """Return the GB at the peak of a step and between steps, with what CUDA graphs keep; {} without a GPU."""
     if device.type != "cuda":
         return {}
-    torch.cuda.reset_peak_memory_stats(device)
-    one_step()
-    peak, between = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    peak, between = peak_of(one_step, device), torch.cuda.memory_allocated(device)
     kept = of_recordings(device)
     return {"peak_gb": (peak + kept) / 1e9, "between_gb": (between + kept) / 1e9, "recordings_gb": kept / 1e9}
 

@@ -61,7 +61,7 @@ from fusion_compiler.passes.chunks.chunk import chunk_losses
 from fusion_compiler.passes.chunks.gradients import chunk_gradients, large_logits
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.fuse.dependent import launched_dependently
-from fusion_compiler.passes.fuse.step_time import step_time
+from fusion_compiler.passes.fuse.step_time import StepTime, step_time
 from fusion_compiler.passes.patterns.indexed import key_of
 from fusion_compiler.passes.patterns.match import match_all
 from fusion_compiler.passes.patterns.notes import notes_of_hints
@@ -80,19 +80,18 @@ from fusion_compiler.runtime.builds import prepare
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.collection import rare_collections
 from fusion_compiler.runtime.cuda_graphs import (
-    BACKWARD_IS_NOT,
     FORWARD_IS_NOT,
     Recordings,
-    Terms,
     is_asked,
     is_recorded,
 )
 from fusion_compiler.runtime.debug import Debug, DebugSettings
-from fusion_compiler.runtime.gradients import Handovers
+from fusion_compiler.runtime.gradients import Handover, Handovers
 from fusion_compiler.runtime.graph_tuning import GraphTuning
 from fusion_compiler.runtime.kept_plans import KeptPlans
 from fusion_compiler.runtime.kept_plans import key_of as plan_key
 from fusion_compiler.runtime.launch import Runner, compile_all
+from fusion_compiler.runtime.pairs import Terms
 from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.retained import sparing
 from fusion_compiler.runtime.stages import Stages, since
@@ -204,9 +203,10 @@ class Compiler:
         self.kept = KeptPlans()
         self.runners: dict[tuple[Canonical, str], Runner] = {}
         self.computed: set[str] = set()  # operators of the forward graphs
-        self.recordings = Recordings()
+        self.recordings = Recordings(options.graph_memory)
         self.handovers = Handovers()
         self.peaks: dict[str, int] = {}  # bytes that graphs use at once, by prediction
+        self.times: dict[str, StepTime] = {}  # of chunks' bodies, by prediction
         self.progress = Progress(options.progress)
         self.compiling = False  # whether the last graph's kernels are
 
@@ -283,6 +283,8 @@ class Compiler:
         view = reinterpreted if backend == "triton" else restrided
         ranges = functools.partial(ranges_of, plan)
         self.peaks[info.name] = order.peak
+        if info.phase is Phase.CHUNK:
+            self.times[info.name] = step_time(plan, device, setting.hints)
         handover = self.handovers.of(gm, info)
         given = handover.given if handover is not None else {}
         stitched = stitch(plan, called, order, view=view, ranges=ranges, given=given)
@@ -302,10 +304,9 @@ class Compiler:
         if graphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend, tuning)
         elif graphs == "auto" and backend == "triton":
-            terms = functools.partial(self.terms, replace(plan, solved=None), info, order.peak)
-            run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms, tuning)
-            if (forward := self.recordings.given_up(info)) is not None:
-                self.plans.note(forward, "CUDA graph", BACKWARD_IS_NOT)
+            terms = functools.partial(self.terms, replace(plan, solved=None), info, order.made)
+            decided = functools.partial(self.decided, info, handover)
+            run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms, tuning, decided)
         if handover is not None:  # a recording gives back what was recorded
             handover.enabled = not is_recorded(notes.get("CUDA graph"))
         run = sparing(run, order.taken([n.name for n in gm.graph.find_nodes(op="placeholder")]))
@@ -317,6 +318,12 @@ class Compiler:
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
+
+    def decided(self, info: GraphInfo, handover: Handover | None, text: str) -> None:
+        """Note what calls of a graph have shown about its CUDA graph."""
+        self.plans.note(info.name, "CUDA graph", text)
+        if handover is not None:
+            handover.enabled = not is_recorded(text)
 
     def key(self, info: GraphInfo, dag: OpDag, setting: Setting, backend: str) -> str | None:
         """Under which the decisions about a graph are kept; None where they are not: what a pattern of the
@@ -346,7 +353,9 @@ class Compiler:
                 for rows, body in loop.bodies.items()
             }
             peak = max(self.peaks[f"{info.name}.{name}"] for name in names.values())
-            nodes[node].target = replace(loop, runs=runs, peak=peak)
+            times = [self.times[f"{info.name}.{names[rows]}"] for rows in loop.sizes]
+            host, gpu = (sum(getattr(time, of) for time in times) for of in ("host_us", "gpu_us"))
+            nodes[node].target = replace(loop, runs=runs, peak=peak, host_us=host, gpu_us=gpu)
         made.recompile()
         return made
 
@@ -395,17 +404,18 @@ class Compiler:
         us = times_by(plan, runners)
         return GraphTuning(sorted(us, key=us.__getitem__, reverse=True), self.stages)
 
-    def terms(self, plan: FusionPlan, info: GraphInfo, peak: int, at: Hints | None = None) -> Terms:
-        """What decides whether a graph is recorded unasked, or calls of it whose sizes are `at`."""
+    def terms(self, plan: FusionPlan, info: GraphInfo, made: int, at: Hints | None = None) -> Terms:
+        """Return the predictions that decide whether a graph is recorded unasked, or calls of it whose sizes
+        are `at`. made: `Order.made` for the sizes that it was planned for."""
         setting = plan.setting
         assert setting is not None
         at = at or setting.hints
         time = step_time(plan, setting.device, setting.hints, at)
         results = dict.fromkeys(plan.dag.outputs[: info.outputs if info.phase is Phase.FORWARD else None])
         copied = nbytes((meta for name in results for meta in plan.dag.op(name).outputs), at)
-        peak = peak if at == setting.hints else ordered(plan, info.owned, at, info.donated).peak
+        made = made if at == setting.hints else ordered(plan, info.owned, at, info.donated).made
         copy_us = 2e6 * copied / setting.device.copy_bandwidth
-        return Terms(time.host_us, time.gpu_us, peak, copy_us, time.replay_us)
+        return Terms(time.host_us, time.gpu_us, made, copy_us, time.replay_us)
 
     def report_left(self, plan: FusionPlan) -> None:
         """Warns of dtypes that no kernel can hold; `strict` raises if an op has no kernel and no library."""

@@ -51,6 +51,8 @@ class Options:
         them later.
         "auto": those whose launches can take longer than what they launch, with results of the caller's own;
         True: all, and results are overwritten by the next step's (see runtime/cuda_graphs.py).
+    graph_memory: the most that CUDA graphs keep between calls with cudagraphs="auto": a share, from 0.0 to
+        1.0, of the device memory that is free when they are recorded, or a number of bytes.
     dependent_launch: kernels of one graph are on the device while those before them end, and load weights
         meanwhile: "auto" in inference where they are short, True in all inference, on NVIDIA from sm_90 on.
     memory: what may be in use at the peak of a backward pass, arguments aside: "fast" for what costs no time
@@ -70,6 +72,7 @@ class Options:
     device: str | None = None
     tune: bool | Literal["all"] = True
     cudagraphs: bool | Literal["auto"] = "auto"
+    graph_memory: float | int = 0.125
     dependent_launch: bool | Literal["auto"] = "auto"
     memory: float | int | Literal["fast"] = "fast"
     progress: bool = True
@@ -91,6 +94,9 @@ class Options:
             raise InvalidOptionError(option="tune", value=self.tune, expected='True, False or "all"')
         if self.dynamic not in (None, True, False):
             raise InvalidOptionError(option="dynamic", value=self.dynamic, expected="None, True or False")
+        if not _is_share(self.graph_memory):
+            expected = "a share of the free memory from 0.0 to 1.0, or a number of bytes"
+            raise InvalidOptionError(option="graph_memory", value=self.graph_memory, expected=expected)
         if not _is_budget(self.memory):
             expected = '"fast", a fraction from 0.0 to 1.0, or a number of bytes above 1'
             raise InvalidOptionError(option="memory", value=self.memory, expected=expected)
@@ -129,3 +135,9 @@ def _is_budget(value: object) -> bool:
     if isinstance(value, float):
         return 0.0 <= value <= 1.0
     return value == "fast" or (isinstance(value, int) and value > 1)
+
+
+def _is_share(value: object) -> bool:
+    if isinstance(value, float):
+        return 0.0 <= value <= 1.0
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

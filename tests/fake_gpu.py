@@ -87,6 +87,9 @@ class FakeGpu:
         entry = Entry(run, "function", "packed")
         return replace(entry, behind=replace(entry, run=behind)) if build.dependent else entry
 
+    def room(self) -> int:
+        return 0
+
     def times(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         if self.out_of_memory:
             raise torch.OutOfMemoryError("no memory")

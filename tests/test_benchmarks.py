@@ -365,9 +365,10 @@ def test_a_process_that_fails_or_is_late_is_no_result() -> None:
 def step_row(**other: Any) -> dict[str, Any]:
     """A workload's row in which all bars are met."""
     kinds = {"rest": 1.0, "contraction": 8.0, "attention": 1.0}
-    ours = {"step_ms": 10.5, "gpu_ms": 10.0, "by_kind_ms": kinds, "peak_gb": 2.0, "between_gb": 1.0}
+    memory = {"between_gb": 1.0, "first_peak_gb": 2.1, "run_peak_gb": 2.5, "recordings_gb": 0.1}
+    ours = {"step_ms": 10.5, "gpu_ms": 10.0, "by_kind_ms": kinds, "peak_gb": 2.0, **memory}
     peers = {
-        name: {"step_ms": 13.0, "gpu_ms": 12.0, "peak_gb": 2.5, "between_gb": 1.0}
+        name: {"step_ms": 13.0, "gpu_ms": 12.0, "peak_gb": 2.5, **memory}
         for name in ("compile", "graphs")
     }
     cells = {
@@ -379,9 +380,12 @@ def step_row(**other: Any) -> dict[str, Any]:
 
 
 def test_steps_that_meet_their_bars() -> None:
-    assert all(met for *_, met in steps.bars(step_row())) and len(list(steps.bars(step_row()))) == 6
+    assert all(met for *_, met in steps.bars(step_row())) and len(list(steps.bars(step_row()))) == 7
     text = steps.show([step_row()])
-    assert "6 of 6 bars met" in text and "10.50 (10.00)" in text and "autotune" not in text
+    assert "7 of 7 bars met" in text and "10.50 (10.00)" in text and "autotune" not in text
+    assert "2.10 (2.50)" in text and "CUDA graphs keep 0.10" in steps.describe(
+        {"first_step_s": 1.0, **step_row()["cells"]["eager"], "kernels": 3, "by_kind_ms": {}}
+    )
     graphs = step_row()
     graphs["cells"]["graphs"]["step_ms"] = 11.0
     assert steps.missed([graphs]) == ["a model: wall time, x torch.compile >= 1.15: 1.05"]
@@ -392,6 +396,7 @@ def test_steps_that_meet_their_bars() -> None:
     [
         ({"step_ms": 12.0}, ["x torch.compile", "contractions and attention"]),
         ({"peak_gb": 2.6}, ["peak memory / eager's", "peak memory / best's"]),
+        ({"run_peak_gb": 2.6}, ["peak of all steps, the first one included"]),
         ({"between_gb": 1.1}, ["between steps"]),
         ({"error_to_eager": 1.2}, ["error"]),
         ({"gpu_ms": 4.0, "step_ms": 4.5}, ["GPU time"]),

@@ -69,7 +69,7 @@ class Chunked:
     has what is left. inputs: for each input where its rows are, None for one that every chunk reads whole.
     bodies: the graph of one chunk, by its number of rows. runs: what runs in place of a body: takes a list.
     saved: bytes of the largest tensor that is never stored. unit: what the rows are, for people. peak: bytes
-    that a body uses at once.
+    that a body uses at once. host_us, gpu_us: predicted microseconds to launch all chunks, and to run them.
     """
 
     name: str
@@ -84,6 +84,13 @@ class Chunked:
         default_factory=dict[int, Callable[[list[Any]], Sequence[Tensor]]]
     )
     peak: int = 0
+    host_us: float = 0.0
+    gpu_us: float = 0.0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of each chunk."""
+        return tuple(min(self.chunk, self.rows - first) for first in range(0, self.rows, self.chunk))
 
     @property
     def __name__(self) -> str:

@@ -31,6 +31,7 @@ from fusion_compiler.runtime.binding import Gpu
 from fusion_compiler.runtime.launch import find_gpu
 
 MOST_ASSEMBLIES = 256  # sets of parameters that are remembered: all of them, or those of a pass's launches
+PART_BYTES = 1 << 24  # of parameters that take their first step together
 REPLACED = ("step", "_step_supports_amp_scaling")  # attributes of the optimizer
 
 Chosen = Sequence[tuple[Group, Sequence[Tensor]]]
@@ -391,11 +392,20 @@ class FusedOptimizer:
 
     @torch.no_grad()
     def take_own_step(self, params: Sequence[Tensor]) -> None:
-        """The class's own step of some parameters."""
+        """Take the class's own step for some parameters, a few at a time where it makes their state: foreach
+        implementations allocate as much again as all parameters that they are given."""
+        if params and self._clipping is not None:
+            self._clipping.write(params)
+        fresh = [p for p in params if not self.optimizer.state.get(p) and id(p) not in self._without_state]
+        several = self.is_pytorchs and len(fresh) > 1  # another class may count its steps
+        first = set(map(id, fresh)) if several else set[int]()
+        for part in parts_of(fresh, PART_BYTES) if several else ():
+            self._take_own_step(part)
+        self._take_own_step([param for param in params if id(param) not in first])
+
+    def _take_own_step(self, params: Sequence[Tensor]) -> None:
         if not params:
             return
-        if self._clipping is not None:
-            self._clipping.write(params)
         chosen = {id(param) for param in params}
         before = [(group["params"], group.get("fused")) for group in self.groups]
         try:
@@ -410,6 +420,20 @@ class FusedOptimizer:
                 group["params"] = all_of_them
                 if "fused" in group:
                     group["fused"] = fused
+
+
+def parts_of(params: Sequence[Tensor], size: int) -> list[list[Tensor]]:
+    """Return the parameters in parts of at most `size` bytes, or one parameter; the largest come first, when
+    the others have no state yet."""
+    parts: list[list[Tensor]] = []
+    room = 0
+    for param in sorted(params, key=lambda param: -param.nbytes):
+        if not parts or param.nbytes > room:
+            parts.append([])
+            room = size
+        parts[-1].append(param)
+        room -= param.nbytes
+    return parts
 
 
 def fused_by(optimizer: Optimizer) -> FusedOptimizer | None:

@@ -31,7 +31,8 @@ from fusion_compiler.report.profile_data import Measured, ProfileData, Unmatched
 from fusion_compiler.report.profile_report import format_profile, profile_json
 from fusion_compiler.report.report import Report
 from fusion_compiler.report.timeline import STEP, Event, Timeline, device_timeline, host_timeline, named
-from fusion_compiler.runtime.cuda_graphs import is_asked, unrecorded
+from fusion_compiler.runtime.boxed import unrecorded
+from fusion_compiler.runtime.cuda_graphs import is_asked
 from fusion_compiler.stitch.units import Unit, units_of
 
 WARM = 3  # steps before anything is measured: one compiles and tunes, one settles the allocator

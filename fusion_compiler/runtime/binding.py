@@ -115,7 +115,8 @@ class Gpu(Protocol):
 
     alone: the process sees no other device, so that no call can be another's.
     turn: held while programs that wait for each other are launched. follow: told of the stream of such a
-        launch before, so that it comes after those on other streams.
+        launch before, so that it comes after those on other streams. room: bytes that may be allocated
+        without a new peak.
     """
 
     index: int
@@ -132,6 +133,7 @@ class Gpu(Protocol):
     def follow(self, stream: int, /) -> None: ...
     def load(self, build: Build) -> Entry: ...
     def times(self, calls: Sequence[Callable[[], object]]) -> list[float]: ...
+    def room(self) -> int: ...
 
 
 @dataclass(frozen=True)

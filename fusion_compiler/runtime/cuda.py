@@ -25,6 +25,7 @@ from fusion_compiler.errors import CacheError, FusionWarning
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.runtime.binding import Entry, direct_call
 from fusion_compiler.runtime.builds import Build, compile_build, forget, is_entry
+from fusion_compiler.runtime.preserved import room_below_peak
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -189,6 +190,9 @@ class CudaGpu:
                     if round_number == 0 or sample[0] <= HOPELESS * best:
                         sample.append(self._time(call, l2))
         return [statistics.median(sample) for sample in samples]
+
+    def room(self) -> int:
+        return room_below_peak(self.index)
 
     @contextmanager
     def _alone(self) -> Generator[None]:

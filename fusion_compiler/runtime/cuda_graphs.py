@@ -8,8 +8,9 @@ torch.compile(mode="reduce-overhead") uses), with one pool for all. Results lie 
 take their place. PyTorch raises where an overwritten one is read; what is to be kept longer is cloned.
 
 Where a graph is recorded unasked (`Terms`) they are those of `recording`, which cost the host less: results
-are copied out, and whatever a recording does not foresee runs as without: a forward before the last one's
-backward, a graph that the user records, a profile, another stream.
+are copied out, and whatever a CUDA graph does not foresee runs as without: a forward before the last one's
+backward, a graph that the user records, a profile, another stream. How much memory they may keep is
+`Options.graph_memory` (`graph_pool`).
 
 Inference whose sizes differ from call to call, or that writes into memory which may be elsewhere the next
 time (a cache of keys and values that `generate` makes for each prompt), is recorded in each form that comes
@@ -20,8 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 from typing import Any
@@ -38,20 +38,15 @@ from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.schema import written
 from fusion_compiler.runtime.binding import unkept_scratch
-from fusion_compiler.runtime.recording import ALIGNED, Boxed, Pool, Recorder, Recording
+from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, paused, unless
+from fusion_compiler.runtime.graph_pool import Pool, retried
+from fusion_compiler.runtime.pairs import MOST_FORMS, UNASKED, Note, Pair, Terms, report_to
+from fusion_compiler.runtime.recording import ALIGNED, Calls, Recorder
 from fusion_compiler.runtime.retained import is_kept
 
 RECORDED = "recorded"
-UNASKED = "recorded, as its launches can take longer than what they launch"
 FORMS = "once for each of the sizes and places of its arguments that come twice"
 FORWARD_IS_NOT = "its forward is not recorded"
-BACKWARD_IS_NOT = "its backward is not recorded, and gives back what is saved as it goes"
-MOST_KEPT = 1 << 30  # bytes that a recording keeps from step to step, where nobody asked for it
-SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
-LITTLE = 1 << 26  # bytes that it keeps where only such a host is slower than the device
-MOST_COPIED = 0.1  # of the time that a recording saves, for copies of its results
-MOST_FORMS = 64  # of one graph that are recorded; and of those that came once, that are remembered
-MOST_PLACES = 8  # of the arguments of one graph that are recorded unasked, if they move
 
 # Of a graph, its arguments, positions of those that it writes into, and the index of its device: see
 # `graph_tuning.GraphTuning`.
@@ -174,20 +169,6 @@ def _values(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     return [(n, value) for n in gm.graph.nodes for value in tree_leaves(n.meta.get("val"))]
 
 
-_pauses = 0
-
-
-@contextmanager
-def unrecorded() -> Generator[None]:
-    """Graphs that are recorded unasked run as without recordings, in all threads."""
-    global _pauses
-    _pauses += 1
-    try:
-        yield
-    finally:
-        _pauses -= 1
-
-
 def is_asked(note: str | None) -> bool:
     """Whether a graph is recorded because the user wants it, by what was noted: calls overwrite results."""
     return note is not None and note.partition(";")[0] == RECORDED
@@ -198,52 +179,24 @@ def is_recorded(note: str | None) -> bool:
     return note is not None and note.startswith(RECORDED)
 
 
-def paused() -> bool:
-    return _pauses > 0
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Predictions for one graph, by which it is recorded unasked, or not.
-
-    host_us: to launch its kernels and library calls one by one. gpu_us: for which these run. peak: bytes that
-    it uses at once, which its recording keeps. copy_us: to copy its results out. replay_us: of the host, to
-    replay its recording.
-    """
-
-    host_us: float
-    gpu_us: float
-    peak: int
-    copy_us: float
-    replay_us: float
-
-    @property
-    def refusal(self) -> str | None:
-        """Why it is not recorded; None where that pays."""
-        slowest = self.host_us * (SLOWER_HOST if self.peak <= LITTLE else 1)
-        if slowest <= self.gpu_us:
-            return f"its launches take {self.host_us:.0f} us, what they launch {self.gpu_us:.0f} us"
-        if self.host_us <= self.replay_us:
-            return f"its launches take {self.host_us:.0f} us, a recording's {self.replay_us:.0f} us"
-        if self.peak > MOST_KEPT:
-            return f"a recording keeps its {self.peak / 1e9:.1f} GB, more than {MOST_KEPT / 1e9:.1f} GB"
-        if self.copy_us > MOST_COPIED * self.host_us:
-            return f"to copy its results takes {self.copy_us:.0f} us, its launches {self.host_us:.0f} us"
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return "a process group is there, which may move parameters"
-        return None
-
-
 TermsOf = Callable[[Hints | None], Terms]  # at some sizes; None: those of its capture
 
 
-class Recordings:
-    """Which graphs of one compile() are recorded: a backward only where its forward is."""
+def _no_note(text: str) -> None:
+    pass
 
-    def __init__(self) -> None:
+
+class Recordings:
+    """Which graphs of one compile() are recorded: a backward only where its forward is.
+
+    limit: `Options.graph_memory`, for those that are recorded unasked.
+    """
+
+    def __init__(self, limit: float | int = 0.125) -> None:
+        self._limit = limit
         self._forwards: dict[str, int] = {}  # graph -> index of its device
-        self._turns: dict[str, _Turns] = {}
-        self._pools: dict[int, Pool] = {}  # of inference, by the index of its device
+        self._pairs: dict[str, Pair] = {}
+        self._pools: dict[int, Pool] = {}  # by the index of the device
 
     def wrap(
         self,
@@ -253,59 +206,64 @@ class Recordings:
         info: GraphInfo,
         terms: TermsOf | None = None,
         tuning: Tuning | None = None,
+        note: Note = _no_note,
     ) -> tuple[Boxed, str]:
-        """`run` to be called in recordings, or as it is, and a note of what was decided.
+        """Return `run`, called in CUDA graphs or as it is, and a note of what was decided.
 
-        run: takes its arguments as one list. terms: those of a graph that is recorded unasked; its results
-        are copied out. tuning: of inference, before it is first recorded. The note is RECORDED, UNASKED,
-        FORWARD_IS_NOT or another reason.
+        run: takes its arguments as one list. terms: of a graph that is recorded unasked, with its results
+        copied out. tuning: of inference, before it is first recorded. note: called with another note where
+        calls change the decision or show what is kept. The note is RECORDED, UNASKED, FORWARD_IS_NOT or
+        another reason.
         """
         graph = info.name.partition(".")[0]
         form = form_of(gm, info.static_inputs)
         reason = refusal(gm, form, info.phase)
-        known = None
+        predicted = None
         if reason is None and terms is not None and not form.sizes:  # of which each is judged by itself
-            known = terms(None)
-            reason = known.refusal
+            predicted = terms(None)
+            reason = predicted.refusal if info.phase is Phase.INFERENCE else None
+        if terms is not None and info.phase is not Phase.BACKWARD and not _writes(gm):
+            run = retried(run)
         if reason is None and info.phase is Phase.INFERENCE:
-            return self._inference(run, gm, inputs, info, form, terms, tuning)
+            return self._inference(run, gm, inputs, info, form, terms, tuning, note)
         if terms is not None:
-            return self._unasked(run, gm, info, reason, known)
+            return self._unasked(run, gm, info, reason or predicted, note)
         if info.phase is not Phase.BACKWARD:
             if reason is not None:
                 return run, reason
             index = self._forwards[graph] = _device_index(gm)
-            return _after_one(run, recorded(run, gm, inputs, info, index)), RECORDED
+            return after_one(run, recorded(run, gm, inputs, info, index)), RECORDED
         if graph not in self._forwards:
             return run, FORWARD_IS_NOT
         index = self._forwards[graph]
         plain = _beside_recordings(run, index)
         if reason is not None:
             return plain, reason
-        return _after_one(plain, _if_last(plain, recorded(run, gm, inputs, info, index))), RECORDED
+        return after_one(plain, _if_last(plain, recorded(run, gm, inputs, info, index))), RECORDED
 
-    def given_up(self, info: GraphInfo) -> str | None:
-        """The forward of a backward that was wrapped, if it is not recorded after all (BACKWARD_IS_NOT)."""
-        graph = info.name.partition(".")[0]
-        turns = self._turns.get(graph) if info.phase is Phase.BACKWARD else None
-        return f"{graph}.{Phase.FORWARD}" if turns is not None and turns.gave_up else None
+    def _pool(self, gm: fx.GraphModule) -> Pool:
+        index = _device_index(gm)
+        if index not in self._pools:
+            self._pools[index] = Pool(index, self._limit)
+        return self._pools[index]
 
     def _unasked(
-        self, run: Boxed, gm: fx.GraphModule, info: GraphInfo, reason: str | None, terms: Terms | None
+        self, run: Boxed, gm: fx.GraphModule, info: GraphInfo, terms: Terms | str | None, note: Note
     ) -> tuple[Boxed, str]:
+        """terms: or the reason why the graph is not recorded."""
         graph = info.name.partition(".")[0]
+        pair = self._pairs.get(graph)
         if info.phase is Phase.BACKWARD:
-            if (turns := self._turns.get(graph)) is None:
-                return run, FORWARD_IS_NOT
-            if reason is not None:
-                turns.gave_up |= turns.kept > LITTLE
-                return turns.backward(run, None), reason
-            return turns.backward(run, info.static_inputs), UNASKED
-        if reason is not None:
+            return (
+                (run, FORWARD_IS_NOT) if pair is None else pair.backward(run, info.static_inputs, terms, note)
+            )
+        if not isinstance(terms, Terms):
+            return run, terms or ""
+        pool = self._pool(gm)
+        if (reason := pool.refusal(terms.peak)) is not None:
             return run, reason
-        kept = 0 if terms is None else terms.peak
-        turns = self._turns[graph] = _Turns(Pool(_device_index(gm)), kept)
-        return turns.forward(run, info.static_inputs, info.outputs), UNASKED
+        pair = self._pairs[graph] = Pair(run, pool, terms, info, note, lambda: len(self._pairs) == 1)
+        return pair.forward, pair.decision
 
     def _inference(
         self,
@@ -316,27 +274,48 @@ class Recordings:
         form: Form,
         terms: TermsOf | None,
         tuning: Tuning | None,
+        note: Note,
     ) -> tuple[Boxed, str]:
-        """Recorded, with results that the next call overwrites if that was asked for, and a note of it."""
+        """Return `run` in CUDA graphs, whose results the next call overwrites if that was asked for, and a
+        note of it."""
         index, static = _device_index(gm), (*info.static_inputs, *form.written)
+        text = RECORDED if terms is None else UNASKED
+        if form != Form():
+            text = f"{text}; {FORMS}"
+        pays: Callable[[tuple[int, ...]], bool] = _always
         if terms is None:
-            note, later = RECORDED, recorded(run, gm, inputs, replace(info, static_inputs=static), index)
+            later = recorded(run, gm, inputs, replace(info, static_inputs=static), index)
         else:
-            pool = self._pools.setdefault(index, Pool(index))
-            most = MOST_PLACES if form == Form() else MOST_FORMS
-            note, later = UNASKED, Recorder(run, pool, lambda _: static, None, most)
+            pool = self._pool(gm)
+            needed = 0
+            if not form.sizes:
+                needed = terms(None).peak
+                if (reason := pool.refusal(needed)) is not None:
+                    return run, reason
+            else:
+                pays = _pays(terms, pool, gm, form)
+                if (reason := terms(None).refusal) is not None:
+                    text = f"{text}, but with the sizes that it was captured with: {reason}"
+            calls = Calls(lambda _: static, None, MOST_FORMS, lambda: needed, report=report_to(note, text))
+            later = Recorder(run, pool, calls)
         if tuning is not None and (places := repeatable(gm)) is not None:
-            later = _after_one(_tuned(run, later, tuning, places, index), later)
+            later = after_one(_tuned(run, later, tuning, places, index), later)
         if terms is not None:
-            later = _unless(paused, run, later)
+            later = unless(paused, run, later)
         if form == Form():
-            return _after_one(run, later), note
-        note = f"{note}; {FORMS}"
-        if terms is None or not form.sizes:
-            return _when_known(run, later, form), note
-        if (reason := terms(None).refusal) is not None:
-            note = f"{note}, but with the sizes that it was captured with: {reason}"
-        return _when_known(run, later, form, _pays(terms, gm, form)), note
+            return after_one(run, later), text
+        return _when_known(run, later, form, pays), text
+
+
+def _always(sizes: tuple[int, ...]) -> bool:
+    return True
+
+
+def _writes(gm: fx.GraphModule) -> bool:
+    """True if a graph writes into its arguments."""
+    from torch._dynamo.backends.cudagraphs import find_input_mutations
+
+    return bool(find_input_mutations(gm.graph))
 
 
 def _tuned(run: Boxed, later: Boxed, tuning: Tuning, written: Sequence[int], index: int) -> Boxed:
@@ -349,85 +328,18 @@ def _tuned(run: Boxed, later: Boxed, tuning: Tuning, written: Sequence[int], ind
     return call
 
 
-def _pays(terms: TermsOf, gm: fx.GraphModule, form: Form) -> Callable[[tuple[int, ...]], bool]:
-    """Whether calls with such numbers as sizes are recorded unasked."""
+def _pays(terms: TermsOf, pool: Pool, gm: fx.GraphModule, form: Form) -> Callable[[tuple[int, ...]], bool]:
+    """Return what says whether calls with such numbers as sizes are recorded unasked."""
     nodes = gm.graph.find_nodes(op="placeholder")
     values = [nodes[i].meta["val"] for i in form.sizes]
     symbols = [v.node.expr if isinstance(v, torch.SymInt) else None for v in values]
 
     def pays(sizes: tuple[int, ...]) -> bool:
         at = {s: n for s, n in zip(symbols, sizes, strict=True) if isinstance(s, sympy.Symbol)}
-        return terms(at).refusal is None
+        predicted = terms(at)
+        return predicted.refusal is None and pool.refusal(predicted.peak) is None
 
     return pays
-
-
-class _Turns:
-    """A forward and its backward that are recorded unasked: a replayed forward is followed by its backward.
-
-    Else the forward runs as without recordings, and so does the backward of one that did. kept: bytes that
-    the forward's recording keeps. gave_up: it is not recorded any more, since what it saves would outlive a
-    backward that gives back one by one what it has read.
-    """
-
-    def __init__(self, pool: Pool, kept: int) -> None:
-        self._pool = pool
-        self.kept = kept
-        self.gave_up = False
-        self._replayed: Recording | None = None  # the last forward, until its backward runs
-
-    def forward(self, plain: Boxed, static: Sequence[int], outputs: int) -> Boxed:
-        """static: positions of arguments that stay where they are; outputs: how many results are shown."""
-        recorder = Recorder(plain, self._pool, lambda _: static, outputs, MOST_PLACES)
-
-        def replay(arguments: list[Any]) -> list[Any]:
-            with self._pool.turn:
-                found = recorder.find(arguments) or recorder.record(arguments)
-                if found is None:
-                    return plain(arguments)
-                self._replayed = found
-                return found(arguments)
-
-        return _after_one(plain, _unless(self._is_hindered, plain, replay))
-
-    def _is_hindered(self) -> bool:
-        awaited = self._replayed is not None and self._replayed.is_awaited
-        return self.gave_up or awaited or paused() or self._pool.is_beside()
-
-    def backward(self, plain: Boxed, static: Sequence[int] | None) -> Boxed:
-        """static: as of a forward, besides what that saved; None where it is not to be recorded."""
-
-        def places(arguments: Sequence[Any]) -> set[int]:
-            return {*(static or ()), *self._saved_in(arguments)}
-
-        recorder = Recorder(plain, self._pool, places, None, MOST_PLACES)
-
-        def call(arguments: list[Any]) -> Any:
-            if next(self._saved_in(arguments), None) is None:
-                return plain(arguments)
-            hindered = static is None or paused() or torch.cuda.is_current_stream_capturing()
-            results = (plain if hindered else recorder)(arguments)
-            self._replayed = None
-            return results
-
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
-
-    def _saved_in(self, arguments: Sequence[Any]) -> Iterator[int]:
-        """The positions of what the last replayed forward saved, as long as its backward has not run."""
-        saved = () if self._replayed is None else self._replayed.places
-        tensors = ((i, v) for i, v in enumerate(arguments) if isinstance(v, torch.Tensor))
-        return (i for i, v in tensors if v.data_ptr() in saved)
-
-
-def _unless(condition: Callable[[], bool], plain: Boxed, later: Boxed) -> Boxed:
-    """`later`, but `plain` where the condition holds, or the user records a graph of his own."""
-
-    def call(arguments: list[Any]) -> Any:
-        hindered = condition() or torch.cuda.is_current_stream_capturing()
-        return (plain if hindered else later)(arguments)
-
-    return call
 
 
 def _if_last(plain: Boxed, later: Boxed) -> Boxed:
@@ -469,19 +381,6 @@ def recorded(run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphI
     )  # type: ignore[return-value]
 
 
-def _after_one(first: Boxed, later: Boxed) -> Boxed:
-    """Calls `first` once, then always `later`."""
-    current = first
-
-    def call(arguments: list[Any]) -> Any:
-        nonlocal current
-        called, current = current, later
-        return called(arguments)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
-
-
 def _when_known(
     plain: Boxed, later: Boxed, form: Form, pays: Callable[[tuple[int, ...]], bool] = lambda sizes: True
 ) -> Boxed:
@@ -507,8 +406,7 @@ def _when_known(
                 del once[next(iter(once))]
         return plain(arguments)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)
 
 
 def _beside_recordings(run: Boxed, index: int) -> Boxed:
@@ -521,5 +419,4 @@ def _beside_recordings(run: Boxed, index: int) -> Boxed:
             manager.set_to_running_backward()
         return run(arguments)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)

@@ -13,18 +13,19 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from fusion_compiler.errors import FusionError
 from fusion_compiler.runtime.binding import unkept_scratch
+from fusion_compiler.runtime.boxed import Boxed
 from fusion_compiler.runtime.builds import compile_builds
 from fusion_compiler.runtime.cuda import WAIT_CYCLES
-from fusion_compiler.runtime.cuda_graphs import Boxed
 from fusion_compiler.runtime.launch import Runner
+from fusion_compiler.runtime.preserved import preserved, room_below_peak
 from fusion_compiler.runtime.stages import Stages
 
 GAIN = 0.005  # of the graph's time, by which a candidate is better: noise is less
@@ -64,7 +65,8 @@ class GraphTuning:
         start = time.perf_counter()
         compile_builds(build for runner in runners for build in runner.rival_builds(index))
         trials, ended = [_Trial(runner, index) for runner in runners], False
-        with suppress(RuntimeError), _put_back([arguments[i] for i in written]) as restore:
+        values = preserved([arguments[i] for i in written], room_below_peak(index))
+        with suppress(RuntimeError), values as restore:
             measure = self._measured(run, arguments, restore)
             deadline = time.perf_counter() + MOST_SECONDS
             for trial in trials:
@@ -85,21 +87,6 @@ class GraphTuning:
         for trial in trials:
             trial.end(settled=ended)
         self._stages.add("tune within the graph", time.perf_counter() - start)
-
-
-@contextmanager
-def _put_back(tensors: Sequence[torch.Tensor]) -> Generator[Callable[[], None]]:
-    """Gives what puts back the values that tensors have now, as the context does at its end."""
-    copies = [tensor.clone() for tensor in tensors]
-
-    def restore() -> None:
-        if copies:
-            torch._foreach_copy_(list(tensors), copies)
-
-    try:
-        yield restore
-    finally:
-        restore()
 
 
 class _Trial:

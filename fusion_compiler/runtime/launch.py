@@ -29,12 +29,13 @@ from fusion_compiler.errors import (
 )
 from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.kernel import Buffer, Kernel, Program, Role
-from fusion_compiler.ir.views import again, restrided
+from fusion_compiler.ir.views import restrided
 from fusion_compiler.runtime.ahead import Ahead
 from fusion_compiler.runtime.binding import GRID_LIMITS, Entry, Gpu, Launcher, Variant, bind, evaluate
 from fusion_compiler.runtime.builds import Build, compile_builds
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.cuda import gpu_of, make_cache_writable
+from fusion_compiler.runtime.preserved import preserved
 from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.runtime.target import build_of
@@ -252,8 +253,9 @@ class Runner:
             return Choice(next(iter(launchers), 0), ())
         updated = frozenset[int]().union(*(self.candidates[i].updated for i in launchers))
         try:
-            given = [again(a) if i in updated else a for i, a in enumerate(arguments)]  # type: ignore[arg-type]
-            times = gpu.times([functools.partial(launcher, *given) for launcher in launchers.values()])
+            overwritten = [a for i, a in enumerate(arguments) if i in updated and isinstance(a, torch.Tensor)]
+            with preserved(overwritten, gpu.room()):
+                times = gpu.times([functools.partial(run, *arguments) for run in launchers.values()])
         except torch.OutOfMemoryError:
             return Choice(next(iter(launchers)), ())
         bar = min(times) * (1 + NOISE)

@@ -1,76 +1,47 @@
 """CUDA graphs of which callers notice nothing but their speed: every result is the caller's own.
 
-A `Recorder` keeps one graph's recordings. Of each it knows where those arguments lie that are read in place
-(parameters, buffers, what a forward saved), has memory into which the others are copied, and hands out copies
-of the results. What a forward saves for its backward is handed out as it is: its version counts the replays,
-so that autograd raises where a backward would read what a later forward has written.
+A `Recorder` has the CUDA graphs of one captured graph. Each of them reads parameters, buffers and what a
+forward pass has saved where these lie, copies the other arguments into memory of its own, and returns copies
+of its results. What a forward pass saves for its backward pass is returned without a copy: its version counts
+the replays, so that autograd raises where a backward pass would read what a later forward pass has written.
 
-What is recorded does not run until it is replayed, which the call does for which it is made: nothing is
-computed or held twice. Recordings of one `Pool` share memory: they are replayed one after another, on one
-stream.
+A capture runs nothing. The call for which a graph is captured replays it as well, so that nothing is computed
+or held twice. `graph_pool.Pool` says what graphs that share memory keep, and when one may be replayed.
 """
 
 from __future__ import annotations
 
-import threading
+import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion_compiler.errors import FusionWarning
-from fusion_compiler.runtime.binding import unkept_scratch
+from fusion_compiler.runtime.boxed import Boxed
+from fusion_compiler.runtime.graph_pool import Pool
 
 ALIGNED = 16  # bytes, at which copies begin: kernels for other places than theirs need not be loaded
 FEW_COPIES = 2  # made one by one: together a program has 64K elements, and logits take four times as long
-
-Boxed = Callable[[list[Any]], Any]
-
-
-class Pool:
-    """Memory of the recordings that are replayed in turn, on the stream of the first."""
-
-    def __init__(self, index: int) -> None:
-        """index: of the device."""
-        self.turn = threading.RLock()
-        self._index = index
-        self._memory: tuple[Any, Any] | None = None  # and the stream that captures into it
-        self._stream: torch.cuda.Stream | None = None  # of the calls, once there is a recording
-
-    def is_beside(self) -> bool:
-        """Whether the current stream is another than that of the recordings."""
-        return self._stream is not None and torch.cuda.current_stream(self._index) != self._stream
-
-    def capture(self, run: Boxed, arguments: Sequence[Any]) -> tuple[Callable[[], None], list[Any]]:
-        """What launches a call anew, and the results that this leaves; nothing runs yet."""
-        from torch._inductor.cudagraph_trees import clear_cublas_manager
-
-        with torch.cuda.device(self._index):
-            if self._memory is None:
-                self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-                self._stream = torch.cuda.current_stream()
-            pool, stream = self._memory
-            graph = torch.cuda.CUDAGraph()
-            captured = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
-            # Memory that is kept from call to call must not come from the pool; libraries keep workspaces.
-            with clear_cublas_manager(), unkept_scratch(), captured:
-                results = list(run(list(arguments)))
-        return graph.replay, results
+NO_MEMORY = "memory does not suffice"
+MOST_ONCE = 64  # places of calls that came once, that are remembered
 
 
 class Recording:
-    """The launches of a call, with the arguments that it had.
+    """One CUDA graph: the launches of a call, with the arguments that it had.
 
-    saved: what each replay leaves in the pool and hands out without a copy. places: where that lies.
+    number: its place in the order of the pool's captures. kept: bytes that it keeps between replays. saved:
+    results that are returned without a copy, in the pool. places: their addresses.
     """
 
     def __init__(
         self, pool: Pool, run: Boxed, arguments: Sequence[Any], static: Collection[int], shown: int | None
     ) -> None:
         """static: positions of arguments that are read or written where they lie. shown: how many of the
-        results are copied; all without a number."""
+        results are copied; None for all."""
         tensors = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
         self._static = [i for i in tensors if i in static]
         self._addresses = [arguments[i].data_ptr() for i in self._static]
@@ -79,22 +50,33 @@ class Recording:
         self._inputs = [(i, _Layout(arguments[i])) for i in tensors if i not in static]
         with torch.inference_mode(False):
             self._into = [torch.empty_like(layout.memory(arguments[i])) for i, layout in self._inputs]
-        given = list(arguments)
-        for (i, layout), memory in zip(self._inputs, self._into, strict=True):
-            given[i] = layout.tensor(memory)
-        self._replay, self._results = pool.capture(run, given)
+        inputs = self._replaced(arguments)
+        self.number = pool.next_number()
+        self._replay, self._results, grown = pool.capture(run, inputs)
+        self.kept = grown + sum(memory.nbytes for memory in self._into)
         self._outputs = [
             (i, _Layout(value)) for i, value in enumerate(self._results[:shown]) if isinstance(value, Tensor)
         ]
-        self._own = [layout.memory(self._results[i]) for i, layout in self._outputs]
-        self.saved = self._saved(given)
+        self.saved = self._saved(inputs)
         self.places = frozenset(value.data_ptr() for value in self.saved)
+        # The copies are made right behind the replay, so that later captures may use this memory.
+        self._originals = [unowned(layout.memory(self._results[i])) for i, layout in self._outputs]
+        for i, _ in self._outputs:
+            self._results[i] = None
+        del inputs  # which may hold a saved result
         self._holders = self._held()
 
-    def _saved(self, given: Sequence[Any]) -> list[Tensor]:
-        """The results that are not copied and in no argument's memory; of others, how they lie in it, as
-        arguments are not kept."""
-        places = {given[i].untyped_storage().data_ptr(): i for i in self._static}
+    def _replaced(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return the arguments with the graph's own memory in the place of those that are copied."""
+        inputs = list(arguments)
+        for (i, layout), memory in zip(self._inputs, self._into, strict=True):
+            inputs[i] = layout.tensor(memory)
+        return inputs
+
+    def _saved(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Return the results that are neither copied nor in the memory of an argument, and remember how the
+        latter lie in it: arguments are not kept."""
+        places = {inputs[i].untyped_storage().data_ptr(): i for i in self._static}
         shown, saved = {i for i, _ in self._outputs}, list[Tensor]()
         self._of: list[tuple[int, int, _Layout, int]] = []
         self._same: list[tuple[int, int]] = []  # results that are arguments
@@ -103,39 +85,42 @@ class Recording:
                 continue
             if (of := places.get(value.untyped_storage().data_ptr())) is None:
                 saved.append(value)
-            elif _lies(value) == _lies(given[of]):
+            elif _lies(value) == _lies(inputs[of]):
                 self._same.append((i, of))
                 self._results[i] = None
-            elif value.dtype == given[of].dtype:
+            elif value.dtype == inputs[of].dtype:
                 self._of.append((i, of, _Layout(value), int(value.storage_offset())))
                 self._results[i] = None
         return saved
 
     def _held(self) -> int:
-        """How many hold what a replay saves, or an alias of it, by the first: all is let go at once."""
+        """Return how many hold the memory of the first saved result, in Python (an argument of the backward
+        pass) or in C++ (autograd); all saved results are released together."""
         if not self.saved:
             return 0
-        kept: Any = self.saved[0]
-        return kept._use_count() + torch._C._storage_Use_Count(kept.untyped_storage()._cdata)
+        first: Any = self.saved[0]
+        tensors = first._use_count() + torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+        return sys.getrefcount(first) + tensors
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody still holds what the last replay saved."""
+        """True if somebody holds what the last replay saved."""
         return self._held() > self._holders
 
     def fits(self, arguments: Sequence[Any]) -> bool:
-        """Whether a call with such arguments launches the same."""
+        """True if a call with these arguments would launch the same."""
         lie = [arguments[i].data_ptr() for i in self._static] == self._addresses
         return lie and [arguments[i] for i in self._numbers] == self._values
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
+        """Raises torch.OutOfMemoryError before anything has run."""
+        copies = [torch.empty_like(memory) for memory in self._originals]
         _copy(self._into, [layout.memory(arguments[i]) for i, layout in self._inputs])
         self._replay()
         if self.saved:
             torch.autograd.graph.increment_version(self.saved)
         results = list(self._results)
-        copies = [torch.empty_like(memory) for memory in self._own]
-        _copy(copies, self._own)
+        _copy(copies, self._originals)
         for (i, layout), copy in zip(self._outputs, copies, strict=True):
             results[i] = layout.tensor(copy)
         for i, of in self._same:
@@ -145,52 +130,117 @@ class Recording:
         return results
 
 
-class Recorder:
-    """`run`, recorded once for each place of its arguments, for the first `most` of them.
+def _no_report(reason: str | None, kept: int) -> None:
+    pass
 
-    static: positions of those that a call reads or writes where they lie, of its arguments.
+
+@dataclass(frozen=True)
+class Calls:
+    """How the calls of one captured graph are recorded.
+
+    static: positions of the arguments of a call that are read or written where they lie. shown: how many
+    results are copied; None for all. most: captures at most. needed: bytes that a CUDA graph of it keeps,
+    by prediction. twice: record a call when one with the same static arguments has run before. report:
+    called after each capture with None and the bytes that are kept, or with the reason why there are none.
     """
 
-    def __init__(
-        self,
-        run: Boxed,
-        pool: Pool,
-        static: Callable[[Sequence[Any]], Collection[int]],
-        shown: int | None,
-        most: int,
-    ) -> None:
-        self._run, self._pool, self._static, self._shown, self._most = run, pool, static, shown, most
-        self._made: list[Recording] = []
+    static: Callable[[Sequence[Any]], Collection[int]]
+    shown: int | None = None
+    most: int = 1
+    needed: Callable[[], int] = lambda: 0
+    twice: bool = False
+    report: Callable[[str | None, int], None] = _no_report
 
-    def find(self, arguments: Sequence[Any]) -> Recording | None:
-        """The recording to be replayed for a call."""
-        return next((made for made in self._made if made.fits(arguments)), None)
 
-    def record(self, arguments: list[Any]) -> Recording | None:
-        """A recording for a call of which `find` gave nothing; None where there is to be none."""
-        if len(self._made) >= self._most:
-            return None
-        static = set(self._static(arguments))
-        given = [value if i in static else _aligned(value) for i, value in enumerate(arguments)]
-        try:
-            self._made.append(Recording(self._pool, self._run, given, static, self._shown))
-        except torch.OutOfMemoryError as error:
-            self._most = 0
-            text = "memory does not suffice: the graph runs without a recording, as with cudagraphs=False"
-            warnings.warn(f"{text}: {error}", FusionWarning, stacklevel=2)
-            return None
-        return self._made[-1]
+class Recorder:
+    """Calls `run`, or replays a CUDA graph of it: one for each place of its static arguments."""
+
+    def __init__(self, run: Boxed, pool: Pool, calls: Calls) -> None:
+        self._run, self._pool, self._calls = run, pool, calls
+        self._left = calls.most  # captures
+        self._once: dict[tuple[Any, ...], None] = {}  # static arguments of calls that are not recorded yet
+        self.recordings: list[Recording] = []
+        pool.register(self)
+
+    def give_back(self, reason: str = f"{NO_MEMORY} beside what it kept") -> None:
+        """Drop the CUDA graphs, and record no more."""
+        if self.recordings:
+            self.recordings.clear()
+            self._stop(reason)
 
     def __call__(self, arguments: list[Any]) -> Any:
-        """Replayed, behind being recorded where it is new; as it is on another stream than before."""
+        results = self._replayed(arguments)
+        return self._run(arguments) if results is None else results
+
+    def _replayed(self, arguments: list[Any]) -> list[Any] | None:
+        """Return the results of a replay; None for a call that is not recorded, or on another stream."""
         with self._pool.turn:
-            beside = self._pool.is_beside()
-            found = None if beside else self.find(arguments) or self.record(arguments)
-            return self._run(arguments) if found is None else found(arguments)
+            if self._pool.is_beside():
+                return None
+            try:
+                recording = self._find(arguments)
+                if recording is None:
+                    return None
+                results = recording(arguments)
+            except torch.OutOfMemoryError as error:
+                text = f"{NO_MEMORY}: graphs run without CUDA graphs, as with cudagraphs=False"
+                warnings.warn(f"{text}: {error}", FusionWarning, stacklevel=3)
+                self._stop(NO_MEMORY)
+                self._pool.drop()
+                return None
+            if recording.saved:
+                self._pool.replays(recording)
+            return results
+
+    def _find(self, arguments: list[Any]) -> Recording | None:
+        """Return the CUDA graph to be replayed for a call, captured now if need be; None if there is none."""
+        found = next((recording for recording in self.recordings if recording.fits(arguments)), None)
+        if found is None:
+            return self._record(arguments)
+        if self._pool.may_replay(found):
+            return found
+        if found.is_awaited:
+            return None
+        self.recordings.remove(found)  # behind the graphs that were captured since, it can be replayed again
+        return self._record(arguments)
+
+    def _record(self, arguments: list[Any]) -> Recording | None:
+        if not self._left:
+            return None
+        static = set(self._calls.static(arguments))
+        if self._calls.twice and self._is_first(arguments, static):
+            return None
+        if (reason := self._pool.refusal(self._calls.needed())) is not None:
+            self._stop(reason)
+            return None
+        self._left -= 1
+        inputs = [value if i in static else _aligned(value) for i, value in enumerate(arguments)]
+        self.recordings.append(Recording(self._pool, self._run, inputs, static, self._calls.shown))
+        self._calls.report(None, sum(recording.kept for recording in self.recordings))
+        return self.recordings[-1]
+
+    def _is_first(self, arguments: Sequence[Any], static: Collection[int]) -> bool:
+        """True if no call with the same static arguments and numbers has been asked about before."""
+        key = tuple(
+            value.data_ptr() if isinstance(value, Tensor) else value
+            for i, value in enumerate(arguments)
+            if i in static or not isinstance(value, Tensor)
+        )
+        if key in self._once:
+            del self._once[key]
+            return False
+        self._once[key] = None
+        if len(self._once) > MOST_ONCE:
+            del self._once[next(iter(self._once))]
+        return True
+
+    def _stop(self, reason: str) -> None:
+        self._left = 0
+        self._calls.report(reason, 0)
 
 
 def _aligned(value: Any) -> Any:
-    """An argument where a recording's copy of it could lie."""
+    """Return an argument, or a copy of it that is aligned as a CUDA graph's copy would be."""
     if not isinstance(value, Tensor) or not value.data_ptr() % ALIGNED:
         return value
     layout = _Layout(value)
@@ -207,16 +257,16 @@ class _Layout:
         self._span = last + 1 if tensor.numel() else 0
 
     def memory(self, tensor: Tensor) -> Tensor:
-        """All that a tensor of this layout spans, each element once."""
+        """Return what a tensor of this layout spans, each element once."""
         return tensor if self._is_dense else tensor.as_strided((self._span,), (1,))
 
     def tensor(self, memory: Tensor) -> Tensor:
-        """The tensor of memory of its own."""
+        """Return the tensor that lies so in `memory`."""
         return memory if self._is_dense else memory.as_strided(self.shape, self.stride, 0)
 
 
 def _lies(tensor: Tensor) -> tuple[Any, ...]:
-    """What a tensor is of its memory."""
+    """Return how a tensor lies in its storage."""
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
@@ -226,3 +276,14 @@ def _copy(into: list[Tensor], of: list[Tensor]) -> None:
         return
     for copy, memory in zip(into, of, strict=True):
         copy.copy_(memory)
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """Return the same memory as a tensor that does not keep it allocated."""
+    storage = tensor.untyped_storage()
+    alias: Any = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())

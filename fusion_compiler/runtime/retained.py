@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fusion_compiler.ir.views import again
-from fusion_compiler.runtime.recording import Boxed
+from fusion_compiler.runtime.boxed import Boxed
 
 # Whether the backward that runs is to leave its graph to a later one.
 is_kept: Callable[[], bool] = getattr(torch._C, "_autograd")._get_current_graph_task_keep_graph  # noqa: B009

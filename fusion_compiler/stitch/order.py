@@ -51,11 +51,13 @@ class Order:
     curve: during each step, what the steps make and the owned inputs, each until its last reader is done or,
     where the graph returns it, to the end. alive: what is in use at the peak, the largest first.
     over: results that are written over an operand that nobody reads any more, each with that and its bytes.
+    made: bytes in use at once of what the steps make, inputs aside.
     """
 
     steps: tuple[Step, ...]
     curve: tuple[int, ...]
     alive: tuple[tuple[str, int], ...]
+    made: int
     over: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
     @property
@@ -113,7 +115,7 @@ def ordered(
     during = tuple(map(simulated.run, best)) or (sum(held.values()),)
     alive = _alive(best, held, returned, during.index(max(during)), simulated.over)
     over = {result: (given, simulated.size[result]) for result, given in simulated.over.items()}
-    return Order(best, during, alive, over)
+    return Order(best, during, alive, max(curve(best, {}, returned)), over)
 
 
 def _memories(dag: OpDag, names: Iterable[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.runtime.cuda_graphs import FORMS, RECORDED, UNASKED
+from fusion_compiler.runtime.graph_pool import ATTACH
 
 CUDA = torch.device("cuda")
 
@@ -37,7 +38,8 @@ class Block(nn.Module):
 
 
 def decisions(fast: Any) -> list[str]:
-    return [plan.notes["CUDA graph"] for plan in fast.plan]
+    """The decision about each graph, without the bytes that it keeps."""
+    return [plan.notes["CUDA graph"].partition("; keeps")[0] for plan in fast.plan]
 
 
 def test_inference_replays_with_new_values_and_new_sizes() -> None:
@@ -94,6 +96,45 @@ def test_unasked_inference_keeps_every_result() -> None:
         for x, got in zip(inputs, results, strict=True):
             torch.testing.assert_close(got, nn.Sequential.forward(model, x), rtol=1e-4, atol=1e-4)
     assert decisions(fast) == [UNASKED]
+
+
+def test_a_failed_allocation_of_anybody_drops_what_is_kept() -> None:
+    assert hasattr(torch._C, ATTACH)
+    model = Block().to(CUDA)
+    fast = fc.compile(model, strict=True)
+    steps_beside_eager(fast, model, 3, "fb")
+    assert decisions(fast) == [UNASKED] * 2
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 50, dtype=torch.uint8, device=CUDA)
+    assert all("memory does not suffice" in decision for decision in decisions(fast))
+    model.zero_grad()
+    steps_beside_eager(fast, model, 3, "fb")
+
+
+def test_all_graphs_of_a_model_share_a_pool_and_are_replayed() -> None:
+    """Equal blocks, compiled once, with breaks between them; the second half after an evaluation."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                torch._dynamo.graph_break()
+            return x
+
+    model = Net().to(CUDA)
+    fast = fc.compile(model)
+    with pytest.warns(FusionWarning, match="graph_break"):
+        steps_beside_eager(fast, model, 4, "fb")
+    assert all(decision.startswith(UNASKED) for decision in decisions(fast))
+    with torch.no_grad():
+        x = torch.randn(32, 256, device=CUDA)
+        torch.testing.assert_close(fast(x), Net.forward(model, x), rtol=1e-4, atol=1e-4)
+    model.zero_grad()
+    steps_beside_eager(fast, model, 6, "fb")
 
 
 def test_long_work_is_not_recorded_unasked() -> None:

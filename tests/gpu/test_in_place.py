@@ -108,7 +108,7 @@ def test_generation_with_a_static_cache(mode: str | None) -> None:
         assert torch.equal(generated(fast, prompt, count, "static"), want)
     assert len(fast.plan) <= 4
     decided = [plan.notes["CUDA graph"] for plan in fast.plan]
-    assert any(note.endswith(FORMS) for note in decided), decided
+    assert any(FORMS in note for note in decided), decided
 
 
 def test_the_host_waits_for_no_draw() -> None:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning, NotAnOptimizerError, OptimizerStepError
+from fusion_compiler.optimizer import fused as fused_module
 from fusion_compiler.optimizer.launch import MultiTensor
 from fusion_compiler.runtime.target import compile_for
 from tests.fake_gpu import FakeGpu
@@ -217,6 +218,34 @@ def test_a_first_step_goes_one_way_whatever_fused_says(monkeypatch: pytest.Monke
         optimizer.step()
         assert optimizer.param_groups[0]["fused"] is fused
     assert taken == ["_multi_tensor_adam"] * 2
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_first_steps_are_taken_in_parts(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A foreach implementation allocates as much as the parameters that it gets: the numbers are the same."""
+    monkeypatch.setattr(fused_module, "PART_BYTES", 128)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 16), nn.Linear(16, 2))
+    eager = copy.deepcopy(model)
+    optimizers = [kind(m.parameters(), lr=0.1, foreach=True) for m in (model, eager)]
+    fc.fuse_optimizer(model, optimizers[0], backend="eager")
+    gradients = [torch.randn_like(p) for p in model.parameters()]
+    for m in (model, eager):
+        give(m, [gradient.clone() for gradient in gradients])
+    taken: list[list[int]] = []
+    own = kind.step.__wrapped__
+
+    def step(optimizer: Any) -> None:
+        taken.append([p.nbytes for group in optimizer.param_groups for p in group["params"]])
+        own(optimizer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_module, "own_step", lambda optimizer: step)
+        optimizers[0].step()
+    optimizers[1].step()
+    assert taken == [[192], [128], [48, 12, 64], [8]]
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert [len(g["params"]) for g in optimizers[0].param_groups] == [6]
 
 
 @pytest.mark.parametrize("first", [True, False])

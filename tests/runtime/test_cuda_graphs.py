@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import size_hints
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
@@ -36,6 +37,7 @@ from fusion_compiler.runtime.cuda_graphs import (
     form_of,
     refusal,
 )
+from fusion_compiler.runtime.graph_pool import Pool
 from fusion_compiler.stitch.order import ordered
 from tests.fake_gpu import FakeGpu, use
 from tests.hand_made import contiguous
@@ -229,10 +231,10 @@ PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0, replay_us=1
         (PAYS, None),
         (replace(PAYS, gpu_us=1700.0), None),  # a busy host takes longer than predicted,
         (replace(PAYS, gpu_us=1000.0, peak=1 << 27), "what they launch 1000 us"),  # where that keeps little
-        (replace(PAYS, gpu_us=1800.0), "its launches take 900 us, what they launch 1800 us"),
-        (replace(PAYS, peak=5 << 30), r"a recording keeps its 5.4 GB, more than 1.1 GB"),
-        (replace(PAYS, copy_us=100.0), "to copy its results takes 100 us"),
-        (replace(PAYS, host_us=160.0, gpu_us=2.0), "its launches take 160 us, a recording's 160 us"),
+        (replace(PAYS, gpu_us=1800.0, copy_us=0.0), "its launches take 900 us, what they launch 1800 us"),
+        (replace(PAYS, peak=5 << 30), None),  # how much may be kept is the pool's to say
+        (replace(PAYS, copy_us=1600.0), "what they launch 300 us and copies of its results 1600 us"),
+        (replace(PAYS, host_us=160.0, gpu_us=2.0), "its launches take 160 us, a CUDA graph's 160 us"),
     ],
 )
 def test_what_is_recorded_unasked(terms: Terms, reason: str | None) -> None:
@@ -240,28 +242,41 @@ def test_what_is_recorded_unasked(terms: Terms, reason: str | None) -> None:
     assert found is None if reason is None else found is not None and reason in found
 
 
+def test_a_forward_and_its_backward_are_judged_together() -> None:
+    """A step takes what the host takes for both, or the device."""
+    forward = replace(PAYS, gpu_us=500.0, peak=1 << 27)
+    backward = replace(PAYS, gpu_us=1200.0, peak=1 << 28)
+    assert forward.refusal is None and backward.refusal is not None
+    both = forward + backward
+    assert both.refusal is None and both.recorded_us == 1710.0 and both.peak == 3 << 27
+    slower = both + replace(PAYS, host_us=0.0, gpu_us=500.0, copy_us=0.0)
+    assert slower.refusal is not None and slower.is_open
+    assert not (slower + slower + replace(PAYS, host_us=0.0, gpu_us=3000.0)).is_open
+
+
 def test_sizes_are_recorded_unasked_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(cuda_graphs, "Recorder", lambda *_: lambda arguments: ran.append("replayed") or [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Pool, "free_bytes", lambda self: 1 << 30)
 
     asked: list[int] = []
 
     def terms(at: Mapping[sympy.Symbol, int] | None) -> Terms:
         (size,) = (8192,) if at is None else at.values()
         asked.append(size)
-        return replace(PAYS, copy_us=size / 10)
+        return replace(PAYS, copy_us=size / 4 if size > 64 else 1.0, peak=1 << 28 if size == 32 else 1 << 20)
 
     def plain(arguments: list[Any]) -> list[Any]:
         ran.append("plain")
         return []
 
     call, note = Recordings().wrap(plain, sized(told=True), [], info_of(Phase.INFERENCE), terms)
-    assert "but with the sizes that it was captured with: to copy its results takes 819 us" in note
-    for size in (65536, 65536, 65536, 64, 64, 64, 7):
+    assert "but with the sizes that it was captured with: its launches take 900 us" in note
+    for size in (65536, 65536, 65536, 64, 64, 64, 7, 32, 32, 32):
         call([size, torch.ones(size)])
-    assert ran == [*["plain"] * 4, "replayed", "replayed", "plain"]
-    assert asked == [8192, 65536, 64], "once of each size, when it comes again"
+    assert ran == [*["plain"] * 4, "replayed", "replayed", *["plain"] * 4]
+    assert asked == [8192, 65536, 64, 32], "once of each size, when it comes again; 32 would keep too much"
 
 
 def test_what_is_predicted_of_a_symbolic_graph_is_of_the_sizes_that_it_was_captured_with() -> None:
@@ -407,6 +422,7 @@ def test_a_recording_clears_its_scratch_once() -> None:
 def test_inference_is_tuned_once_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch, drawn: bool) -> None:
     """But where it draws random numbers: trials would draw them as well."""
     ran: list[Any] = []
+    monkeypatch.setattr(Pool, "free_bytes", lambda self: 1 << 30)
     for name in ("recorded", "Recorder"):
         monkeypatch.setattr(cuda_graphs, name, lambda *_: lambda arguments: ran.append("replayed") or [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -416,7 +432,8 @@ def test_inference_is_tuned_once_before_it_is_recorded(monkeypatch: pytest.Monke
         return []
 
     def tuning(run: Any, arguments: Sequence[Any], written: Sequence[int], index: int) -> None:
-        assert run is plain
+        run(["tuned"])
+        assert ran.pop() == "plain"
         ran.append(("tuned", arguments, written, index))
 
     def f(x: Tensor, y: Tensor) -> Tensor:
@@ -432,3 +449,36 @@ def test_inference_is_tuned_once_before_it_is_recorded(monkeypatch: pytest.Monke
         first = [] if drawn else [("tuned", [1], (0,), 0)]
         assert ran == ["plain", *first, "replayed", "replayed"]
         ran.clear()
+
+
+def test_chunks_of_a_loss_count_with_all_that_they_launch() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(512, 32000, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(x).float(), labels)
+
+    rows = 16384
+    x = torch.empty(rows, 512, dtype=torch.bfloat16)
+    report = fc.explain(Loss(), x, torch.empty(rows, dtype=torch.int64), device="h200")
+    plans = {plan.name: plan for plan in report.plans}
+    loops = [
+        op.target
+        for p in plans.values()
+        for op in map(p.dag.op, p.dag.order)
+        if isinstance(op.target, Chunked)
+    ]
+    device = device_spec("h200")
+    assert loops
+    for plan in plans.values():
+        own = [op.target for op in map(plan.dag.op, plan.dag.order) if isinstance(op.target, Chunked)]
+        took = step_time(plan, device)
+        assert took.host_us >= sum(loop.host_us for loop in own)
+        assert took.gpu_us >= sum(loop.gpu_us for loop in own)
+    (loop,) = loops[:1]
+    bodies = [plan for name, plan in plans.items() if loop.name in name]
+    one = step_time(bodies[0], device)
+    assert loop.sizes == (loop.chunk,) * loop.count and len(bodies) == 1
+    assert loop.host_us == loop.count * one.host_us and loop.gpu_us == pytest.approx(loop.count * one.gpu_us)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,49 +17,88 @@ from torch._inductor import cudagraph_trees
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.graph_info import Phase
-from fusion_compiler.runtime import cuda_graphs
-from fusion_compiler.runtime.cuda_graphs import BACKWARD_IS_NOT, UNASKED, Terms
-from fusion_compiler.runtime.recording import Boxed, Pool, Recorder
+from fusion_compiler.runtime import boxed, cuda_graphs, graph_pool, pairs
+from fusion_compiler.runtime.boxed import Boxed
+from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT
+from fusion_compiler.runtime.graph_pool import Pool
+from fusion_compiler.runtime.pairs import BACKWARD_IS_NOT, MEASURED, UNASKED, Terms
+from fusion_compiler.runtime.recording import Calls, Recorder, unowned
 from tests.fake_gpu import FakeGpu, use
 from tests.runtime.test_cuda_graphs import Net
 
+FREE = 1 << 34  # bytes of the device
 
-@dataclass
-class FakePool:
-    """Replays by running again, with the arguments that the capture had."""
 
-    beside: bool = False
-    captures: int = 0
-    replays: int = 0
-    turn: Any = field(default_factory=nullcontext[None])
+class FakePool(Pool):
+    """Replays by running again, with the arguments that the capture had.
+
+    As on a device, a replay may overwrite what lies where its temporaries do: the results of graphs that were
+    captured later, and those of earlier ones that nobody keeps.
+    """
+
+    def __init__(self, index: int = 0, limit: float | int = 0.125) -> None:
+        super().__init__(index, limit)
+        self.beside = False
+        self.captures = self.replayed = 0
+        self.results: list[list[Any]] = []  # storages, by capture
 
     def is_beside(self) -> bool:
         return self.beside
 
-    def capture(self, run: Boxed, arguments: Sequence[Any]) -> tuple[Callable[[], None], list[Any]]:
+    def free_bytes(self) -> int:
+        return FREE
+
+    def capture(self, run: Boxed, arguments: Sequence[Any]) -> tuple[Callable[[], None], list[Any], int]:
         self.captures += 1
         places = [a.untyped_storage() for a in arguments if isinstance(a, Tensor)]
         before = [place.clone() for place in places]
         results = list(run(list(arguments)))
         for place, values in zip(places, before, strict=True):  # a capture runs nothing
             place.copy_(values)
+        memory = [value.untyped_storage() if isinstance(value, Tensor) else None for value in results]
+        inputs = {place.data_ptr() for place in places}
+        self.results.append([m for m in memory if m is not None and m.data_ptr() not in inputs])
+        number = len(self.results)
+        # A CUDA graph knows addresses, and keeps none of its arguments.
+        inputs_again = [unowned(a) if isinstance(a, Tensor) else a for a in arguments]
 
         def replay() -> None:
-            self.replays += 1
-            for kept, new in zip(results, list(run(list(arguments))), strict=True):
-                if isinstance(kept, Tensor):  # all of its memory, of any layout, without a new version
-                    kept.untyped_storage().copy_(new.untyped_storage())
+            self.replayed += 1
+            later = [place for graph in self.results[number:] for place in graph]
+            earlier = [place for graph in self.results[: number - 1] for place in graph if is_free(place)]
+            for place in (*later, *earlier):
+                place.fill_(255)  # NaN
+            for kept, new in zip(memory, list(run(list(inputs_again))), strict=True):
+                if kept is not None:  # all of its memory, of any layout, without a new version
+                    kept.copy_(new.untyped_storage())
 
-        return replay, results
+        made = {id(place): place.nbytes() for place in memory if place is not None}
+        return replay, results, sum(made.values())
+
+
+def is_free(storage: Any) -> bool:
+    """True if no tensor has the storage."""
+    return torch._C._storage_Use_Count(storage._cdata) == 1
+
+
+def recorder(
+    run: Boxed,
+    pool: FakePool,
+    static: tuple[int, ...] = (),
+    shown: int | None = None,
+    most: int = 1,
+    **more: Any,
+) -> Recorder:
+    return Recorder(run, pool, Calls(lambda _: static, shown, most, **more))
 
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
     made: list[FakePool] = []
 
-    def pool(index: int) -> FakePool:
+    def pool(index: int, limit: float | int) -> FakePool:
         assert index == 0
-        made.append(FakePool())
+        made.append(FakePool(index, limit))
         return made[-1]
 
     monkeypatch.setattr(cuda_graphs, "Pool", pool)
@@ -78,10 +117,10 @@ def test_results_have_the_layout_of_what_they_are_of_and_are_the_callers_own() -
         y = x + base
         return [y.t(), y[1:3, ::2], y[0].expand(3, 6), torch.empty(0, 3), 7, x]
 
-    recorder = Recorder(run, FakePool(), lambda _: (), None, 1)  # type: ignore[arg-type]
+    replays = recorder(run, FakePool())
     xs = [torch.randn(4, 6) for _ in range(4)]
-    got = [recorder([x]) for x in xs]
-    assert recorder.find(xs[:1]) is not None
+    got = [replays([x]) for x in xs]
+    assert len(replays.recordings) == 1
     for x, results in zip(xs, got, strict=True):
         for result, want in zip(results, run([x]), strict=True):
             if isinstance(want, Tensor):
@@ -95,10 +134,10 @@ def test_results_have_the_layout_of_what_they_are_of_and_are_the_callers_own() -
 def test_arguments_of_any_layout_are_copied() -> None:
     memory = torch.randn(6, 8)
     for of in (memory.t(), memory[::2, ::2], memory[:1].expand(4, 8)):
-        recorder = Recorder(lambda given: [given[0] * 2], FakePool(), lambda _: (), None, 1)  # type: ignore[arg-type]
+        replays = recorder(lambda given: [given[0] * 2], FakePool())
         for _ in range(3):
             memory.normal_()
-            assert torch.equal(recorder([of])[0], of * 2)
+            assert torch.equal(replays([of])[0], of * 2)
 
 
 def test_what_lies_elsewhere_is_recorded_anew_up_to_a_number() -> None:
@@ -107,19 +146,19 @@ def test_what_lies_elsewhere_is_recorded_anew_up_to_a_number() -> None:
     def run(given: list[Any]) -> list[Any]:
         return [given[0] * given[1], given[0], given[0].view(2, 4).t()]
 
-    recorder = Recorder(run, pool, lambda _: (0,), 1, 2)  # type: ignore[arg-type]
+    replays = recorder(run, pool, (0,), 1, 2)
     places = [torch.randn(8) for _ in range(3)]
     x = torch.randn(8)
     for _ in range(3):
         for place in places:
             place.normal_()
             x.normal_()
-            product, same, view = recorder([place, x])
+            product, same, view = replays([place, x])
             assert torch.equal(product, place * x) and same is place
             assert torch.equal(view, place.view(2, 4).t()) and view.data_ptr() == place.data_ptr()
-    assert (pool.captures, pool.replays) == (2, 6)
+    assert (pool.captures, pool.replayed) == (2, 6)
     pool.beside = True
-    assert torch.equal(recorder([places[0], x])[0], places[0] * x) and pool.replays == 6
+    assert torch.equal(replays([places[0], x])[0], places[0] * x) and pool.replayed == 6
 
 
 def test_what_is_not_aligned_is_recorded_where_its_copy_lies() -> None:
@@ -130,14 +169,14 @@ def test_what_is_not_aligned_is_recorded_where_its_copy_lies() -> None:
         places.extend(value.data_ptr() % 16 for value in given)
         return [given[0] + given[1], given[0]]
 
-    recorder = Recorder(run, pool, lambda _: (1,), None, 2)  # type: ignore[arg-type]
+    replays = recorder(run, pool, (1,), None, 2)
     memory, weight = torch.randn(10, 4), torch.randn(9)[1:].reshape(4, 2)
     cut = memory.view(-1)[1:33].view(8, 4).t()
     for x in (cut[:, 1:5:2], cut[:, 1:5:2], memory.t()[:, 1:5:2]):
         memory.normal_()
-        total, same = recorder([x, weight])
+        total, same = replays([x, weight])
         assert torch.equal(total, x + weight) and torch.equal(same, x)
-    assert (pool.captures, pool.replays) == (1, 3)
+    assert (pool.captures, pool.replayed) == (1, 3)
     assert set(places[::2]) == {0} and set(places[1::2]) == {weight.data_ptr() % 16} != {0}
 
 
@@ -149,20 +188,25 @@ def test_a_recording_for_which_memory_does_not_suffice_is_left_out_and_told(
 
     pool = FakePool()
     monkeypatch.setattr(pool, "capture", full)
-    recorder = Recorder(lambda given: [given[0] * 2], pool, lambda _: (), None, 4)  # type: ignore[arg-type]
+    replays = recorder(lambda given: [given[0] * 2], pool, most=4)
     x = torch.randn(8)
-    with pytest.warns(FusionWarning, match="without a recording.*2 GB"):
-        assert torch.equal(recorder([x])[0], x * 2)
-    assert torch.equal(recorder([x])[0], x * 2)
+    with pytest.warns(FusionWarning, match="without CUDA graphs.*2 GB"):
+        assert torch.equal(replays([x])[0], x * 2)
+    assert torch.equal(replays([x])[0], x * 2)
 
 
 def test_numbers_tell_recordings_apart() -> None:
     pool = FakePool()
-    recorder = Recorder(lambda given: [given[1] * given[0]], pool, lambda _: (), None, 4)  # type: ignore[arg-type]
+    replays = recorder(lambda given: [given[1] * given[0]], pool, most=4)
     for number in (2, 3, 2, 3):
         x = torch.randn(4)
-        assert torch.equal(recorder([number, x])[0], x * number)
-    assert (pool.captures, pool.replays) == (2, 4)
+        assert torch.equal(replays([number, x])[0], x * number)
+    assert (pool.captures, pool.replayed) == (2, 4)
+
+
+def kept_by(plan: Any) -> str:
+    """The decision about a graph, without the bytes that it keeps."""
+    return plan.notes["CUDA graph"].partition("; keeps")[0]
 
 
 def steps_beside_eager(fast: Any, model: nn.Module, exact: nn.Module, pattern: str) -> None:
@@ -196,10 +240,10 @@ def test_gradients_are_eagers(pattern: str, pools: list[FakePool], monkeypatch: 
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(model.steps, exact.steps, check_dtype=False)
-    assert [plan.notes["CUDA graph"] for plan in fast.plan] == [UNASKED] * 2
+    assert [kept_by(plan) for plan in fast.plan] == [UNASKED] * 2
     (pool,) = pools
     assert pool.captures == 2
-    assert pool.replays >= 5
+    assert pool.replayed >= 5
 
 
 @pytest.mark.parametrize("little", [0, 1 << 26])
@@ -207,7 +251,7 @@ def test_a_forward_that_keeps_much_is_recorded_only_where_its_backward_is(
     little: int, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(FakeGpu(), monkeypatch)
-    monkeypatch.setattr(cuda_graphs, "LITTLE", little)
+    monkeypatch.setattr(pairs, "LITTLE", little)
     monkeypatch.setattr(
         cuda_graphs, "refusal", lambda gm, form, phase: "too large" if phase is Phase.BACKWARD else None
     )
@@ -219,24 +263,31 @@ def test_a_forward_that_keeps_much_is_recorded_only_where_its_backward_is(
     for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
     forward = UNASKED if little else BACKWARD_IS_NOT
-    assert [plan.notes["CUDA graph"] for plan in fast.plan] == [forward, "too large"]
-    assert (pools[0].replays > 0) == bool(little)
+    assert [kept_by(plan) for plan in fast.plan] == [forward, "too large"]
+    assert (pools[0].replayed > 0) == bool(little)
 
 
-def test_a_backward_of_what_was_written_over_raises(
+def test_what_a_retained_graph_saved_is_not_written_over(
     pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(FakeGpu(), monkeypatch)
-    fast = fc.compile(Net(), tune=False, strict=True)
+    model = Net()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True)
     for _ in range(3):
-        fast(torch.randn(3, 8)).sum().backward()
-    kept = fast(torch.randn(3, 8)).sum()
-    kept.backward(retain_graph=True)
-    kept.backward(retain_graph=True)  # nothing was written yet
-    fast(torch.randn(3, 8)).sum().backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        kept.backward()
-    assert pools[0].replays
+        steps_beside_eager(fast, model, exact, "fb")
+    x = torch.randn(3, 8)
+    kept = [(m, called(x.to(m.steps.dtype)).sum()) for m, called in ((model, fast), (exact, exact))]
+    for _, loss in kept:
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+    before = pools[0].replayed
+    steps_beside_eager(fast, model, exact, "fb")
+    assert pools[0].replayed == before, "the forward runs as without"
+    for _, loss in kept:
+        loss.backward()
+    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
 
 
 class Keeps(torch.autograd.Function):
@@ -254,17 +305,17 @@ class Keeps(torch.autograd.Function):
 def test_what_a_replay_saved_is_told_from_what_the_next_one_saves() -> None:
     """Also where it is no copy of an argument, which a copy into it would tell."""
     pool = FakePool()
-    recorder = Recorder(lambda given: [given[0] + 1, given[0].exp()], pool, lambda _: (), 1, 1)  # type: ignore[arg-type]
+    replays = recorder(lambda given: [given[0] + 1, given[0].exp()], pool, shown=1)
     x = torch.randn(8)
-    recorder([x])
+    replays([x])
     for is_late in (False, True):
         leaf = torch.randn(8, requires_grad=True)
-        result = Keeps.apply(leaf, recorder([x])[1])
+        result = Keeps.apply(leaf, replays([x])[1])
         if not is_late:
             result.sum().backward()
             assert torch.equal(leaf.grad, x.exp())  # type: ignore[arg-type]
             continue
-        recorder([x])
+        replays.recordings[0]([x])  # which asks nobody whether it may
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             result.sum().backward()
 
@@ -277,15 +328,225 @@ def test_nothing_is_replayed_in_a_profile_or_into_the_users_own_graph(
     with torch.no_grad():
         for _ in range(4):
             fast(torch.randn(3, 8))
-        before = pools[0].replays
-        with cuda_graphs.unrecorded():
+        before = pools[0].replayed
+        with boxed.unrecorded():
             fast(torch.randn(3, 8))
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             fast(torch.randn(3, 8))
-        assert pools[0].replays == before == 3
+        assert pools[0].replayed == before == 3
         fast(torch.randn(3, 8))
-        assert pools[0].replays == 4
+        assert pools[0].replayed == 4
+
+
+class Halves(nn.Module):
+    """One block, compiled once and called with two sets of parameters, and a break between the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Net(), Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x.sin())
+
+
+def trained_beside_eager(fast: Any, model: nn.Module, steps: int, evaluated: bool = False) -> None:
+    exact = copy.deepcopy(model).double()
+    for _ in range(steps):
+        for m in (model, exact):
+            m.zero_grad()
+        x = torch.randn(3, 8)
+        ours, truth = fast(x), exact(x.double())
+        if evaluated:
+            with torch.no_grad():
+                other = torch.randn(3, 8)
+                torch.testing.assert_close(fast(other), exact(other.double()), check_dtype=False)
+        for result in (ours, truth):
+            result.square().sum().backward()
+        torch.testing.assert_close(ours, truth, check_dtype=False)
+        for (name, got), want in zip(model.named_parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, check_dtype=False, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_all_graphs_of_a_model_share_one_pool(
+    evaluated: bool, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(FakeGpu(), monkeypatch)
+    model = Halves()
+    fast = fc.compile(model, tune=False)
+    with pytest.warns(FusionWarning, match="graph_break"):
+        trained_beside_eager(fast, model, 6, evaluated)
+    (pool,) = pools
+    graphs = [plan for plan in fast.plan if kept_by(plan).startswith(UNASKED)]
+    assert len(graphs) == len(list(fast.plan)) >= 4
+    before = pool.captures, pool.replayed
+    trained_beside_eager(fast, model, 3, evaluated)
+    assert pool.captures == before[0], "each is captured once"
+    assert pool.replayed == before[1] + 3 * len(graphs), "all of them are replayed in each step"
+
+
+def test_what_an_earlier_graph_would_overwrite_is_not_replayed_over() -> None:
+    """The second graph's results lie where the first one's temporaries may."""
+    pool = FakePool()
+    first = recorder(lambda given: [given[0] + 1, given[0] * 2], pool, shown=1, most=4)
+    second = recorder(lambda given: [given[0] - 1, given[0] * 3], pool, shown=1, most=4)
+    x = torch.randn(8)
+    for replays in (first, second):
+        replays([x])  # what it saves is released at once
+    for _ in range(4):
+        y = torch.randn(8)
+        held, saved = second([x]), first([y])
+        assert all(map(torch.equal, (*held, *saved), (x - 1, x * 3, y + 1, y * 2)))
+        del held, saved
+    assert pool.captures == 3, "the first is captured once more, behind the second"
+    assert pool.replayed == 2 + 2 * 4
+
+
+def test_graphs_keep_no_more_than_they_may() -> None:
+    told: list[tuple[str | None, int]] = []
+    pool = FakePool(limit=600)
+    x = torch.randn(64)  # 256 bytes, as its copy and each result
+
+    def replays(factor: int) -> Recorder:
+        calls = Calls(lambda _: (), needed=lambda: 256, report=lambda *about: told.append(about))
+        return Recorder(lambda given: [given[0] * factor], pool, calls)
+
+    kept = [replays(factor) for factor in (2, 3)]
+    for _ in range(2):
+        for factor, each in zip((2, 3), kept, strict=True):
+            assert torch.equal(each([x])[0], x * factor)
+    assert pool.captures == 1 and told[0] == (None, 512)
+    assert (
+        told[1][0]
+        == "it would keep 256 B between calls beside 512 B of others: graph_memory=600 allows 600 B"
+    )
+    assert len(told) == 2, "it is asked once"
+
+
+@pytest.mark.parametrize(("limit", "text"), [(0, "graph_memory=0 allows 0 B"), (0.5, "keeps")])
+def test_the_plan_says_what_is_kept_or_why_nothing_is(
+    limit: float, text: str, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(FakeGpu(), monkeypatch)
+    model = Net()
+    fast = fc.compile(model, tune=False, strict=True, graph_memory=limit)
+    trained_beside_eager(fast, model, 4)
+    notes = [plan.notes["CUDA graph"] for plan in fast.plan]
+    assert text in notes[0] and (text in notes[1] or notes[1] == FORWARD_IS_NOT)
+    assert (pools[0].replayed > 0) == bool(limit)
+
+
+@pytest.mark.parametrize(
+    ("behind", "predicted", "text"),
+    [
+        ([0.0, 0.0], 1.0, UNASKED),
+        ([0.0, 1e9], 1.0, "behind which the device works 1000000000 us"),
+        ([0.0], 1e9, "what they launch"),
+    ],
+)
+def test_where_prediction_does_not_tell_steps_are_measured(
+    behind: list[float],
+    predicted: float,
+    text: str,
+    pools: list[FakePool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(FakeGpu(), monkeypatch)
+    monkeypatch.setattr(Terms, "refusal", "its launches take 2 us")
+    monkeypatch.setattr(Terms, "is_open", True)
+    monkeypatch.setattr(Terms, "recorded_us", predicted)
+    left = list(behind)
+    monkeypatch.setattr(pairs, "behind_us", lambda index: left.pop(0))
+    model = Net()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True)
+    steps_beside_eager(fast, model, exact, "fb")
+    assert {kept_by(plan) for plan in fast.plan} == {MEASURED}
+    for _ in range(4):
+        steps_beside_eager(fast, model, exact, "fb")
+    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+    assert all(text in kept_by(plan) for plan in fast.plan) and not left
+    assert bool(pools[0].replayed) == (text == UNASKED)
+
+
+def test_a_failed_allocation_drops_what_is_kept(
+    pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes it, between a forward and its backward too: what that saved stays."""
+    use(FakeGpu(), monkeypatch)
+    model = Net()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True)
+    for _ in range(3):
+        steps_beside_eager(fast, model, exact, "fb")
+    (pool,) = pools
+    monkeypatch.setattr(graph_pool, "_watched", weakref.WeakSet(pools))
+    before = pool.replayed, pool.kept
+    x = torch.randn(3, 8)
+    ours, truth = fast(x), exact(x.double())
+    graph_pool.memory_ran_out(1, 0, 0, 0)  # another device's
+    assert pool.kept == before[1] > 0
+    with pool.turn:  # a graph is being replayed
+        graph_pool.memory_ran_out(0, 0, 0, 0)
+    assert pool.kept == before[1]
+    graph_pool.memory_ran_out(0, 0, 0, 0)
+    assert not pool.kept
+    for result in (ours, truth):
+        result.square().sum().backward()
+    for got, want in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+    steps_beside_eager(fast, model, exact, "fb")
+    assert pool.replayed == before[0] + 1
+    assert "memory does not suffice" in fast.plan[0].notes["CUDA graph"]
+
+
+def test_a_replay_for_whose_results_memory_does_not_suffice_runs_as_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = FakePool()
+    replays = recorder(lambda given: [given[0] * 2], pool)
+    x = torch.randn(8)
+    replays([x])
+    empty_like = torch.empty_like
+
+    def full(like: Tensor, **how: Any) -> Tensor:
+        if like.device.type == "meta" or how:
+            return empty_like(like, **how)
+        raise torch.OutOfMemoryError("32 B")
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.warns(FusionWarning, match="without CUDA graphs.*32 B"):
+        assert torch.equal(replays([x])[0], x * 2)
+    assert torch.equal(replays([x])[0], x * 2) and (pool.replayed, pool.kept) == (1, 0)
+
+
+@pytest.mark.parametrize("helps", [False, True])
+def test_a_graph_is_called_again_once_graphs_have_given_back_memory(
+    helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = FakePool()
+    monkeypatch.setattr(graph_pool, "_watched", weakref.WeakSet([pool]))
+    calls: list[Any] = []
+
+    def run(arguments: list[Any]) -> list[Any]:
+        calls.append(list(arguments))
+        arguments.clear()
+        if pool in graph_pool._watched:
+            if helps:
+                graph_pool.memory_ran_out(0, 0, 0, 0)
+            raise torch.OutOfMemoryError("2 GB")
+        return ["done"]
+
+    if helps:
+        assert graph_pool.retried(run)([1, 2]) == ["done"] and calls == [[1, 2]] * 2
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            graph_pool.retried(run)([1, 2])
+        assert calls == [[1, 2]]
 
 
 def test_the_stream_is_that_of_the_first_recording(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +557,10 @@ def test_the_stream_is_that_of_the_first_recording(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     for name in ("graph_pool_handle", "Stream", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 0)
+    monkeypatch.setattr(graph_pool, "_is_watching", True)
     monkeypatch.setattr(cudagraph_trees, "clear_cublas_manager", nullcontext)
-    pool = Pool(0)
+    pool = Pool(0, 0.5)
     beside: list[bool] = []
     for stream in ("warm-up", "main"):
         streams[0] = stream

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import nbytes
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Hints
@@ -39,7 +40,8 @@ def step_time(
     hints: Hints = NO_HINTS,
     at: Hints | None = None,
 ) -> StepTime:
-    """Predicted from the plan; calls that are no contractions count as short ones.
+    """Predict from the plan. Calls that are no contractions count as short ones, loops over chunks as all of
+    their chunks.
 
     hints: the sizes that it was made for. at: those of a call that has others, which takes longer or shorter
     as it moves more bytes or fewer.
@@ -49,9 +51,11 @@ def step_time(
     products = [plan.dag.op(c.op) for c in calls if c.kind == Kind.CONTRACTION]
     times = [(c.cost.us, (*c.inputs, *c.outputs)) for c in plan.clusters]
     times += [(contraction_cost(op, device, hints).us, (*op.inputs, op.name)) for op in products]
-    gpu = (len(calls) - len(products)) * device.launch_us
+    loops = [op.target for c in calls if isinstance((op := plan.dag.op(c.op)).target, Chunked)]
+    gpu = (len(calls) - len(products) - len(loops)) * device.launch_us + sum(loop.gpu_us for loop in loops)
     for us, names in times:
         metas = [meta for name in names for meta in plan.dag.op(name).outputs]
         grown = 1.0 if at == hints else nbytes(metas, at) / max(1, nbytes(metas, hints))
         gpu += us if grown == 1.0 else max(device.launch_us, us * grown)
-    return StepTime(GRAPH_US + CALL_US * len(calls) + KERNEL_US * len(plan.clusters), gpu)
+    host = GRAPH_US + CALL_US * (len(calls) - len(loops)) + KERNEL_US * len(plan.clusters)
+    return StepTime(host + sum(loop.host_us for loop in loops), gpu)

@@ -1,0 +1,58 @@
+"""Functions that take their arguments as one list, which they may empty, and which of two of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Boxed = Callable[[list[Any]], Any]
+
+_pauses = 0
+
+
+@contextmanager
+def unrecorded() -> Generator[None]:
+    """Run graphs that are recorded unasked as without CUDA graphs, in all threads."""
+    global _pauses
+    _pauses += 1
+    try:
+        yield
+    finally:
+        _pauses -= 1
+
+
+def paused() -> bool:
+    """True within `unrecorded`."""
+    return _pauses > 0
+
+
+def boxed(run: Boxed) -> Boxed:
+    """Return `run`, marked for AOTAutograd as a function that takes its arguments as one list."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def after_one(first: Boxed, later: Boxed) -> Boxed:
+    """Return a function that calls `first` once, then always `later`."""
+    current = first
+
+    def call(arguments: list[Any]) -> Any:
+        nonlocal current
+        called, current = current, later
+        return called(arguments)
+
+    return boxed(call)
+
+
+def unless(condition: Callable[[], bool], plain: Boxed, later: Boxed) -> Boxed:
+    """Return a function that calls `later`, or `plain` where the condition holds, and while the user records
+    a CUDA graph of his own."""
+
+    def call(arguments: list[Any]) -> Any:
+        hindered = condition() or torch.cuda.is_current_stream_capturing()
+        return (plain if hindered else later)(arguments)
+
+    return boxed(call)

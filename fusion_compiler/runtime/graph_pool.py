@@ -1,0 +1,191 @@
+"""The memory that the CUDA graphs of one compile() call share: how much it is, and which graph may use it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fusion_compiler.ir.plan_text import human_bytes
+from fusion_compiler.runtime.binding import unkept_scratch
+from fusion_compiler.runtime.boxed import Boxed, boxed
+
+ATTACH = "_cuda_attach_out_of_memory_observer"  # of torch._C, where PyTorch is built with CUDA
+
+
+class Holder(Protocol):
+    """A CUDA graph whose results may lie in the pool after its replay.
+
+    number: its place in the order of captures. kept: bytes that it keeps between replays.
+    """
+
+    number: int
+    kept: int
+
+    @property
+    def is_awaited(self) -> bool: ...
+
+
+class Owner(Protocol):
+    """The CUDA graphs of one captured graph."""
+
+    recordings: list[Any]
+
+    def give_back(self) -> None: ...
+
+
+class Pool:
+    """Device memory of CUDA graphs that are replayed one at a time, on the stream of the first capture.
+
+    All captures allocate from one private pool of PyTorch's allocator. What a graph computes on its way is
+    free again when its capture ends, and later captures use that memory as well. What it hands out without a
+    copy (activations saved for a backward pass) stays allocated while the graph exists, so that no later
+    capture overlaps it. A replay of an earlier graph may overwrite it: `may_replay` allows a replay only
+    where nobody holds results of graphs that were captured later.
+    """
+
+    def __init__(self, index: int, limit: float | int) -> None:
+        """index: of the device. limit: `Options.graph_memory`."""
+        self.turn = threading.Lock()  # held while a graph is captured or replayed
+        self.index, self._limit = index, limit
+        self._memory: tuple[Any, torch.cuda.Stream] | None = None  # PyTorch's pool, and the capturing stream
+        self._stream: torch.cuda.Stream | None = None  # on which the graphs are replayed
+        self._captures = 0
+        self._pending: list[Holder] = []  # replayed graphs whose results somebody may hold
+        self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+    def is_beside(self) -> bool:
+        """True if the current stream is not the one on which the graphs are replayed."""
+        return self._stream is not None and torch.cuda.current_stream(self.index) != self._stream
+
+    def may_replay(self, recording: Holder) -> bool:
+        """True if a replay overwrites nothing that somebody still holds: neither the graph's own results of
+        its last replay, nor those of graphs that were captured later."""
+        self._pending = [other for other in self._pending if other.is_awaited]
+        return all(other.number < recording.number for other in self._pending)
+
+    def replays(self, recording: Holder) -> None:
+        """Remember that somebody may hold results of `recording` from now on."""
+        if recording not in self._pending:
+            self._pending.append(recording)
+
+    # -- how much is kept ----------------------------------------------------------------------------
+
+    def register(self, owner: Owner) -> None:
+        """Count what the graphs of `owner` keep, and drop them where memory runs out."""
+        self._owners.add(owner)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that the graphs keep between replays."""
+        return sum(recording.kept for owner in self._owners for recording in owner.recordings)
+
+    def refusal(self, needed: int) -> str | None:
+        """Return why a graph that would keep `needed` bytes more is not recorded, or None if it may be."""
+        kept, free = self.kept, self.free_bytes()
+        most = int(self._limit * free) if isinstance(self._limit, float) else self._limit
+        if kept + needed <= most:
+            return None
+        beside = f" beside {human_bytes(kept)} of others" if kept else ""
+        share = f" of the {human_bytes(free)} that are free" if isinstance(self._limit, float) else ""
+        return (
+            f"it would keep {human_bytes(needed)} between calls{beside}: graph_memory={self._limit}{share} "
+            f"allows {human_bytes(most)}"
+        )
+
+    def free_bytes(self) -> int:
+        """Return the bytes that the device has free, or that PyTorch's allocator holds without using them."""
+        free, _ = torch.cuda.mem_get_info(self.index)
+        unused = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        return free + unused
+
+    def give_back(self, device: int | None = None) -> None:
+        """Drop all graphs on `device`, or on any, unless one of them is just captured or replayed."""
+        if device not in (None, self.index) or not self.turn.acquire(blocking=False):
+            return
+        try:
+            self.drop()
+        finally:
+            self.turn.release()
+
+    def drop(self) -> None:
+        """Drop all graphs. What somebody holds of their results stays valid, and allocated."""
+        for owner in list(self._owners):
+            owner.give_back()
+        self._pending.clear()
+        self._memory = None  # PyTorch frees a pool whose graphs are gone; the next capture begins another
+        _watched.discard(self)
+
+    # -- capturing -----------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        self._captures += 1
+        return self._captures
+
+    def capture(self, run: Boxed, arguments: Sequence[Any]) -> tuple[Callable[[], None], list[Any], int]:
+        """Return what launches a call again, the results that this leaves, and the bytes by which the pool
+        grew. Nothing runs yet."""
+        from torch._inductor.cudagraph_trees import clear_cublas_manager
+
+        with torch.cuda.device(self.index):
+            if self._memory is None:
+                self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                self._stream = torch.cuda.current_stream()
+                _watch(self)
+            pool, stream = self._memory
+            graph = torch.cuda.CUDAGraph()
+            captured = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
+            # Memory that is kept from call to call must not come from the pool; libraries keep workspaces.
+            with clear_cublas_manager(), unkept_scratch(), captured:
+                before = torch.cuda.memory_reserved(self.index)
+                results = list(run(list(arguments)))
+                grown = torch.cuda.memory_reserved(self.index) - before
+        return graph.replay, results, grown
+
+
+_watched: weakref.WeakSet[Pool] = weakref.WeakSet()
+_is_watching = False
+
+
+def _watch(pool: Pool) -> None:
+    """Have `pool` give back its memory when an allocation fails on its device, whoever makes it.
+
+    PyTorch calls the observer before it raises torch.OutOfMemoryError: that allocation has failed, and the
+    next one finds the memory.
+    """
+    global _is_watching
+    _watched.add(pool)
+    if not _is_watching:
+        attach: Any = getattr(torch._C, ATTACH, None)
+        if attach is not None:  # without it a graph of ours that fails still gives back what it keeps
+            attach(memory_ran_out)
+        _is_watching = True
+
+
+def memory_ran_out(device: int, *_: int) -> None:
+    """Drop the idle CUDA graphs of a device on which an allocation has failed."""
+    for pool in list(_watched):
+        pool.give_back(device)
+
+
+def retried(run: Boxed) -> Boxed:
+    """Return `run`, called once more where memory did not suffice and CUDA graphs have given back theirs.
+
+    run: writes into none of its arguments, which are its caller's own.
+    """
+
+    def call(arguments: list[Any]) -> Any:
+        if not (before := len(_watched)):
+            return run(arguments)
+        again = list(arguments)
+        try:
+            return run(arguments)
+        except torch.OutOfMemoryError:
+            if len(_watched) == before:
+                raise
+        return run(again)
+
+    return boxed(call)
