@@ -262,9 +262,9 @@ class ArgumentKindError(EagerGraphError):
 
 
 class SubclassViewError(EagerGraphError):
-    """A result that is a view of an argument of a wrapper subclass. Fields: subclass."""
+    """A result that is a view of an argument of a wrapper subclass. Fields: argument."""
 
-    template = "a graph is not compiled: it returns a view of a {subclass}, and PyTorch would lose its offset"
+    template = "a graph is not compiled: it returns a view of {argument}, a tensor subclass, and would lose its offset"
     next_step = "return a copy (x.clone()), or take the view outside of the compiled function"
 
 

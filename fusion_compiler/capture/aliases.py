@@ -8,20 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    SubclassGetAttrAOTInput,
+    SyntheticBaseAOTInput,
+    ViewBaseAOTInput,
+)
 from torch._functorch._aot_autograd.schemas import OutputType
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from fusion_compiler.errors import SubclassViewError
-
-_VIEWS = (
-    OutputType.alias_of_input,
-    OutputType.alias_of_intermediate,
-    OutputType.alias_of_intermediate_save_as_output,
-    OutputType.alias_of_intermediate_base_is_user_output,
-)
-
 
 def check_aliases(metadata: Any, graph: fx.Graph) -> None:
     """Change in `metadata`, AOTAutograd's of `graph`, how views of arguments are made where that would fail.
@@ -30,17 +25,16 @@ def check_aliases(metadata: Any, graph: fx.Graph) -> None:
     but makes a result from that as if it were the argument (pytorch#198095). Without the recorded steps it
     takes the sizes, strides and offset that the graph gives the result.
 
-    Raises SubclassViewError for a view of a wrapper subclass, of whose offset AOTAutograd knows nothing.
+    Raises SubclassViewError for a view of a part of a wrapper subclass: AOTAutograd makes it from the wrapper,
+    which need not know its part's offset.
     """
-    joined = any(_is_joined(node) for node in graph.find_nodes(op="placeholder"))
+    arguments = [node.meta.get("desc") for node in graph.find_nodes(op="placeholder")]
+    joined = any(isinstance(desc, SyntheticBaseAOTInput | ViewBaseAOTInput) for desc in arguments)
     for position, info in enumerate(metadata.output_info):
-        if info.output_type not in _VIEWS:
+        if info.output_type is not OutputType.alias_of_input:
             continue
-        if is_traceable_wrapper_subclass_type(info.raw_type):
-            raise SubclassViewError(subclass=info.raw_type.__name__)
+        desc = arguments[info.base_idx]
+        if isinstance(desc, SubclassGetAttrAOTInput):
+            raise SubclassViewError(argument=desc.base.expr())
         if joined and info.view_meta_sequence is not None:
             metadata.output_info[position] = replace(info, view_meta_sequence=None)
-
-
-def _is_joined(argument: fx.Node) -> bool:
-    return type(argument.meta.get("desc")).__name__ == "SyntheticBaseAOTInput"

@@ -38,7 +38,7 @@ from fusion_compiler.capture.autograd_cache import StoredGraph, stored
 from fusion_compiler.capture.blocks import with_blocks
 from fusion_compiler.capture.first_run import has_effects, watched
 from fusion_compiler.capture.graph_text import read
-from fusion_compiler.capture.hooks import guard_hooks
+from fusion_compiler.capture.guards import add_guards
 from fusion_compiler.capture.in_place import show_arguments
 from fusion_compiler.capture.kept_rewrites import KeptRewrites, Rewritten
 from fusion_compiler.capture.partition import partition
@@ -117,7 +117,7 @@ def make_backend(
         gm, held = lift_attributes(gm)
         compilers = _Compilers(compile_graph, name, give_up, split, joint_rewrite, options, meanwhile)
         if not traced:
-            guard_hooks()
+            add_guards()
         try:
             entry = enter(gm, (*held, *inputs))
             with stages.of("autograd"):

@@ -1,4 +1,7 @@
-"""Guards for module hooks that are registered after a graph was compiled.
+"""Guards that TorchDynamo leaves out: forward-mode differentiation, and hooks that are registered later.
+
+TorchDynamo compares the level of forward-mode differentiation only for code that uses it, so a graph compiled
+outside of `torch.autograd.forward_ad.dual_level()` would be called with dual tensors.
 
 TorchDynamo traces through a module without hooks and does not look at its hooks again, unless
 `torch._dynamo.config.skip_nnmodule_hook_guards` is off: then every call compares the lengths of six dictionaries
@@ -9,7 +12,6 @@ that has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder
@@ -22,11 +24,8 @@ _GLOBAL = ("_global_backward_pre_hooks", "_global_backward_hooks")
 _GLOBAL += ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
-def guard_hooks() -> None:
-    """Compile the graph that TorchDynamo has just captured anew once its modules have other hooks.
-
-    Called in a backend, before TorchDynamo builds the graph's guards.
-    """
+def add_guards() -> None:
+    """Add to the guards of the graph that TorchDynamo has just captured; to be called in its backend."""
     context = TracingContext.try_get()
     if context is None:
         return
@@ -35,7 +34,7 @@ def guard_hooks() -> None:
     hooks: dict[str, list[str]] = {}  # names of dictionaries without hooks, by the expression of the module
     for source in empty:
         if isinstance(source, AttrSource):
-            hooks.setdefault(_name(source.base), []).append(source.member)
+            hooks.setdefault(source.base.name, []).append(source.member)
 
     def create(builder: Any, guard: Any) -> None:
         check = _Unchanged(hooks, builder.scope["G"])
@@ -46,11 +45,7 @@ def guard_hooks() -> None:
         )
 
     guards.add(GlobalStateSource().make_guard(create))
-
-
-def _name(source: Any) -> str:
-    name = source.name
-    return name() if callable(name) else name  # a method up to PyTorch 2.9
+    guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
 
 
 class _Unchanged:
