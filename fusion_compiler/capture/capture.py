@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import SkipFrame, TorchDynamoException
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch._functorch.aot_autograd import make_boxed_func
@@ -53,6 +53,8 @@ from fusion_compiler.capture.tangents import (
     separable,
 )
 from fusion_compiler.capture.traced_gradients import traced_gradients
+from fusion_compiler.capture.transforms import check_functions
+from fusion_compiler.errors import EagerGraphError
 from fusion_compiler.ir import record
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
 from fusion_compiler.ir.record import NotWritable
@@ -118,6 +120,11 @@ def make_backend(
         compilers = _Compilers(compile_graph, name, give_up, split, joint_rewrite, options, meanwhile)
         if not traced:
             add_guards()
+            try:
+                check_functions(gm)
+            except EagerGraphError as error:  # not even the graph is right
+                give_up(name, error)
+                raise SkipFrame(str(error)) from error
         try:
             entry = enter(gm, (*held, *inputs))
             with stages.of("autograd"):
