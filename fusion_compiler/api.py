@@ -163,6 +163,7 @@ def compile(
         fullgraph=chosen.fullgraph,
         strict=chosen.strict,
         broke=compiler.broke,
+        give_up=compiler.give_up,
     )
 
 
