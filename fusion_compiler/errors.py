@@ -258,7 +258,9 @@ class ArgumentKindError(EagerGraphError):
     """An argument whose values kernels cannot read from its memory. Fields: argument, kind (what it is)."""
 
     template = "a graph is not compiled: {argument} {kind}"
-    next_step = "pass plain tensors (x.clone(), x.resolve_neg()), or put the transform inside the compiled function"
+    next_step = (
+        "pass plain tensors (x.clone(), x.resolve_neg()), or put the transform inside the compiled function"
+    )
 
 
 class SubclassViewError(EagerGraphError):
@@ -272,7 +274,9 @@ class LostBackwardError(EagerGraphError):
     """A custom autograd.Function under a function transform. Fields: function."""
 
     template = "autograd.Function {function} runs under torch.func: TorchDynamo would drop its backward"
-    next_step = "compile the function inside the transform's argument apart, or write the gradient with torch.func"
+    next_step = (
+        "compile the function inside the transform's argument apart, or write the gradient with torch.func"
+    )
 
 
 class NotCompiledError(FusionError, TypeError):

@@ -1,14 +1,13 @@
-"""Results that are views of arguments: where PyTorch would make them wrongly, known when a graph is compiled.
-
-AOTAutograd makes such a result again after each call, from the argument.
-"""
+"""Results that AOTAutograd would make wrongly, told from the graph when it is compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTInput,
     SyntheticBaseAOTInput,
@@ -18,15 +17,17 @@ from torch._functorch._aot_autograd.schemas import OutputType
 
 from fusion_compiler.errors import SubclassViewError
 
+
 def check_aliases(metadata: Any, graph: fx.Graph) -> None:
     """Change in `metadata`, AOTAutograd's of `graph`, how views of arguments are made where that would fail.
 
-    If arguments share memory and one of them is written, AOTAutograd joins them into one that holds all of it,
-    but makes a result from that as if it were the argument (pytorch#198095). Without the recorded steps it
-    takes the sizes, strides and offset that the graph gives the result.
+    AOTAutograd makes such a result again after each call, from the argument. If arguments share memory and one
+    of them is written, it joins them into one that holds all of it, and makes the result from that as if it
+    were the argument (pytorch#198095). Without the recorded steps it takes the sizes, strides and offset that
+    the graph gives the result.
 
     Raises SubclassViewError for a view of a part of a wrapper subclass: AOTAutograd makes it from the wrapper,
-    which need not know its part's offset.
+    and a wrapper need not know its part's offset.
     """
     arguments = [node.meta.get("desc") for node in graph.find_nodes(op="placeholder")]
     joined = any(isinstance(desc, SyntheticBaseAOTInput | ViewBaseAOTInput) for desc in arguments)
@@ -38,3 +39,22 @@ def check_aliases(metadata: Any, graph: fx.Graph) -> None:
             raise SubclassViewError(argument=desc.base.expr())
         if joined and info.view_meta_sequence is not None:
             metadata.output_info[position] = replace(info, view_meta_sequence=None)
+
+
+def without_inference_gradients(run: Callable[..., Any], graph: fx.Graph) -> Callable[..., Any]:
+    """Return `run`, the compiled `graph` of TorchDynamo's, without gradients of new tensors in inference mode.
+
+    TorchDynamo compiles there as under `no_grad()`, and AOTAutograd makes a backward for a graph that enables
+    gradients.
+    """
+    switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    if torch.is_grad_enabled() or not any(node.args[0] is True for node in switches):
+        return run
+
+    def call(*args: Any) -> Any:
+        results = run(*args)
+        if not torch.is_inference_mode_enabled():
+            return results
+        return [r.detach() if isinstance(r, Tensor) and r.is_inference() else r for r in results]
+
+    return call

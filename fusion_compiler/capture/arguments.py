@@ -164,5 +164,17 @@ def _returns_its_first(node: fx.Node) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
-_IN_PLACE = ("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub")
+_IN_PLACE = (
+    "iadd",
+    "iand",
+    "ifloordiv",
+    "ilshift",
+    "imatmul",
+    "imod",
+    "imul",
+    "ior",
+    "ipow",
+    "irshift",
+    "isub",
+)
 _IN_PLACE += ("itruediv", "ixor")

@@ -32,12 +32,13 @@ from torch._logging._internal import trace_log
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.capture import autograd_cache, kept_rewrites
-from fusion_compiler.capture.aliases import check_aliases
+from fusion_compiler.capture.aliases import check_aliases, without_inference_gradients
 from fusion_compiler.capture.arguments import enter
 from fusion_compiler.capture.autograd_cache import StoredGraph, stored
 from fusion_compiler.capture.blocks import with_blocks
 from fusion_compiler.capture.first_run import has_effects, watched
 from fusion_compiler.capture.graph_text import read
+from fusion_compiler.capture.graphs import eager
 from fusion_compiler.capture.guards import add_guards
 from fusion_compiler.capture.in_place import show_arguments
 from fusion_compiler.capture.kept_rewrites import KeptRewrites, Rewritten
@@ -135,9 +136,12 @@ def make_backend(
             if traced:
                 raise
             give_up(name, error)
-            run = gm.forward
+            run = eager(gm)
         else:
-            run = watched(run, gm.forward, compilers.may_repeat, functools.partial(give_up, name))
+            run = without_inference_gradients(run, gm.graph)
+            run = watched(
+                run, lambda *args: eager(gm)(*args), compilers.may_repeat, functools.partial(give_up, name)
+            )
         return functools.partial(run, *held) if held else run
 
     def compiled(
