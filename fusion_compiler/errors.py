@@ -266,7 +266,7 @@ class ArgumentKindError(EagerGraphError):
 class SubclassViewError(EagerGraphError):
     """A result that is a view of an argument of a wrapper subclass. Fields: argument."""
 
-    template = "a graph is not compiled: it returns a view of {argument}, a tensor subclass, and would lose its offset"
+    template = "a graph is not compiled: it returns a view of {argument}, a tensor subclass"
     next_step = "return a copy (x.clone()), or take the view outside of the compiled function"
 
 

@@ -21,13 +21,13 @@ from fusion_compiler.errors import SubclassViewError
 def check_aliases(metadata: Any, graph: fx.Graph) -> None:
     """Change in `metadata`, AOTAutograd's of `graph`, how views of arguments are made where that would fail.
 
-    AOTAutograd makes such a result again after each call, from the argument. If arguments share memory and one
-    of them is written, it joins them into one that holds all of it, and makes the result from that as if it
-    were the argument (pytorch#198095). Without the recorded steps it takes the sizes, strides and offset that
-    the graph gives the result.
+    AOTAutograd makes such a result again after each call, from the argument. If arguments share memory and
+    one of them is written, it joins them into one that holds all of it, and makes the result from that as if
+    it were the argument (pytorch#198095). Without the recorded steps it takes the sizes, strides and offset
+    that the graph gives the result.
 
-    Raises SubclassViewError for a view of a part of a wrapper subclass: AOTAutograd makes it from the wrapper,
-    and a wrapper need not know its part's offset.
+    Raises SubclassViewError for a view of a part of a wrapper subclass: AOTAutograd makes it from the
+    wrapper, and a wrapper need not know its part's offset.
     """
     arguments = [node.meta.get("desc") for node in graph.find_nodes(op="placeholder")]
     joined = any(isinstance(desc, SyntheticBaseAOTInput | ViewBaseAOTInput) for desc in arguments)
@@ -42,10 +42,10 @@ def check_aliases(metadata: Any, graph: fx.Graph) -> None:
 
 
 def without_inference_gradients(run: Callable[..., Any], graph: fx.Graph) -> Callable[..., Any]:
-    """Return `run`, the compiled `graph` of TorchDynamo's, without gradients of new tensors in inference mode.
+    """Return `run`, the compiled `graph`, such that in inference mode no new tensor has a gradient.
 
-    TorchDynamo compiles there as under `no_grad()`, and AOTAutograd makes a backward for a graph that enables
-    gradients.
+    TorchDynamo compiles there as under `no_grad()`, and AOTAutograd makes a backward for a graph that
+    enables gradients.
     """
     switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     if torch.is_grad_enabled() or not any(node.args[0] is True for node in switches):

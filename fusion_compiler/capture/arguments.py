@@ -1,8 +1,9 @@
 """What a tensor's data pointer does not say: kernels read memory, and a tensor may mean something else.
 
-TorchDynamo's guards compare the dispatch keys, the type and the level of forward-mode differentiation of every
-tensor that enters a graph, so a decision that is made when a graph is compiled holds for each of its calls, and
-costs a call nothing. No guard sees the gradients that enter a backward graph (`tangents.any_gradients`).
+TorchDynamo's guards compare the dispatch keys and the type of every tensor that enters a graph, and
+`capture/guards.py` adds the level of forward-mode differentiation. So a decision that is made when a graph is
+compiled holds for each of its calls, and costs a call nothing. No guard sees the gradients that enter a
+backward graph: `any_gradients` in `capture/tangents.py` looks at those.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from fusion_compiler.errors import ArgumentKindError
 
 _aten = torch.ops.aten
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage  # type: ignore[attr-defined]
+_IN_PLACE = frozenset(
+    "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
+)
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 Resolve = Callable[[Tensor], Tensor]
@@ -42,9 +46,9 @@ def in_forward_mode() -> bool:
 class Entry:
     """A graph whose arguments are plain tensors, made of one whose arguments may be views of such tensors.
 
-    graph, inputs: what is compiled. resolve: by position of an argument, the view of it that `graph` takes; it
-    has the argument's memory, so what the graph writes is seen there. returned: by position of a result, the
-    argument that it is.
+    graph, inputs: what is compiled. resolve: by position of an argument, the function that makes the view
+    which `graph` takes; it has the argument's memory, so what the graph writes is seen there. returned: by
+    position of a result, the position of the argument that is this result.
     """
 
     graph: fx.GraphModule
@@ -73,9 +77,9 @@ class Entry:
 def enter(gm: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
     """Return a graph for plain tensors that computes what `gm`, a graph of TorchDynamo's, does.
 
-    inputs: the example inputs. A lazily negated or conjugated tensor enters as a view of its memory, which the
-    graph negates or conjugates; a subclass without `__torch_dispatch__` enters as a Tensor, as TorchDynamo has
-    traced its `__torch_function__`. Raises ArgumentKindError for arguments that only eager can read.
+    inputs: the example inputs. A lazily negated or conjugated tensor enters as a view of its memory, and the
+    graph negates or conjugates that. A subclass without `__torch_dispatch__` enters as a Tensor: TorchDynamo
+    has traced its `__torch_function__`. Raises ArgumentKindError for arguments that only eager can read.
     """
     if in_forward_mode():
         raise ArgumentKindError(argument="an argument", kind="may have a forward-mode tangent")
@@ -104,7 +108,8 @@ def _resolution(name: str, value: Tensor) -> Resolve | None:
     if is_traceable_wrapper_subclass(value):
         return None  # AOTAutograd takes it apart
     kind = type(value)
-    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not FakeTensor:
+    dispatch = "__torch_dispatch__"
+    if getattr(kind, dispatch) is not getattr(Tensor, dispatch) and kind is not FakeTensor:
         raise ArgumentKindError(argument=name, kind=f"is a {kind.__name__}, which has a __torch_dispatch__")
     if value.layout is torch.strided and not has_storage(value):
         raise ArgumentKindError(argument=name, kind="is a wrapper of torch.func.vmap or grad")
@@ -162,19 +167,3 @@ def _returns_its_first(node: fx.Node) -> bool:
     else:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-_IN_PLACE = (
-    "iadd",
-    "iand",
-    "ifloordiv",
-    "ilshift",
-    "imatmul",
-    "imod",
-    "imul",
-    "ior",
-    "ipow",
-    "irshift",
-    "isub",
-)
-_IN_PLACE += ("itruediv", "ixor")

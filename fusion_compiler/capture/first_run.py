@@ -25,8 +25,8 @@ def watched(
 ) -> Callable[..., Any]:
     """Return `run`, whose calls go to `eager` if its first one raises an error that `eager` does not raise.
 
-    may_repeat: asked after an error, True if nothing that can be seen outside has happened yet. If it is False,
-        the error is raised: nothing is done twice.
+    may_repeat: asked after an error, True if nothing has happened yet that can be seen from outside. If it
+        is False, the error is raised: nothing is done twice.
     give_up: called with the error if `eager` raises none. It warns, or raises when strict.
 
     An error that `eager` raises as well is the user's, and raised as eager's. After the first call without an
@@ -50,7 +50,7 @@ def watched(
         entry.__setstate__((eager, (), {}, {}))
         return results
 
-    entry = functools.partial(first)
+    entry: Any = functools.partial(first)
     return entry
 
 
