@@ -24,8 +24,9 @@ from fusion_compiler.errors import ArgumentKindError
 
 _aten = torch.ops.aten
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage  # type: ignore[attr-defined]
-_IN_PLACE = frozenset(
-    "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
+_IN_PLACE = (
+    *("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul"),
+    *("ior", "ipow", "irshift", "isub", "itruediv", "ixor"),
 )
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
