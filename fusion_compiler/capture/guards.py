@@ -12,6 +12,7 @@ when that has changed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder
@@ -38,6 +39,14 @@ def add_guards() -> None:
         if isinstance(source, AttrSource):
             hooks.setdefault(source.base.name, []).append(source.member)
 
+    if hooks:
+        guards.add(GlobalStateSource().make_guard(_hooks_guard(hooks)))
+    guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+
+
+def _hooks_guard(hooks: dict[str, list[str]]) -> Callable[[Any, Any], None]:
+    """Return the function that adds the guard for the dictionaries `hooks` to TorchDynamo's guards."""
+
     def create(builder: Any, guard: Any) -> None:
         check = _Unchanged(hooks, builder.scope["G"])
         builder.add_python_lambda_leaf_guard_to_root(
@@ -46,8 +55,7 @@ def add_guards() -> None:
             closure_vars={"___unchanged_hooks": check},
         )
 
-    guards.add(GlobalStateSource().make_guard(create))
-    guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    return create
 
 
 class _Unchanged:
