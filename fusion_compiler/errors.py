@@ -251,7 +251,9 @@ class InternalError(FusionError, RuntimeError):
 
 
 class EagerGraphError(FusionError, RuntimeError):
-    """Base of the reasons for which a graph cannot be compiled and runs eager."""
+    """Base of the reasons for which a graph cannot be compiled and runs eager. Fields: detail."""
+
+    next_step = "strict=False runs it eager"
 
 
 class ArgumentKindError(EagerGraphError):
