@@ -194,7 +194,7 @@ def wrap(
             nonlocal failures
             if torch.compiler.is_dynamo_compiling():  # another compilation looks through this one
                 return run(*args, **kwargs)
-            if failures >= torch._dynamo.config.recompile_limit:
+            if failures and failures >= torch._dynamo.config.recompile_limit:  # to read it takes 1 us
                 return function(*args, **kwargs)
             if not plans.called:  # it compiles
                 settings.enter(rare_collections())
