@@ -32,6 +32,7 @@ from fusion_compiler.capture.partition import partition
 from fusion_compiler.codegen.emit import emit
 from fusion_compiler.errors import (
     EagerDeviceError,
+    EagerGraphError,
     EagerOperatorError,
     FusionError,
     InternalError,
@@ -161,6 +162,7 @@ def compile(
         fullgraph=chosen.fullgraph,
         strict=chosen.strict,
         broke=compiler.broke,
+        give_up=compiler.give_up,
     )
 
 
@@ -364,7 +366,14 @@ class Compiler:
         return GraphInfo(f"{info.name}.{name}", Phase.CHUNK, (), 0, from_disk=info.from_disk, digest=digest)
 
     def give_up(self, name: str, error: Exception) -> None:
-        """A graph runs eager because of a fault of the compiler's: says so once, or raises it when strict."""
+        """Warn once that a graph runs eager because of `error`, or raise it when strict.
+
+        The user's errors, and what TorchDynamo knows how to handle, are raised as they are.
+        """
+        if isinstance(error, EagerGraphError):
+            self.warned.fall_back(f"eager {error}", error)
+            self.plans.leave(name, str(error).splitlines()[0])
+            return
         if isinstance(error, FusionError | Warning):  # the user's, or one that a filter made an error
             raise error
         if isinstance(error, exceptions_allowed_to_be_fallback):  # Dynamo breaks the graph where data decides

@@ -250,6 +250,37 @@ class InternalError(FusionError, RuntimeError):
     next_step = "report it, with the traceback that strict=True shows"
 
 
+class EagerGraphError(FusionError, RuntimeError):
+    """Base of the reasons for which a graph cannot be compiled and runs eager. Fields: detail."""
+
+    next_step = "strict=False runs it eager"
+
+
+class ArgumentKindError(EagerGraphError):
+    """An argument whose values kernels cannot read from its memory. Fields: argument, kind (what it is)."""
+
+    template = "a graph is not compiled: {argument} {kind}"
+    next_step = (
+        "pass plain tensors (x.clone(), x.resolve_neg()), or put the transform inside the compiled function"
+    )
+
+
+class SubclassViewError(EagerGraphError):
+    """A result that is a view of an argument of a wrapper subclass. Fields: argument."""
+
+    template = "a graph is not compiled: it returns a view of {argument}, a tensor subclass"
+    next_step = "return a copy (x.clone()), or take the view outside of the compiled function"
+
+
+class LostBackwardError(EagerGraphError):
+    """A custom autograd.Function under a function transform. Fields: function."""
+
+    template = "autograd.Function {function} runs under torch.func: TorchDynamo would drop its backward"
+    next_step = (
+        "compile the function inside the transform's argument apart, or write the gradient with torch.func"
+    )
+
+
 class NotCompiledError(FusionError, TypeError):
     """Something that compile() did not return. Fields: got (a type's name)."""
 

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import SkipFrame, TorchDynamoException
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch._functorch.aot_autograd import make_boxed_func
@@ -32,9 +32,13 @@ from torch._logging._internal import trace_log
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.capture import autograd_cache, kept_rewrites
+from fusion_compiler.capture.aliases import check_aliases, without_inference_gradients
+from fusion_compiler.capture.arguments import enter
 from fusion_compiler.capture.autograd_cache import StoredGraph, stored
 from fusion_compiler.capture.blocks import with_blocks
+from fusion_compiler.capture.first_run import has_effects, watched
 from fusion_compiler.capture.graph_text import read
+from fusion_compiler.capture.guards import add_guards
 from fusion_compiler.capture.in_place import show_arguments
 from fusion_compiler.capture.kept_rewrites import KeptRewrites, Rewritten
 from fusion_compiler.capture.partition import merge_equal, partition
@@ -44,8 +48,18 @@ from fusion_compiler.capture.pre_autograd import (
     trace_pre_autograd,
     uncompiled,
 )
-from fusion_compiler.capture.tangents import Backward, Boxed, Missing, leave_undefined, separable
+from fusion_compiler.capture.tangents import (
+    Backward,
+    Boxed,
+    Missing,
+    any_gradients,
+    boxed,
+    leave_undefined,
+    separable,
+)
 from fusion_compiler.capture.traced_gradients import traced_gradients
+from fusion_compiler.capture.transforms import check_functions
+from fusion_compiler.errors import EagerGraphError
 from fusion_compiler.ir import record
 from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
@@ -110,9 +124,18 @@ def make_backend(
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False) -> Callable[..., Any]:
         name = f"graph{next(numbers)}"
         gm, held = lift_attributes(gm)
+        compilers = _Compilers(compile_graph, name, give_up, split, joint_rewrite, options, meanwhile)
+        if not traced:
+            add_guards()
+            try:
+                check_functions(gm)
+            except EagerGraphError as error:  # not even the graph is right
+                give_up(name, error)
+                raise SkipFrame(str(error)) from error
         try:
+            entry = enter(gm, (*held, *inputs))
             with stages.of("autograd"):
-                run = compiled(name, gm, (*held, *inputs), traced)
+                run = entry.around(compiled(compilers, entry.graph, entry.inputs, traced))
         except TorchDynamoException:  # not an error: Dynamo may start again
             raise
         except Exception as error:
@@ -120,10 +143,16 @@ def make_backend(
                 raise
             give_up(name, error)
             run = uncompiled(gm)
+        else:
+            run = without_inference_gradients(run, gm.graph)
+            run = watched(
+                run, lambda *args: uncompiled(gm)(*args), compilers.may_repeat, functools.partial(give_up, name)
+            )
         return functools.partial(run, *held) if held else run
 
-    def compiled(name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool) -> Callable[..., Any]:
-        compilers = _Compilers(compile_graph, name, give_up, split, joint_rewrite, options, meanwhile)
+    def compiled(
+        compilers: _Compilers, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool
+    ) -> Callable[..., Any]:
         key = _key_above(gm, inputs, options) if telling and not traced and options is not None else None
         known = kept.get(key) if key is not None else None
         if known is not None and autograd_cache.has_entry(known.autograd):
@@ -173,6 +202,7 @@ class _Compilers:
     """The compilers that AOTAutograd calls for one Dynamo graph.
 
     reached: whether compile_graph was called, so that an error may be its own.
+    started: whether the compiled forward was called.
     key: under which autograd's graphs are kept on disk; None where they are not.
     """
 
@@ -195,7 +225,8 @@ class _Compilers:
         self._name = name
         self._joint_rewrite = joint_rewrite
         self._joint_notes: Notes = ()
-        self.reached = False
+        self.reached = self.started = False
+        self._has_effects = False
         self.key: str | None = None
         self._expected = False
         self._separable = False
@@ -248,6 +279,10 @@ class _Compilers:
             return self._bare
         return leave_undefined(run) if self._separable else run
 
+    def may_repeat(self) -> bool:
+        """True if nobody can see that the compiled forward was called."""
+        return not (self.started and self._has_effects)
+
     def _key(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
         """Under which autograd's graphs are kept on disk; None, and a note of why, where they are not."""
         if self._options is None:
@@ -287,6 +322,10 @@ class _Compilers:
         if self._expected:
             raise _AbsentError
         if phase is not Phase.BACKWARD:
+            if (metadata := _metadata()) is not None:
+                check_aliases(metadata, graph.graph)
+                self._has_effects = metadata.num_mutated_inp_runtime_indices > 0
+            self._has_effects |= has_effects(graph.graph)
             show_arguments(graph.graph, _shown())
         if phase is Phase.INFERENCE:
             if any(node.target in COMBINES for node in graph.graph.nodes):  # several may sort alike
@@ -303,6 +342,7 @@ class _Compilers:
             return self._staged(graph, fakes, info, bare)
         known = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
         known |= {"donated": info.donated, "bare": bare, "separable": self._separable}
+        known |= {"effects": self._has_effects}
         known |= {"notes": record.write(self._joint_notes)}
         text = stored(graph, known) if (reason := _unkept()) is None else StoredGraph("", reason)
         if text.reason:
@@ -321,6 +361,7 @@ class _Compilers:
         name = f"{self._name}.{phase}"
         info = GraphInfo(name, phase, static, text["outputs"], owned, donated, from_disk=True, digest=digest)
         self._separable, self._joint_notes = text["separable"], record.read(text["notes"])
+        self._has_effects = text["effects"]
         return self._staged(graph, fakes, info, text["bare"])
 
     def _staged(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo, bare: bool) -> Boxed:
@@ -334,11 +375,22 @@ class _Compilers:
             backward = Backward(graph, variant, several=self._separable)
             if self._meanwhile():
                 backward.prepare()
-            return _boxed(backward)
+            return any_gradients(_boxed(backward), graph)
         compiled = self._compiled(graph, fakes, info)
+        if info.phase is Phase.BACKWARD:
+            return any_gradients(_boxed(compiled), graph)
         if bare:
-            self._bare = _unboxed(compiled)
-        return _boxed(compiled)
+            self.started, self._bare = True, _unboxed(compiled)
+        return self._noting(_boxed(compiled))
+
+    def _noting(self, compiled: Boxed) -> Boxed:
+        """Return `compiled`, noting that it was called."""
+
+        def call(args: list[Any]) -> Any:
+            self.started = True
+            return compiled(args)
+
+        return boxed(call)
 
     def _variant(
         self, fakes: Sequence[Any], info: GraphInfo, graph: fx.GraphModule, missing: Missing, number: int
@@ -417,8 +469,7 @@ def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(args: list[Any]) -> Any:
         return compiled(args)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)
 
 
 def _unboxed(compiled: Callable[..., Any]) -> Callable[..., Any]:

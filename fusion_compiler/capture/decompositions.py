@@ -82,7 +82,8 @@ def _shared() -> dict[OpOverload, Callable[..., Any]]:
         if target in _WHOLE or (spec is not None and spec.kind is not Kind.LAYOUT):
             del table[target]
     ours = _OURS | image_decompositions.TABLE | max_pool.FORMULAS
-    return table | {target: _for_real(function) for target, function in ours.items()}
+    table |= {target: _for_real(function) for target, function in ours.items()}
+    return table | {aten._neg_view.default: torch.neg}  # a lazily negated tensor's memory has other values
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,6 +46,12 @@ def copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     return new, nodes
 
 
+def eager(gm: fx.GraphModule) -> Callable[..., Any]:
+    """Return the code of `gm` as a function, whose errors are raised and not printed as well."""
+    LazyGraphModule.force_recompile(gm)
+    return gm.forward
+
+
 def unregister_constants(gm: fx.GraphModule) -> None:
     """Constants of a trace become plain attributes: as buffers, AOTAutograd would take them for
     inputs of the user's and ask Dynamo for their source."""

@@ -23,7 +23,7 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
 from torch._dynamo.utils import counters, graph_break_reasons
 
-from fusion_compiler.capture.capture import Backend
+from fusion_compiler.capture.capture import Backend, raising
 from fusion_compiler.errors import FusionError, NotCallableError
 from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.ir.plan import FusionPlan
@@ -162,18 +162,21 @@ def wrap(
     fullgraph: bool = False,
     strict: bool = False,
     broke: Callable[[Sequence[GraphBreak]], None] | None = None,
+    give_up: Callable[[str, Exception], None] = raising,
 ) -> Any:
-    """`target` compiled through `backend`: a module of the same class, or a CompiledFunction.
+    """Return `target` compiled through `backend`: a module of the same class, or a CompiledFunction.
 
     plans: filled by the backend; it becomes `.plan`.
     recompile: makes a compiled object of a plain one, for deepcopy and pickle (it is pickled too).
     dynamic, fullgraph: as torch.compile's. strict: fullgraph, with an error of our own.
     broke: told of the graph breaks of a call that compiled something; without it `plans` keeps them.
+    give_up(name, error): told that a call ran eager, as TorchDynamo failed to capture it. It may raise.
     """
     broke = broke or plans.broke
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         settings = _Settings()
+        failures = 0
 
         @functools.wraps(backend)
         def quiet(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -188,8 +191,11 @@ def wrap(
         run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=whole)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal failures
             if torch.compiler.is_dynamo_compiling():  # another compilation looks through this one
                 return run(*args, **kwargs)
+            if failures and failures >= torch._dynamo.config.recompile_limit:  # to read it takes 1 us
+                return function(*args, **kwargs)
             if not plans.called:  # it compiles
                 settings.enter(rare_collections())
             plans.called = True
@@ -204,11 +210,19 @@ def wrap(
                 if strict:
                     raise of_error(error).error from None
                 raise
+            except Exception as error:
+                if whole or not _is_uncaptured(error):
+                    raise
+                fault = error
             finally:
                 if settings.entered:
                     settings.leave()
                 if counters["frames"].get("total") != frames:  # something was compiled
                     broke(breaks_since(known, began))
+            failures += 1
+            results = function(*args, **kwargs)  # if this raises as well, the error is the user's
+            give_up(f"the call of {getattr(function, '__qualname__', 'the model')}", fault)
+            return results
 
         return call
 
@@ -325,6 +339,14 @@ def _own_frame(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     # Without its attributes: torch.compile keeps what it knows of a function in them.
     return functools.update_wrapper(own, function, updated=()) if hasattr(function, "__name__") else own
+
+
+def _is_uncaptured(error: Exception) -> bool:
+    """True if TorchDynamo raised `error` while it captured the outermost frame of a call: nothing has run."""
+    stack = getattr(error, "real_stack", None)
+    if not stack or not hasattr(error, "compile_id"):
+        return False
+    return stack[0].filename == __file__ and not stack[0].name.startswith("torch_dynamo_resume")
 
 
 def _rebuild(recompile: Recompile, plain: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from fusion_compiler.capture.graphs import copied, unregister_constants
+from fusion_compiler.capture.graphs import copied, eager, unregister_constants
 
 _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 # Methods that change a tensor's place in autograd without an operator that could be traced.
@@ -145,12 +145,12 @@ def uncompiled(gm: fx.GraphModule) -> Callable[..., Any]:
     operator for such regions leaves that to the compiler, and would draw others.
     """
     if not any(node.target is _CHECKPOINT for node in gm.graph.nodes):
-        return gm.forward
+        return eager(gm)
     run, _ = copied(gm)
     for node in run.graph.find_nodes(op="call_function", target=_CHECKPOINT):
         node.target = _checkpointed
     run.recompile()
-    return run.forward
+    return eager(run)
 
 
 def _checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:

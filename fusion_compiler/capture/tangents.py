@@ -16,6 +16,8 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 
+from fusion_compiler.capture.arguments import has_storage, in_forward_mode, is_plain
+
 Missing = tuple[bool, ...]  # for each gradient that a backward graph takes
 Boxed = Callable[[list[Any]], Any]
 
@@ -96,6 +98,37 @@ class Backward:
     def __call__(self, args: list[Any]) -> Any:
         missing = tuple([args[i] is None for i in self._tangents])
         return (self._compiled.get(missing) or self._variant(missing))(args)
+
+
+def boxed(run: Boxed) -> Boxed:
+    """Return `run`, marked for AOTAutograd as a function that empties the list of its arguments."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def any_gradients(run: Boxed, graph: fx.GraphModule) -> Boxed:
+    """Return `run`, a compiled backward `graph`, as a function of gradients of any kind.
+
+    No guard sees the gradients. A lazy one gets memory that holds its values. `graph` runs eager for those of
+    `torch.autograd.grad(is_grads_batched=True)` and for those with a forward-mode tangent: a kernel reads one
+    tensor's memory.
+    """
+    positions = tangents_of(graph)
+
+    def call(args: list[Any]) -> Any:
+        for i in positions:
+            gradient = args[i]
+            if gradient is not None and not is_plain(gradient):
+                if not has_storage(gradient):
+                    return _eager(args)
+                args[i] = gradient.clone()
+        return _eager(args) if in_forward_mode() else run(args)
+
+    def _eager(args: list[Any]) -> Any:
+        missing = tuple([args[i] is None for i in positions])
+        return (without(graph, missing) if any(missing) else graph)(*args)
+
+    return boxed(call)
 
 
 def leave_undefined(run: Callable[..., Any]) -> Callable[..., Any]:

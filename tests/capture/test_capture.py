@@ -421,7 +421,7 @@ def test_the_wrapper_is_left_out_where_it_does_nothing(
         torch.testing.assert_close((got, mine), (want, theirs), rtol=0, atol=0)
         flags = [[t.requires_grad for t in torch.utils._pytree.tree_leaves(r)] for r in (got, want)]
         assert flags[0] == flags[1]
-    assert [not hasattr(run, "named_parameters") for run in runs] == [bare]
+    assert [not hasattr(run.func, "named_parameters") for run in runs] == [bare]
 
 
 def test_constants_made_in_the_graph() -> None:

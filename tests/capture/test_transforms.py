@@ -1,0 +1,78 @@
+"""Custom autograd functions under function transforms within compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+import fusion_compiler as fc
+from fusion_compiler.errors import FusionWarning, LostBackwardError
+
+
+class Sine(Function):
+    """A sine with gradients of its own."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
+        return tangent * 5
+
+
+class Cosine(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 3
+
+
+def _dual(x: Tensor) -> Tensor | None:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(Sine.apply(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Any]] = {
+    "grad": lambda x: torch.func.grad(lambda t: Sine.apply(t).sum())(x) + x.exp(),
+    "vjp": lambda x: torch.func.vjp(Sine.apply, x)[1](x),
+    "jvp": lambda x: torch.func.jvp(Sine.apply, (x,), (x,)),
+    "dual_level": _dual,
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:TorchDynamo breaks", "ignore:a graph is not compiled", "ignore:.*jit.script"
+)
+@pytest.mark.parametrize("function", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_functions_own_gradient_is_kept_under_a_transform(function: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(4)
+    with pytest.warns(FusionWarning, match="Sine runs under torch.func"):
+        got = fc.compile(function, backend="interpret")(x)
+    torch.testing.assert_close(got, function(x))
+    with pytest.raises(LostBackwardError):
+        fc.compile(function, backend="interpret", strict=True)(x)
+
+
+def test_it_is_compiled_without_a_transform_and_a_transform_without_it() -> None:
+    x = torch.randn(4, requires_grad=True)
+    fast = fc.compile(lambda x: Cosine.apply(x) * 2, backend="interpret", strict=True)
+    torch.testing.assert_close(*torch.autograd.grad(fast(x).sum(), x), torch.full((4,), 6.0))
+    gradient = fc.compile(torch.func.grad(lambda x: (x * x).sum()), backend="interpret", strict=True)
+    torch.testing.assert_close(gradient(x.detach()), 2 * x.detach())
