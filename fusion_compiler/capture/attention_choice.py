@@ -11,11 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -54,18 +51,6 @@ class Call:
 def cudnn_version() -> int | None:
     """The version of PyTorch's cuDNN, e.g. 91900; None for a build of PyTorch without it."""
     return torch.backends.cudnn.version() if torch.version.cuda else None
-
-
-@contextmanager
-def attention_of(spec: DeviceSpec) -> Generator[None]:
-    """Compute attention by the operator that PyTorch chooses on the GPU `spec`, under the Python dispatcher."""
-    chosen = {DispatchKey.CompositeImplicitAutograd: functools.partial(attention, spec)}
-    with patch.dict(_SDPA.py_kernels, chosen):
-        _SDPA._dispatch_cache.clear()
-        try:
-            yield
-        finally:
-            _SDPA._dispatch_cache.clear()
 
 
 def attention(

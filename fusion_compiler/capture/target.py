@@ -2,30 +2,42 @@
 
 PyTorch makes CUDA FakeTensors anywhere, and model code that looks at `x.device` sees a GPU. Autograd is the
 obstacle: its C++ engine asks for the streams of a CUDA tensor's device, and ends the process where there is
-none. `without_gpu` shows these tensors to C++ as what they are there, tensors without data ("meta"), which
-autograd can differentiate anywhere. Their dispatch keys stay those of CUDA, so autocast works.
+none. `_without_gpu` shows these tensors to C++ as what they are there, tensors without data ("meta"), which
+autograd can differentiate anywhere. Their dispatch keys stay those of CUDA, so autocast works. Operators that
+C++ composes of others by the device are composed in Python: attention, conversions between devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import functools
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
+from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.library import _scoped_library  # type: ignore[attr-defined]
 
-from fusion_compiler.capture.attention_choice import attention_of
+from fusion_compiler.capture.attention_choice import attention
 from fusion_compiler.ir.device import DeviceSpec
 
 GPU = torch.device("cuda", 0)
 _META = torch.device("meta")
-_AT_DEVICE, _AT_DISPATCH = 6, 10  # positions of `device` and `dispatch_device` in FunctionalTensor.__new__
+_aten = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
+_AT_DEVICE, _AT_DISPATCH = 6, 10  # positions of `device` and `dispatch_device` in FunctionalTensor.__new__
+# Operators with a CUDA kernel that C++ composes of others where there is none.
+_WITH_KERNELS: tuple[Any, ...] = (_aten._fused_rms_norm, _aten.silu_backward, _aten.mish_backward)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == GPU.type
 
 
 @contextmanager
@@ -35,19 +47,46 @@ def capturing_for(spec: DeviceSpec) -> Generator[None]:
     Attention is the operator that PyTorch chooses on that GPU. Changes attributes of PyTorch's classes while
     entered, so no other thread should trace meanwhile.
     """
+    attend = functools.partial(attention, spec)
     with ExitStack() as stack:
         if not torch.cuda.is_available():
-            stack.enter_context(without_gpu())
+            stack.enter_context(_without_gpu())
         stack.enter_context(enable_python_dispatcher())  # as AOTAutograd does for a graph of TorchDynamo
-        stack.enter_context(attention_of(spec))
+        stack.enter_context(_composed({_aten.scaled_dot_product_attention.default: attend}))
+        yield
+
+
+def name_device(graph: fx.Graph) -> None:
+    """Replace "meta" by the GPU in the arguments of calls, where C++ code wrote it."""
+    for node in graph.nodes:
+        if node.kwargs.get("device") == _META:
+            node.kwargs = {**node.kwargs, "device": GPU}
+
+
+@contextmanager
+def _without_gpu() -> Generator[None]:
+    """Let autograd differentiate CUDA FakeTensors on a machine without a GPU."""
+    conversions: dict[Any, Callable[..., Any]] = {
+        _aten.to.device: _to_device,
+        _aten.to.dtype_layout: _to_options,
+        _aten.to.other: _to_other,
+    }
+    with (
+        _shown_as_meta(),
+        _composed(conversions),
+        _kernels(),
+        patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
+        patch("torch.cuda.is_bf16_supported", lambda *_, **__: True),
+    ):
         yield
 
 
 @contextmanager
-def without_gpu() -> Generator[None]:
-    """Let autograd differentiate CUDA FakeTensors on a machine without a GPU."""
+def _shown_as_meta() -> Generator[None]:
+    """Show CUDA FakeTensors to C++ as meta tensors, and what C++ makes on their device as CUDA FakeTensors."""
     of_tensor: Any = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
     of_mode: Any = FakeTensorMode.__torch_dispatch__
+    make_subclass: Any = Tensor._make_wrapper_subclass
 
     def tensor_dispatch(
         cls: type, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -60,11 +99,9 @@ def without_gpu() -> Generator[None]:
         if func is _DEVICE:
             return _seen_by_cpp(args[0])
         kwargs = kwargs or {}
-        if kwargs.get("device") == _META:  # C++ code makes a tensor on the device of another
+        if kwargs.get("device") == _META:
             kwargs = {**kwargs, "device": GPU}
         return of_mode(self, func, types, args, kwargs)
-
-    make_subclass: Any = Tensor._make_wrapper_subclass
 
     def make_wrapper(cls: type, *args: Any, **kwargs: Any) -> Any:
         """AOTAutograd's FunctionalTensor has the dispatch keys of the GPU, and asks for its device each time;
@@ -75,7 +112,7 @@ def without_gpu() -> Generator[None]:
             kwargs["device"] = _META
         return make_subclass(cls, *args, **kwargs)
 
-    is_cuda = property(lambda tensor: tensor.device.type == GPU.type)
+    is_cuda = property(on_gpu)
     with (
         patch.object(Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper)),
         patch.object(FunctionalTensor, "device", property(lambda tensor: _inner(tensor).device), create=True),
@@ -84,8 +121,6 @@ def without_gpu() -> Generator[None]:
         patch.object(FakeTensorMode, "__torch_dispatch__", mode_dispatch),
         patch.object(FakeTensor, "is_cuda", is_cuda, create=True),
         patch.object(FakeTensor, "get_device", lambda tensor: tensor.device.index, create=True),
-        patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
-        patch("torch.cuda.is_bf16_supported", lambda *_, **__: True),
     ):
         yield
 
@@ -100,12 +135,74 @@ def _seen_by_cpp(tensor: Tensor) -> torch.device:
     return _META if in_kernel or fake.fake_device.type == GPU.type else fake.fake_device
 
 
-def name_device(graph: fx.Graph) -> None:
-    """Replace "meta" by the GPU in the arguments of calls, where C++ code wrote it (see `without_gpu`)."""
-    for node in graph.nodes:
-        if node.kwargs.get("device") == _META:
-            node.kwargs = {**node.kwargs, "device": GPU}
+@contextmanager
+def _composed(functions: Mapping[OpOverload, Callable[..., Any]]) -> Generator[None]:
+    """Compose operators in Python under the Python dispatcher, instead of in C++."""
+    with ExitStack() as stack:
+        for op, function in functions.items():
+            stack.callback(op._dispatch_cache.clear)
+            kernels = {DispatchKey.CompositeImplicitAutograd: function}
+            stack.enter_context(patch.dict(op.py_kernels, kernels))
+            op._dispatch_cache.clear()
+        yield
 
 
-def on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type == GPU.type
+@contextmanager
+def _kernels() -> Generator[None]:
+    """Let operators that have a kernel on every GPU be operators where PyTorch is built without CUDA."""
+    missing = [op for op in _WITH_KERNELS if not op.default.has_kernel_for_dispatch_key(DispatchKey.CUDA)]
+    with ExitStack() as stack:
+        for op in missing:
+            stack.callback(op.default._dispatch_cache.clear)
+        library = stack.enter_context(_scoped_library("aten", "IMPL"))
+        for op in missing:
+            library.impl(op.default, _no_kernel, "CUDA")
+            op.default._dispatch_cache.clear()
+        yield
+
+
+def _no_kernel(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("this build of PyTorch has no CUDA kernels")
+
+
+def _to_device(
+    tensor: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    return _to_options(
+        tensor, dtype=dtype, device=device, non_blocking=non_blocking, copy=copy, memory_format=memory_format
+    )
+
+
+def _to_other(
+    tensor: Tensor,
+    other: Tensor,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    return _to_device(tensor, other.device, other.dtype, non_blocking, copy, memory_format)
+
+
+def _to_options(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """Tensor.to by the device that Python sees."""
+    device = tensor.device if device is None else GPU if device.type in (GPU.type, _META.type) else device
+    if device == tensor.device and layout in (None, tensor.layout):
+        return _aten.to.dtype(tensor, dtype or tensor.dtype, non_blocking, copy, memory_format)
+    return _aten._to_copy(
+        tensor, dtype=dtype, layout=layout, device=device, non_blocking=non_blocking, memory_format=memory_format
+    )
