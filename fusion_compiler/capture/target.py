@@ -200,7 +200,9 @@ def _to_options(
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
     """Tensor.to by the device that Python sees."""
-    device = tensor.device if device is None else GPU if device.type in (GPU.type, _META.type) else device
+    device = tensor.device if device is None else device
+    if tensor.device != _META and device.type in (GPU.type, _META.type):  # not within a meta kernel
+        device = GPU
     if device == tensor.device and layout in (None, tensor.layout):
         return _aten.to.dtype(tensor, dtype or tensor.dtype, non_blocking, copy, memory_format)
     return _aten._to_copy(
