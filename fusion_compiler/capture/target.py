@@ -3,14 +3,14 @@
 PyTorch makes CUDA FakeTensors anywhere, and model code that looks at `x.device` sees a GPU. Autograd is the
 obstacle: its C++ engine asks for the streams of a CUDA tensor's device, and ends the process where there is
 none. `_without_gpu` shows these tensors to C++ as what they are there, tensors without data ("meta"), which
-autograd can differentiate anywhere. Their dispatch keys stay those of CUDA, so autocast works. Operators that
-C++ composes of others by the device are composed in Python: attention, conversions between devices.
+autograd can differentiate anywhere. Their dispatch keys stay those of CUDA. What C++ decides by the device is
+decided in Python: the operators of attention, conversions between devices, autocast.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import _scoped_library  # type: ignore[attr-defined]
 
 from fusion_compiler.capture.attention_choice import attention
+from fusion_compiler.capture.autocast import autocasting, with_kernel
 from fusion_compiler.ir.device import DeviceSpec
 
 GPU = torch.device("cuda", 0)
 _META = torch.device("meta")
 _aten = torch.ops.aten
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _DEVICE: Any = torch.ops.prim.device.default
 _AT_DEVICE, _AT_DISPATCH = 6, 10  # positions of `device` and `dispatch_device` in FunctionalTensor.__new__
 # Operators with a CUDA kernel that C++ composes of others where there is none.
@@ -52,7 +53,7 @@ def capturing_for(spec: DeviceSpec) -> Generator[None]:
         if not torch.cuda.is_available():
             stack.enter_context(_without_gpu())
         stack.enter_context(enable_python_dispatcher())  # as AOTAutograd does for a graph of TorchDynamo
-        stack.enter_context(_composed({_aten.scaled_dot_product_attention.default: attend}))
+        stack.enter_context(with_kernel(_aten.scaled_dot_product_attention.default, _COMPOSITE, attend))
         yield
 
 
@@ -66,14 +67,13 @@ def name_device(graph: fx.Graph) -> None:
 @contextmanager
 def _without_gpu() -> Generator[None]:
     """Let autograd differentiate CUDA FakeTensors on a machine without a GPU."""
-    conversions: dict[Any, Callable[..., Any]] = {
-        _aten.to.device: _to_device,
-        _aten.to.dtype_layout: _to_options,
-        _aten.to.other: _to_other,
-    }
+    view = _View()
     with (
-        _shown_as_meta(),
-        _composed(conversions),
+        _shown_as_meta(view),
+        with_kernel(_aten.to.device, _COMPOSITE, _to_device),
+        with_kernel(_aten.to.dtype_layout, _COMPOSITE, _to_options),
+        with_kernel(_aten.to.other, _COMPOSITE, _to_other),
+        autocasting(view.as_gpu),
         _kernels(),
         patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         patch("torch.cuda.is_bf16_supported", lambda *_, **__: True),
@@ -81,8 +81,27 @@ def _without_gpu() -> Generator[None]:
         yield
 
 
+class _View:
+    """What C++ takes CUDA FakeTensors for: meta tensors, or tensors of a GPU while `as_gpu` is entered."""
+
+    gpu = False
+
+    @contextmanager
+    def as_gpu(self) -> Generator[None]:
+        before, self.gpu = self.gpu, True
+        try:
+            yield
+        finally:
+            self.gpu = before
+
+    def device(self, tensor: Tensor) -> torch.device:
+        fake: Any = _inner(tensor)
+        meta = fake.fake_mode.in_kernel_invocation or (fake.fake_device.type == GPU.type and not self.gpu)
+        return _META if meta else fake.fake_device
+
+
 @contextmanager
-def _shown_as_meta() -> Generator[None]:
+def _shown_as_meta(view: _View) -> Generator[None]:
     """Show CUDA FakeTensors to C++ as meta tensors, and what C++ makes on their device as CUDA FakeTensors."""
     of_tensor: Any = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
     of_mode: Any = FakeTensorMode.__torch_dispatch__
@@ -91,13 +110,13 @@ def _shown_as_meta() -> Generator[None]:
     def tensor_dispatch(
         cls: type, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _seen_by_cpp(args[0]) if func is _DEVICE else of_tensor(cls, func, types, args, kwargs or {})
+        return view.device(args[0]) if func is _DEVICE else of_tensor(cls, func, types, args, kwargs or {})
 
     def mode_dispatch(
         self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE:
-            return _seen_by_cpp(args[0])
+            return view.device(args[0])
         kwargs = kwargs or {}
         if kwargs.get("device") == _META:
             kwargs = {**kwargs, "device": GPU}
@@ -127,24 +146,6 @@ def _shown_as_meta() -> Generator[None]:
 
 def _inner(tensor: Tensor) -> Tensor:
     return torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
-
-
-def _seen_by_cpp(tensor: Tensor) -> torch.device:
-    fake: Any = _inner(tensor)
-    in_kernel = fake.fake_mode.in_kernel_invocation
-    return _META if in_kernel or fake.fake_device.type == GPU.type else fake.fake_device
-
-
-@contextmanager
-def _composed(functions: Mapping[OpOverload, Callable[..., Any]]) -> Generator[None]:
-    """Compose operators in Python under the Python dispatcher, instead of in C++."""
-    with ExitStack() as stack:
-        for op, function in functions.items():
-            stack.callback(op._dispatch_cache.clear)
-            kernels = {DispatchKey.CompositeImplicitAutograd: function}
-            stack.enter_context(patch.dict(op.py_kernels, kernels))
-            op._dispatch_cache.clear()
-        yield
 
 
 @contextmanager

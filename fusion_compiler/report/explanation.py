@@ -87,7 +87,7 @@ def explain(
             with suppress(ArgumentMismatchError):
                 report = _report(model, args, kwargs, _Fakes(second), options, patterns)
                 where = "the GPU" if places.on_gpu else "the CPU"
-                return replace(report, assumed=f"with all tensors on {where}; else: {error.fields['detail']}")
+                return replace(report, assumed=f"with all tensors on {where}, as else: {error.fields['detail']}")
             raise
 
 
