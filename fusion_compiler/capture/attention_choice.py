@@ -1,9 +1,9 @@
 """The operator that scaled_dot_product_attention becomes on a GPU, chosen without one.
 
 PyTorch chooses among its kernels in C++, by the GPU that runs the process. `backend_of` makes the same choice
-from a DeviceSpec; it follows `select_sdp_backend` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and
-`attention` follows `scaled_dot_product_attention` in attention.cpp beside it. tests/gpu/test_explain.py compares
-both with what PyTorch does on the device.
+from a DeviceSpec. It follows `select_sdp_backend` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, as
+`attention` follows `scaled_dot_product_attention` in ../attention.cpp. tests/gpu/test_explain.py compares both
+with what PyTorch does on the device.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def attention(
         size = query.shape[-1]
         padded = (F.pad(x, (0, -size % 8)) if size % 8 else x for x in (query, key, value))
         scale = 1 / math.sqrt(size) if scale is None else scale
-        result = _aten._scaled_dot_product_flash_attention(
-            *padded, dropout_p, is_causal, False, scale=scale
-        )[0]
+        result = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[
+            0
+        ]
         return result[..., :size] if size % 8 else result
     if backend is SDPBackend.EFFICIENT_ATTENTION:
         mask = _aligned(_added(attn_mask, query.dtype, -math.inf), query, key)
@@ -120,7 +120,9 @@ def _prefers_cudnn(spec: DeviceSpec) -> bool:
     major, minor = _capability(spec)
     version = cudnn_version()
     old_cuda = torch.version.cuda is not None and int(torch.version.cuda.split(".")[0]) < 13
-    return major in (9, 10) and (version is None or version > _CUDNN) and not (old_cuda and minor not in (0, 3))
+    return (
+        major in (9, 10) and (version is None or version > _CUDNN) and not (old_cuda and minor not in (0, 3))
+    )
 
 
 def _dense(call: Call) -> bool:
@@ -151,7 +153,10 @@ def _cudnn(call: Call, spec: DeviceSpec) -> bool:
         return False
     if call.dropout * 16 != math.floor(call.dropout * 16) or (call.dropout and version in _NO_DROPOUT):
         return False
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    ):
         return False
     sizes, value = (call.query.shape[-1], call.value.shape[-1]), call.value
     hopper = (major, minor) == (9, 0) or major == 10

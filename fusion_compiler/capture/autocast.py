@@ -91,7 +91,9 @@ def _cast(op: OpOverload, leaves: Sequence[Any], spec: Any, shown: Shown) -> tup
         raise _Reached(args, kwargs)
 
     with _disable_current_modes(), shown(), torch.no_grad(), FakeTensorMode():
-        tensors = [torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, Tensor) else x for x in leaves]
+        tensors = [
+            torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, Tensor) else x for x in leaves
+        ]
         args, kwargs = pytree.tree_unflatten(tensors, spec)
         with enable_python_dispatcher(), with_kernel(op, _AUTOGRAD, reach):
             try:

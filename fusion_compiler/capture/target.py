@@ -102,7 +102,7 @@ class _View:
 
 @contextmanager
 def _shown_as_meta(view: _View) -> Generator[None]:
-    """Show CUDA FakeTensors to C++ as meta tensors, and what C++ makes on their device as CUDA FakeTensors."""
+    """Show CUDA FakeTensors to C++ as meta tensors, and make those CUDA FakeTensors that C++ makes there."""
     of_tensor: Any = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
     of_mode: Any = FakeTensorMode.__torch_dispatch__
     make_subclass: Any = Tensor._make_wrapper_subclass
@@ -126,7 +126,13 @@ def _shown_as_meta(view: _View) -> Generator[None]:
         """AOTAutograd's FunctionalTensor has the dispatch keys of the GPU, and asks for its device each time;
         other subclasses are what their tensors are to C++."""
         if cls is FunctionalTensor and args[_AT_DEVICE] == _META:
-            args = (*args[:_AT_DEVICE], GPU, *args[_AT_DEVICE + 1 : _AT_DISPATCH], True, *args[_AT_DISPATCH + 1 :])
+            args = (
+                *args[:_AT_DEVICE],
+                GPU,
+                *args[_AT_DEVICE + 1 : _AT_DISPATCH],
+                True,
+                *args[_AT_DISPATCH + 1 :],
+            )
         elif getattr(kwargs.get("device"), "type", None) == GPU.type:
             kwargs["device"] = _META
         return make_subclass(cls, *args, **kwargs)
@@ -207,5 +213,10 @@ def _to_options(
     if device == tensor.device and layout in (None, tensor.layout):
         return _aten.to.dtype(tensor, dtype or tensor.dtype, non_blocking, copy, memory_format)
     return _aten._to_copy(
-        tensor, dtype=dtype, layout=layout, device=device, non_blocking=non_blocking, memory_format=memory_format
+        tensor,
+        dtype=dtype,
+        layout=layout,
+        device=device,
+        non_blocking=non_blocking,
+        memory_format=memory_format,
     )

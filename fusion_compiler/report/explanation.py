@@ -62,7 +62,7 @@ def explain(
     """Plan `model(*args, **kwargs)`, and its backward pass where it has one, without running anything.
 
     args, kwargs: as the model takes them; tensors on any device, also FakeTensors: only shapes, strides and
-        dtypes count. Where none is on a GPU, the plan is that of the model and the arguments moved to `device`.
+        dtypes count. Where none is on a GPU, the plan is that of model and arguments moved to `device`.
         The backward pass starts from the scalars among the results (a loss), or from all results where none
         is a scalar.
     device: the DeviceSpec to plan for.
@@ -78,16 +78,16 @@ def explain(
     with quiet_fakes(), unset_fake_temporarily(), tracing(None), capturing_for(spec):
         options = Options.of(backend="eager", device=device)
         places = _Places(_tensors_of(model, args, kwargs))
-        first, second = (
-            (places.kept, places.moved) if places.on_gpu else (places.moved, places.on_cpu)
-        )
+        first, second = (places.kept, places.moved) if places.on_gpu else (places.moved, places.on_cpu)
         try:
             return _report(model, args, kwargs, _Fakes(first), options, patterns)
         except ArgumentMismatchError as error:
             with suppress(ArgumentMismatchError):
                 report = _report(model, args, kwargs, _Fakes(second), options, patterns)
                 where = "the GPU" if places.on_gpu else "the CPU"
-                return replace(report, assumed=f"with all tensors on {where}, as else: {error.fields['detail']}")
+                return replace(
+                    report, assumed=f"with all tensors on {where}, as else: {error.fields['detail']}"
+                )
             raise
 
 

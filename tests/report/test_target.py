@@ -36,7 +36,9 @@ CUDNN, FLASH, EFFICIENT, MATH = (
 class Attention(nn.Module):
     """Projections around scaled_dot_product_attention, with fewer key heads than query heads if asked to."""
 
-    def __init__(self, *, groups: int = 1, mask: Callable[..., Tensor | None] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, groups: int = 1, mask: Callable[..., Tensor | None] | None = None, **options: Any
+    ) -> None:
         super().__init__()
         self.query, self.key = nn.Linear(64, 64, bias=False), nn.Linear(64, 128 // groups, bias=False)
         self.mask, self.options = mask, {**options, "enable_gqa": groups > 1}
@@ -104,7 +106,9 @@ CASES: dict[str, tuple[nn.Module, Tensor, str]] = {
 
 
 def text(plans: tuple[FusionPlan, ...]) -> str:
-    texts = [json.dumps({**p.json(), "notes": {k: v for k, v in p.notes.items() if k != "seconds"}}) for p in plans]
+    texts = [
+        json.dumps({**p.json(), "notes": {k: v for k, v in p.notes.items() if k != "seconds"}}) for p in plans
+    ]
     return "\n".join(texts)
 
 
@@ -122,8 +126,12 @@ def test_plans_from_cpu_and_meta_and_cuda_tensors_are_the_same(name: str) -> Non
         with FakeTensorMode():
             on_gpu = torch.empty(x.shape, dtype=x.dtype, device="cuda")
         assert text(fc.explain(without_data, on_gpu).plans) == text(plans)
-    assert {op.outputs[0].device for p in plans for n in p.dag.order if (op := p.dag.op(n)).outputs} == {"cuda:0"}
-    expected = [f"_scaled_dot_product_{attention}_attention{end}" for end in ("", "_backward")] if attention else []
+    assert {op.outputs[0].device for p in plans for n in p.dag.order if (op := p.dag.op(n)).outputs} == {
+        "cuda:0"
+    }
+    expected = (
+        [f"_scaled_dot_product_{attention}_attention{end}" for end in ("", "_backward")] if attention else []
+    )
     assert [c for c in calls(plans) if "attention" in c] == expected[: 2 if model.training else 1]
 
 
@@ -253,4 +261,8 @@ def test_nothing_of_pytorch_stays_changed() -> None:
     assert torch.equal(F.scaled_dot_product_attention(q, q, q), before)
     assert (dict(sdpa.py_kernels), vars(FakeTensorMode)["__torch_dispatch__"]) == kernels
     assert "_make_wrapper_subclass" not in vars(Tensor)
-    assert math.isclose(torch.compile(lambda x: torch.nn.functional.silu(x).sum(), backend="aot_eager")(q), F.silu(q).sum(), rel_tol=1e-5)
+    assert math.isclose(
+        torch.compile(lambda x: torch.nn.functional.silu(x).sum(), backend="aot_eager")(q),
+        F.silu(q).sum(),
+        rel_tol=1e-5,
+    )
