@@ -2,8 +2,8 @@
 
 PyTorch chooses among its kernels in C++, by the GPU that runs the process. `backend_of` makes the same choice
 from a DeviceSpec. It follows `select_sdp_backend` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, as
-`attention` follows `scaled_dot_product_attention` in ../attention.cpp. tests/gpu/test_explain.py compares both
-with what PyTorch does on the device.
+`attention` follows `scaled_dot_product_attention` in ../attention.cpp. tests/gpu/test_explain.py compares
+both with what PyTorch does on the device.
 """
 
 from __future__ import annotations
