@@ -229,7 +229,7 @@ class Compiler:
                 joint_rewrite=chunk_losses,
                 give_up=self.give_up,
                 split=split,
-                options=repr(self.options),
+                options=f"{self.options} asked={self.asked}",
                 telling=own is None,  # what a pattern of the user's does is not told by its name
                 stages=self.stages,
                 meanwhile=lambda: self.compiling,

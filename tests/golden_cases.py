@@ -19,7 +19,7 @@ import fusion_compiler as fc
 from benchmarks.clusters import CASES, Case
 from benchmarks.families import CAT_CASES
 from benchmarks.kernels import leaves
-from benchmarks.workloads import WORKLOADS, Workload, result_of
+from benchmarks.workloads import WORKLOADS, Workload
 from fusion_compiler.api import Compiler
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
@@ -39,12 +39,7 @@ Make = Callable[[], tuple[FusionPlan, ...]]
 def _cluster_plans(case: Case) -> tuple[FusionPlan, ...]:
     """Forward and backward of one of the benchmarks' clusters, in bfloat16."""
     inputs = leaves(case.inputs("cpu"), case.differentiate)
-    fast = fc.compile(case.fn, backend="eager", device=DEVICE)
-    outputs = fast(*inputs.values())
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanted = [inputs[n] for n in case.differentiate]
-    torch.autograd.grad(outputs, wanted, [torch.empty_like(o) for o in outputs])
-    return tuple(fast.plan)
+    return fc.explain(case.fn, *inputs.values(), device=DEVICE).plans
 
 
 def _model_plans(workload: Workload) -> tuple[FusionPlan, ...]:
@@ -58,15 +53,8 @@ def _model_plans(workload: Workload) -> tuple[FusionPlan, ...]:
     finally:
         torch.set_default_dtype(before)
     model.train(workload.train)
-    fast = fc.compile(model, backend="eager", device=DEVICE)
-    if not workload.train:
-        with torch.no_grad():
-            fast(**batch)
-        return tuple(fast.plan)
-    output = fast(**batch)
-    result = result_of(output) if getattr(output, "loss", None) is None else output.loss
-    result.backward(torch.empty_like(result))
-    return tuple(fast.plan)
+    with torch.set_grad_enabled(workload.train):
+        return fc.explain(model, **batch, device=DEVICE).plans
 
 
 def _decoding_plans() -> tuple[FusionPlan, ...]:

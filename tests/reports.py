@@ -86,6 +86,7 @@ def report_of(ops: int = 60, *, measured: bool = False, hostile: bool = False) -
         "captured_by": "torch.fx",
         "not_whole": "",
         "incomplete": "",
+        "assumed": "",
         "breaks": [],
         "totals": _added(graph["totals"] for graph in graphs),
         "movement": {"classes": _movement(graphs)},

@@ -239,14 +239,19 @@ def breaks_text(breaks: Sequence[GraphBreak]) -> str:
 
 
 def _rejections(rejections: Sequence[Rejected], everything: bool) -> list[str]:
-    """Largest possible saving first; those that differ only in layer numbers once, with their sum."""
-    groups: dict[tuple[str, str, str, str], list[Rejected]] = {}
+    """The refusals that cost most, or all of them.
+
+    Refusals that differ only in layer numbers are one entry, with their sum; so are refusals that have one
+    reason and cost nothing.
+    """
+    groups: dict[tuple[str, ...], list[Rejected]] = {}
     for rejected in rejections:
         a, b = (re.sub(r"_\d+$", "", name) for name in (rejected.a, rejected.b))
-        groups.setdefault((a, b, rejected.rule, rejected.reason), []).append(rejected)
+        pair = (a, b) if rejected.saving_us > 0 or everything else ()
+        groups.setdefault((*pair, rejected.rule, rejected.reason), []).append(rejected)
     savings = {key: sum(r.saving_us for r in same) for key, same in groups.items()}
     ranked = sorted(groups, key=lambda key: (-savings[key], key))
-    shown = ranked if everything else [key for key in ranked if savings[key] > 0][:TOP]
+    shown = ranked if everything else ranked[:TOP]
     if not shown:
         return []
     part = "" if len(shown) == len(ranked) else f" ({len(shown)} of {len(ranked)}; FUSION_DEBUG=2 shows all)"

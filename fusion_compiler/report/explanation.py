@@ -1,12 +1,10 @@
 """What compile() would do, without doing it: plans from FakeTensors, on any machine.
 
-Nothing is computed: parameters and arguments are replaced by tensors without data, the model by a copy of
-its structure. A model that torch.fx traces whole (capture/symbolic_trace.py) does not need TorchDynamo; any
-other is captured as compile() captures it, which takes longer, and the explanation says why. Where the model
-does what TorchDynamo cannot capture though it depends on no data (it writes a log), compile() breaks in two
-what is explained here as one graph. Where there is no GPU, CUDA tensors are planned as CPU ones, since
-autograd on CUDA FakeTensors needs a driver: attention stays one call either way, but keys and values of
-grouped-query attention are still repeated in such a plan.
+Nothing is computed: parameters and arguments are replaced by tensors without data on the GPU that is planned
+for (capture/target.py), the model by a copy of its structure. A model that torch.fx traces whole
+(capture/symbolic_trace.py) does not need TorchDynamo; any other is captured as compile() captures it, which
+takes longer, and the explanation says why. Where the model does what TorchDynamo cannot capture though it
+depends on no data (it writes a log), compile() breaks in two what is explained here as one graph.
 """
 
 from __future__ import annotations
@@ -16,16 +14,19 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchRuntimeError
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
@@ -33,14 +34,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fusion_compiler.api import Compiler, compile
+from fusion_compiler.capture.attention_choice import cudnn_version
 from fusion_compiler.capture.fakes import FakesOnly
 from fusion_compiler.capture.module import plain, wrap
 from fusion_compiler.capture.pre_autograd import UntraceableError
 from fusion_compiler.capture.symbolic_trace import symbolic_trace
+from fusion_compiler.capture.target import GPU, capturing_for, name_device, on_gpu
 from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.graph_info import GraphInfo
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_text import library_calls
 from fusion_compiler.options import Options
 from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
 from fusion_compiler.report.report import Report
@@ -56,40 +61,89 @@ def explain(
 ) -> Report:
     """Plan `model(*args, **kwargs)`, and its backward pass where it has one, without running anything.
 
-    args, kwargs: as the model takes them; tensors on any device, FakeTensors too, of which only shapes,
-        strides and dtypes count. The backward pass starts from the scalars among the results (a loss),
-        from all where there are none. device: the DeviceSpec to plan for.
+    args, kwargs: as the model takes them; tensors on any device, also FakeTensors: only shapes, strides and
+        dtypes count. Where none is on a GPU, the plan is that of model and arguments moved to `device`.
+        The backward pass starts from the scalars among the results (a loss), or from all results where none
+        is a scalar.
+    device: the DeviceSpec to plan for.
 
     Raises NotCallableError, UnsupportedDeviceError, InvalidPatternError, RewriteNotEqualError, and
     ArgumentMismatchError where the model does not take these arguments.
     """
     if inspect.isclass(model) or not callable(model):
         raise NotCallableError(got=model.__name__ if inspect.isclass(model) else type(model).__name__)
-    device_spec(device)
+    spec = device_spec(device)
     _check_signature(model, args, kwargs)
     # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.
-    with quiet_fakes(), unset_fake_temporarily(), tracing(None), FakesOnly() as mode:
-        faked = _Fakes()
-        copied = faked.model(model)
-        given, named = faked.values(args), faked.values(kwargs)
-        options = {"backend": "eager", "device": device}
+    with quiet_fakes(), unset_fake_temporarily(), tracing(None), capturing_for(spec):
+        options = Options.of(backend="eager", device=device)
+        places = _Places(_tensors_of(model, args, kwargs))
+        first, second = (places.kept, places.moved) if places.on_gpu else (places.moved, places.on_cpu)
         try:
-            compiler = Compiler(Options.of(**options), patterns, asked=True)
-            plans = _plans_of_trace(copied, given, named, compiler, mode)
-            return Report(_name(model), device, plans, emit=kernels_of)
+            return _report(model, args, kwargs, _Fakes(first), options, patterns)
+        except ArgumentMismatchError as error:
+            with suppress(ArgumentMismatchError):
+                report = _report(model, args, kwargs, _Fakes(second), options, patterns)
+                where = "the GPU" if places.on_gpu else "the CPU"
+                return replace(
+                    report, assumed=f"with all tensors on {where}, as else: {error.fields['detail']}"
+                )
+            raise
+
+
+def _report(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    faked: _Fakes,
+    options: Options,
+    patterns: Sequence[Pattern],
+) -> Report:
+    device = str(options.device)
+    with faked.everywhere(), faked.mode:
+        copied = faked.model(model)
+        fake_args, fake_kwargs = faked.values(args), faked.values(kwargs)
+        try:
+            compiler = _Planner(options, patterns, asked=True)
+            plans = _plans_of_trace(copied, fake_args, fake_kwargs, compiler, faked.mode)
+            return Report(_name(model), device, plans, emit=kernels_of, assumed=_assumed(plans))
         except UntraceableError as error:
             reason = str(error)
-        compiler = Compiler(Options.of(**options), patterns, asked=True)  # its graphs are numbered from 0
+        compiler = _Planner(options, patterns, asked=True)  # its graphs are numbered from 0
         fast = wrap(copied, compiler.backend(), compiler.plans, compile)
         incomplete = ""
         try:
-            _backward(fast(*given, **named))
+            _backward(fast(*fake_args, **fake_kwargs))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             incomplete = f"what follows depends on data ({error.func})"
         except (TorchRuntimeError, TypeError, RuntimeError, IndexError) as error:
             raise ArgumentMismatchError(model=_name(model), detail=_reason(error)) from error
-    plans = compiler.plans
-    return Report(_name(model), device, tuple(plans), incomplete, reason, kernels_of, breaks=plans.breaks)
+    plans = tuple(compiler.plans)
+    breaks, assumed = compiler.plans.breaks, _assumed(plans)
+    return Report(_name(model), device, plans, incomplete, reason, kernels_of, breaks=breaks, assumed=assumed)
+
+
+def _assumed(plans: tuple[FusionPlan, ...]) -> str:
+    """What of the plans depends on libraries that this build of PyTorch does not have."""
+    calls = {name for plan in plans for name in library_calls(plan)}
+    if cudnn_version() is None and any("cudnn_attention" in name for name in calls):
+        return "with cuDNN 9.15.1 or later, which computes attention"
+    return ""
+
+
+class _Planner(Compiler):
+    """A Compiler of graphs that are captured for a GPU."""
+
+    def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
+        name_device(gm.graph)
+        return super().graph(gm, inputs, info)
+
+
+def _tensors_of(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors of a module, and those among the arguments."""
+    module = plain(model)
+    state = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+    return [*state, *(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))]
 
 
 @contextmanager
@@ -167,12 +221,51 @@ def _check_signature(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise ArgumentMismatchError(model=_name(model), detail=error) from error
 
 
-class _Fakes(TorchFunctionMode):
-    """Tensors without data, one for each tensor; as a mode, copies have those."""
+class _Places:
+    """Where the tensors that a model reaches are planned to be.
 
-    def __init__(self) -> None:
+    tensors: those of the module and of the arguments.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.on_gpu = any(map(on_gpu, tensors))
+        self._named = {id(tensor): tensor for tensor in tensors}
+
+    def kept(self, tensor: Tensor) -> torch.device:
+        """Return the tensor's own device; the GPU for a meta tensor."""
+        return GPU if tensor.is_meta else tensor.device
+
+    def moved(self, tensor: Tensor) -> torch.device:
+        """Return the GPU, but the CPU for a single number there that is none of `tensors`.
+
+        Module.to() leaves such a number, and so an optimizer's step count is on the CPU.
+        """
+        number = tensor.dim() == 0 and id(tensor) not in self._named
+        return torch.device("cpu") if number and tensor.device.type == "cpu" else GPU
+
+    def on_cpu(self, tensor: Tensor) -> torch.device:
+        return torch.device("cpu")
+
+
+class _Fakes(TorchFunctionMode):
+    """FakeTensors on the devices that `place` returns, one for each tensor; as a mode, copies have those."""
+
+    def __init__(self, place: Callable[[Tensor], torch.device]) -> None:
         super().__init__()
+        self.mode, self._place = FakesOnly(), place
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
+
+    @contextmanager
+    def everywhere(self) -> Generator[None]:
+        """Whatever asks for the FakeTensor of another tensor gets that of this object."""
+        original = FakeTensorMode.from_tensor
+
+        def from_tensor(mode: FakeTensorMode, tensor: Tensor, **options: Any) -> FakeTensor:
+            strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+            return original(mode, self.tensor(tensor) if strided else tensor, **options)
+
+        with patch.object(FakeTensorMode, "from_tensor", from_tensor):
+            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.tensor(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
@@ -194,12 +287,11 @@ class _Fakes(TorchFunctionMode):
         return pytree.tree_map_only(Tensor, self.tensor, values)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Same shape, strides, dtype and gradient flag."""
+        """A tensor of the same shape, strides, dtype and gradient flag."""
         if id(tensor) not in self._made:
-            real = tensor.device.type != "cuda" or torch.cuda.is_available()
-            with torch.no_grad():
+            with torch.no_grad(), self.mode:
                 fake: Tensor = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device if real else "cpu"
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._place(tensor)
                 )
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)

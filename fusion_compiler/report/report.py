@@ -84,7 +84,8 @@ class Report(ReportData):
 
     def _sections(self) -> list[str]:
         reason = f", not whole by torch.fx: {self.not_whole}" if self.not_whole else ""
-        head = f"{self.model} on {self.device}, captured by {self.captured_by}{reason}"
+        assumed = f" ({self.assumed})" if self.assumed else ""
+        head = f"{self.model} on {self.device}{assumed}, captured by {self.captured_by}{reason}"
         sections = [f"{head}\n{self._summary()}"]
         sections += [str(replace(plan, rejections=())) for plan in self.plans]
         if self.breaks:

@@ -44,6 +44,7 @@ class ReportData:
     none are: what follows depends on data. not_whole: why torch.fx cannot trace the model whole, so that
     TorchDynamo captured it; "" where it can. measured: of each graph's units what `profile` measured.
     breaks: the places at which TorchDynamo's graphs end early, and what no graph holds.
+    assumed: what the plans hold for and this machine does not show, "" where nothing is assumed.
     """
 
     model: str
@@ -54,6 +55,7 @@ class ReportData:
     emit: Callable[[tuple[FusionPlan, ...]], Kernels] = field(default=lambda plans: {}, repr=False)
     measured: Mapping[str, Any] | None = None
     breaks: tuple[GraphBreak, ...] = ()
+    assumed: str = ""
 
     @property
     def captured_by(self) -> str:

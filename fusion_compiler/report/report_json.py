@@ -37,6 +37,7 @@ def report_json(report: ReportData) -> Row:
         "captured_by": report.captured_by,
         "not_whole": report.not_whole,
         "incomplete": report.incomplete,
+        "assumed": report.assumed,
         "breaks": [{**vars(b), "source": plan_text.source_json(b.source)} for b in report.breaks],
         "totals": totals_of(report),
         "movement": {"classes": class_rows(report)},

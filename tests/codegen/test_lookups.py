@@ -69,7 +69,7 @@ INSIDE: dict[str, Case] = {
 
 # Known to lie inside.
 KNOWN: dict[str, Case] = {
-    "counted": (lambda a: a[torch.arange(3) + 1] * 2, (x(4, 3),)),
+    "counted": (lambda a: a[torch.arange(3, device=a.device) + 1] * 2, (x(4, 3),)),
     "place of a maximum": (lambda a: a.gather(1, a.argmax(1, keepdim=True)) * 2, (x(4, 3),)),
     "places of a sort": (lambda a: a.gather(1, a.topk(2, 1)[1]) * 2, (x(4, 3),)),
     "clamped": (lambda a, i: a[i.clamp(-4, 3)] * 2, (x(4, 3), ints(9, -9))),

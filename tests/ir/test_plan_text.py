@@ -43,8 +43,12 @@ stayed eager
   aten.topk.default x3: no row in the operator table
       at block.py:9: h = F.gelu(self.up(x))  (in model.layers.0.mlp)
 
-not fused, by what it would have saved (1 of 7; FUSION_DEBUG=2 shows all)
+not fused, by what it would have saved (5 of 7; FUSION_DEBUG=2 shows all)
       24.5 us  mul_0 + mm_1 x2: contraction: a matrix product stays a library call
+       0.0 us  a0x + b0x: cost: merging costs 0 us in registers
+      -1.0 us  a1x + b1x: cost: merging costs 1 us in registers
+      -2.0 us  a2x + b2x: cost: merging costs 2 us in registers
+      -3.0 us  a3x + b3x: cost: merging costs 3 us in registers
 
 masks: one attention mask proved causal"""
 
@@ -65,6 +69,14 @@ def test_print_is_the_golden_text():
     plan = layered_plan()
     assert str(plan) == golden(plan)
     assert str(layered_plan()) == str(plan)
+
+
+def test_refusals_of_one_reason_that_cost_nothing_are_one_entry() -> None:
+    plan = layered_plan()
+    apart = [Rejected(f"a{i}x", f"b{i}x", "convex", "an op between them needs one", 0.0) for i in range(9)]
+    text = str(replace(plan, rejections=tuple(apart)))
+    assert "0.0 us  a0x + b0x x9: convex: an op between them needs one" in text
+    assert "a1x" not in text and "a1x + b1x: convex" in format_plan(replace(plan, rejections=tuple(apart)), 2)
 
 
 def test_level_two_shows_every_rejection():

@@ -361,6 +361,10 @@ def no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: flo
     q, v = query.meta["val"], value.meta["val"]
     device, dtype, heads = q.device.type, q.dtype, (q.shape[-1], v.shape[-1])
     same = expression(heads[0]) == expression(heads[1])
+    allowed = torch.backends.cuda
+    others = device != "cpu" and (allowed.mem_efficient_sdp_enabled() or allowed.cudnn_sdp_enabled())
+    if not (allowed.flash_sdp_enabled() or others):
+        return "every fused kernel is turned off"
     if device == "cpu":
         if dropout:
             return "no fused kernel has dropout on a CPU"
