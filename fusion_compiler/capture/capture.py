@@ -145,9 +145,8 @@ def make_backend(
             run = uncompiled(gm)
         else:
             run = without_inference_gradients(run, gm.graph)
-            run = watched(
-                run, lambda *args: uncompiled(gm)(*args), compilers.may_repeat, functools.partial(give_up, name)
-            )
+            plain = lambda *args: uncompiled(gm)(*args)  # noqa: E731  copied only if it is needed
+            run = watched(run, plain, compilers.may_repeat, functools.partial(give_up, name))
         return functools.partial(run, *held) if held else run
 
     def compiled(

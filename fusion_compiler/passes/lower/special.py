@@ -310,7 +310,7 @@ def _indirect(build: Builder, op: Op, node: int, length: Dim, signed: bool) -> I
 
 
 def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    rows = op.inputs[0]
+    rows = op.operand("rows")
     order = layout.argument(op, 1, "order", None)
     each = layout.argument(op, 4, "each", 1)
     first, last = _ends(build, op, coords[:1], within)
