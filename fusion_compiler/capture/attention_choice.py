@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.torch_version import TorchVersion
 
 from fusion_compiler.ir.device import DeviceSpec
 
@@ -27,6 +28,8 @@ _SDPA: Any = _aten.scaled_dot_product_attention.default
 _HALF = (torch.float16, torch.bfloat16)
 _CUDNN = 91500  # cuDNN is preferred from the version after this one
 _NO_DROPOUT = range(91101, 91400)  # versions of cuDNN
+# PyTorch 2.12 and later keep cuDNN from probabilities of dropout that it would round to sixteenths.
+DROPOUT_IN_SIXTEENTHS = TorchVersion(torch.__version__) >= (2, 12)
 _LEAST = -65504.0  # for masked scores in cuDNN, which has no -inf
 
 
@@ -151,7 +154,9 @@ def _cudnn(call: Call, spec: DeviceSpec) -> bool:
     version, (major, minor) = cudnn_version() or _CUDNN + 1, _capability(spec)
     if not torch.backends.cuda.cudnn_sdp_enabled() or major < 8 or call.query.dtype not in _HALF:
         return False
-    if call.dropout * 16 != math.floor(call.dropout * 16) or (call.dropout and version in _NO_DROPOUT):
+    if call.dropout and version in _NO_DROPOUT:
+        return False
+    if DROPOUT_IN_SIXTEENTHS and not (call.dropout * 16).is_integer():
         return False
     if (
         torch.are_deterministic_algorithms_enabled()

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 import fusion_compiler as fc
 from fusion_compiler.capture import attention_choice
-from fusion_compiler.capture.attention_choice import Call, backend_of
+from fusion_compiler.capture.attention_choice import DROPOUT_IN_SIXTEENTHS, Call, backend_of
 from fusion_compiler.capture.target import capturing_for
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
@@ -93,7 +93,11 @@ CNN = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2
 LAYER = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.25, batch_first=True)
 CASES: dict[str, tuple[nn.Module, Tensor, str]] = {
     "causal": (Attention(is_causal=True).bfloat16(), torch.zeros(X).bfloat16(), "cudnn"),
-    "dropout": (Attention(dropout_p=0.1).bfloat16(), torch.zeros(X).bfloat16(), "flash"),
+    "dropout": (
+        Attention(dropout_p=0.1).bfloat16(),
+        torch.zeros(X).bfloat16(),
+        "flash" if DROPOUT_IN_SIXTEENTHS else "cudnn",
+    ),
     "grouped queries": (Attention(groups=2).half(), torch.zeros(X).half(), "cudnn"),
     "mask": (Attention(mask=window).eval().bfloat16(), torch.zeros(X).bfloat16(), "cudnn"),
     "mask in 32 bits": (Attention(mask=window), torch.zeros(X), "efficient"),
@@ -217,10 +221,10 @@ MASK = torch.zeros(32, 32, dtype=torch.bool)
     ("made", "h200", "a100", "rtx4090"),
     [
         (call(), CUDNN, FLASH, FLASH),
-        (call(dropout=0.1), FLASH, FLASH, FLASH),
+        (call(dropout=0.1), FLASH if DROPOUT_IN_SIXTEENTHS else CUDNN, FLASH, FLASH),
         (call(dropout=0.125), CUDNN, FLASH, FLASH),
         (call(mask=MASK), CUDNN, EFFICIENT, EFFICIENT),
-        (call(mask=MASK, dropout=0.1), EFFICIENT, EFFICIENT, EFFICIENT),
+        (call(mask=MASK, dropout=0.1), EFFICIENT if DROPOUT_IN_SIXTEENTHS else CUDNN, EFFICIENT, EFFICIENT),
         (call(mask=MASK.t()[:, ::2].t().t()), *3 * (MATH,)),
         (call(dtype=torch.float32), *3 * (EFFICIENT,)),
         (call(dtype=torch.float64), *3 * (MATH,)),
@@ -230,7 +234,8 @@ MASK = torch.zeros(32, 32, dtype=torch.bool)
         (call((2, 4, 32, 264)), *3 * (EFFICIENT,)),
         (call((2, 4, 32, 64), (2, 2, 48, 64), grouped=True), CUDNN, FLASH, FLASH),
         (call((2, 4, 32, 64), (2, 2, 48, 64)), *3 * (MATH,)),
-        (call((2, 4, 32, 64), (2, 4, 48, 64), causal=True, dropout=0.1), *3 * (EFFICIENT,)),
+        (call((2, 4, 32, 64), (2, 4, 48, 64), causal=True, dropout=0.125), CUDNN, EFFICIENT, EFFICIENT),
+        (call((2, 4, 32, 64), (2, 4, 48, 64), causal=True), CUDNN, EFFICIENT, EFFICIENT),
         (call((2, 4, 32, 64), (2, 4, 1, 64)), *3 * (FLASH,)),
         (call((4, 32, 64)), *3 * (MATH,)),
     ],
