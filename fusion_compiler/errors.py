@@ -215,6 +215,17 @@ class ReportSchemaError(FusionError, ValueError):
     next_step = "make the report again with fc.explain(...), or open it with the version that made it"
 
 
+class LostRecordError(FusionError, RuntimeError):
+    """A recurrent layer whose saved state was replaced before its backward pass. Fields: layer."""
+
+    template = (
+        "the dropout masks of {layer} were lost between forward and backward: its saved tensors were replaced"
+    )
+    next_step = (
+        "leave out torch.autograd.graph.save_on_cpu or saved_tensors_hooks around the model, or its dropout="
+    )
+
+
 class KernelError(FusionError, RuntimeError):
     """Fields: kernel, action ("compile", "launch"), detail."""
 

@@ -134,7 +134,7 @@ def make_backend(
                 raise SkipFrame(str(error)) from error
         try:
             entry = enter(gm, (*held, *inputs))
-            with stages.of("autograd"):
+            with stages.of("autograd"), traced_gradients():
                 run = entry.around(compiled(compilers, entry.graph, entry.inputs, traced))
         except TorchDynamoException:  # not an error: Dynamo may start again
             raise
@@ -232,7 +232,6 @@ class _Compilers:
         self._origins: tuple[Origin, ...] = ()
         self._donated: frozenset[int] = frozenset()  # arguments of the backward that it may write over
 
-    @traced_gradients()
     def compile(
         self,
         gm: fx.GraphModule,

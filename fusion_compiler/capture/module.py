@@ -24,6 +24,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Un
 from torch._dynamo.utils import counters, graph_break_reasons
 
 from fusion_compiler.capture.capture import Backend, raising
+from fusion_compiler.capture.dynamo import dynamo_compiled
 from fusion_compiler.errors import FusionError, NotCallableError
 from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.ir.plan import FusionPlan
@@ -188,7 +189,7 @@ def wrap(
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
         whole = fullgraph or strict
-        run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=whole)
+        run = dynamo_compiled(_own_frame(function), quiet, dynamic=dynamic, fullgraph=whole)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal failures
