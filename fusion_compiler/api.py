@@ -42,6 +42,7 @@ from fusion_compiler.errors import (
     TorchScriptError,
     UnsupportedDtypeError,
     WarnOnce,
+    of_process,
 )
 from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.canonical import Canonical, canonical, describe, written_over
@@ -496,7 +497,8 @@ class Compiler:
             return self.options.backend
         if kind == "cuda":
             return "triton"
-        self.warned.fall_back("device", EagerDeviceError(device=kind))
+        warned = self.warned if self.options.strict else of_process
+        warned.fall_back(f"device {kind}", EagerDeviceError(device=kind))
         return "eager"
 
     def runners_of(

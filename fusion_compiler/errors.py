@@ -390,7 +390,7 @@ def user_frame() -> tuple[str, int]:
 
 
 class WarnOnce:
-    """Warnings of one compilation, each key once. A compilation owns one; nothing is global.
+    """Warnings, each key once. Every compilation owns one; `of_process` is shared by all of them.
 
     strict: `fall_back` raises instead of warning.
     """
@@ -412,7 +412,11 @@ class WarnOnce:
             file, line = where.file, where.line
         else:
             file, line = user_frame()
-        warnings.warn_explicit(message, FusionWarning, file, line)
+        try:
+            warnings.warn_explicit(message, FusionWarning, file, line)
+        except FusionWarning:  # a filter makes it an error, which every model raises
+            self._seen.pop(key, None)
+            raise
         return True
 
     def fall_back(self, key: str, error: FusionError) -> None:
@@ -420,3 +424,6 @@ class WarnOnce:
         if self.strict:
             raise error
         self.warn(key, f"{error}\n  this part runs eager", error.where)
+
+
+of_process = WarnOnce()  # what is true of the machine and not of a model: said once, however many are compiled
