@@ -215,6 +215,16 @@ class ReportSchemaError(FusionError, ValueError):
     next_step = "make the report again with fc.explain(...), or open it with the version that made it"
 
 
+class DoubleBackwardError(FusionError, RuntimeError):
+    """A gradient of gradients that compiled code returned to the caller."""
+
+    template = "gradients that compiled code computed cannot be differentiated once more"
+    next_step = (
+        "take the inner gradient inside the function that is compiled, by torch.func.grad(f)(x) or "
+        "torch.autograd.grad(y, x, create_graph=True), and compile that function instead of the model in it"
+    )
+
+
 class LostRecordError(FusionError, RuntimeError):
     """A recurrent layer whose saved state was replaced before its backward pass. Fields: layer."""
 
@@ -284,9 +294,12 @@ class SubclassViewError(EagerGraphError):
 
 
 class LostBackwardError(EagerGraphError):
-    """A custom autograd.Function under a function transform. Fields: function."""
+    """A custom autograd.Function under a transform or beside torch.autograd.grad. Fields: function."""
 
-    template = "autograd.Function {function} runs under torch.func: TorchDynamo would drop its backward"
+    template = (
+        "autograd.Function {function} runs under torch.func or torch.autograd.grad: TorchDynamo would lose "
+        "its backward"
+    )
     next_step = (
         "compile the function inside the transform's argument apart, or write the gradient with torch.func"
     )
@@ -426,4 +439,4 @@ class WarnOnce:
         self.warn(key, f"{error}\n  this part runs eager", error.where)
 
 
-of_process = WarnOnce()  # what is true of the machine and not of a model: said once, however many are compiled
+of_process = WarnOnce()  # for what is true of the machine, whatever model is compiled

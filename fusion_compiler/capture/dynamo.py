@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._dynamo import config
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.variables import TensorVariable
 
 from fusion_compiler.capture.traced_gradients import traced_gradients
 
 # allow_rnn: TorchDynamo traces into nn.LSTM, nn.GRU and nn.RNN, which are one operator each (`ir.recurrent`).
-SETTINGS = {"allow_rnn": True}
+# trace_autograd_ops: `torch.autograd.grad` is part of a graph, so that its result can be differentiated.
+SETTINGS = {"allow_rnn": True, "trace_autograd_ops": True}
 
 
 def dynamo_compiled(
@@ -38,5 +41,15 @@ class _Tracing:
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with compile_lock, config.patch(**SETTINGS), traced_gradients():
+        backward = patch.object(TensorVariable, "method_backward", _untraced_backward)
+        with compile_lock, config.patch(**SETTINGS), backward, traced_gradients():
             return self._callback(*args, **kwargs)
+
+
+_backward = TensorVariable.method_backward
+
+
+def _untraced_backward(*args: Any, **kwargs: Any) -> Any:
+    """`Tensor.backward()` ends a graph: what it does to leaves, hooks included, is left to autograd."""
+    with config.patch(trace_autograd_ops=False):
+        return _backward(*args, **kwargs)
