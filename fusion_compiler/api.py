@@ -33,6 +33,7 @@ from fusion_compiler.codegen.emit import emit
 from fusion_compiler.errors import (
     EagerDeviceError,
     EagerGraphError,
+    EagerMethodError,
     EagerOperatorError,
     FusionError,
     InternalError,
@@ -164,6 +165,7 @@ def compile(
         strict=chosen.strict,
         broke=compiler.broke,
         give_up=compiler.give_up,
+        missed=compiler.missed,
     )
 
 
@@ -446,6 +448,10 @@ class Compiler:
         self.debug.breaks(found)
         for one in sorted((b for b in found if not b.deliberate), key=lambda b: not b.function)[:1]:
             self.warned.fall_back("graph break", one.error)
+
+    def missed(self, model: str, method: str) -> None:
+        """Warn that a module is trained by a method that is not compiled; raise when strict."""
+        self.warned.fall_back("method", EagerMethodError(model=model, method=method))
 
     def verified(
         self, plan: FusionPlan, runners: Mapping[str, Runner], kind: str, backend: str

@@ -194,6 +194,16 @@ class EagerDeviceError(FusionError, RuntimeError):
     next_step = "move the model to a GPU, or run the kernels here with backend='interpret'"
 
 
+class EagerMethodError(FusionError, RuntimeError):
+    """A method of a compiled module, which trains it without a compiled graph. Fields: model, method."""
+
+    template = "{model}.{method}() is not compiled, only {model}.forward() is, and that has not been called"
+    next_step = (
+        "call the module that compile() returned, or compile this method: "
+        "model.{method} = compile(model.{method})"
+    )
+
+
 class MissingTritonError(FusionError, ImportError):
     """Fields: detail."""
 
