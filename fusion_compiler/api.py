@@ -99,6 +99,7 @@ from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.retained import sparing
 from fusion_compiler.runtime.stages import Stages, since
 from fusion_compiler.runtime.verify import KernelCheck, Verifier, coarsest
+from fusion_compiler.stitch.higher_order import compiled_graph, inner_graphs
 from fusion_compiler.stitch.order import ordered
 from fusion_compiler.stitch.stitch import stitch, subgraph
 from fusion_compiler.stitch.units import ranges_of
@@ -247,7 +248,7 @@ class Compiler:
         if info.phase is Phase.BACKWARD:
             gm, chunks = with_chunked_gradients(gm)
             info = replace(info, rewrites=(*info.rewrites, *chunks))
-        gm = self.with_chunks(gm, info)
+        gm = self.with_inner_graphs(self.with_chunks(gm, info), info)
         self.stages.enter("read")
         written, writes = written_in_place(gm)
         info = replace(info, rewrites=(*info.rewrites, *writes))
@@ -361,6 +362,19 @@ class Compiler:
             times = [self.times[f"{info.name}.{names[rows]}"] for rows in loop.sizes]
             host, gpu = (sum(getattr(time, of) for time in times) for of in ("host_us", "gpu_us"))
             nodes[node].target = replace(loop, runs=runs, peak=peak, host_us=host, gpu_us=gpu)
+        made.recompile()
+        return made
+
+    def with_inner_graphs(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
+        """`gm` with the branches and loop bodies of its control flow taken through the stages as well; itself
+        where it has none. The plan of each is named for the graph and the branch."""
+        inner = inner_graphs(gm)
+        if not inner:
+            return gm
+        made, _ = copied(gm)
+        for name, graph in inner.items():
+            inner_info = self.chunk_info(name, info)
+            setattr(made, name, compiled_graph(graph, lambda g, i=inner_info: self.graph(g, examples(g), i)))
         made.recompile()
         return made
 

@@ -11,6 +11,7 @@ from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.put import put
 from fusion_compiler.ir.random import seed
 from fusion_compiler.ir.recurrent import OPERATORS
+from fusion_compiler.ir.schema import CONTROL_FLOW
 from fusion_compiler.patterns import USER_NAMESPACE
 
 # Data decides which places are written, and how often.
@@ -36,6 +37,8 @@ def library_call(op: Op) -> str | None:
         times = f"{target.count} times for {target.chunk} of {target.rows} {target.unit}"
         return f"runs a graph of its own, {times}"
     if isinstance(target, HigherOrderOperator):
+        if target in CONTROL_FLOW:
+            return "control flow: its graphs have plans of their own, and data decides what runs"
         return "a kernel of the model's own" if target.name().startswith("triton_kernel_wrapper") else None
     if not isinstance(target, OpOverload):
         return None
