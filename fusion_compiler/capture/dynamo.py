@@ -15,7 +15,7 @@ from fusion_compiler.capture.traced_gradients import traced_gradients
 
 # allow_rnn: TorchDynamo traces into nn.LSTM, nn.GRU and nn.RNN, which are one operator each (`ir.recurrent`).
 # trace_autograd_ops: `torch.autograd.grad` is part of a graph, so that its result can be differentiated.
-SETTINGS = {"allow_rnn": True, "trace_autograd_ops": True}
+SETTINGS: dict[str, Any] = {"allow_rnn": True, "trace_autograd_ops": True}
 
 
 def dynamo_compiled(
@@ -42,7 +42,7 @@ class _Tracing:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backward = patch.object(TensorVariable, "method_backward", _untraced_backward)
-        with compile_lock, config.patch(**SETTINGS), backward, traced_gradients():
+        with compile_lock, config.patch(SETTINGS), backward, traced_gradients():
             return self._callback(*args, **kwargs)
 
 

@@ -62,7 +62,8 @@ def recurrent_kernels(kind: str, overload: str) -> dict[DispatchKey, Callable[..
     written_out = op.py_kernels[DispatchKey.CompositeImplicitAutograd]
 
     def run(*arguments: Any) -> tuple[Tensor, ...]:
-        if peek_interpreter_stack() is not None:
+        transform: Any = peek_interpreter_stack()
+        if transform is not None:
             return written_out(*arguments)
         return recurrent(kind, overload == "data", *arguments)
 

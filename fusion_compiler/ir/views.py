@@ -30,7 +30,7 @@ def again(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid(value: Any, strides: tuple[int, ...] | None) -> Any:
-    """Return a tensor with these strides: `value`, or a copy. A dimension of one element may have any stride."""
+    """Return `value` or a copy of it with these strides. A dimension of one element may have any stride."""
     if strides is None or not isinstance(value, torch.Tensor) or not value.numel():
         return value
     if all(a == b or n == 1 for a, b, n in zip(value.stride(), strides, value.shape, strict=True)):

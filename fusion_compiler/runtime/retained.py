@@ -41,7 +41,7 @@ def refuse_double_backward() -> None:
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_name != "apply":
-        node = frame.f_locals.get("double_ctx")
+        node: Any = frame.f_locals.get("double_ctx")
         if hasattr(node, "register_prehook"):
             node.register_prehook(_refuse)
             return

@@ -99,12 +99,12 @@ class AsPlanned:
     def __call__(self, *arguments: Any, **more: Any) -> Any:
         made = self.target(*arguments, **more)
         results = made if isinstance(made, tuple | list) else (made,)
-        laid = [laid(r, s) for r, s in zip(results, self._strides, strict=True)]
-        if all(a is b for a, b in zip(laid, results, strict=True)):
+        planned = [laid(r, s) for r, s in zip(results, self._strides, strict=True)]
+        if all(a is b for a, b in zip(planned, results, strict=True)):
             if self._replace is not None:
                 self._replace(self.target)
             return made
-        return type(made)(laid) if isinstance(made, tuple | list) else laid[0]
+        return type(made)(planned) if isinstance(made, tuple | list) else planned[0]
 
 
 class _Stitcher:
