@@ -177,7 +177,7 @@ def _run_backward(
     pairs = [(r, g) for r, g in zip(made.results, gradients, strict=True) if g is not None]
     with _autograd():
         results, given = [r for r, _ in pairs], [g for _, g in pairs]
-        found: Sequence[Tensor | None] = torch.autograd.grad(results, made.leaves, given, retain_graph=True, allow_unused=True)
+        found: Any = torch.autograd.grad(results, made.leaves, given, retain_graph=True, allow_unused=True)
     whole = [torch.zeros_like(t) if g is None else g for t, g in zip(made.leaves, found, strict=True)]
     return [_laid(g, turned) for g, turned in zip(whole, _turned(setting), strict=True)]
 
