@@ -33,6 +33,7 @@ from fusion_compiler.codegen.emit import emit
 from fusion_compiler.errors import (
     EagerDeviceError,
     EagerGraphError,
+    EagerMethodError,
     EagerOperatorError,
     FusionError,
     InternalError,
@@ -42,6 +43,7 @@ from fusion_compiler.errors import (
     TorchScriptError,
     UnsupportedDtypeError,
     WarnOnce,
+    of_process,
 )
 from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.canonical import Canonical, canonical, describe, written_over
@@ -97,6 +99,7 @@ from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.retained import sparing
 from fusion_compiler.runtime.stages import Stages, since
 from fusion_compiler.runtime.verify import KernelCheck, Verifier, coarsest
+from fusion_compiler.stitch.higher_order import compiled_graph, inner_graphs
 from fusion_compiler.stitch.order import ordered
 from fusion_compiler.stitch.stitch import stitch, subgraph
 from fusion_compiler.stitch.units import ranges_of
@@ -163,6 +166,7 @@ def compile(
         strict=chosen.strict,
         broke=compiler.broke,
         give_up=compiler.give_up,
+        missed=compiler.missed,
     )
 
 
@@ -244,7 +248,7 @@ class Compiler:
         if info.phase is Phase.BACKWARD:
             gm, chunks = with_chunked_gradients(gm)
             info = replace(info, rewrites=(*info.rewrites, *chunks))
-        gm = self.with_chunks(gm, info)
+        gm = self.with_inner_graphs(self.with_chunks(gm, info), info)
         self.stages.enter("read")
         written, writes = written_in_place(gm)
         info = replace(info, rewrites=(*info.rewrites, *writes))
@@ -361,6 +365,19 @@ class Compiler:
         made.recompile()
         return made
 
+    def with_inner_graphs(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
+        """`gm` with the branches and loop bodies of its control flow taken through the stages as well; itself
+        where it has none. The plan of each is named for the graph and the branch."""
+        inner = inner_graphs(gm)
+        if not inner:
+            return gm
+        made, _ = copied(gm)
+        for name, graph in inner.items():
+            inner_info = self.chunk_info(name, info)
+            setattr(made, name, compiled_graph(graph, lambda g, i=inner_info: self.graph(g, examples(g), i)))
+        made.recompile()
+        return made
+
     def chunk_info(self, name: str, info: GraphInfo) -> GraphInfo:
         digest = f"{info.digest} {name}" if info.digest else ""
         return GraphInfo(f"{info.name}.{name}", Phase.CHUNK, (), 0, from_disk=info.from_disk, digest=digest)
@@ -446,6 +463,10 @@ class Compiler:
         for one in sorted((b for b in found if not b.deliberate), key=lambda b: not b.function)[:1]:
             self.warned.fall_back("graph break", one.error)
 
+    def missed(self, model: str, method: str) -> None:
+        """Warn that a module is trained by a method that is not compiled; raise when strict."""
+        self.warned.fall_back("method", EagerMethodError(model=model, method=method))
+
     def verified(
         self, plan: FusionPlan, runners: Mapping[str, Runner], kind: str, backend: str
     ) -> Mapping[str, Callable[..., Any]]:
@@ -496,7 +517,8 @@ class Compiler:
             return self.options.backend
         if kind == "cuda":
             return "triton"
-        self.warned.fall_back("device", EagerDeviceError(device=kind))
+        warned = self.warned if self.options.strict else of_process
+        warned.fall_back(f"device {kind}", EagerDeviceError(device=kind))
         return "eager"
 
     def runners_of(

@@ -194,6 +194,16 @@ class EagerDeviceError(FusionError, RuntimeError):
     next_step = "move the model to a GPU, or run the kernels here with backend='interpret'"
 
 
+class EagerMethodError(FusionError, RuntimeError):
+    """A method of a compiled module, which trains it without a compiled graph. Fields: model, method."""
+
+    template = "{model}.{method}() is not compiled, only {model}.forward() is, and that has not been called"
+    next_step = (
+        "call the module that compile() returned, or compile this method: "
+        "model.{method} = compile(model.{method})"
+    )
+
+
 class MissingTritonError(FusionError, ImportError):
     """Fields: detail."""
 
@@ -213,6 +223,27 @@ class ReportSchemaError(FusionError, ValueError):
 
     template = "the report is of schema {got}, and the page shows schema {known}"
     next_step = "make the report again with fc.explain(...), or open it with the version that made it"
+
+
+class DoubleBackwardError(FusionError, RuntimeError):
+    """A gradient of gradients that compiled code returned to the caller."""
+
+    template = "gradients that compiled code computed cannot be differentiated once more"
+    next_step = (
+        "take the inner gradient inside the function that is compiled, by torch.func.grad(f)(x) or "
+        "torch.autograd.grad(y, x, create_graph=True), and compile that function instead of the model in it"
+    )
+
+
+class LostRecordError(FusionError, RuntimeError):
+    """A recurrent layer whose saved state was replaced before its backward pass. Fields: layer."""
+
+    template = (
+        "the dropout masks of {layer} were lost between forward and backward: its saved tensors were replaced"
+    )
+    next_step = (
+        "leave out torch.autograd.graph.save_on_cpu or saved_tensors_hooks around the model, or its dropout="
+    )
 
 
 class KernelError(FusionError, RuntimeError):
@@ -273,9 +304,12 @@ class SubclassViewError(EagerGraphError):
 
 
 class LostBackwardError(EagerGraphError):
-    """A custom autograd.Function under a function transform. Fields: function."""
+    """A custom autograd.Function under a transform or beside torch.autograd.grad. Fields: function."""
 
-    template = "autograd.Function {function} runs under torch.func: TorchDynamo would drop its backward"
+    template = (
+        "autograd.Function {function} runs under torch.func or torch.autograd.grad: TorchDynamo would lose "
+        "its backward"
+    )
     next_step = (
         "compile the function inside the transform's argument apart, or write the gradient with torch.func"
     )
@@ -379,7 +413,7 @@ def user_frame() -> tuple[str, int]:
 
 
 class WarnOnce:
-    """Warnings of one compilation, each key once. A compilation owns one; nothing is global.
+    """Warnings, each key once. Every compilation owns one; `of_process` is shared by all of them.
 
     strict: `fall_back` raises instead of warning.
     """
@@ -401,7 +435,11 @@ class WarnOnce:
             file, line = where.file, where.line
         else:
             file, line = user_frame()
-        warnings.warn_explicit(message, FusionWarning, file, line)
+        try:
+            warnings.warn_explicit(message, FusionWarning, file, line)
+        except FusionWarning:  # a filter makes it an error, which every model raises
+            self._seen.pop(key, None)
+            raise
         return True
 
     def fall_back(self, key: str, error: FusionError) -> None:
@@ -409,3 +447,6 @@ class WarnOnce:
         if self.strict:
             raise error
         self.warn(key, f"{error}\n  this part runs eager", error.where)
+
+
+of_process = WarnOnce()  # for what is true of the machine, whatever model is compiled

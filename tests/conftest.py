@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusion_compiler import api
+from fusion_compiler.errors import WarnOnce
 from fusion_compiler.passes.fuse import candidates
 
 
@@ -89,6 +91,12 @@ def small_matrices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Tem
 def fresh_dynamo() -> None:
     """Dynamo keeps compiled code per function object; tests must not see each other's."""
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning that a process sees once is seen by each test that causes it."""
+    monkeypatch.setattr(api, "of_process", WarnOnce())
 
 
 @pytest.fixture(autouse=True)

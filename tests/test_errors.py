@@ -11,7 +11,9 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
+import fusion_compiler as fc
 import fusion_compiler.errors as errors
 from fusion_compiler.errors import FusionError, FusionWarning, WarnOnce
 from fusion_compiler.ir.dag import Source
@@ -207,3 +209,19 @@ def test_rows_agree_with_datasheets():
     datasheet = {"h200": 67, "h100": 67, "a100": 19.5, "b200": 75, "mi300x": 163.4, "rtx4090": 82.6}
     for spec in DEVICES:
         assert 2 * spec.fp32_per_s / 1e12 == pytest.approx(datasheet[spec.name], rel=0.02)
+
+
+def test_the_device_is_named_once_for_all_models():
+    x = torch.randn(2, 8)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            fc.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()))(x)
+    assert ["is on cpu" in str(w.message) for w in told] == [True]
+
+
+def test_a_filter_that_raises_the_warning_raises_it_for_every_model():
+    x = torch.randn(2, 8)
+    for _ in range(2):
+        with pytest.raises(Exception, match="is on cpu"):
+            fc.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()))(x)

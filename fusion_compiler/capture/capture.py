@@ -66,6 +66,7 @@ from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_nam
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
 from fusion_compiler.ir.sum_rows import COMBINES
+from fusion_compiler.runtime.retained import is_kept, refuse_double_backward
 from fusion_compiler.runtime.stages import Stages
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
@@ -134,7 +135,7 @@ def make_backend(
                 raise SkipFrame(str(error)) from error
         try:
             entry = enter(gm, (*held, *inputs))
-            with stages.of("autograd"):
+            with stages.of("autograd"), traced_gradients():
                 run = entry.around(compiled(compilers, entry.graph, entry.inputs, traced))
         except TorchDynamoException:  # not an error: Dynamo may start again
             raise
@@ -232,7 +233,6 @@ class _Compilers:
         self._origins: tuple[Origin, ...] = ()
         self._donated: frozenset[int] = frozenset()  # arguments of the backward that it may write over
 
-    @traced_gradients()
     def compile(
         self,
         gm: fx.GraphModule,
@@ -374,10 +374,10 @@ class _Compilers:
             backward = Backward(graph, variant, several=self._separable)
             if self._meanwhile():
                 backward.prepare()
-            return any_gradients(_boxed(backward), graph)
+            return any_gradients(_boxed_backward(backward), graph)
         compiled = self._compiled(graph, fakes, info)
         if info.phase is Phase.BACKWARD:
-            return any_gradients(_boxed(compiled), graph)
+            return any_gradients(_boxed_backward(compiled), graph)
         if bare:
             self.started, self._bare = True, _unboxed(compiled)
         return self._noting(_boxed(compiled))
@@ -467,6 +467,19 @@ def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(args: list[Any]) -> Any:
         return compiled(args)
+
+    return boxed(call)
+
+
+def _boxed_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a plain function as `_boxed` does, whose results refuse to be differentiated."""
+    is_boxed = isinstance(compiled, Backward) or getattr(compiled, "_boxed_call", False)
+    run = compiled if is_boxed else make_boxed_func(compiled)
+
+    def call(args: list[Any]) -> Any:
+        if is_kept():
+            refuse_double_backward()
+        return run(args)
 
     return boxed(call)
 

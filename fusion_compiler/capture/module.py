@@ -24,6 +24,8 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Un
 from torch._dynamo.utils import counters, graph_break_reasons
 
 from fusion_compiler.capture.capture import Backend, raising
+from fusion_compiler.capture.dynamo import dynamo_compiled
+from fusion_compiler.capture.entries import compiled_methods, other_methods, watched
 from fusion_compiler.errors import FusionError, NotCallableError
 from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.ir.plan import FusionPlan
@@ -163,6 +165,7 @@ def wrap(
     strict: bool = False,
     broke: Callable[[Sequence[GraphBreak]], None] | None = None,
     give_up: Callable[[str, Exception], None] = raising,
+    missed: Callable[[str, str], None] = lambda model, method: None,
 ) -> Any:
     """Return `target` compiled through `backend`: a module of the same class, or a CompiledFunction.
 
@@ -171,6 +174,8 @@ def wrap(
     dynamic, fullgraph: as torch.compile's. strict: fullgraph, with an error of our own.
     broke: told of the graph breaks of a call that compiled something; without it `plans` keeps them.
     give_up(name, error): told that a call ran eager, as TorchDynamo failed to capture it. It may raise.
+    missed(model, method): told of a method that is not compiled, whose result gets a gradient before the
+        compiled module is called.
     """
     broke = broke or plans.broke
 
@@ -188,7 +193,7 @@ def wrap(
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
         whole = fullgraph or strict
-        run = torch.compile(_own_frame(function), backend=quiet, dynamic=dynamic, fullgraph=whole)
+        run = dynamo_compiled(_own_frame(function), quiet, dynamic=dynamic, fullgraph=whole)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal failures
@@ -227,7 +232,7 @@ def wrap(
         return call
 
     if isinstance(target, nn.Module):
-        return _compiled_module(target, compiled, plans, recompile)
+        return _compiled_module(target, compiled, plans, recompile, missed)
     return CompiledFunction(target, compiled(target), plans, recompile)
 
 
@@ -284,20 +289,23 @@ def _compiled_module(
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
     plans: Plans,
     recompile: Recompile,
+    missed: Callable[[str, str], None],
 ) -> nn.Module:
     original = type(model)
 
-    @functools.cache
-    def forward_of(own: Callable[..., Any] | None) -> Callable[..., Any]:
-        run = compiled(original.forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs))
-
-        @functools.wraps(original.forward)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def compiled_method(method: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # A replica that another library made has tensors of its own. Others compile no identities.
             own = torch.compiler.is_dynamo_compiling() or self.__dict__ is not model.__dict__
             return run(self if own else model, *args, **kwargs)
 
-        return forward
+        return call
+
+    @functools.cache
+    def forward_of(own: Callable[..., Any] | None) -> Callable[..., Any]:
+        run = compiled(original.forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs))
+        return compiled_method(original.forward, run)
 
     # A forward of the instance's own, as other libraries set it, goes before the class's: the present one.
     present = property(
@@ -305,7 +313,12 @@ def _compiled_module(
         lambda self, value: vars(self).update(forward=value),
         lambda self: vars(self).pop("forward", None),
     )
+    told = functools.partial(missed, original.__name__)
+    methods = {name: watched(f, lambda: plans.called, told) for name, f in other_methods(original)}
+    for name in compiled_methods(model):
+        methods[name] = compiled_method(getattr(original, name), compiled(getattr(original, name)))
     body: dict[str, Any] = {
+        **methods,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,

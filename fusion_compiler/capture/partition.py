@@ -39,6 +39,7 @@ from fusion_compiler.ir.loops import exact
 from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.ir.pinned import pin
 from fusion_compiler.ir.random import merge_seeds
+from fusion_compiler.ir.recurrent import FORWARDS
 
 _aten = torch.ops.aten
 # The cut nearest to the sink is the same for every maximum flow; of 32 layers the default takes two to
@@ -69,6 +70,7 @@ def partition(
     mark_gradients(joint.graph)
     keep_places(joint.graph)
     look_up_again(joint.graph)
+    keep_records(joint.graph)
     if rewrite is not None:
         rewrite(joint.graph)
     mark_single_runs(joint.graph)
@@ -208,6 +210,18 @@ def _reads_on_the_way(node: fx.Node) -> bool:
     if is_view_node(node):
         return all(map(_reads_on_the_way, node.users))
     return spec_of(node.target) is not None
+
+
+def keep_records(graph: fx.Graph) -> None:
+    """Save the operands and results of recurrent layers, in place.
+
+    The record of a layer (`ir.recurrent`) shows their memory, which nothing may write over before the
+    backward pass. A layer that a checkpointed region runs again makes a new record.
+    """
+    for node in graph.nodes:
+        if node.target in FORWARDS and "recompute" not in node.meta:
+            for other in (*node.all_input_nodes, *node.users):
+                other.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def merge_equal(graph: fx.Graph) -> None:

@@ -170,6 +170,8 @@ def _check_nodes(gm: fx.GraphModule) -> None:
             _check_nodes(body)
         elif isinstance(node.target, HigherOrderOperator):
             raise UntraceableError(f"it holds the higher-order operator {node.target}")
+        if node.target is torch.autograd.grad:
+            raise UntraceableError("it calls torch.autograd.grad")
         if getattr(node.target, "__module__", "").startswith("torch._functorch"):
             raise UntraceableError("it holds a function transform (vmap, grad or jvp)")
         if node.op == "call_method" and node.target in AUTOGRAD_METHODS:

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.capture.graphs import unregister_constants
 from fusion_compiler.capture.pre_autograd import AUTOGRAD_METHODS, UntraceableError, check_constants
+from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.ir.sources import is_library, marked
 
 _C: Any = torch._C
@@ -81,6 +82,7 @@ def symbolic_trace(
         # Models ask whether they are being compiled, to leave out what a graph could not hold.
         with (
             mode,
+            traced_gradients(),
             patch.object(torch.compiler, "_is_compiling_flag", True),
             fx_traceback.preserve_node_meta(),
         ):
@@ -102,8 +104,6 @@ def _check_module(module: nn.Module) -> None:
     if any(getattr(module, hooks) for hooks in _HOOKS):
         raise UntraceableError("the module has hooks of its own, which are not part of it")
     for m in module.modules():
-        if isinstance(m, nn.RNNBase):
-            raise UntraceableError(f"it holds an {type(m).__name__}, which TorchDynamo leaves as it is")
         if isinstance(m, _WITH_FAST_PATH) and not m.training and torch.backends.mha.get_fastpath_enabled():
             raise UntraceableError(
                 f"it holds a {type(m).__name__}, which may be one operator when not training"
@@ -241,7 +241,8 @@ def _tensors(results: Any) -> list[Tensor]:
 
 
 def _check_gradients(results: list[Tensor]) -> None:
-    """A gradient that the model defines itself is part of autograd's graph, not of the trace."""
+    """Raise UntraceableError for an autograd.Function, whose gradient is in autograd's graph and not in the
+    trace. The gradient of a custom operator belongs to the operator, which the trace holds."""
     pending: list[Any] = [t.grad_fn for t in results if t.grad_fn is not None]
     seen: set[Any] = set()
     while pending:
@@ -249,10 +250,9 @@ def _check_gradients(results: list[Tensor]) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            raise UntraceableError(
-                f"it holds an autograd.Function ({type(node).__name__.removesuffix('Backward')})"
-            )
+        name = type(node).__name__
+        if isinstance(node, BackwardCFunction) and not name.startswith("GeneratedBackwardFor_"):
+            raise UntraceableError(f"it holds an autograd.Function ({name.removesuffix('Backward')})")
         pending += [after for after, _ in node.next_functions]
 
 

@@ -1,22 +1,25 @@
-"""Gradients that autograd has in one form in eager and in another while it is traced.
+"""Operators that PyTorch runs whole in eager and writes out, above autograd, while it traces.
 
-Traced, PyTorch's autograd takes apart what no table of decompositions sees: interpolation, into gathers
-whose gradient is a scatter; on PyTorch 2.11 the gradient of a running product, into products of its own for
-every element of a row. While a graph is traced here, both are what they are in eager.
+No table of decompositions sees these: interpolation becomes gathers whose gradient is a scatter; a recurrent
+layer some ten operators for each of its steps; on PyTorch 2.11 the gradient of a running product becomes
+products for every element of a row. Within `traced_gradients` they stay whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.chunks import wide
+from fusion_compiler.ir.recurrent import KINDS, recurrent
 
 aten = torch.ops.aten
 
@@ -51,15 +54,36 @@ def cumprod_backward(grad: Tensor, x: Tensor, dim: int, result: Tensor) -> Tenso
 
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+def recurrent_kernels(kind: str, overload: str) -> dict[DispatchKey, Callable[..., Any]]:
+    """Return the kernels that keep a recurrent layer whole. A function transform sees it written out."""
+    op: OpOverload = getattr(getattr(aten, kind), overload)
+    written_out = op.py_kernels[DispatchKey.CompositeImplicitAutograd]
+
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        transform: Any = peek_interpreter_stack()
+        if transform is not None:
+            return written_out(*arguments)
+        return recurrent(kind, overload == "data", *arguments)
+
+    return dict.fromkeys(_KEYS, functools.wraps(written_out)(run))
+
+
 _INSTEAD: dict[OpOverload, dict[DispatchKey, Callable[..., Any]]] = {
     **{op: {} for op in INTERPOLATIONS},
     aten.cumprod_backward.default: {DispatchKey.CompositeImplicitAutograd: cumprod_backward},
+    **{
+        getattr(getattr(aten, kind), overload): recurrent_kernels(kind, overload)
+        for kind in KINDS
+        for overload in ("input", "data")
+    },
 }
 
 
 @contextlib.contextmanager
 def traced_gradients() -> Generator[None]:
-    """While a graph is traced, autograd takes the gradients of this file."""
+    """A context for traces, in which the operators of this file stay whole."""
 
     def become(kernels: dict[OpOverload, dict[DispatchKey, Callable[..., Any]]]) -> None:
         for op, of_keys in kernels.items():

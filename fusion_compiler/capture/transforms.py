@@ -1,13 +1,15 @@
 """Custom autograd functions under `torch.func.grad`, `vjp` or `jvp` within captured code.
 
 TorchDynamo inlines the forward of such a `torch.autograd.Function` and forgets its backward, so the transform
-would differentiate through the forward instead.
+would differentiate through the forward instead. Beside `torch.autograd.grad` it keeps the backward, but not that
+backward's own derivative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch.autograd import Function
@@ -36,7 +38,7 @@ def _transforms(node: fx.Node) -> bool:
     module, name = (getattr(node.target, a, None) or "" for a in ("__module__", "__name__"))
     if node.op != "call_function" or name == "AutogradFunctionApply":
         return False
-    return module.startswith(_TRANSFORMS) or name in _FORWARD_MODE
+    return module.startswith(_TRANSFORMS) or name in _FORWARD_MODE or node.target is torch.autograd.grad
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import networkx as nx
@@ -21,6 +22,7 @@ from fusion_compiler.ir.dims import Dim, Hints, hint, numel, simple
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.pinned import pinned_values
+from fusion_compiler.ir.recurrent import LAYERS
 from fusion_compiler.ir.schema import bound, written
 
 aten = torch.ops.aten
@@ -134,7 +136,7 @@ ROW_RANGES = (4, 8, FEW_ROWS)
 # Library calls, where their arithmetic is worth more than any fusion around them.
 CONTRACTIONS = frozenset({
     "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "convolution_relu",
-    "_addmm_activation", "_scaled_mm", "_grouped_mm", "expert_mm", "matmul", "einsum",
+    "_addmm_activation", "_scaled_mm", "_grouped_mm", "expert_mm", "matmul", "einsum", *LAYERS,
 })  # fmt: skip
 
 
@@ -243,6 +245,11 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
     if "attention" in name and len(operands) >= 3:
         products = 10 if backward else 4  # two products forward, five in the backward pass
         return products * numel_of(meta("query")) * hint(meta("key", 1).shape[-2], hints)
+    if name in LAYERS:  # each step's products with all weights; twice that for their gradients
+        x, *others = (metas_of(operand.meta["val"])[0] for operand in named["operands"])
+        steps = prod(hint(size, hints) for size in x.shape[:-1])
+        weights = sum(numel_of(other) for other in others if len(other.shape) == 2)
+        return 2 * steps * weights * (2 if backward else 1)
     if name.startswith("convolution") and "weight" in named:
         positions = meta("grad_output") if backward else outputs[0]
         return 2 * numel_of(positions) * numel(meta("weight").shape[1:], hints) * (2 if backward else 1)

@@ -20,6 +20,7 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import BATCH, GROUPS
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Cluster, Leftover, PlanData, Rejected
+from fusion_compiler.ir.recurrent import LAYERS
 from fusion_compiler.ir.schema import is_view, short_name
 
 SCHEMA = 2
@@ -160,7 +161,9 @@ def format_plan(plan: PlanData, level: int = 1) -> str:
     library = [f"{number} {name}" for name, number in sorted(library_calls(plan).items())]
     if library:
         lines += ["", *wrapped("library calls: ", ", ".join(library))]
-    lines += _eager(eager_ops(plan))
+    lines += _calls([left for left in plan.leftovers if short_name(plan.dag.op(left.op).target) in LAYERS])
+    eager = eager_ops(plan)
+    lines += ["", "stayed eager", *_calls(eager)] if eager else []
     lines += _rejections(plan.rejections, everything=level >= 2)
     if plan.notes:
         lines += ["", *(line for key, text in plan.notes.items() for line in wrapped(f"{key}: ", text))]
@@ -216,11 +219,12 @@ def modules_of(dag: OpDag, names: Iterable[str]) -> list[str]:
     return [form if len(modules) > 1 else modules[0] for form, modules in by_form.items()]
 
 
-def _eager(leftovers: Sequence[Leftover]) -> list[str]:
+def _calls(leftovers: Sequence[Leftover]) -> list[str]:
+    """An entry for each operator and reason: how often, why, and where first."""
     groups: dict[tuple[str, str], list[Leftover]] = {}
     for left in leftovers:
         groups.setdefault((left.target, left.reason), []).append(left)
-    lines = ["", "stayed eager"] if groups else []
+    lines: list[str] = []
     for (target, reason), same in groups.items():
         times = f" x{len(same)}" if len(same) > 1 else ""
         lines += wrapped(f"  {target}{times}: ", reason)

@@ -1,4 +1,4 @@
-"""Facts about ATen overloads that their schemas state."""
+"""Facts about operators that they state themselves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+# Operators that take graphs, and run them as often as data or sizes say.
+CONTROL_FLOW = tuple(getattr(torch.ops.higher_order, n) for n in ("cond", "while_loop", "map_impl", "scan"))
 _SHORT = {"convert_element_type": "cast", "_to_copy": "cast"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._C._dynamo import guards
@@ -26,3 +27,20 @@ def again(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same values at the same strides, in memory of its own."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return empty.copy_(tensor)
+
+
+def laid(value: Any, strides: tuple[int, ...] | None) -> Any:
+    """Return `value` or a copy of it with these strides. A dimension of one element may have any stride."""
+    if strides is None or not isinstance(value, torch.Tensor) or not value.numel():
+        return value
+    if all(a == b or n == 1 for a, b, n in zip(value.stride(), strides, value.shape, strict=True)):
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def strides_of(value: Any) -> tuple[int, ...] | None:
+    """Return the strides of a traced tensor, or None where any of its sizes or strides is a symbol."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    numbers: tuple[Any, ...] = (*value.shape, *value.stride())
+    return value.stride() if all(isinstance(n, int) for n in numbers) else None

@@ -36,7 +36,7 @@ from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.layout import is_view_node
-from fusion_compiler.ir.schema import written
+from fusion_compiler.ir.schema import CONTROL_FLOW, written
 from fusion_compiler.runtime.binding import unkept_scratch
 from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, paused, unless
 from fusion_compiler.runtime.graph_pool import Pool, retried
@@ -104,6 +104,9 @@ def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
         return f"{other}: what the host computes is not recorded"
     if len(devices := sorted({str(t.device) for _, t in tensors})) != 1:
         return f"it is on {' and '.join(devices) or 'no device'}"
+    chosen = next((n for n in gm.graph.nodes if n.target in CONTROL_FLOW), None)
+    if chosen is not None:
+        return f"data decides what {chosen.name} runs"
     unsized = (n for n, value in values if value is not None and free_unbacked_symbols(value))
     unsafe = next(filter(is_cudagraph_unsafe_fx_node, gm.graph.nodes), None) or next(unsized, None)
     if unsafe is not None:

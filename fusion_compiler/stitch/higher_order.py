@@ -1,7 +1,8 @@
-"""Higher-order operators that PyTorch has a kernel for only through Inductor: FlexAttention, both ways.
+"""Higher-order operators: those that take graphs as arguments.
 
-Called as they are, they materialize the scores. So a call of one is a graph of its own, which Inductor
-compiles when it first runs; around it everything is ours.
+Control flow (`CONTROL_FLOW`) stays PyTorch's own call, and the graphs that it takes are compiled as their
+caller is. FlexAttention has a kernel through Inductor alone (`LOWERED`): called as it is, it stores its
+scores. So a call of it is a graph that Inductor compiles when it first runs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,50 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from fusion_compiler.ir.schema import CONTROL_FLOW
+from fusion_compiler.ir.views import laid, strides_of
+
 _HIGHER = torch.ops.higher_order
 LOWERED = (_HIGHER.flex_attention, _HIGHER.flex_attention_backward)
+
+
+class CompiledGraph(nn.Module):
+    """A compiled graph in the place of the one that an operator takes.
+
+    run: takes a list and returns one. strides: of each operand, as the graph was traced with; None where they
+    are not known. one: whether the graph returns its result alone.
+    """
+
+    def __init__(
+        self, run: Callable[[list[Any]], Any], strides: Sequence[tuple[int, ...] | None], one: bool
+    ) -> None:
+        super().__init__()
+        self._run, self._strides, self._one = run, strides, one
+
+    def forward(self, *operands: Any) -> Any:
+        results = self._run([laid(x, s) for x, s in zip(operands, self._strides, strict=True)])
+        return results[0] if self._one else results
+
+
+def inner_graphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
+    """Return the graphs that the control flow of `gm` takes, by the names of its attributes."""
+    nodes = (n for node in gm.graph.nodes if node.target in CONTROL_FLOW for n in node.all_input_nodes)
+    return {str(n.target): getattr(gm, str(n.target)) for n in nodes if _is_graph(n)}
+
+
+def compiled_graph(
+    graph: fx.GraphModule, compile: Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
+) -> CompiledGraph:
+    """Return what runs in the place of `graph`. compile: takes a graph that returns a tuple."""
+    one = isinstance(graph.graph.output_node().args[0], fx.Node)
+    strides = [strides_of(value) for value in _inputs(graph)]
+    return CompiledGraph(compile(_returning_a_tuple(graph) if one else graph), strides, one)
+
+
+def _returning_a_tuple(graph: fx.GraphModule) -> fx.GraphModule:
+    copy = fx.Graph()
+    copy.output((copy.graph_copy(graph.graph, {}),))
+    return fx.GraphModule(graph, copy)
 
 
 class Lowered:

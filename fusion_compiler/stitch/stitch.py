@@ -23,7 +23,7 @@ from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
-from fusion_compiler.ir.views import restrided
+from fusion_compiler.ir.views import laid, restrided, strides_of
 from fusion_compiler.ir.writes import base_of, memory, root
 from fusion_compiler.stitch.graph_source import GraphSource, quick
 from fusion_compiler.stitch.higher_order import LOWERED, lowered
@@ -99,29 +99,12 @@ class AsPlanned:
     def __call__(self, *arguments: Any, **more: Any) -> Any:
         made = self.target(*arguments, **more)
         results = made if isinstance(made, tuple | list) else (made,)
-        laid = [_laid(r, s) for r, s in zip(results, self._strides, strict=True)]
-        if all(a is b for a, b in zip(laid, results, strict=True)):
+        planned = [laid(r, s) for r, s in zip(results, self._strides, strict=True)]
+        if all(a is b for a, b in zip(planned, results, strict=True)):
             if self._replace is not None:
                 self._replace(self.target)
             return made
-        return type(made)(laid) if isinstance(made, tuple | list) else laid[0]
-
-
-def _laid(value: Any, strides: tuple[int, ...] | None) -> Any:
-    """A tensor with these strides; where a dimension has one element its stride is any."""
-    if strides is None or not isinstance(value, torch.Tensor) or not value.numel():
-        return value
-    if all(a == b or n == 1 for a, b, n in zip(value.stride(), strides, value.shape, strict=True)):
-        return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _strides(value: Any) -> tuple[int, ...] | None:
-    """What is known of a result's strides beforehand: all, or nothing."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    numbers: tuple[Any, ...] = (*value.shape, *value.stride())
-    return value.stride() if all(isinstance(n, int) for n in numbers) else None
+        return type(made)(planned) if isinstance(made, tuple | list) else planned[0]
 
 
 class _Stitcher:
@@ -246,7 +229,7 @@ class _Stitcher:
     def look(self, call: fx.Node) -> None:
         """Has the results of an operator compared with what is known of them, but for products."""
         value = call.meta.get("val")
-        strides = [_strides(v) for v in (value if isinstance(value, tuple | list) else (value,))]
+        strides = [strides_of(v) for v in (value if isinstance(value, tuple | list) else (value,))]
         if isinstance(call.target, OpOverload) and any(s is not None for s in strides):
             call.target = AsPlanned(call.target, strides)
             self.as_planned.append(call.target)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops import while_loop
+from torch._higher_order_ops.map import map as map_rows
 from torch._inductor.lowering import lowerings
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -19,6 +21,8 @@ from torch.utils import _pytree as pytree
 import fusion_compiler as fc
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.ir.graph_info import Phase
+from fusion_compiler.runtime.cuda_graphs import Form, refusal
 from fusion_compiler.stitch.higher_order import Lowered, lowered
 
 HIGHER = torch.ops.higher_order
@@ -59,19 +63,63 @@ def test_all_around_flex_attention_is_fused() -> None:
     assert {"sin", "mul"} <= {op.rpartition("_")[0] or op for c in fast.plan[-1].clusters for op in c.ops}
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_other_higher_order_operators_stay_calls(grad: bool) -> None:
-    def branches(x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda y: y.sin() * 2, lambda y: y.cos() + 1, (x * 2,)) + 1
+def branches(x: Tensor) -> Tensor:
+    """A branch in a branch; which of the three runs is told by the signs of x."""
 
-    fast = fc.compile(branches, backend="eager", device="h200")
-    for sign in (1, -1):
-        x = sign * torch.rand(4, 8, dtype=torch.float64)
+    def positive(y: Tensor) -> Tensor:
+        return torch.cond(y[0, 0] > 0, lambda z: z.sin() * 2, lambda z: torch.tanh(z) * z, (y,))
+
+    return torch.cond(x.sum() > 0, positive, lambda y: (y.softmax(-1) + 1) * 3, (x * 2,)) + 1
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_branches_are_compiled(grad: bool) -> None:
+    fast = fc.compile(branches, backend="interpret", strict=True)
+    for sign, first in ((1, 1), (1, -1), (-1, 1)):
+        x = sign * torch.rand(4, 8) + 0.1
+        x[0, 0] = first
         x.requires_grad_(grad)
-        torch.testing.assert_close(fast(x), branches(x))
+        wide = x.detach().double().requires_grad_(grad)
+        torch.testing.assert_close(fast(x), branches(wide).float(), rtol=1e-5, atol=1e-5)
         if grad:
-            ours, theirs = (torch.autograd.grad(f(x).sum(), x) for f in (fast, branches))
-            torch.testing.assert_close(ours, theirs)
+            (ours,), (truth,) = (torch.autograd.grad(f(v).sum(), v) for f, v in ((fast, x), (branches, wide)))
+            torch.testing.assert_close(ours, truth.float(), rtol=1e-5, atol=1e-5)
+    phases = ["forward", "backward"] if grad else ["inference"]
+    for phase in phases:
+        plans = [plan for plan in fast.plan if plan.name.startswith(f"graph0.{phase}.")]
+        assert len(plans) == 4 and all(plan.clusters for plan in plans if plan.name.count("graph_") != 1)
+    outer = [plan for plan in fast.plan if plan.name.count(".") == 1]
+    assert all(any(left.reason.startswith("control flow") for left in plan.leftovers) for plan in outer)
+
+
+def test_loop_bodies_are_compiled() -> None:
+    weight = torch.randn(8, 8) * 0.3
+
+    def loop(x: Tensor) -> Tensor:
+        body = lambda i, y: (i + 1, torch.tanh(y @ weight) + y.sin() * 0.5)  # noqa: E731
+        count, y = while_loop(lambda i, y: i < 3, body, (torch.tensor(0), x * 2))
+        return y + count
+
+    def rows(x: Tensor) -> Tensor:
+        return map_rows(lambda row: torch.softmax(row, -1) * 2, x.T).sum(0)
+
+    for function, bodies in ((loop, 2), (rows, 1)):
+        fast, x = fc.compile(function, backend="interpret", strict=True), torch.randn(4, 8)
+        torch.testing.assert_close(fast(x), function(x), rtol=1e-5, atol=1e-5)
+        assert len(fast.plan) == 1 + bodies and all(plan.clusters for plan in fast.plan)
+
+
+def test_what_data_chooses_is_not_recorded() -> None:
+    with FakeTensorMode():
+        x = torch.empty(4, device="cuda")
+        graph = fx.Graph()
+        flag, value = graph.placeholder("flag"), graph.placeholder("x")
+        flag.meta["val"], value.meta["val"] = torch.empty((), dtype=torch.bool, device="cuda"), x
+        node = graph.call_function(HIGHER.cond, (flag, None, None, (value,)))
+        node.meta["val"] = (x,)
+        graph.output((node,))
+        gm = fx.GraphModule(torch.nn.Module(), graph)
+    assert refusal(gm, Form(), Phase.INFERENCE) == "data decides what cond runs"
 
 
 def call(*values: Any, results: Any) -> tuple[fx.Node, fx.GraphModule]:

@@ -10,6 +10,8 @@ from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.put import put
 from fusion_compiler.ir.random import seed
+from fusion_compiler.ir.recurrent import OPERATORS
+from fusion_compiler.ir.schema import CONTROL_FLOW
 from fusion_compiler.patterns import USER_NAMESPACE
 
 # Data decides which places are written, and how often.
@@ -25,6 +27,8 @@ SORTS = (torch.ops.aten.sort.stable, torch.ops.aten.searchsorted.Tensor)
 def library_call(op: Op) -> str | None:
     """Why an op is a call on purpose; None for one that is not."""
     target = op.target
+    if target in OPERATORS:
+        return "a recurrent layer: each step needs the one before, and PyTorch's library runs all of them"
     if op.kind is Kind.CONTRACTION:
         return "library call"
     if target is seed:
@@ -33,6 +37,8 @@ def library_call(op: Op) -> str | None:
         times = f"{target.count} times for {target.chunk} of {target.rows} {target.unit}"
         return f"runs a graph of its own, {times}"
     if isinstance(target, HigherOrderOperator):
+        if target in CONTROL_FLOW:
+            return "control flow: its graphs have plans of their own, and data decides what runs"
         return "a kernel of the model's own" if target.name().startswith("triton_kernel_wrapper") else None
     if not isinstance(target, OpOverload):
         return None

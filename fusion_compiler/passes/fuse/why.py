@@ -17,6 +17,7 @@ from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Cost, Rejected
+from fusion_compiler.ir.recurrent import LAYERS
 from fusion_compiler.ir.schema import is_view, short_name
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.cluster import solve
@@ -258,6 +259,8 @@ def cost_of_call(plan: FusionPlan, name: str) -> Cost:
 
 
 def _epilogue(name: str, ops: Sequence[Op]) -> str:
+    if name in LAYERS:
+        return "each step of a recurrent layer needs the one before, and PyTorch's library runs all of them"
     if "attention" in name:
         return "attention kernels take a mask and a scale, and nothing after the second product"
     if "convolution" in name:

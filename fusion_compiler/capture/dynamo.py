@@ -1,0 +1,55 @@
+"""torch.compile under settings of our own, which hold for no other compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._dynamo import config
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.variables import TensorVariable
+
+from fusion_compiler.capture.traced_gradients import traced_gradients
+
+# allow_rnn: TorchDynamo traces into nn.LSTM, nn.GRU and nn.RNN, which are one operator each (`ir.recurrent`).
+# trace_autograd_ops: `torch.autograd.grad` is part of a graph, so that its result can be differentiated.
+SETTINGS: dict[str, Any] = {"allow_rnn": True, "trace_autograd_ops": True}
+
+
+def dynamo_compiled(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    *,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> Callable[..., Any]:
+    """Return `function` compiled as `torch.compile` does, and traced under `SETTINGS`."""
+    context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic)
+    if hasattr(context, "callback"):  # not where TORCHDYNAMO_DISABLE is set
+        context.callback = _Tracing(context.callback)
+    return context(function)
+
+
+class _Tracing:
+    """A callback that TorchDynamo calls with each frame to trace: `callback` under `SETTINGS`."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        # TorchDynamo's C code follows this attribute to the backend. It must not have to run Python for that.
+        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        backward = patch.object(TensorVariable, "method_backward", _untraced_backward)
+        with compile_lock, config.patch(SETTINGS), backward, traced_gradients():
+            return self._callback(*args, **kwargs)
+
+
+_backward = TensorVariable.method_backward
+
+
+def _untraced_backward(*args: Any, **kwargs: Any) -> Any:
+    """`Tensor.backward()` ends a graph: what it does to leaves, hooks included, is left to autograd."""
+    with config.patch(trace_autograd_ops=False):
+        return _backward(*args, **kwargs)
