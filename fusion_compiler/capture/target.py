@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -53,6 +53,8 @@ def capturing_for(spec: DeviceSpec) -> Generator[None]:
         if not torch.cuda.is_available():
             stack.enter_context(_without_gpu())
         stack.enter_context(enable_python_dispatcher())  # as AOTAutograd does for a graph of TorchDynamo
+        # A recurrent layer lays weights that are new to it out for cuDNN: no FakeTensors.
+        stack.enter_context(patch.object(nn.RNNBase, "flatten_parameters", lambda layer: None))
         stack.enter_context(with_kernel(_aten.scaled_dot_product_attention.default, _COMPOSITE, attend))
         yield
 

@@ -1,8 +1,8 @@
 """Custom autograd functions under `torch.func.grad`, `vjp` or `jvp` within captured code.
 
 TorchDynamo inlines the forward of such a `torch.autograd.Function` and forgets its backward, so the transform
-would differentiate through the forward instead. Beside `torch.autograd.grad` it keeps the backward, but not that
-backward's own derivative.
+would differentiate through the forward instead. Beside `torch.autograd.grad` it keeps the backward, but not
+the derivative of that backward.
 """
 
 from __future__ import annotations
