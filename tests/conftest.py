@@ -6,6 +6,7 @@ import os
 import random
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw the seed of the samples, once for all worker processes."""
+    """Draw the seed of the samples; workers of pytest-xdist get that of the process that starts them."""
     if config.option.sample_seed is None:
-        config.option.sample_seed = random.SystemRandom().randrange(2**31)
+        inherited: dict[str, int] = getattr(config, "workerinput", {})
+        config.option.sample_seed = inherited.get("sample_seed", random.SystemRandom().randrange(2**31))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["sample_seed"] = node.config.option.sample_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
