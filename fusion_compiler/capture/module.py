@@ -20,7 +20,13 @@ from typing import Any, overload
 import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchRuntimeError, Unsupported, UserError
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
 from torch._dynamo.utils import counters, graph_break_reasons
 
 from fusion_compiler.capture.capture import Backend, raising
@@ -364,7 +370,7 @@ def _is_uncaptured(error: Exception) -> bool:
 
 
 def _operator_error(error: Exception) -> Exception:
-    """Return what an operator raised for FakeTensors, which TorchDynamo has made a RuntimeError of, or `error`."""
+    """Return what an operator raised for FakeTensors, of which TorchDynamo makes a RuntimeError, or `error`."""
     wrapped = error.__context__ if isinstance(error, TorchRuntimeError) else None
     cause = wrapped.__cause__ if isinstance(wrapped, Unsupported) else None
     return cause if isinstance(cause, Exception) else error

@@ -69,7 +69,9 @@ def test_code_before_the_error_runs_once() -> None:
 
 def test_an_error_that_the_model_handles_costs_speed_alone() -> None:
     fast = fc.compile(pooled_or_not)
-    with pytest.warns(FusionWarning, match=r"the call of pooled_or_not could not be compiled: ValueError: Input dim"):
+    with pytest.warns(
+        FusionWarning, match=r"the call of pooled_or_not could not be compiled: ValueError: Input dim"
+    ):
         torch.testing.assert_close(fast(FLAT), FLAT * 3)
     with pytest.raises(ValueError, match="at least 3"):
         fc.compile(pooled_or_not, strict=True)(FLAT)
