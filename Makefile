@@ -28,6 +28,8 @@ sweep: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu" --sweep
 	$(BIN)/python -m tests.random_programs --count 2000 --seed $(SEED) --jobs $(JOBS)
 	$(BIN)/python -m tests.opinfo --dtype float32 bfloat16 float16
+	$(BIN)/python -m tests.opinfo --errors --seed $(SEED)
+	$(BIN)/python -m tests.opinfo --layouts --seed $(SEED)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -253,8 +253,11 @@ class KernelError(FusionError, RuntimeError):
     next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
 
 
-class IndexRangeError(FusionError, IndexError):
-    """An index that is data and lies outside. Fields: what (an op and its place), value, low, high."""
+class IndexRangeError(FusionError, IndexError, RuntimeError):
+    """An index that is data and lies outside. Eager raises an IndexError or a RuntimeError.
+
+    Fields: what (an op and its place), value, low, high.
+    """
 
     template = "{what}: index {value} is not in [{low}, {high})"
     next_step = "look at the tensor of indices: eager raises as well"

@@ -1,12 +1,14 @@
 """Every operator of PyTorch's own test database, compiled: values and gradients beside eager's and float64's.
 
-    python -m tests.opinfo [--filter REGEX] [--dtype float32 ...] [--samples N] [--seconds 60]
-                           [--json FILE] [--resume]
+    python -m tests.opinfo [--errors | --layouts] [--filter REGEX] [--dtype float32 ...] [--samples N]
+                           [--seconds 60] [--seed N] [--json FILE] [--resume]
 
-Kernels run in Triton's interpreter; a kernel that fails is an error, not a fallback. Each sample ends as
+--errors compiles arguments that eager refuses (opinfo_errors.py), --layouts arguments in every layout
+(opinfo_layouts.py). Kernels run in Triton's interpreter; a kernel that fails is an error, not a fallback.
+Each sample ends as
 
-    right           as close to float64 as eager is, forward and backward
-    wrong           not so, or of another dtype, shape or memory order
+    right           as close to float64 as eager is, forward and backward; raises as eager does
+    wrong           not so, or of another dtype, shape or strides
     error           compiling or running it raised
     fallback        an operator of the table that stayed an ATen call, and why
     not applicable  what `aot_eager` cannot run either, or what has no result to compare, and why
@@ -19,6 +21,7 @@ import contextlib
 import copy
 import itertools
 import json
+import random
 import re
 import signal
 import sys
@@ -28,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +43,12 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+import fusion_compiler as fc
 from fusion_compiler.errors import UnsupportedDtypeError
 from fusion_compiler.ir.ops import spec_of
+from tests import opinfo_errors, opinfo_layouts
 from tests.exactness import Compiled, not_as_close
+from tests.opinfo_layouts import strides
 from tests.samples import opinfo_samples
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -194,6 +201,9 @@ def compared(ours: Sequence[Tensor], known: Known) -> Outcome:
     if len(ours) != len(known.eager):
         return Outcome("wrong", f"{len(ours)} results and gradients, eager has {len(known.eager)}")
     for number, (our, their, truth) in enumerate(zip(ours, known.eager, known.truth, strict=True)):
+        if number < known.count and strides(our) != strides(their):
+            laid = f"has strides {list(our.stride())}, eager's has {list(their.stride())}"
+            return Outcome("wrong", f"result {number} of shape {list(our.shape)} {laid}")
         if known.random:
             mine, eagers = ((t.dtype, tuple(t.shape)) for t in (our, their))
             problem = None if mine == eagers else f"{mine}, eager has {eagers}"
@@ -218,20 +228,23 @@ def in_aot_eager(sample: Sample, known: Known) -> Outcome:
     return compared(found, known)
 
 
-def judged(samples: Sequence[Sample], known: Sequence[Known]) -> list[Outcome]:
+Compile = Callable[[Callable[..., list[Tensor]]], Any]
+
+
+def judged(samples: Sequence[Sample], known: Sequence[Known], compile: Compile = Compiled) -> list[Outcome]:
     """An outcome for each sample, of all in one graph if that goes well."""
     refused = ""
     try:
-        compiled = Compiled(together(samples))
+        compiled = compile(together(samples))
         ours = evaluate(compiled, samples, [k.count for k in known])
         found = [compared(o, k) for o, k in zip(ours, known, strict=True)]
-        refused = refusals(compiled)
+        refused = refusals(compiled) if isinstance(compiled, Compiled) else ""
     except UnsupportedDtypeError as error:
         found = [Outcome("not applicable", f"strict: {_said(error)}")]
     except Exception as error:
         found = [Outcome("error", _said(error))]
     if len(samples) > 1 and (refused or any(o != RIGHT for o in found)):
-        return [judged([s], [k])[0] for s, k in zip(samples, known, strict=True)]
+        return [judged([s], [k], compile)[0] for s, k in zip(samples, known, strict=True)]
     if found[0].kind in ("wrong", "error") and (other := in_aot_eager(samples[0], known[0])) != RIGHT:
         return [Outcome("not applicable", f"aot_eager: {other.detail}")]
     return [Outcome("fallback", refused) if refused and o == RIGHT else o for o in found]
@@ -276,8 +289,18 @@ def limit(seconds: float) -> Generator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def swept(info: Any, dtype: torch.dtype, most: int, seconds: float) -> list[Outcome]:
-    """An outcome for every sample; those that the time did not allow are not applicable."""
+def swept(
+    info: Any,
+    dtype: torch.dtype,
+    most: int,
+    seconds: float,
+    chosen: Callable[[Any, torch.dtype, int], list[Sample]] = samples_of,
+    compile: Compile = Compiled,
+) -> list[Outcome]:
+    """An outcome for every sample; those that the time did not allow are not applicable.
+
+    chosen(info, dtype, most): returns the samples. compile: what is called instead of the operator.
+    """
     if info.name in UNDEFINED or info.name.removeprefix("Tensor.") in UNDEFINED:
         return [Outcome("not applicable", "what it holds is not defined")]
     found: dict[int, Outcome] = {}
@@ -286,7 +309,7 @@ def swept(info: Any, dtype: torch.dtype, most: int, seconds: float) -> list[Outc
     try:
         with limit(seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            samples = samples_of(info, dtype, most)
+            samples = chosen(info, dtype, most)
             known = {s.number: known_of(s) for s in samples}
             found = {n: k for n, k in known.items() if isinstance(k, Outcome)}
             left = [(s, k) for s in samples if isinstance(k := known[s.number], Known)]
@@ -294,13 +317,72 @@ def swept(info: Any, dtype: torch.dtype, most: int, seconds: float) -> list[Outc
                 if time.monotonic() > last:
                     raise OutOfTimeError
                 some, theirs = zip(*left[start : start + TOGETHER], strict=True)
-                found |= dict(zip((s.number for s in some), judged(some, theirs), strict=True))
+                found |= dict(zip((s.number for s in some), judged(some, theirs, compile), strict=True))
     except OutOfTimeError:
         found |= {s.number: Outcome("not applicable", "time") for s in samples if s.number not in found}
     except Exception as error:  # of PyTorch's own samples
         return [Outcome("not applicable", f"samples: {_said(error)}")]
     none = Outcome("not applicable", "time" if samples else "no samples")
     return [found[n] for n in sorted(found)] or [none]
+
+
+def swept_layouts(
+    info: Any, dtype: torch.dtype, most: int, seconds: float, seed: int, drawn_only: bool = False
+) -> list[Outcome]:
+    """An outcome for at most `most` samples in each layout, compiled as a user's code is."""
+
+    def chosen(info: Any, dtype: torch.dtype, most: int) -> list[Sample]:
+        choose = random.Random(f"{info.formatted_name} {seed}")
+        return opinfo_layouts.laid_out(
+            samples_of(info, dtype, opinfo_layouts.SAMPLES), most, choose, drawn_only
+        )
+
+    def compile(fn: Callable[..., list[Tensor]]) -> Any:
+        torch._dynamo.reset()
+        return fc.compile(fn, backend="interpret")
+
+    reason = opinfo_layouts.EXCEPTIONS.get(info.formatted_name)
+    outcomes = swept(info, dtype, most, seconds, chosen, compile)
+    return [Outcome("not applicable", reason) if reason and o.kind == "wrong" else o for o in outcomes]
+
+
+def swept_errors(info: Any, most: int, seconds: float, seed: int) -> list[Outcome]:
+    """An outcome for every call that eager refuses: PyTorch's, and at most `most` changed samples."""
+    if info.name.removeprefix("Tensor.") in UNDEFINED:
+        return [Outcome("not applicable", "what it holds is not defined")]
+    choose = random.Random(f"{info.formatted_name} {seed}")
+    outcomes: list[Outcome] = []
+    try:
+        with limit(seconds), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for change, difference in opinfo_errors.differences(info, most, choose):
+                text = f"{change}: {difference}"
+                outcomes.append(Outcome("wrong", text) if difference else RIGHT)
+    except OutOfTimeError:
+        outcomes.append(Outcome("not applicable", "time"))
+    except Exception as error:  # of PyTorch's own samples
+        outcomes.append(Outcome("not applicable", f"samples: {_said(error)}"))
+    outcomes = outcomes or [Outcome("not applicable", "eager refuses no call")]
+    reason = opinfo_errors.EXCEPTIONS.get(info.formatted_name)
+    return [Outcome("not applicable", reason) if reason and o.kind == "wrong" else o for o in outcomes]
+
+
+def jobs(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], list[Outcome]]]]:
+    """The name of each operator and dtype of a sweep, and what sweeps it."""
+    for info in op_db:
+        if given.errors:
+            most = min(given.samples, opinfo_errors.MOST)
+            yield info.formatted_name, partial(swept_errors, info, most, given.seconds, given.seed)
+            continue
+        for name in given.dtype or (DTYPES[:1] if given.layouts else DTYPES):
+            dtype = getattr(torch, name)
+            if dtype not in info.dtypes:
+                continue
+            sweep = partial(swept, info, dtype, given.samples, given.seconds)
+            if given.layouts:
+                most = min(given.samples, opinfo_layouts.MOST)
+                sweep = partial(swept_layouts, info, dtype, most, given.seconds, given.seed)
+            yield f"{info.formatted_name} {name}", sweep
 
 
 def summary(records: Mapping[str, list[Outcome]]) -> str:
@@ -322,7 +404,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = str(__doc__).partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m tests.opinfo", description=about)
     parser.add_argument("--filter", default="", help="operators whose names match this regular expression")
-    parser.add_argument("--dtype", nargs="+", default=DTYPES)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--errors", action="store_true", help="arguments that eager refuses")
+    mode.add_argument("--layouts", action="store_true", help="arguments in every layout")
+    parser.add_argument("--seed", type=int, default=0, help="of what --errors and --layouts draw")
+    parser.add_argument("--dtype", nargs="+")
     parser.add_argument("--samples", type=int, default=1 << 30, help="of each operator and dtype, at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each operator and dtype")
     parser.add_argument("--json", type=Path)
@@ -333,20 +419,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stored = json.loads(given.json.read_text(encoding="utf-8"))
         records = {name: [Outcome(**o) for o in found] for name, found in stored.items()}
     started = time.monotonic()
-    for info in op_db:
-        for dtype in given.dtype:
-            name = f"{info.formatted_name} {dtype}"
-            known = name in records or getattr(torch, dtype) not in info.dtypes
-            if known or not re.search(given.filter, name):
-                continue
-            if given.json:  # should it end the process, the next one begins behind it
-                _store(given.json, records | {name: [Outcome("error", "it ended the process")]})
-            records[name] = swept(info, getattr(torch, dtype), given.samples, given.seconds)
-            counts = Counter(o.kind for o in records[name])
-            told = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-            print(f"{time.monotonic() - started:7.0f} s  {name}: {told}", flush=True)
-            if given.json:
-                _store(given.json, records)
+    for name, sweep in jobs(given):
+        if name in records or not re.search(given.filter, name):
+            continue
+        if given.json:  # should it end the process, the next one begins behind it
+            _store(given.json, records | {name: [Outcome("error", "it ended the process")]})
+        records[name] = sweep()
+        counts = Counter(o.kind for o in records[name])
+        told = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+        print(f"{time.monotonic() - started:7.0f} s  {name}: {told}", flush=True)
+        if given.json:
+            _store(given.json, records)
     print(summary(records))
     return int(any(o.kind in ("wrong", "error", "fallback") for found in records.values() for o in found))
 

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patterns": {"errors", "ir"},
     "schedule": {"ir"},
     "codegen": {"ir", "schedule"},
-    "stitch": {"ir"},
+    "stitch": {"errors", "ir"},
     "runtime": {"errors", "ir", "codegen"},
     "capture": {"errors", "ir", "runtime"},
     "passes.lower": {"ir"},

@@ -25,7 +25,8 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_compiler.capture import image_decompositions, rows_by_number
+from fusion_compiler.capture import eager_decompositions, image_decompositions, rows_by_number
+from fusion_compiler.capture.eager_decompositions import assert_probabilities, in_order, unless_refused
 from fusion_compiler.capture.few_queries import in_chunks
 from fusion_compiler.capture.traced_gradients import INTERPOLATIONS
 from fusion_compiler.ir import few_queries, group_norm, max_pool, permuted_rows, random, running
@@ -77,13 +78,16 @@ def _shared() -> dict[OpOverload, Callable[..., Any]]:
     """What is the same in all tables. Composite operators come apart above it, without a table."""
     table: dict[Any, Callable[..., Any]] = dict(_core_aten_decompositions_post_autograd())
     table.update(get_decompositions(_BORROWED))
+    whole = (*_WHOLE, *eager_decompositions.WHOLE)
     for target in list(table):
         spec = spec_of(target)
-        if target in _WHOLE or (spec is not None and spec.kind is not Kind.LAYOUT):
+        if target in whole or (spec is not None and spec.kind is not Kind.LAYOUT):
             del table[target]
-    ours = _OURS | image_decompositions.TABLE | max_pool.FORMULAS
+    ours = _OURS | image_decompositions.TABLE | max_pool.FORMULAS | eager_decompositions.TABLE
     table |= {target: _for_real(function) for target, function in ours.items()}
-    return table | {aten._neg_view.default: torch.neg}  # a lazily negated tensor's memory has other values
+    table |= {aten._neg_view.default: torch.neg}  # a lazily negated tensor's memory has other values
+    table |= {target: in_order(table[target]) for target in eager_decompositions.ELEMENTWISE}
+    return {target: unless_refused(target, function) for target, function in table.items()}
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,7 +227,13 @@ def _one_in_each_row(x: Tensor, dim: int, index: Tensor) -> Tensor | None:
         return None
     if not all(statically_known_true(a == b) for a, b in zip(index.shape, whole, strict=True)):
         return None
-    return _coordinates(x.shape[dim], dim % x.ndim, x) == index
+    return _coordinates(x.shape[dim], dim % x.ndim, x) == _looked_up(index, dim % x.ndim, x.shape[dim])
+
+
+def _looked_up(index: Tensor, dim: int, size: int) -> Tensor:
+    """index, looked up along `dim` among 0 .. size - 1, which raises an error where it is outside."""
+    shape = [size if d == dim else n for d, n in enumerate(index.shape)]
+    return torch.gather(_coordinates(size, dim, index).expand(shape), dim, index)
 
 
 def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Any:
@@ -502,7 +512,7 @@ def _nll_loss_forward(
     scale = torch.ones_like(loss) if weight is None else aten.index.Tensor(_wide(weight), [safe])
     loss = torch.where(counts, loss if weight is None else loss * scale, _zero(loss))
     if reduction == 0:
-        return loss.to(x.dtype), _zero(loss)
+        return loss.contiguous().to(x.dtype), _zero(loss)
     total_weight = torch.sum(torch.where(counts, scale, _zero(scale)))
     total = torch.sum(loss)
     return (total / total_weight if reduction == 1 else total).to(x.dtype), total_weight
@@ -726,10 +736,14 @@ def _random(salts: Iterator[int]) -> dict[OpOverload, Callable[..., Any]]:
         return _native_dropout_backward(x, keep, 1 / (1 - p)), keep
 
     def bernoulli_p(x: Tensor, p: float = 0.5, *, generator: object = None) -> Any:
-        return NotImplemented if generator else (numbers(x.shape, x.device) < p).to(x.dtype)
+        refused = generator or not 0 <= p <= 1
+        return NotImplemented if refused else (numbers(x.shape, x.device) < p).to(x.dtype)
 
     def bernoulli(x: Tensor, *, generator: object = None) -> Any:
-        return NotImplemented if generator else (numbers(x.shape, x.device) < x).to(x.dtype)
+        if generator:
+            return NotImplemented
+        assert_probabilities(x, "p")
+        return (numbers(x.shape, x.device) < x).to(x.dtype)
 
     def rand(shape: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
         # Only float32 has as many random bits as eager gives.

@@ -20,7 +20,13 @@ from typing import Any, overload
 import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
 from torch._dynamo.utils import counters, graph_break_reasons
 
 from fusion_compiler.capture.capture import Backend, raising
@@ -217,16 +223,17 @@ def wrap(
                 raise
             except Exception as error:
                 if whole or not _is_uncaptured(error):
-                    raise
+                    raise _operator_error(error) from None
                 fault = error
             finally:
                 if settings.entered:
                     settings.leave()
                 if counters["frames"].get("total") != frames:  # something was compiled
                     broke(breaks_since(known, began))
-            failures += 1
             results = function(*args, **kwargs)  # if this raises as well, the error is the user's
-            give_up(f"the call of {getattr(function, '__qualname__', 'the model')}", fault)
+            failures += 1
+            name = getattr(function, "__qualname__", "the model")
+            give_up(f"the call of {name}", _operator_error(fault))
             return results
 
         return call
@@ -360,6 +367,13 @@ def _is_uncaptured(error: Exception) -> bool:
     if not stack or not hasattr(error, "compile_id"):
         return False
     return stack[0].filename == __file__ and not stack[0].name.startswith("torch_dynamo_resume")
+
+
+def _operator_error(error: Exception) -> Exception:
+    """Return what an operator raised for FakeTensors, of which TorchDynamo makes a RuntimeError, or `error`."""
+    wrapped = error.__context__ if isinstance(error, TorchRuntimeError) else None
+    cause = wrapped.__cause__ if isinstance(wrapped, Unsupported) else None
+    return cause if isinstance(cause, Exception) else error
 
 
 def _rebuild(recompile: Recompile, plain: Any) -> Any:

@@ -53,6 +53,8 @@ def cumprod_backward(grad: Tensor, x: Tensor, dim: int, result: Tensor) -> Tenso
     return torch.where(before, sums / factors, torch.where(at, at_zero, 0.0)).to(x.dtype)
 
 
+# Traced, they take integers, for which eager has no kernel.
+_SHRINKS = (aten.hardshrink.default, aten.softshrink.default)
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
@@ -71,7 +73,7 @@ def recurrent_kernels(kind: str, overload: str) -> dict[DispatchKey, Callable[..
 
 
 _INSTEAD: dict[OpOverload, dict[DispatchKey, Callable[..., Any]]] = {
-    **{op: {} for op in INTERPOLATIONS},
+    **{op: {} for op in (*INTERPOLATIONS, *_SHRINKS)},
     aten.cumprod_backward.default: {DispatchKey.CompositeImplicitAutograd: cumprod_backward},
     **{
         getattr(getattr(aten, kind), overload): recurrent_kernels(kind, overload)

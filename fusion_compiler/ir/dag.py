@@ -19,6 +19,7 @@ from torch.utils._sympy.functions import Max
 
 from fusion_compiler.ir.calls import EagerCall, call_of, name_of
 from fusion_compiler.ir.dims import Dim, Hints, hint, numel, simple
+from fusion_compiler.ir.eager_checks import refuses_node
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.pinned import pinned_values
@@ -148,6 +149,8 @@ def kind_of(node: fx.Node) -> Kind:
             kind_of(parent) if isinstance(parent, fx.Node) and kind_of(parent) is Kind.LAYOUT else Kind.OPAQUE
         )
     spec = spec_of(node.target)
+    if refuses_node(node):
+        return Kind.OPAQUE
     if spec is not None:
         return spec.kind
     name = name_of(node.target)

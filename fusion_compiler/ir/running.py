@@ -19,7 +19,8 @@ def _define(name: str, call: str, result: int) -> None:
         return _CALLS[call](x, dim)[result]
 
     def fake(x: Tensor, dim: int) -> Tensor:
-        return torch.empty_like(x, dtype=torch.int64 if result else x.dtype)
+        dtype = torch.int64 if result else x.dtype
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
     torch.library.impl(f"fusion_compiler::{name}", "CompositeExplicitAutograd")(run)
     torch.library.register_fake(f"fusion_compiler::{name}")(fake)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from fusion_compiler.errors import IndexRangeError
 from fusion_compiler.ir import loops
 from fusion_compiler.ir.canonical import salts_of
 from fusion_compiler.ir.dag import OpDag, size_hints
@@ -388,6 +389,8 @@ class _Subgraph:
         if node.target is torch.ops.fusion_compiler.uniform.default:
             salt: Any = node.args[2]
             copy.args = (*copy.args[:2], self.salts.get(salt, salt))
+        if node.target is torch.ops.aten.gather.default:
+            copy.target = _gather
         return copy
 
     def narrow(self, value: fx.Node, of: fx.Node | None = None) -> fx.Node:
@@ -424,6 +427,21 @@ class _Subgraph:
     @functools.cached_property
     def captured(self) -> Mapping[sympy.Symbol, int]:
         return size_hints([self.nodes[name].meta.get("val") for name in self.dag.inputs])
+
+
+def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> torch.Tensor:
+    """ATen's gather. For an index outside it raises an error that is an IndexError as well, which operators
+    raise that are decomposed into a gather."""
+    try:
+        return torch.ops.aten.gather.default(x, dim, index, sparse_grad=sparse_grad)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or not x.is_cpu:
+            raise
+        size = x.shape[dim] if x.dim() else 1
+        outside = index[(index < 0) | (index >= size)]
+        if not outside.numel():
+            raise
+        raise IndexRangeError(what="gather", value=outside[0].item(), low=0, high=size) from None
 
 
 def _zeros(

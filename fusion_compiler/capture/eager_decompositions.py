@@ -1,0 +1,167 @@
+"""Decompositions that keep what eager checks, and how it lays out its results, where PyTorch's lose it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, _refs
+from torch._decomp import get_decompositions
+from torch._ops import OpOverload
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch.utils._mode_utils import no_dispatch
+
+from fusion_compiler.ir.eager_checks import checks_of, refuses
+
+aten = torch.ops.aten
+
+# Scatters that read their indices as ATen does, with an error of their own for one that is outside.
+WHOLE = (aten.max_unpool2d.default, aten.max_unpool3d.default)
+
+_THEIRS = get_decompositions([aten.binary_cross_entropy, aten.channel_shuffle])
+_binary_cross_entropy = _THEIRS[aten.binary_cross_entropy.default]
+_channel_shuffle = _THEIRS[aten.channel_shuffle.default]
+
+
+def unless_refused(target: OpOverload, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition that leaves calls whole that eager refuses, so that ATen raises its error."""
+    if not checks_of(target):
+        return function
+
+    @functools.wraps(function)
+    def decomposition(*args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if refuses(target, args, kwargs) else function(*args, **kwargs)
+
+    return decomposition
+
+
+def assert_probabilities(x: Tensor, name: str) -> None:
+    """Raise an error when the graph runs unless all elements of x are in [0, 1]. No host waits for it."""
+    inside = (x >= 0) & (x <= 1)
+    aten._assert_async.msg(inside.all(), f"all elements of {name} should be between 0 and 1")
+
+
+def binary_cross_entropy(x: Tensor, target: Tensor, *rest: Any) -> Tensor:
+    """PyTorch's, with the check that eager makes on the device: x, and on a CPU the target, is in [0, 1]."""
+    assert_probabilities(x, "input")
+    if x.device.type == "cpu":
+        assert_probabilities(target, "target")
+    return _binary_cross_entropy(x, target, *rest)
+
+
+def _overlaps(x: Tensor) -> bool:
+    """True if elements of an expanded tensor share memory."""
+    sizes = zip(x.shape, x.stride(), strict=True)
+    return any(type(stride) is int and stride == 0 and size != 1 for size, stride in sizes)
+
+
+def _into_copy(target: OpOverload, x: Tensor, *rest: Any) -> Any:
+    """Scatter into a copy of an expanded tensor, as eager does. PyTorch 2.11 expects an expanded result."""
+    return target(x.clone(), *rest) if _overlaps(x) else NotImplemented
+
+
+def _laid_out(x: Tensor, strides: Sequence[Any]) -> Tensor:
+    """x, copied unless its elements lie behind each other and its dimensions in the order of `strides`."""
+    order = sorted(range(x.dim()), key=lambda d: (strides[d], x.shape[d] == 1), reverse=True)
+    if order == sorted(order):
+        return x.contiguous()
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+
+
+def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """PyTorch's, laid out as a copy of x. PyTorch 2.11's copies into uninitialised memory in place."""
+    filled = _refs.index_fill(x.contiguous(), dim, index, value)
+    return _laid_out(filled, torch.empty_like(x).stride())
+
+
+def _strides_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """Return the strides of what a function returns for meta tensors, None where sizes are symbols."""
+    if any(type(n) is not int for t in tensors for n in (*t.shape, *t.stride())):
+        return None
+    with no_dispatch():  # nothing of it becomes part of the graph
+        forms = [torch.empty_strided(t.shape, t.stride(), device="meta") for t in tensors]
+        return function(*forms).stride()
+
+
+def _elementwise(*tensors: Tensor) -> Tensor:
+    """A tensor that is laid out as eager lays out an element-wise result."""
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    strides = compute_elementwise_output_strides(*(t.expand(shape) for t in tensors))
+    return torch.empty_strided(shape, strides, device="meta")
+
+
+def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lay out the result of an element-wise decomposition as eager does, whichever operand it reads first."""
+
+    @functools.wraps(function)
+    def decomposition(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        shapes = [t.shape for t in tensors]
+        if not isinstance(result, Tensor) or result.shape != torch.broadcast_shapes(*shapes):
+            return result
+        strides = _strides_of(_elementwise, tensors)
+        return result if strides is None or strides == result.stride() else _laid_out(result, strides)
+
+    return decomposition
+
+
+def _floor_divide(target: OpOverload, x: Any, y: Any, **rounding: Any) -> Any:
+    """Lay out both operands as eager does the result, where PyTorch's meta kernel lays it out differently."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.stride() == y.stride():
+        return NotImplemented
+    strides = _strides_of(_elementwise, (x, y))
+    if strides is None or rounding.get("rounding_mode", "floor") != "floor":
+        return NotImplemented
+    if _strides_of(_refs.floor_divide, (x, y)) == strides:
+        return NotImplemented
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    return target(_laid_out(x.expand(shape), strides), _laid_out(y.expand(shape), strides), **rounding)
+
+
+def channel_shuffle(x: Tensor, groups: int) -> Tensor:
+    """PyTorch's. Eager's keeps channels-last on a CPU."""
+    shuffled = _channel_shuffle(x, groups)
+    return shuffled.contiguous(memory_format=suggest_memory_format(x)) if x.is_cpu else shuffled
+
+
+def max_unpool2d(x: Tensor, indices: Tensor, size: Sequence[int]) -> Any:
+    """Keep channels-last on a CPU, as eager does and PyTorch's meta kernel does not say; else stay whole."""
+    form = suggest_memory_format(x)
+    if form is torch.contiguous_format or not x.is_cpu:
+        return NotImplemented
+    return aten.max_unpool2d.default(x.contiguous(), indices, size).contiguous(memory_format=form)
+
+
+# Element-wise operators whose decompositions do not begin with all operands.
+ELEMENTWISE = (
+    aten.binary_cross_entropy.default,
+    aten.heaviside.default,
+    aten.huber_loss.default,
+    aten.logaddexp.default,
+    aten.logaddexp2.default,
+    aten.special_xlog1py.default,
+    aten.xlogy.Tensor,
+)
+
+TABLE: dict[OpOverload, Callable[..., Any]] = {
+    aten.channel_shuffle.default: channel_shuffle,
+    aten.max_unpool2d.default: max_unpool2d,
+    aten.binary_cross_entropy.default: binary_cross_entropy,
+    aten.index_fill.int_Scalar: index_fill,
+    aten.index_fill.int_Tensor: index_fill,
+    **{
+        target: functools.partial(_floor_divide, target)
+        for target in (aten.floor_divide.default, aten.div.Tensor_mode)
+    },
+    **{
+        target: functools.partial(_into_copy, target)
+        for target in (
+            aten.slice_scatter.default,
+            aten.select_scatter.default,
+            aten.diagonal_scatter.default,
+        )
+    },
+}

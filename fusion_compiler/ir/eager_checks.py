@@ -1,0 +1,196 @@
+"""Calls that eager's kernels refuse, and that FakeTensors accept.
+
+PyTorch's meta kernels and decompositions check less than its kernels: gelu of integers has a meta kernel, and
+no other. Such a call is neither decomposed nor computed in a kernel of ours. It stays an ATen call, which
+raises what eager raises. A check that refuses a call that eager accepts costs speed only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+
+Arguments = Mapping[str, Any]  # of a call, by the names of its schema; tensors have a shape and a dtype
+
+# Operators of floating-point tensors.
+_FLOATING = """
+    _batch_norm_no_update _batch_norm_with_update_functional _fused_rms_norm _log_softmax
+    _log_softmax_backward_data _native_batch_norm_legit _native_batch_norm_legit_functional
+    _native_batch_norm_legit_no_training _prelu_kernel _safe_softmax _softmax _softmax_backward_data
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d binary_cross_entropy
+    binary_cross_entropy_with_logits celu elu frac gelu glu hardshrink hardsigmoid hardswish huber_loss
+    hypot leaky_relu lerp log_sigmoid_forward logaddexp logaddexp2 logcumsumexp mish mse_loss
+    native_batch_norm native_group_norm native_layer_norm round.decimals silu smooth_l1_loss
+    soft_margin_loss softplus softshrink std std_mean upsample_bicubic2d upsample_bilinear2d
+    upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d var
+    var_mean
+"""
+_FLOATING_BUT_TARGETS = "nll_loss2d_forward nll_loss_forward"
+_INTEGERS = "bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor"
+_NOT_BOOL = """
+    abs addcmul addmv bitwise_left_shift bitwise_right_shift bucketize ceil div.Tensor_mode dot
+    floor floor_divide fmod linalg_cross mv pow.Tensor_Tensor reflection_pad1d reflection_pad2d
+    reflection_pad3d remainder replication_pad1d replication_pad2d replication_pad3d round threshold
+    trace trunc vdot
+"""
+_OF_ONE_DTYPE = "addmm addmv baddbmm bmm dot heaviside linalg_cross mm mv vdot"
+_OF_CHANNELS = """
+    _batch_norm_no_update _batch_norm_with_update_functional _native_batch_norm_legit
+    _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_batch_norm
+"""
+_ALONG_DIM = "_log_softmax _softmax cummax cummin"
+
+
+def refuses(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if eager is known to raise an error for a call of an ATen operator; tensors may be fake."""
+    checks = checks_of(target)
+    if not checks:
+        return False
+    assert isinstance(target, OpOverload)
+    schema = {argument.name: argument.default_value for argument in target._schema.arguments}
+    named = {**schema, **dict(zip(schema, args, strict=False)), **kwargs}
+    return any(check(named) for check in checks)
+
+
+def refuses_node(node: fx.Node) -> bool:
+    """`refuses` for a node of a traced graph."""
+    if not checks_of(node.target):
+        return False
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    return refuses(node.target, args, kwargs)
+
+
+def checks_of(target: object) -> tuple[Callable[[Arguments], Any], ...]:
+    """The checks of an operator, each of which is True for arguments that eager refuses."""
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return ()
+    return (*_CHECKS.get(target._opname, ()), *_CHECKS.get(f"{target._opname}.{target._overloadname}", ()))
+
+
+def _dtypes(call: Arguments) -> list[torch.dtype]:
+    return [x.dtype for x in call.values() if isinstance(x, Tensor)]
+
+
+def _has_integers(call: Arguments) -> bool:
+    return not all(d.is_floating_point or d.is_complex for d in _dtypes(call))
+
+
+def _has_integers_but_targets(call: Arguments) -> bool:
+    return _has_integers({name: x for name, x in call.items() if name != "target"})
+
+
+def _has_floats(call: Arguments) -> bool:
+    return any(d.is_floating_point or d.is_complex for d in _dtypes(call))
+
+
+def _is_all_bool(call: Arguments) -> bool:
+    return all(d is torch.bool for d in _dtypes(call))
+
+
+def _has_several_dtypes(call: Arguments) -> bool:
+    return len(set(_dtypes(call))) > 1
+
+
+def _has_more_than_channels(call: Arguments) -> bool:
+    rest = (x for name, x in call.items() if isinstance(x, Tensor) and name != "input")
+    return any(x.dim() != 1 for x in rest)
+
+
+def _is_outside(dim: int, rank: int) -> bool:
+    return not -max(rank, 1) <= dim < max(rank, 1)
+
+
+def _has_no_such_dim(call: Arguments) -> bool:
+    return _is_outside(call["dim"], call["self"].dim())
+
+
+def _differ(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """True if two shapes are known to differ; a symbolic size differs from no other."""
+    if len(a) != len(b):
+        return True
+    return any(type(m) is int and type(n) is int and m != n for m, n in zip(a, b, strict=True))
+
+
+def _without(shape: Sequence[Any], dim: int) -> list[Any]:
+    place = dim % max(len(shape), 1)
+    return [*shape[:place], *shape[place + 1 :]]
+
+
+def _is_smaller_than(*names: str) -> Callable[[Arguments], bool]:
+    """A check that is True where one of these tensors does not broadcast to the shape of `self`."""
+
+    def check(call: Arguments) -> bool:
+        shape = call["self"].shape
+        others = [call[name].shape for name in names if call[name] is not None]
+        if any(len(other) > len(shape) for other in others):
+            return True
+        ends = ((other, shape[len(shape) - len(other) :]) for other in others)
+        return any(_differ(o, [1 if m == 1 else n for m, n in zip(o, end, strict=True)]) for o, end in ends)
+
+    return check
+
+
+def _does_not_divide(call: Arguments) -> bool:
+    """pixel_unshuffle: height and width are multiples of the factor."""
+    sizes, factor = call["self"].shape[-2:], call["downscale_factor"]
+    return factor > 0 and any(type(n) is int and n % factor for n in sizes)
+
+
+def _adds_other_rows(call: Arguments) -> bool:
+    """index_add: the source has the shape of what it is added to, but for the dimension of the index."""
+    x, source = call["self"], call["source"]
+    return _differ(_without(x.shape, call["dim"]), _without(source.shape, call["dim"]))
+
+
+def _selects_wrongly(call: Arguments) -> bool:
+    """index_select: integers along a dimension, one of them for a tensor without dimensions."""
+    x, index = call["self"], call["index"]
+    several = not x.dim() and index.dim() and _differ(index.shape, (1,))
+    return several or index.dtype not in (torch.int32, torch.int64) or _has_no_such_dim(call)
+
+
+def _replaces_another_shape(call: Arguments) -> bool:
+    """select_scatter: the source has the shape of the slice."""
+    return _differ(_without(call["self"].shape, call["dim"]), call["src"].shape)
+
+
+def _inverts_integers(call: Arguments) -> bool:
+    """pow: integers have no negative powers."""
+    negative = type(call["exponent"]) is int and call["exponent"] < 0
+    return negative and not _has_floats({"self": call["self"]})
+
+
+def _table() -> Iterator[tuple[str, Callable[[Arguments], Any]]]:
+    for names, check in (
+        (_FLOATING, _has_integers),
+        (_FLOATING_BUT_TARGETS, _has_integers_but_targets),
+        (_INTEGERS, _has_floats),
+        (_NOT_BOOL, _is_all_bool),
+        (_OF_ONE_DTYPE, _has_several_dtypes),
+        (_OF_CHANNELS, _has_more_than_channels),
+        (_ALONG_DIM, _has_no_such_dim),
+    ):
+        yield from ((name, check) for name in names.split())
+    yield "_softmax_backward_data", lambda call: _differ(call["grad_output"].shape, call["output"].shape)
+    yield "_log_softmax_backward_data", lambda call: _differ(call["grad_output"].shape, call["output"].shape)
+    yield "binary_cross_entropy_with_logits", _is_smaller_than("weight", "pos_weight")
+    yield "soft_margin_loss", _is_smaller_than("target")
+    yield "smooth_l1_loss", lambda call: call["beta"] < 0
+    yield "huber_loss", lambda call: call["delta"] <= 0
+    yield "index_copy", lambda call: call["index"].dtype is not torch.int64
+    yield "index_fill", lambda call: call["index"].dtype is not torch.int64
+    yield "pixel_unshuffle", _does_not_divide
+    yield "pow.Tensor_Scalar", _inverts_integers
+    yield "index_add", _adds_other_rows
+    yield "index_select", _selects_wrongly
+    yield "select_scatter", _replaces_another_shape
+
+
+_CHECKS: dict[str, tuple[Callable[[Arguments], Any], ...]] = {}
+for _name, _check in _table():
+    _CHECKS[_name] = (*_CHECKS.get(_name, ()), _check)
