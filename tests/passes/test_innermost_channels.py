@@ -169,15 +169,17 @@ class Squeeze(nn.Module):
         return x * torch.sigmoid(self.up(F.silu(self.down(x.mean((2, 3), keepdim=True)))))
 
 
-def expanding(groups: int, kernel: int, act: type[nn.Module], squeeze: bool = True) -> nn.Module:
+def expanding(
+    groups: int, kernel: int, act: type[nn.Module], squeeze: bool = True, width: int = 128
+) -> nn.Module:
     """A 1 x 1 convolution, one of groups, squeeze-and-excitation and a 1 x 1: [n, 32, h, w] -> the same."""
 
     def norm(*convolution: Any, **options: Any) -> list[nn.Module]:
         return [nn.Conv2d(*convolution, bias=False, **options), nn.BatchNorm2d(convolution[1])]
 
-    inner = norm(128, 128, kernel, padding=kernel // 2, groups=groups)
-    excite = [Squeeze(128, 8)] if squeeze else []
-    return nn.Sequential(*norm(32, 128, 1), act(), *inner, act(), *excite, *norm(128, 32, 1))
+    inner = norm(width, width, kernel, padding=kernel // 2, groups=groups)
+    excite = [Squeeze(width, 8)] if squeeze else []
+    return nn.Sequential(*norm(32, width, 1), act(), *inner, act(), *excite, *norm(width, 32, 1))
 
 
 class ConvNeXtBlock(nn.Module):

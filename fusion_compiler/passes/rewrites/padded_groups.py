@@ -21,6 +21,7 @@ from fusion_compiler.ir.convolution_times import Convolution
 
 _aten = torch.ops.aten
 RULE = "padded groups"
+MOST_KEPT = 1.5  # times the elements of a convolution that are kept for backward with their padding
 _LAST, _FIRST = [0, 2, 3, 1], [0, 3, 1, 2]  # channels as the last dimension, and back
 
 
@@ -55,8 +56,10 @@ def convolve_padded(node: fx.Node, x: fx.Node, weight: fx.Node, shape: Convoluti
         split = emit(node, _aten.permute.default, result, _LAST)
         split = emit(node, _aten.unflatten.int, split, 3, [groups, -1])
         result = _joined(node, emit(node, _aten.slice.Tensor, split, 4, 0, shape.widths[1]), 3)
-        # Backward cuts again what the convolution stored: saving the cut as well would store it twice.
-        result.args[0].meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        # Backward cuts again what the convolution stored: saving the cut as well would store it twice. But
+        # where a large part is padding, the cut alone is in memory until then.
+        if shape.padded.elements <= MOST_KEPT * shape.elements:
+            result.args[0].meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     return result
 
 
