@@ -687,6 +687,18 @@ def _pad(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [before, after])
 
 
+def _cut(x: Tensor, pads: Sequence[int], value: float = 0) -> Tensor:
+    """Return a copy of a range of `x` for pads that are all negative, which is how a padding's gradient is
+    written: clusters read a view where it lies."""
+    if not all(isinstance(pad, int) and pad <= 0 for pad in pads):
+        return NotImplemented
+    for i in range(len(pads) // 2):
+        dim = x.ndim - 1 - i
+        x_size = x.shape[dim]
+        x = torch.narrow(x, dim, -pads[2 * i], x_size + pads[2 * i] + pads[2 * i + 1])
+    return x.clone(memory_format=suggest_memory_format(x))
+
+
 def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
     dim %= len(sizes)
     size, length = sizes[dim], grad.shape[dim]
@@ -861,6 +873,7 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.round.decimals: _whole_number,
     aten.relu.default: _relu_whole,
     aten.pow.Tensor_Scalar: _pow_zero,
+    aten.constant_pad_nd.default: _cut,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten.split_with_sizes.default: _split_with_sizes,

@@ -370,7 +370,7 @@ def _is_uncaptured(error: Exception) -> bool:
 
 
 def _operator_error(error: Exception) -> Exception:
-    """Return what an operator raised for FakeTensors, of which TorchDynamo makes a RuntimeError, or `error`."""
+    """Return the error that an operator raised for FakeTensors, which TorchDynamo wraps, or `error`."""
     wrapped = error.__context__ if isinstance(error, TorchRuntimeError) else None
     cause = wrapped.__cause__ if isinstance(wrapped, Unsupported) else None
     return cause if isinstance(cause, Exception) else error

@@ -73,11 +73,15 @@ def flatten(coords: tuple[Index, ...], strides: tuple[Dim, ...]) -> Index:
 
 
 class Extents:
-    """Upper limits of the keys of index terms: axis sizes, and the lengths that gathers index."""
+    """Upper limits of the keys of index terms: axis sizes, and the lengths that gathers index.
+
+    narrowed: lower limits of axes, where what is computed counts only under a condition that implies them.
+    """
 
     def __init__(self, axes: tuple[Dim, ...]) -> None:
         self.axes = axes
         self.indirect: dict[int, Dim] = {}
+        self.narrowed: dict[int, Dim] = {}
 
     def of(self, key: int) -> Dim:
         return self.axes[key] if key >= 0 else self.indirect[key]
@@ -86,7 +90,7 @@ class Extents:
         """Smallest and largest value of an index."""
         low = high = index.const
         for key, coeff in index.terms:
-            reach = coeff * (self.of(key) - 1)
+            reach = coeff * (self.narrowed.get(key, self.of(key)) - 1)
             if not_above(0, coeff):
                 high = high + reach
             else:

@@ -118,7 +118,9 @@ CASES = {
     "gradient summed over rows": Joined(gated, (x(9, 10), x(10)), 1),
     "rotated": Joined(rotated, (x(2, 3, 8), x(3, 8)), 2),
     "padded": Joined(lambda a: F.pad(a.sin(), (0, 0, 3, 0)), (x(3, 5),), 2),
-    "padded by less": Joined(lambda a: F.pad(a.sin(), (1, 0)), (x(3, 5),), 6),
+    "padded by less": Joined(lambda a: F.pad(a.sin(), (0, 0, 1, 0)), (x(5, 3),), 6),
+    "padded by less than a sector": Joined(lambda a: F.pad(a.sin(), (1, 0)), (x(3, 5),), 1),
+    "padded by a sector": Joined(lambda a: F.pad(a.sin(), (8, 0)), (x(3, 16),), 3),
     "padded both ways": Joined(lambda a: F.pad(a.sin(), (5, 0, 3, 0)), (x(3, 5),), 1),
     "written range": Joined(lambda a, b: torch.slice_scatter(a, b.sin(), 1, -4), (x(4, 8), x(4, 4)), 2),
     "written by twos": Joined(

@@ -94,7 +94,7 @@ CASES: dict[type[nn.Module], tuple[int, ...]] = {
 def turn_always(patch: pytest.MonkeyPatch) -> None:
     """Put channels last on a CPU and in float32 too, and in nets so small that it does not pay."""
     patch.setattr(innermost_channels, "has_tensor_units", lambda x: True)
-    patch.setattr(innermost_channels, "_pays", lambda graph, convolutions: bool(convolutions))
+    patch.setattr(innermost_channels, "_pays", lambda graph, convolutions, *_: bool(convolutions))
 
 
 def run(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
@@ -128,7 +128,7 @@ def steps(x: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("net", [Residual, Grouped, Sequence, Video], ids=lambda n: n.__name__)
 def test_all_that_convolutions_read_is_turned(net: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(innermost_channels, "_pays", lambda graph, convolutions: bool(convolutions))
+    monkeypatch.setattr(innermost_channels, "_pays", lambda graph, convolutions, *_: bool(convolutions))
     model = net().eval()
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
 
@@ -169,15 +169,17 @@ class Squeeze(nn.Module):
         return x * torch.sigmoid(self.up(F.silu(self.down(x.mean((2, 3), keepdim=True)))))
 
 
-def expanding(groups: int, kernel: int, act: type[nn.Module], squeeze: bool = True) -> nn.Module:
+def expanding(
+    groups: int, kernel: int, act: type[nn.Module], squeeze: bool = True, width: int = 128
+) -> nn.Module:
     """A 1 x 1 convolution, one of groups, squeeze-and-excitation and a 1 x 1: [n, 32, h, w] -> the same."""
 
     def norm(*convolution: Any, **options: Any) -> list[nn.Module]:
         return [nn.Conv2d(*convolution, bias=False, **options), nn.BatchNorm2d(convolution[1])]
 
-    inner = norm(128, 128, kernel, padding=kernel // 2, groups=groups)
-    excite = [Squeeze(128, 8)] if squeeze else []
-    return nn.Sequential(*norm(32, 128, 1), act(), *inner, act(), *excite, *norm(128, 32, 1))
+    inner = norm(width, width, kernel, padding=kernel // 2, groups=groups)
+    excite = [Squeeze(width, 8)] if squeeze else []
+    return nn.Sequential(*norm(32, width, 1), act(), *inner, act(), *excite, *norm(width, 32, 1))
 
 
 class ConvNeXtBlock(nn.Module):
@@ -252,7 +254,7 @@ def test_norms_of_groups_copy_no_image_to_and_fro(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_net_that_returns_a_part_of_an_image_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(innermost_channels, "_pays", lambda graph, convolutions: True)
+    monkeypatch.setattr(innermost_channels, "_pays", lambda *_: True)
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         return torch.ops.aten.slice.Tensor(F.conv2d(x, w), 2, 0, 6, 2)

@@ -20,6 +20,7 @@ from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.passes.lower.space import Illegal
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay in L2
+VECTOR_BYTES = 1 << 16  # vectors of channels have no more
 MOST_OPS = 24  # in the chain that is computed again
 
 
@@ -90,27 +91,41 @@ def _settle(search: Search, found: dict[int, Candidate], chain: frozenset[str]) 
 
 
 def _try(search: Search, chain: frozenset[str], number: int) -> bool:
-    """Let the readers of a chain of ops compute it themselves, if that is legal and faster."""
+    """Let the readers of a chain of ops compute it themselves, if that is legal and faster.
+
+    A cluster that would store nothing then is dropped.
+    """
     readers = sorted({n for op in chain for n in search.readers(op)} - {number})
     if not readers or not chain or any(search.reach.leads(n, number) for n in readers):
         return False
     undo = search.pool.recompute(chain)
     ops = search.candidates[number].ops
-    stays = not search.pool.again.issuperset(ops)  # it computes something besides
     before = sum(search.candidates[n].cost.us for n in (number, *readers))
     try:
-        candidates = {n: _with_closure(search, search.candidates[n]) for n in [number] * stays + readers}
+        candidates = {n: _with_closure(search, search.candidates[n]) for n in readers}
+        rest = _remaining(search, number)
     except Illegal:
         undo()
         return False
-    after = _cost(search, [candidates[n] for n in readers])
-    if before <= after + (candidates[number].cost.us if stays else 0):
+    if before <= _cost(search, [*candidates.values()]) + (rest.cost.us if rest is not None else 0):
         undo()
         return False
-    if not stays:
+    if rest is None:
         search.drop(number)
-    _settle(search, candidates, chain if stays else chain.union(ops))
+        _settle(search, candidates, chain.union(ops))
+    else:
+        _settle(search, {number: rest, **candidates}, chain)
     return True
+
+
+def _remaining(search: Search, number: int) -> Candidate | None:
+    """Return a cluster without the ops that its readers compute; None if it stores nothing else."""
+    try:
+        return _with_closure(search, search.candidates[number])
+    except Illegal as error:
+        if error.rule == "dead":
+            return None
+        raise
 
 
 def _cost(search: Search, readers: list[Candidate]) -> float:
@@ -132,23 +147,33 @@ def _with_closure(search: Search, candidate: Candidate) -> Candidate:
 
 
 def _chain(search: Search, name: str, owner: Candidate) -> frozenset[str] | None:
-    """Return the element-wise ops and lookups that make `name` inside its owner, or None if others need one
-    of them stored."""
-    inside = set(owner.ops)
-    found: set[str] = set()
-    stack = [name]
+    """Return the element-wise ops and lookups that compute `name` in its owner; None if one must be stored.
+
+    Readers compute cheap ops (`Candidates.again`) anyway. Vectors that these read, such as the rounded
+    statistics of a norm, join the chain: the owner computes them in every row and cannot store them.
+    """
+    inside, pool = set(owner.ops), search.pool
+    chain: set[str] = set()
+    seen: set[str] = set()
+    stack = [(name, False)]
     while stack:
-        op = stack.pop()
-        if op in found or op not in inside or op in search.pool.again:
+        op, behind_cheap = stack.pop()
+        if op in seen or op not in inside:
+            continue
+        seen.add(op)
+        if op in pool.again:
+            stack.extend((source, True) for source in search.reads.sources[op])
             continue
         spec = spec_of(search.dag.op(op).target)
         if spec is None or spec.kind is not Kind.ELEMENTWISE or spec.target in COMBINES:
             if op == name:
                 return None
             continue
-        pool = search.pool
-        if op in owner.must_store or op in pool.once or pool.must_exist(op) or len(found) >= MOST_OPS:
+        stored = op in owner.must_store or op in pool.once or pool.must_exist(op)
+        if behind_cheap and (stored or pool.bytes(op) > VECTOR_BYTES):
+            continue
+        if stored or len(chain) >= MOST_OPS:
             return None
-        found.add(op)
-        stack.extend(search.reads.sources[op])
-    return frozenset(found)
+        chain.add(op)
+        stack.extend((source, behind_cheap) for source in search.reads.sources[op])
+    return frozenset(chain)

@@ -7,6 +7,7 @@ need of it stands here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch
 
@@ -68,6 +69,22 @@ class Builder(ABC):
             return None, True
         node = self.emit(InRange(index, low, high), "inside")
         return (node if within is None else self.both(within, node)), True
+
+    def value_in_range(self, name: str, coords: Coords, dims: Iterable[int], within: int) -> int:
+        """The node that holds `name` at `coords`, which `within` says lie inside it along `dims`."""
+        shape, before = self.dag.op(name).outputs[0].shape, self.extents.narrowed
+        limits = dict(before)
+        for dim in dims:
+            match coords[dim].terms:
+                case ((key, 1),) if key >= 0:
+                    limit = simple(shape[dim] - coords[dim].const)
+                    if not_above(limit, limits.get(key, self.extents.of(key))):
+                        limits[key] = limit
+        self.extents.narrowed = limits
+        try:
+            return self.value(name, coords, within)
+        finally:
+            self.extents.narrowed = before
 
     def both(self, a: int, b: int) -> int:
         return self.emit(

@@ -27,6 +27,7 @@ from fusion_compiler.ir.writes import stored_shape
 
 aten = torch.ops.aten
 MOST_PIECES = 8  # what is computed of each is in registers until it is stored
+SECTOR = 32  # bytes that memory moves at once
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,10 @@ def _pad(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
     if len(padded) != 1:
         return 0, []
     (i,) = padded
-    dim = len(shape) - 1 - i
+    dim, itemsize = len(shape) - 1 - i, op.outputs[0].dtype.itemsize
+    shortest = min(n for n in pads[2 * i : 2 * i + 2] if n != 0)  # type: ignore[type-var]
+    if i == 0 and isinstance(shortest, int) and shortest * itemsize < SECTOR:  # stores of parts of sectors
+        return 0, []
     return dim, [pads[2 * i], shape[dim], pads[2 * i + 1]]  # type: ignore[list-item]
 
 

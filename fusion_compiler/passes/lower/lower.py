@@ -384,6 +384,12 @@ class Lowering(Builder):
         key = (name, coords, within)
         if key in self.memo:
             return self.memo[key]
+        if within is None and self.extents.narrowed:  # it counts outside of that condition as well
+            narrowed, self.extents.narrowed = self.extents.narrowed, {}
+            try:
+                return self.value(name, coords, None)
+            finally:
+                self.extents.narrowed = narrowed
         if len(self.memo) >= MOST_VALUES:
             raise Illegal("size", f"values that are needed at several places are more than {MOST_VALUES}")
         if name in self.inside:

@@ -92,17 +92,17 @@ def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     dtype = compute_dtype(op.outputs[0].dtype)
     fill = layout.argument(op, 2, "value", 0)
     inner = list(coords)
-    inside, padded = within, False
+    inside, padded = within, list[int]()
     for i in range(len(pads) // 2):
         dim = len(shape) - 1 - i
         inner[dim] = shifted(coords[dim], simple(-pads[2 * i]))  # type: ignore[operator]
         now, partial = build.in_range(inner[dim], 0, shape[dim], inside)
         if now is None and partial:
             return build.constant(fill, dtype, op.name)  # type: ignore[arg-type]
-        inside, padded = now, padded or partial
-    value = build.value(source, tuple(inner), inside)
+        inside, padded = now, [*padded, dim] if partial else padded
     if not padded or inside is None:
-        return value
+        return build.value(source, tuple(inner), inside)
+    value = build.value_in_range(source, tuple(inner), padded, inside)
     node = build.nodes[value]
     if exact(fill) in map(exact, (0, 0.0, False)) and isinstance(node, Load) and node.within == inside:
         return value  # which is zero elsewhere

@@ -7,13 +7,14 @@ copies the operands and the result of each convolution, or PyTorch takes slower 
 is decided for a net as a whole, by the times in `ir/convolution_times.py`. Element-wise operators, norms and
 pooling hand the order of their operands on, so that only a net's first image, its weights and its results are
 copied. A pass of a convolution that is slower with channels last runs with channels first, between copies
-(`capture/image_decompositions.py`). Sequences, which PyTorch has no such order for, are images of one row.
+(`capture/image_decompositions.py`), and groups that are slow in both orders are padded (`padded_groups.py`).
+Sequences, which PyTorch has no such order for, are images of one row.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +32,18 @@ from fusion_compiler.capture.graphs import (
     wants_gradient,
 )
 from fusion_compiler.ir.channel_order import dimensions_in_memory, to_memory_format
-from fusion_compiler.ir.convolution_times import COPY, PASSES, convolution_of, shortest
+from fusion_compiler.ir.convolution_times import (
+    COPY,
+    PASSES,
+    Convolution,
+    convolution_of,
+    padded_us,
+    padding_refusal,
+    shortest,
+)
 from fusion_compiler.ir.group_norm import group_norm
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.passes.rewrites import padded_groups
 
 _aten = torch.ops.aten
 RULE = "channels innermost"
@@ -51,8 +61,13 @@ def turn_channels(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Put channels last in the convolutions of `gm` (ATen above autograd) if the whole graph gets faster."""
     convolutions = [node for node in gm.graph.nodes if _is_in_16_bits(node)]
     chosen = [node for node in convolutions if _can_turn(node)]
-    if not _pays(gm.graph, chosen):
-        return gm, ()
+    trains = torch.is_grad_enabled() and any(map(wants_gradient, gm.graph.nodes))
+    passes = PASSES if trains else PASSES[:1]
+    shapes = {node: shape for node in chosen if (shape := _shape(node)) is not None}
+    padded, notes = _padded(shapes, passes)
+    saved = sum(_saved_us(node, shape, node in padded, passes) for node, shape in shapes.items())
+    if not _pays(gm.graph, chosen, saved, trains):
+        return gm, tuple(note for note in notes if not note.applied)
     new, nodes = copied(gm)
     orders = {nodes[n]: torch.contiguous_format for n in convolutions if n.meta["val"].dim() > 3}
     orders |= {nodes[n]: _FORMATS[max(n.meta["val"].dim(), 4)] for n in chosen}
@@ -60,13 +75,42 @@ def turn_channels(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         images = _convert_inputs(new.graph, orders)
         behind = _behind(new.graph, {*images, *(nodes[n] for n in chosen)})
         _copy_views(behind)
-        values = _lay_out([node for node in behind if node not in images], orders)
+        wider = {nodes[node]: shape for node, shape in padded.items()}
+        values = _lay_out([node for node in behind if node not in images], orders, wider)
         _restore_results(new.graph, values)
     except (Refused, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         return gm, tuple(RewriteNote(RULE, node.name, False, reason) for node in chosen)
     new.recompile()
-    return new, tuple(RewriteNote(RULE, node.name, True, "its channels are innermost") for node in chosen)
+    turned = (RewriteNote(RULE, node.name, True, "its channels are innermost") for node in chosen)
+    return new, (*turned, *notes)
+
+
+def _shape(node: fx.Node) -> Convolution | None:
+    named = arguments(node)
+    x, weight = (named[name].meta["val"].shape for name in ("input", "weight"))
+    return convolution_of(x, weight, named["stride"], named["dilation"], named["groups"])
+
+
+def _padded(
+    shapes: Mapping[fx.Node, Convolution], passes: Sequence[str]
+) -> tuple[dict[fx.Node, Convolution], Notes]:
+    """Return the convolutions that are faster with padded groups, and a note for each that can have them."""
+    padded: dict[fx.Node, Convolution] = {}
+    notes: list[RewriteNote] = []
+    for node, shape in shapes.items():
+        if shape.padded is None:
+            continue
+        refusal = padding_refusal(shape, passes)
+        if not refusal:
+            padded[node] = shape
+        reason = refusal or f"groups of {_text(shape.widths)} channels padded to {_text(shape.padded.widths)}"
+        notes.append(RewriteNote(padded_groups.RULE, node.name, not refusal, reason))
+    return padded, tuple(notes)
+
+
+def _text(widths: tuple[int, int]) -> str:
+    return " and ".join(map(str, dict.fromkeys(widths)))
 
 
 def _is_in_16_bits(node: fx.Node) -> bool:
@@ -85,10 +129,8 @@ def has_tensor_units(x: torch.Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def _pays(graph: fx.Graph, convolutions: Sequence[fx.Node]) -> bool:
+def _pays(graph: fx.Graph, convolutions: Sequence[fx.Node], saved: float, trains: bool) -> bool:
     """True if channels last saves more time in the convolutions than copies at the graph's ends take."""
-    trains = torch.is_grad_enabled() and any(map(wants_gradient, graph.nodes))
-    saved = sum(_saved_us(node, PASSES if trains else PASSES[:1]) for node in convolutions)
     turned = [node for node in convolutions if node.meta["val"].dim() == 4]
     ends = {n for c in turned if (n := c.all_input_nodes[0]).op == "placeholder" and not _is_last(n)}
     ends |= {*graph.output_node().all_input_nodes} & {*_behind(graph, turned)}
@@ -96,15 +138,10 @@ def _pays(graph: fx.Graph, convolutions: Sequence[fx.Node]) -> bool:
     return saved > copies or any(map(_gains, convolutions))
 
 
-def _saved_us(node: fx.Node, passes: Sequence[str]) -> float:
-    named = arguments(node)
-    x, weight = named["input"], named["weight"].meta["val"]
-    shape = convolution_of(
-        x.meta["val"].shape, weight.shape, named["stride"], named["dilation"], named["groups"]
-    )
-    if shape is None or _is_last(x):
-        return 0
-    return sum(shortest(shape, name, False) - shortest(shape, name, True) for name in passes)
+def _saved_us(node: fx.Node, shape: Convolution, padded: bool, passes: Sequence[str]) -> float:
+    last = _is_last(node.all_input_nodes[0])
+    before = sum(shortest(shape, name, last) for name in passes)
+    return before - sum(padded_us(shape, name) if padded else shortest(shape, name, True) for name in passes)
 
 
 def _copy_us(node: fx.Node) -> float:
@@ -156,8 +193,13 @@ def _convert_inputs(graph: fx.Graph, orders: dict[fx.Node, torch.memory_format])
     return {copy for x, copy in copies.items() if copy is not x}
 
 
-def _lay_out(behind: Sequence[fx.Node], orders: dict[fx.Node, torch.memory_format]) -> dict[fx.Node, Any]:
-    """Give each convolution its operands in its order, and trace what follows again.
+def _lay_out(
+    behind: Sequence[fx.Node],
+    orders: Mapping[fx.Node, torch.memory_format],
+    padded: Mapping[fx.Node, Convolution],
+) -> dict[fx.Node, Any]:
+    """Give each convolution its operands in its order, those of `padded` with padded groups, and trace the
+    nodes behind it again.
 
     Returns the values that the nodes had before. Raises Refused where another operator would see the strides.
     """
@@ -165,7 +207,7 @@ def _lay_out(behind: Sequence[fx.Node], orders: dict[fx.Node, torch.memory_forma
     for node in behind:
         value = node.meta.get("val")
         if node in orders:
-            node = _turn(node, orders[node])
+            node = _turn(node, orders[node], padded.get(node))
         elif node.target is _aten.group_norm.default:
             node = _keep_order(node)
         elif node.target is _aten.mean.dim:
@@ -177,8 +219,9 @@ def _lay_out(behind: Sequence[fx.Node], orders: dict[fx.Node, torch.memory_forma
     return values
 
 
-def _turn(node: fx.Node, order: torch.memory_format) -> fx.Node:
-    """Replace a convolution by one whose operands lie in `order`; return the node that has its shape."""
+def _turn(node: fx.Node, order: torch.memory_format, padded: Convolution | None) -> fx.Node:
+    """Replace a convolution by one whose operands lie in `order`, its groups padded if `padded` is its shape;
+    return the node that has the result's shape."""
     named = arguments(node)
     x, weight, bias = named["input"], named["weight"], named["bias"]
     geometry = [list(named[n]) for n in ("stride", "padding", "dilation")]
@@ -187,12 +230,15 @@ def _turn(node: fx.Node, order: torch.memory_format) -> fx.Node:
             x, weight = (emit(node, _aten.unsqueeze.default, n, 2) for n in (x, weight))
             geometry = [[fill, *given] for fill, given in zip((1, 0, 1), geometry, strict=True)]
         x, weight = (_in_order(node, operand, order) for operand in (x, weight))
-        made = emit(node, _TARGETS[node.target], x, weight, bias, *geometry, named["groups"])
+        if padded is not None:
+            result = padded_groups.convolve_padded(node, x, weight, padded)
+        else:
+            result = emit(node, _TARGETS[node.target], x, weight, bias, *geometry, named["groups"])
         if one_row:
-            made = emit(node, _aten.squeeze.dim, made, 2)
-    node.replace_all_uses_with(made)
+            result = emit(node, _aten.squeeze.dim, result, 2)
+    node.replace_all_uses_with(result)
     node.graph.erase_node(node)
-    return made
+    return result
 
 
 def _in_order(node: fx.Node, operand: fx.Node, order: torch.memory_format) -> fx.Node:

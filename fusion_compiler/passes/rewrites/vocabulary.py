@@ -15,10 +15,10 @@ import math
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.capture.graphs import arguments, copied, emit, hinted
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.passes.rewrites.padded_groups import pad_weight
 
 _aten = torch.ops.aten
 RULE = "aligned features"
@@ -75,9 +75,7 @@ def _align(call: fx.Node) -> None:
     named = arguments(call)
     weight, bias, extra = named["weight"], named["bias"], _padding(call)
     with call.graph.inserting_before(call):
-        wide = emit(call, _aten.constant_pad_nd.default, weight, [0, 0, 0, extra])
-        # The weight is there in backward as well: copied again, it is not kept in memory twice.
-        wide.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        wide = pad_weight(call, weight, [0, 0, 0, extra])
         if bias is not None:
             bias = emit(call, _aten.constant_pad_nd.default, bias, [0, extra])
         product = emit(call, _aten.linear.default, named["input"], wide, bias)
