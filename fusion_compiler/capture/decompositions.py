@@ -687,15 +687,14 @@ def _pad(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [before, after])
 
 
-def _cut(x: Tensor, pads: Sequence[int], value: float = 0) -> Tensor:
+def _cut(x: Tensor, pads: Sequence[int | torch.SymInt], value: float = 0) -> Tensor:
     """Return a copy of a range of `x` for pads that are all negative, which is how a padding's gradient is
     written: clusters read a view where it lies."""
     if not all(isinstance(pad, int) and pad <= 0 for pad in pads):
         return NotImplemented
     for i in range(len(pads) // 2):
         dim = x.ndim - 1 - i
-        x_size = x.shape[dim]
-        x = torch.narrow(x, dim, -pads[2 * i], x_size + pads[2 * i] + pads[2 * i + 1])
+        x = x.narrow(dim, -pads[2 * i], x.shape[dim] + pads[2 * i] + pads[2 * i + 1])
     return x.clone(memory_format=suggest_memory_format(x))
 
 

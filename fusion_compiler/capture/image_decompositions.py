@@ -34,7 +34,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) 
     CUDA."""
     if not _on_gpu(x):
         return NotImplemented
-    order = _order(x, weight)
+    order = order_of_result(x, weight)
     faster = _faster_order(x, weight, geometry, "forward", order)
     operands = _in_order((x, weight), faster)
     beside = bias if bias is not None and bias.dtype == x.dtype else None
@@ -55,7 +55,7 @@ def convolution_backward(
     *geometry, wanted = rest
     if not _on_gpu(gradient):
         return NotImplemented
-    order, calls = _order(x, weight), [wanted[:2]]
+    order, calls = order_of_result(x, weight), [wanted[:2]]
     faster = [_faster_order(x, weight, geometry, name, order) for name in ("dgrad", "wgrad")]
     if wanted[0] and wanted[1] and faster[0] is not faster[1]:
         calls = [[True, False], [False, True]]
@@ -82,7 +82,7 @@ def _bias_gradient(gradient: Tensor) -> Tensor:
     return torch.sum(gradient, dims, dtype=torch.float32 if half else None).to(gradient.dtype)
 
 
-def _order(x: Tensor, weight: Tensor) -> torch.memory_format:
+def order_of_result(x: Tensor, weight: Tensor) -> torch.memory_format:
     """Return the order of an eager convolution's result: channels last if either operand has them last."""
     orders = (suggest_memory_format(x), suggest_memory_format(weight))
     return next((order for order in orders if order is not torch.contiguous_format), orders[0])

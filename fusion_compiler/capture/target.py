@@ -25,6 +25,7 @@ from torch.library import _scoped_library  # type: ignore[attr-defined]
 
 from fusion_compiler.capture.attention_choice import attention
 from fusion_compiler.capture.autocast import autocasting, with_kernel
+from fusion_compiler.capture.image_decompositions import order_of_result
 from fusion_compiler.ir.device import DeviceSpec
 
 GPU = torch.device("cuda", 0)
@@ -77,6 +78,7 @@ def _without_gpu() -> Generator[None]:
         with_kernel(_aten.to.other, _COMPOSITE, _to_other),
         autocasting(view.as_gpu),
         _kernels(),
+        patch("torch._C._conv_determine_backend_memory_format", _convolution_order),
         patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         patch("torch.cuda.is_bf16_supported", lambda *_, **__: True),
     ):
@@ -172,6 +174,16 @@ def _kernels() -> Generator[None]:
 
 def _no_kernel(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError("this build of PyTorch has no CUDA kernels")
+
+
+_order_on_cpu = torch._C._conv_determine_backend_memory_format
+
+
+def _convolution_order(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
+    """Return the order in which cuDNN stores a result, which PyTorch asks C++ for."""
+    if not on_gpu(x):
+        return _order_on_cpu(x, weight, backend)
+    return torch.contiguous_format if x.dtype is torch.float64 else order_of_result(x, weight)
 
 
 def _to_device(

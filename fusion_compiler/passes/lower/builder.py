@@ -75,11 +75,12 @@ class Builder(ABC):
         shape, before = self.dag.op(name).outputs[0].shape, self.extents.narrowed
         limits = dict(before)
         for dim in dims:
-            match coords[dim].terms:
-                case ((key, 1),) if key >= 0:
-                    limit = simple(shape[dim] - coords[dim].const)
-                    if not_above(limit, limits.get(key, self.extents.of(key))):
-                        limits[key] = limit
+            if len(coords[dim].terms) != 1:
+                continue
+            ((key, step),) = coords[dim].terms
+            limit = simple(shape[dim] - coords[dim].const)
+            if key >= 0 and step == 1 and not_above(limit, limits.get(key, self.extents.of(key))):
+                limits[key] = limit
         self.extents.narrowed = limits
         try:
             return self.value(name, coords, within)

@@ -55,11 +55,13 @@ def convolve_padded(node: fx.Node, x: fx.Node, weight: fx.Node, shape: Convoluti
     if outer:
         split = emit(node, _aten.permute.default, result, _LAST)
         split = emit(node, _aten.unflatten.int, split, 3, [groups, -1])
-        result = _joined(node, emit(node, _aten.slice.Tensor, split, 4, 0, shape.widths[1]), 3)
+        part = emit(node, _aten.slice.Tensor, split, 4, 0, shape.widths[1])
+        cut = emit(node, _aten.flatten.using_ints, part, 3, 4)
         # Backward cuts again what the convolution stored: saving the cut as well would store it twice. But
         # where a large part is padding, the cut alone is in memory until then.
         if shape.padded.elements <= MOST_KEPT * shape.elements:
-            result.args[0].meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+            cut.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        result = emit(node, _aten.permute.default, cut, _FIRST)
     return result
 
 
