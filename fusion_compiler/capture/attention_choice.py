@@ -29,7 +29,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _CUDNN = 91500  # cuDNN is preferred from the version after this one
 _NO_DROPOUT = range(91101, 91400)  # versions of cuDNN
 # PyTorch 2.12 and later keep cuDNN from probabilities of dropout that it would round to sixteenths.
-DROPOUT_IN_SIXTEENTHS = TorchVersion(torch.__version__) >= (2, 12)
+DROPOUT_IN_SIXTEENTHS = TorchVersion(torch.__version__) >= TorchVersion("2.12")
 _LEAST = -65504.0  # for masked scores in cuDNN, which has no -inf
 
 
