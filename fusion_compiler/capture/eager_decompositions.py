@@ -108,14 +108,19 @@ def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
     return decomposition
 
 
-def _floor_divide(target: OpOverload, x: Any, y: Any, **rounding: Any) -> Any:
-    """Lay out both operands as eager does the result, where PyTorch's meta kernel lays it out differently."""
+def _laid_out_first(
+    target: OpOverload, reference: Callable[..., Tensor], x: Any, y: Any, **rounding: Any
+) -> Any:
+    """Lay out both operands as eager does the result, where PyTorch's meta kernel lays it out differently.
+
+    reference: PyTorch's definition of the operator, which is its meta kernel.
+    """
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.stride() == y.stride():
         return NotImplemented
     strides = _strides_of(_elementwise, (x, y))
     if strides is None or rounding.get("rounding_mode", "floor") != "floor":
         return NotImplemented
-    if _strides_of(_refs.floor_divide, (x, y)) == strides:
+    if _strides_of(reference, (x, y)) == strides:
         return NotImplemented
     shape = torch.broadcast_shapes(x.shape, y.shape)
     return target(_laid_out(x.expand(shape), strides), _laid_out(y.expand(shape), strides), **rounding)
@@ -153,8 +158,12 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.index_fill.int_Scalar: index_fill,
     aten.index_fill.int_Tensor: index_fill,
     **{
-        target: functools.partial(_floor_divide, target)
-        for target in (aten.floor_divide.default, aten.div.Tensor_mode)
+        target: functools.partial(_laid_out_first, target, reference)
+        for target, reference in (
+            (aten.floor_divide.default, _refs.floor_divide),
+            (aten.div.Tensor_mode, _refs.floor_divide),
+            (aten.copysign.Tensor, _refs.copysign),
+        )
     },
     **{
         target: functools.partial(_into_copy, target)

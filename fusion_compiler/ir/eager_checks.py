@@ -144,7 +144,8 @@ def _does_not_divide(call: Arguments) -> bool:
 def _adds_other_rows(call: Arguments) -> bool:
     """index_add: the source has the shape of what it is added to, but for the dimension of the index."""
     x, source = call["self"], call["source"]
-    return _differ(_without(x.shape, call["dim"]), _without(source.shape, call["dim"]))
+    rest = (_without(t.shape, call["dim"]) for t in (x, source))
+    return x.dim() != source.dim() or _differ(*rest)
 
 
 def _selects_wrongly(call: Arguments) -> bool:

@@ -100,6 +100,7 @@ LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
     "diagonal_scatter": lambda x: x.diagonal_scatter(x.diagonal() * 2),
     "index_fill": lambda x: x.index_fill(1, torch.tensor([0, 2, 2]), 0.5),
     "cummax": lambda x: x.cummax(0)[0],
+    "copysign": lambda x: torch.copysign(x, x.detach().contiguous() - 1),
     "xlogy": lambda x: torch.xlogy(x, (x.detach().contiguous() ** 2 + 1)),
     "nll_loss": lambda x: F.nll_loss(x, torch.ones(5, 3, dtype=torch.int64), reduction="none"),
     "channel_shuffle": lambda x: F.channel_shuffle(x.unsqueeze(1).transpose(1, 2), 3),
