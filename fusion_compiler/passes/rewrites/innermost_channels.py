@@ -43,7 +43,8 @@ from fusion_compiler.ir.convolution_times import (
 )
 from fusion_compiler.ir.group_norm import group_norm
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
-from fusion_compiler.passes.rewrites import padded_groups
+from fusion_compiler.passes.rewrites.padded_groups import RULE as PADDED_GROUPS
+from fusion_compiler.passes.rewrites.padded_groups import convolve_padded
 
 _aten = torch.ops.aten
 RULE = "channels innermost"
@@ -105,7 +106,7 @@ def _padded(
         if not refusal:
             padded[node] = shape
         reason = refusal or f"groups of {_text(shape.widths)} channels padded to {_text(shape.padded.widths)}"
-        notes.append(RewriteNote(padded_groups.RULE, node.name, not refusal, reason))
+        notes.append(RewriteNote(PADDED_GROUPS, node.name, not refusal, reason))
     return padded, tuple(notes)
 
 
@@ -231,7 +232,7 @@ def _turn(node: fx.Node, order: torch.memory_format, padded: Convolution | None)
             geometry = [[fill, *given] for fill, given in zip((1, 0, 1), geometry, strict=True)]
         x, weight = (_in_order(node, operand, order) for operand in (x, weight))
         if padded is not None:
-            result = padded_groups.convolve_padded(node, x, weight, padded)
+            result = convolve_padded(node, x, weight, padded)
         else:
             result = emit(node, _TARGETS[node.target], x, weight, bias, *geometry, named["groups"])
         if one_row:
