@@ -177,14 +177,16 @@ def retried(run: Boxed) -> Boxed:
     run: writes into none of its arguments, which are its caller's own.
     """
 
+    pools = _watched.data  # a set, of which Python code need not run to ask for the length
+
     def call(arguments: list[Any]) -> Any:
-        if not (before := len(_watched)):
+        if not (before := len(pools)):
             return run(arguments)
         again = list(arguments)
         try:
             return run(arguments)
         except torch.OutOfMemoryError:
-            if len(_watched) == before:
+            if len(pools) == before:
                 raise
         return run(again)
 

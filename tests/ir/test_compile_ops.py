@@ -52,6 +52,8 @@ EAGER = {  # ATen calls that remain, and why
     "aten.scatter_add.default": "a scatter with any number of values for one place",
     "aten.index_put_.default": "the same into memory that nothing else reads",
     "aten.scatter_add_.default": "the same into memory that nothing else reads",
+    "aten.sort.stable": "the order in which a scatter adds up its rows",
+    "aten.searchsorted.Tensor": "where the rows of each place begin in that order",
     "aten.scatter.src": "a scatter with any number of values for one place",
     "aten.scatter.value": "a scatter with any number of values for one place",
     "aten.index_add.default": "a scatter with any number of values for one place",
