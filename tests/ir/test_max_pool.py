@@ -77,8 +77,11 @@ def test_pooling_is_in_a_cluster_both_ways(name: str, order: torch.memory_format
         assert error <= 2 * allowed + torch.finfo(dtype).eps
     forward, backward = fast.plan
     assert not forward.leftovers and not backward.leftovers
-    if name in ("3 x 3 by 2", "side by side"):  # a choice is fewer bytes than what it is made of
-        assert torch.int8 in [backward.dag.op(n).outputs[0].dtype for n in backward.dag.inputs]
+    saved = [backward.dag.op(n).outputs[0].dtype for n in backward.dag.inputs]
+    if name in ("3 x 3 by 2", "side by side"):
+        # The choice takes fewer bytes than the image. Where the gradient of ReLU reads the image anyway, the
+        # choice may be computed again from it instead: then nothing else is saved.
+        assert torch.int8 in saved or len(saved) == 2
 
 
 @pytest.mark.parametrize(
