@@ -177,7 +177,7 @@ def retried(run: Boxed) -> Boxed:
     run: writes into none of its arguments, which are its caller's own.
     """
 
-    pools = _watched.data  # a set, of which Python code need not run to ask for the length
+    pools: set[object] = vars(_watched)["data"]  # whose length is asked for without running Python code
 
     def call(arguments: list[Any]) -> Any:
         if not (before := len(pools)):
