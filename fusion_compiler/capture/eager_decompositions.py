@@ -109,7 +109,7 @@ def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _laid_out_first(
-    target: OpOverload, reference: Callable[..., Tensor], x: Any, y: Any, **rounding: Any
+    target: OpOverload, reference: Callable[..., Any], x: Any, y: Any, **rounding: Any
 ) -> Any:
     """Lay out both operands as eager does the result, where PyTorch's meta kernel lays it out differently.
 
