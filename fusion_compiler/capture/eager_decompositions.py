@@ -54,12 +54,14 @@ def binary_cross_entropy(x: Tensor, target: Tensor, *rest: Any) -> Tensor:
 def _overlaps(x: Tensor) -> bool:
     """True if elements of an expanded tensor share memory."""
     sizes = zip(x.shape, x.stride(), strict=True)
-    return any(type(stride) is int and stride == 0 and size != 1 for size, stride in sizes)
+    return any(
+        type(stride) is int and stride == 0 and not (type(size) is int and size < 2) for size, stride in sizes
+    )
 
 
 def _into_copy(target: OpOverload, x: Tensor, *rest: Any) -> Any:
     """Scatter into a copy of an expanded tensor, as eager does. PyTorch 2.11 expects an expanded result."""
-    return target(x.clone(), *rest) if _overlaps(x) else NotImplemented
+    return target(x.clone(memory_format=torch.contiguous_format), *rest) if _overlaps(x) else NotImplemented
 
 
 def _laid_out(x: Tensor, strides: Sequence[Any]) -> Tensor:
