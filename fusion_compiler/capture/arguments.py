@@ -1,4 +1,4 @@
-"""What a tensor's data pointer does not say: kernels read memory, and a tensor may mean something else.
+"""Arguments of which the data pointer does not say all: kernels read memory, a tensor may mean something else.
 
 TorchDynamo's guards compare the dispatch keys and the type of every tensor that enters a graph, and
 `capture/guards.py` adds the level of forward-mode differentiation. So a decision that is made when a graph is

@@ -73,7 +73,7 @@ CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[...
 
 
 class Backend(Protocol):
-    """What TorchDynamo calls with each graph; traced: the graph is in its pre-autograd form already."""
+    """Return the function that TorchDynamo calls with each graph; traced: the graph is in its pre-autograd form already."""
 
     def __call__(
         self, gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False
