@@ -1,4 +1,4 @@
-"""Arguments of which the data pointer does not say all: kernels read memory, a tensor may mean something else.
+"""Arguments that mean something else than the memory which kernels read: lazy, dual and wrapped tensors.
 
 TorchDynamo's guards compare the dispatch keys and the type of every tensor that enters a graph, and
 `capture/guards.py` adds the level of forward-mode differentiation. So a decision that is made when a graph is

@@ -73,7 +73,10 @@ CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[...
 
 
 class Backend(Protocol):
-    """Return the function that TorchDynamo calls with each graph; traced: the graph is in its pre-autograd form already."""
+    """The function that TorchDynamo calls with each graph.
+
+    traced: True if the graph is in its pre-autograd form already.
+    """
 
     def __call__(
         self, gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False
