@@ -124,6 +124,7 @@ def assert_eager_ops_are_golden(
     assert not any("undone" in note for plan in plans for note in plan.notes.values())
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(n, torch.bfloat16) for n in (*NAMES, *VARIANTS)]

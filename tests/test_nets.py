@@ -52,6 +52,7 @@ def laid_out(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
     return own, {n: t.detach().contiguous().requires_grad_(t.requires_grad) for n, t in batch.items()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "workload", NETS, ids=lambda w: w.name.split(",")[0].replace(" ", "-") + f"-{w.train}"
 )

@@ -117,7 +117,7 @@ def _capability(spec: DeviceSpec) -> tuple[int, int]:
 
 
 def _prefers_cudnn(spec: DeviceSpec) -> bool:
-    """Whether cuDNN comes before the flash kernel. PyTorch's own wheels have a cuDNN that is new enough."""
+    """True if cuDNN comes before the flash kernel. PyTorch's own wheels have a cuDNN that is new enough."""
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or spec.target.startswith("gfx"):
         return False
     major, minor = _capability(spec)
@@ -129,7 +129,7 @@ def _prefers_cudnn(spec: DeviceSpec) -> bool:
 
 
 def _dense(call: Call) -> bool:
-    """Whether the sizes are such as every fused kernel takes."""
+    """True if every fused kernel takes tensors of these sizes."""
     q, k, v = call.query, call.key, call.value
     if not (q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]):
         return False
@@ -139,7 +139,7 @@ def _dense(call: Call) -> bool:
 
 
 def _heads(call: Call, *, values_may_differ: bool = False) -> bool:
-    """Whether there are as many key and value heads as query heads, or a divisor of them in grouped calls."""
+    """True if there are as many key and value heads as query heads, or a divisor of them in grouped calls."""
     q, k, v = (x.shape[1] for x in (call.query, call.key, call.value))
     if not call.grouped:
         return q == k == v

@@ -31,16 +31,16 @@ def autocasting(shown: Shown) -> Generator[None]:
 
     shown: while it is entered, C++ takes CUDA FakeTensors for tensors of a GPU.
     """
-    known: dict[Any, tuple[Sequence[Any], Any]] = {}
+    casts: dict[Any, tuple[Sequence[Any], Any]] = {}
 
     def call(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         others = tuple(repr(x) for x in leaves if not isinstance(x, Tensor))
         key = op, tuple(t.dtype for t in tensors), others, spec, torch.get_autocast_dtype("cuda")
-        if key not in known:
-            known[key] = pytree.tree_flatten(_cast(op, leaves, spec, shown))
-        cast, spec = known[key]
+        if key not in casts:
+            casts[key] = pytree.tree_flatten(_cast(op, leaves, spec, shown))
+        cast, spec = casts[key]
         rest = iter(tensors)
         with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_AUTOCAST)):
             leaves = [next(rest).to(x.dtype) if isinstance(x, _Dtype) else x for x in cast]

@@ -247,7 +247,7 @@ def merge_equal(graph: fx.Graph) -> None:
 
 
 def _known_as(node: fx.Node) -> Any:
-    """What `merge_equal` takes two calls for the same by.
+    """Return the key by which `merge_equal` recognises equal calls.
 
     `rows_by_number` looks numbers up in an `arange` before it sorts them, to check them: by `gather` for a
     scatter, whose numbers are not negative, and by `index` for the gradient of a lookup, which wraps them.

@@ -119,7 +119,7 @@ def _by_rows(x: Tensor, dim: int, index: Tensor) -> bool:
 
 
 def _is_worth_sorting(size: Any, count: Any, width: Any, by_rows: bool = True) -> bool:
-    """Whether a table of `size` rows of `width` elements takes `count` rows in this way.
+    """True if a table of `size` rows of `width` elements takes `count` rows in this way.
 
     The bounds have an entry for each row of the table: where these are short, and most are left alone, bounds
     cost more than the rows that are added. Along other dimensions than the first the table may be a cache, of

@@ -86,7 +86,7 @@ def _without_gpu() -> Generator[None]:
 
 
 class _View:
-    """What C++ takes CUDA FakeTensors for: meta tensors, or tensors of a GPU while `as_gpu` is entered."""
+    """Show C++ the CUDA FakeTensors as meta tensors, or as tensors of a GPU while `as_gpu` is entered."""
 
     gpu = False
 

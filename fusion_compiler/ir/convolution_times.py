@@ -1,4 +1,4 @@
-"""How long convolutions of images take in 16 bits, with channels first and with channels last.
+"""Measured times of convolutions of images in 16 bits, with channels first and with channels last.
 
 The rows are what `python -m benchmarks channel-order` printed on one H200 with PyTorch 2.11.0, CUDA 13.0 and
 cuDNN 9.19, bfloat16, on 2026-11-27. A convolution that was not measured takes as long as the most similar one
@@ -81,7 +81,7 @@ class Convolution:
         return replace(self, inputs=inner, outputs=outer)
 
     def distance(self, other: Convolution) -> float:
-        """How unlike two convolutions of a kind are: what selects a kernel counts more than sizes do."""
+        """Return how unlike two convolutions of a kind are: what selects a kernel counts more than sizes."""
 
         def apart(a: float, b: float) -> float:
             return abs(log2(max(a, 1)) - log2(max(b, 1)))

@@ -239,7 +239,7 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
     operands = [a for a in node.args if isinstance(a, fx.Node)]
 
     def meta(argument: str, position: int = 0) -> TensorMeta:
-        """Of an argument by its name; by its position where the operator has no schema."""
+        """Return the tensor of an argument by its name, or by its position if the operator has no schema."""
         return metas_of(named.get(argument, operands[position]).meta["val"])[0]
 
     backward = "backward" in name

@@ -128,10 +128,10 @@ def _run(kind: str, operands: Sequence[Tensor], *options: Any) -> list[Tensor]:
     if not setting.wanted:
         output, *states = _call(kind, operands, setting)
         return [_laid(output, setting.turned), *map(_laid, states)]
-    made = _recorded(kind, operands, setting)
-    output, *states = (result.detach() for result in made.results)
+    recorded = _recorded(kind, operands, setting)
+    output, *states = (result.detach() for result in recorded.results)
     record = _empty_record()
-    setattr(record, _RECORD, made)
+    setattr(record, _RECORD, recorded)
     return [_laid(output, setting.turned), *map(_laid, states), record]
 
 
@@ -169,17 +169,19 @@ def _run_backward(
     """
     del results
     setting = Setting(*options)
-    made: Record | None = getattr(record, _RECORD, None)
-    if made is None:
+    recorded: Record | None = getattr(record, _RECORD, None)
+    if recorded is None:
         if setting.train and setting.dropout and setting.num_layers > 1:
             raise LostRecordError(layer=kind)
-        made = _recorded(kind, operands, setting)
-    pairs = [(r, g) for r, g in zip(made.results, gradients, strict=True) if g is not None]
+        recorded = _recorded(kind, operands, setting)
+    pairs = [(r, g) for r, g in zip(recorded.results, gradients, strict=True) if g is not None]
     with _autograd():
-        results, given = [r for r, _ in pairs], [g for _, g in pairs]
-        found: Any = torch.autograd.grad(results, made.leaves, given, retain_graph=True, allow_unused=True)
-    whole = [torch.zeros_like(t) if g is None else g for t, g in zip(made.leaves, found, strict=True)]
-    return [_laid(g, turned) for g, turned in zip(whole, _turned(setting), strict=True)]
+        results, sent = [r for r, _ in pairs], [g for _, g in pairs]
+        computed: Any = torch.autograd.grad(
+            results, recorded.leaves, sent, retain_graph=True, allow_unused=True
+        )
+    filled = [torch.zeros_like(t) if g is None else g for t, g in zip(recorded.leaves, computed, strict=True)]
+    return [_laid(g, turned) for g, turned in zip(filled, _turned(setting), strict=True)]
 
 
 def _turned(setting: Setting) -> list[bool]:
@@ -223,9 +225,9 @@ def _gradient(kind: str, ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[
     *tensors, record, batch_sizes = ctx.saved_tensors
     operands, results = tensors[: ctx.count], tensors[ctx.count :]
     run = _operator(f"{kind}_backward")
-    found = iter(run(record, gradients[:-1], results, operands, batch_sizes, *ctx.options))
+    results_of_run = iter(run(record, gradients[:-1], results, operands, batch_sizes, *ctx.options))
     *_, wanted = ctx.options
-    return [next(found) if wants else None for wants in wanted], None, *(None for _ in ctx.options)
+    return [next(results_of_run) if wants else None for wants in wanted], None, *(None for _ in ctx.options)
 
 
 def _define(kind: str) -> None:

@@ -133,7 +133,7 @@ print(json.dumps([str(ours.plan), eager, worst(model)]))
     assert ours <= 2 * eager + 1e-9
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KNOWN)
 def test_written_and_read_graphs_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[dict[str, Any]] = []

@@ -144,6 +144,7 @@ def _targets(gm: fx.GraphModule, _: GraphInfo) -> set[str]:
 
 # Without ViT in bfloat16: eager on the CPU keeps a layer norm's statistics in 16 bits there (not on
 # GPUs, where they are float32 as ours are).
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(n, torch.float32) for n in ("llama", "vit")] + [(n, torch.bfloat16) for n in ("llama", "gpt2", "bert")],

@@ -92,6 +92,7 @@ def optimizer(name: str, **options: Any) -> tuple[Any, list[Tensor]]:
 ROUNDED = [not_before((2, 12), "Muon's products are rounded in another order by any backend")]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -187,6 +187,7 @@ def test_numbers_among_the_arguments(fn: Any, backend: str) -> None:
     assert len(fast.plan) == 1
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("layout", ["rows", "columns", "sliced"])
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_views_and_sums_of_symbolic_sizes(fn: Any, layout: str) -> None:

@@ -69,6 +69,7 @@ def test_the_page(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         exec(compile(block, str(PAGE), "exec"), scope)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "options"),
     [

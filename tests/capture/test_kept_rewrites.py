@@ -80,6 +80,7 @@ def test_models_are_the_same_again(name: str, monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(again, one(model))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_keys_of_models_are_the_same_each_time(name: str) -> None:
     model, batch = models.small(name)

@@ -29,6 +29,7 @@ def calls(graph: fx.Graph) -> list[tuple[object, ...]]:
     return [(n.name, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "bert", "t5"])
 def test_joint_graphs_are_those_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own, seen = partition.merge_equal, []

@@ -105,6 +105,7 @@ def undivided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule,
     return tuple(s for s in whole if s.block_rows >= 256)
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("f", [gelu_and_residual, normed, rms_normed, softmax_product])
 @pytest.mark.parametrize(("k", "n"), [(300, 136), (600, 520), (1024, 40), (257, 130), (2100, 24)])
@@ -166,6 +167,7 @@ def every(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...
     return schedules(loops, device)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.usefixtures("small_matrices")
 def test_every_schedule(rows: int) -> None:

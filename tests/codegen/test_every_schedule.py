@@ -93,7 +93,7 @@ ROWS = (*WORKLOADS, *DECODERS)
 EACH = pytest.mark.parametrize("workload", ROWS, ids=[w.name for w in ROWS])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore::fusion_compiler.FusionWarning")  # clusters run by ATen
 @EACH
 def test_every_schedule_is_right(workload: Workload) -> None:

@@ -185,6 +185,7 @@ def product(x: Tensor, w: Tensor) -> Tensor:
     return x @ w + 1
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("schedules", [schedules_of, cramped], ids=["own", "cramped"])
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("rows", [1, 3])

@@ -76,6 +76,7 @@ def computed(results: Tensor | Sequence[Tensor], inputs: list[Tensor], seed: int
     return [o.detach() for o in (*outputs, *torch.autograd.grad(outputs, leaves, weights))]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("columns", "dtype"), [(135, torch.float32), (531, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if "columns" in c.quick], ids=lambda case: case.name)
 def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> None:

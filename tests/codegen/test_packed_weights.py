@@ -220,7 +220,7 @@ def grouped(x: Tensor, w: Tensor, scale: Tensor, unpacked: Callable[[Tensor], Te
     return F.linear(x, (q * scale[..., None]).flatten(1))
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("schedules", [schedules_of, cramped], ids=["own", "cramped"])
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("unpacked", PACKED, ids=lambda f: f.__name__)

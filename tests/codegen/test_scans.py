@@ -85,7 +85,7 @@ def check(fn: Callable[..., Any], x: Tensor, fast: Compiled, width: int) -> None
     assert (problem := not_as_close(found[2], found[1], found[0], noise)) is None, problem
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
 @pytest.mark.parametrize("name", SCANS)
@@ -220,6 +220,7 @@ def looped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ..
     return (Schedule(4 if analysis.tall else 1, 16, Cols.LOOP),) if fits else plain
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
 @pytest.mark.parametrize("name", SCANS)
 def test_wide_rows_go_on_from_block_to_block(name: str, reverse: bool) -> None:

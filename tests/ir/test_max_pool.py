@@ -57,6 +57,7 @@ def test_the_operator_takes_what_eager_takes(name: str, kind: str) -> None:
         torch.testing.assert_close(gradient, slope, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("name", GEOMETRIES)

@@ -51,6 +51,7 @@ def decaying(optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps_are_as_close_to_the_truth_as_eager(name: str) -> None:
     pairs = three(Sizes(), OPTIMIZERS[name], Sizes.groups)

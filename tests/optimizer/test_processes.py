@@ -82,6 +82,7 @@ def compare(rank: int, way: str) -> None:
     assert isinstance(state, DTensor) == (way == "fsdp")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_gradients_are_summed_first(way: str, tmp_path: Path) -> None:
     code = f"import sys; from {__name__} import process; process(int(sys.argv[1]), *sys.argv[2:])"

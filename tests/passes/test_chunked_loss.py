@@ -241,6 +241,7 @@ def test_backward_may_run_twice() -> None:
     torch.testing.assert_close(second, 2 * first)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tied weights (gpt2) and with a bias (bert); the logits that a model returns beside its loss are

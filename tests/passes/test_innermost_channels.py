@@ -216,6 +216,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 SIDES = (28, 14)  # of the images of `Net`, and no number of its channels
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_inside_a_net_no_image_has_channels_first(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(innermost_channels, "has_tensor_units", lambda x: x.dtype is torch.bfloat16)

@@ -103,6 +103,7 @@ def results(called: Attention, dtype: torch.dtype, operands: list[Tensor], shown
     return [out.detach(), *(t.grad for t in given if t.grad is not None)]
 
 
+@pytest.mark.sample(28)
 @pytest.mark.parametrize("length", [1, LENGTH])
 @pytest.mark.parametrize("shown", SHOWN, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("code", CODE, ids=lambda f: f.__name__)
@@ -129,6 +130,7 @@ def padded(side: str, length: int) -> Tensor:
     return mask if side != "whole" else mask * torch.tensor([[1], [0]])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "side", "length"),
     [(n, s, 11) for n in ("bert", "llama") for s in ("left", "right", "whole")]

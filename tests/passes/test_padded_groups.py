@@ -77,6 +77,7 @@ def test_a_nan_stays_in_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, model(x), equal_nan=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("width", "groups", "padded"), [(128, 16, False), (144, 12, True), (144, 6, True), (128, 4, False)]
 )

@@ -244,6 +244,7 @@ MATRIX: dict[str, tuple[Any, tuple[Any, ...], Any, int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("case", MATRIX)
 def test_every_sort_in_training(case: str, sort: str) -> None:

@@ -39,6 +39,7 @@ def records() -> list[Path]:
     return sorted((Path(os.environ["FUSION_CACHE_DIR"]) / PLANS).glob("*.json"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_every_model_is_read_as_it_was_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and programs of kernels that are never launched: the same, part by part."""

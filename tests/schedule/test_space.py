@@ -111,6 +111,7 @@ def buffers_of(n: Nest) -> dict[str, Buffer]:
     return found
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.name)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__[1:])
 def test_what_is_accepted_has_schedules_that_print(

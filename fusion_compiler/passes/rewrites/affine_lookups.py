@@ -74,16 +74,18 @@ def _selected(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
     if source.dim() == 0 or index.meta["val"].dim() != 1:
         return None
     dim = named["dim"] % source.dim()
-    found = _progression(index, source.shape[dim], written)
-    return found and (lambda node: _part(node, arguments(node)["self"], dim, arguments(node)["index"], found))
+    progression = _progression(index, source.shape[dim], written)
+    return progression and (
+        lambda node: _part(node, arguments(node)["self"], dim, arguments(node)["index"], progression)
+    )
 
 
 def _embedded(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
     named = arguments(node)
-    found = _progression(named["indices"], named["weight"].meta["val"].shape[0], written)
-    if not found or named["padding_idx"] >= 0 or named["scale_grad_by_freq"] or named["sparse"]:
+    progression = _progression(named["indices"], named["weight"].meta["val"].shape[0], written)
+    if not progression or named["padding_idx"] >= 0 or named["scale_grad_by_freq"] or named["sparse"]:
         return None
-    return lambda node: _part(node, arguments(node)["weight"], 0, arguments(node)["indices"], found)
+    return lambda node: _part(node, arguments(node)["weight"], 0, arguments(node)["indices"], progression)
 
 
 def _indexed(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
@@ -93,11 +95,11 @@ def _indexed(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
     dims = [d for d, index in enumerate(indices) if index is not None]
     if len(dims) == 1:
         (dim,) = dims
-        found = _progression(indices[dim], shape[dim], written, wraps=True)
-        if found is None:
+        progression = _progression(indices[dim], shape[dim], written, wraps=True)
+        if progression is None:
             return None
         return lambda node: _part(
-            node, arguments(node)["self"], dim, arguments(node)["indices"][dim], found
+            node, arguments(node)["self"], dim, arguments(node)["indices"][dim], progression
         )
     if len(dims) != 2 or dims[1] != dims[0] + 1:
         return None
@@ -143,19 +145,19 @@ def _progression(
     if sympy.expand(rest) != 0 or not start.is_Integer or not all(step.is_Integer for step in steps):
         return None
     step = int(steps[dims[-1]]) if dims else 1
-    inner, known = 1, all(isinstance(shape[d], int) for d in dims)
+    inner, static = 1, all(isinstance(shape[d], int) for d in dims)
     for d in reversed(dims):
-        if steps[d] != step * inner or (not known and len(dims) > 1):
+        if steps[d] != step * inner or (not static and len(dims) > 1):
             return None
-        inner *= shape[d] if known else 1
-    return _Progression(int(start), step, dims) if known or abs(step) == 1 else None
+        inner *= shape[d] if static else 1
+    return _Progression(int(start), step, dims) if static or abs(step) == 1 else None
 
 
 def _part(node: fx.Node, source: fx.Node, dim: int, index: fx.Node, p: _Progression) -> fx.Node:
     """The part of `source` that an index of its dimension `dim` selects, as a new contiguous tensor."""
     shape, rank = index.meta["val"].shape, index.meta["val"].dim()
-    known = all(isinstance(shape[d], int) for d in p.dims)
-    if known:
+    static = all(isinstance(shape[d], int) for d in p.dims)
+    if static:
         count = 1
         for d in p.dims:
             count *= shape[d]
@@ -207,5 +209,5 @@ def _one_of_each(node: fx.Node, count: int, choice: int) -> fx.Node:
             place = emit(node, _aten.unsqueeze.default, place, d)
     sizes = [1 if d == choice else size_of(node, source, d) for d in range(rank)]
     place = emit(node, _aten.expand.default, place, sizes)
-    found = emit(node, _aten.gather.default, source, choice, place)
-    return emit(node, _aten.squeeze.dim, found, choice)
+    picked = emit(node, _aten.gather.default, source, choice, place)
+    return emit(node, _aten.squeeze.dim, picked, choice)
