@@ -36,7 +36,12 @@ def test_plan_and_kernels_are_the_golden_ones(name: str, text: str, request: pyt
     now = TEXTS[text](name)
     if request.config.getoption("--update-golden"):
         file.write_text(now, encoding="utf-8")
-    assert now == file.read_text(encoding="utf-8")
+    assert without_line_numbers(now) == without_line_numbers(file.read_text(encoding="utf-8"))
+
+
+def without_line_numbers(text: str) -> str:
+    """A kernel says which line of a model it computes, and an edit above that line moves it."""
+    return re.sub(r"\b(\w+\.py):\d+", r"\1", text)
 
 
 def test_every_golden_file_has_its_case() -> None:
