@@ -695,7 +695,7 @@ def _cut(x: Tensor, pads: Sequence[int | torch.SymInt], value: float = 0) -> Ten
     for i in range(len(pads) // 2):
         dim = x.ndim - 1 - i
         x = x.narrow(dim, -pads[2 * i], x.shape[dim] + pads[2 * i] + pads[2 * i + 1])
-    return x.clone(memory_format=suggest_memory_format(x))
+    return x.clone()
 
 
 def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, _refs
 from torch._decomp import get_decompositions
 from torch._ops import OpOverload
-from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._mode_utils import no_dispatch
 
 from fusion_compiler.ir.eager_checks import checks_of, refuses
@@ -66,7 +71,8 @@ def _into_copy(target: OpOverload, x: Tensor, *rest: Any) -> Any:
 
 def _laid_out(x: Tensor, strides: Sequence[Any]) -> Tensor:
     """x, copied unless its elements lie behind each other and its dimensions in the order of `strides`."""
-    order = sorted(range(x.dim()), key=lambda d: (strides[d], x.shape[d] == 1), reverse=True)
+    ones = [statically_known_true(size == 1) for size in x.shape]
+    order = sorted(range(x.dim()), key=lambda d: (strides[d], ones[d]), reverse=True)
     if order == sorted(order):
         return x.contiguous()
     return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
@@ -74,8 +80,10 @@ def _laid_out(x: Tensor, strides: Sequence[Any]) -> Tensor:
 
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     """PyTorch's, laid out as a copy of x. PyTorch 2.11's copies into uninitialised memory in place."""
-    filled = _refs.index_fill(x.contiguous(), dim, index, value)
-    return _laid_out(filled, torch.empty_like(x).stride())
+    strides = torch.empty_like(x).stride()
+    if x.stride() != make_contiguous_strides_for(x.shape):  # others are restored by an eager prim
+        x = x.clone(memory_format=torch.contiguous_format)
+    return _laid_out(_refs.index_fill(x, dim, index, value), strides)
 
 
 def _strides_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[int, ...] | None:

@@ -95,7 +95,8 @@ def scatter_reduce(
     atomics = combine == "sum" and not torch.are_deterministic_algorithms_enabled()
     if not _is_worth_sorting(size, count, math.prod(rest)) or (atomics and math.prod(rest) == 1):
         return NotImplemented  # an atomic operation for each row costs less than to sort them
-    ordered = sort(torch.gather(_count(size, x), 0, index.permute(dims).flatten(1)[:, 0]), size)
+    numbers = index.permute(dims)[(slice(None), *(0 for _ in rest))]
+    ordered = sort(torch.gather(_count(size, x), 0, numbers), size)
     rows = src.permute(dims)[tuple(slice(n) for n in (count, *rest))]
     total = ordered.combined(rows.reshape(count, math.prod(rest)), combine)
     back = [dims.index(d) for d in range(x.ndim)]

@@ -3,28 +3,40 @@
 TorchDynamo inlines the forward of such a `torch.autograd.Function` and forgets its backward, so the transform
 would differentiate through the forward instead. Beside `torch.autograd.grad` it keeps the backward, but not
 the derivative of that backward.
+
+Before PyTorch 2.13, TorchDynamo also gives wrong gradients where a Function gets one tensor as two arguments
+(pytorch#183604) and where a Function changes in place what it returns (pytorch#180642).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._guards import TracingContext
 from torch.autograd import Function
+from torch.torch_version import TorchVersion
 
 from fusion_compiler.errors import LostBackwardError
 
 _TRANSFORMS = ("torch._functorch", "torch._C._functorch")
 _FORWARD_MODE = ("_enter_dual_level", "enter_dual_level", "_make_dual", "make_dual")
+_GRADIENTS_ARE_WRONG = TorchVersion(torch.__version__) < TorchVersion("2.13")
 
 
 def check_functions(gm: fx.GraphModule) -> None:
-    """Raise LostBackwardError if `gm` transforms functions and TorchDynamo has inlined an autograd Function.
+    """Raise LostBackwardError if TorchDynamo has lost the backward of an autograd Function in `gm`.
 
-    Called in a backend. Functions outside of the transforms are refused as well: nothing tells them apart.
+    Called in a backend. In a graph that transforms functions, those outside of the transforms are refused as
+    well: nothing tells them apart.
     """
+    if _GRADIENTS_ARE_WRONG and any(_changes_a_result(node, gm) for node in gm.graph.nodes):
+        raise LostBackwardError(function="(one that changes its result in place)")
     if not any(_transforms(node) for node in gm.graph.nodes):
         return
     inlined = {id(code) for code in TracingContext.get_traced_code() or ()}
@@ -45,3 +57,34 @@ def _subclasses(cls: type) -> Iterator[type]:
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
+
+
+def _changes_a_result(node: fx.Node, gm: fx.GraphModule) -> bool:
+    """Whether a Function returns a tensor and, as TorchDynamo has it, another name or a view of it."""
+    if node.op == "call_method" and node.target == "detach_":
+        return True
+    if getattr(node.target, "__name__", "") != "autograd_function_apply":
+        return False
+    forward = getattr(gm, str(node.args[0].target)) if isinstance(node.args[0], fx.Node) else node.args[0]
+    results = next(n for n in reversed(forward.graph.nodes) if n.op == "output").args[0][0]
+    values = [r.meta.get("example_value") for r in results if isinstance(r, fx.Node)]
+    storages = [v.untyped_storage()._cdata for v in values if isinstance(v, Tensor)]
+    return len(set(storages)) < len(storages)
+
+
+def _break_at_repeated_operands() -> None:
+    """Make TorchDynamo break the graph at a Function that gets one tensor as two arguments."""
+    apply = AutogradFunctionVariable.call_apply
+
+    @functools.wraps(apply)
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        nodes = [arg.as_proxy().node for arg in args if arg.is_tensor()]
+        if len(set(nodes)) < len(nodes):
+            raise Unsupported(f"{self.fn_cls.__name__}.apply with one tensor as two arguments")
+        return apply(self, tx, args, kwargs)
+
+    AutogradFunctionVariable.call_apply = call_apply
+
+
+if _GRADIENTS_ARE_WRONG:
+    _break_at_repeated_operands()

@@ -44,6 +44,7 @@ _OF_CHANNELS = """
     _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_batch_norm
 """
 _ALONG_DIM = "_log_softmax _softmax cummax cummin"
+_BOUNDED = "clamp clamp_max clamp_min hardtanh"
 
 
 def refuses(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -160,10 +161,29 @@ def _replaces_another_shape(call: Arguments) -> bool:
     return _differ(_without(call["self"].shape, call["dim"]), call["src"].shape)
 
 
+def _puts_another_dtype(call: Arguments) -> bool:
+    """index_put: the values have the dtype of what they replace or are added to."""
+    return call["values"].dtype is not call["self"].dtype
+
+
+def _has_other_pixels(call: Arguments) -> bool:
+    """nll_loss2d: there is a target for each pixel of each image."""
+    return _differ(_without(call["self"].shape, 1), call["target"].shape)
+
+
 def _inverts_integers(call: Arguments) -> bool:
     """pow: integers have no negative powers."""
     negative = type(call["exponent"]) is int and call["exponent"] < 0
     return negative and not _has_floats({"self": call["self"]})
+
+
+def _is_bounded_outside(call: Arguments) -> bool:
+    """clamp: by PyTorch's version, a bound outside of the dtype wraps around, is an error or is ignored."""
+    x = call["self"]
+    if x.dtype is torch.bool or not _has_integers({"self": x}):
+        return False
+    range_ = torch.iinfo(x.dtype)
+    return any(type(bound) is int and not range_.min <= bound <= range_.max for bound in call.values())
 
 
 def _table() -> Iterator[tuple[str, Callable[[Arguments], Any]]]:
@@ -175,6 +195,7 @@ def _table() -> Iterator[tuple[str, Callable[[Arguments], Any]]]:
         (_OF_ONE_DTYPE, _has_several_dtypes),
         (_OF_CHANNELS, _has_more_than_channels),
         (_ALONG_DIM, _has_no_such_dim),
+        (_BOUNDED, _is_bounded_outside),
     ):
         yield from ((name, check) for name in names.split())
     yield "_softmax_backward_data", lambda call: _differ(call["grad_output"].shape, call["output"].shape)
@@ -188,6 +209,8 @@ def _table() -> Iterator[tuple[str, Callable[[Arguments], Any]]]:
     yield "pixel_unshuffle", _does_not_divide
     yield "pow.Tensor_Scalar", _inverts_integers
     yield "index_add", _adds_other_rows
+    yield "index_put", _puts_another_dtype
+    yield "nll_loss2d_forward", _has_other_pixels
     yield "index_select", _selects_wrongly
     yield "select_scatter", _replaces_another_shape
 

@@ -351,3 +351,16 @@ def test_a_size_that_a_guard_makes_one_is_broadcast() -> None:
     fast = fc.compile(fn, backend="interpret", device="h200", dynamic=True)
     for length in (16, 17, 15):
         torch.testing.assert_close(fast(x := torch.randn(length)), fn(x))
+
+
+def test_the_gradient_of_one_column_of_a_number_that_differs() -> None:
+    """It is padded by a number and by a size less a number, which are not compared."""
+
+    def column(x: Tensor) -> Tensor:
+        return (x * 2).select(1, 4).exp()
+
+    fast = fc.compile(column, backend="interpret", strict=True, dynamic=True)
+    for columns in (7, 10):
+        x = torch.randn(3, columns, requires_grad=True)
+        ours, eager = (torch.autograd.grad(f(x).sum(), x)[0] for f in (fast, column))
+        torch.testing.assert_close(ours, eager)

@@ -55,6 +55,11 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     ),
     "a random choice of a probability above one": (torch.bernoulli, (torch.tensor([0.5, 1.5]),)),
     "a negative power of integers": (lambda x: x**-1, (ints(3) + 1,)),
+    "values of another dtype": (
+        lambda x, i, y: x.index_put((i,), y),
+        (floats(3, 4).double(), ints(2), floats(2, 4)),
+    ),
+    "a target without a pixel": (F.nll_loss, (floats(2, 3, 2, 3), ints(2, 2, 2) % 2)),
     "an index beyond what is gathered": (lambda x, i: x.gather(1, i) * 2, (floats(2, 2), ints(2, 2))),
 }
 
@@ -67,6 +72,37 @@ def test_a_call_that_eager_refuses_raises_its_exception(name: str, backend: str)
         function(*arguments)
     with pytest.raises(eager.type):
         fc.compile(function, backend=backend)(*arguments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bounds", [(-2, 3), (None, 300), (300, None), (None, -1), (-300, 300)], ids=str)
+def test_bounds_that_a_dtype_cannot_hold(bounds: tuple[int | None, int | None], backend: str) -> None:
+    """They wrap around, are errors or are no bounds, by PyTorch's version."""
+
+    def bounded(x: Tensor) -> Tensor:
+        return x.clamp(*bounds) + 1
+
+    x = torch.tensor([0, 1, 5, 200, 255], dtype=torch.uint8)
+    fast = fc.compile(bounded, backend=backend)
+    try:
+        expected = bounded(x)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            fast(x)
+    else:
+        assert torch.equal(fast(x), expected)
+
+
+def test_index_fill_of_a_number_of_rows_that_differs() -> None:
+    def filled(x: Tensor, rows: Tensor) -> Tensor:
+        return x.index_fill(1, rows, 2.0) + 1
+
+    fast = fc.compile(filled, backend="interpret", strict=True, dynamic=True)
+    for count in (5, 7):
+        x, rows = torch.randn(count, 1).t() @ torch.randn(count, 1), torch.tensor([0])
+        assert torch.equal(fast(x, rows), filled(x, rows))
+        wide = torch.randn(count, 1)
+        assert torch.equal(fast(wide, rows), filled(wide, rows))
 
 
 def test_binary_cross_entropy_is_still_one_kernel_with_its_gradient() -> None:
@@ -104,6 +140,8 @@ LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
     "xlogy": lambda x: torch.xlogy(x, (x.detach().contiguous() ** 2 + 1)),
     "nll_loss": lambda x: F.nll_loss(x, torch.ones(5, 3, dtype=torch.int64), reduction="none"),
     "channel_shuffle": lambda x: F.channel_shuffle(x.unsqueeze(1).transpose(1, 2), 3),
+    "pad by nothing": lambda x: F.pad(x, (0, 0)),
+    "pad by less than nothing": lambda x: F.pad(x, (0, 0, -1, 0)),
     "floor_divide": lambda x: x.detach() // (x.detach().contiguous() ** 2 + 1) + x,
 }
 INPUTS: dict[str, Callable[[], Tensor]] = {

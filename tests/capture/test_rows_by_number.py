@@ -131,6 +131,15 @@ def test_scatters_by_rows(reduce: str, include_self: bool, dim: int) -> None:
     assert [name for plan in fast.plan for name in is_eager(plan)] == []
 
 
+def test_scatters_of_numbers_of_a_count_that_differs() -> None:
+    fast = fc.compile(
+        lambda x, i, y: x.scatter_reduce(0, i, y, "amax"), backend="interpret", strict=True, dynamic=True
+    )
+    for count in (16, 19):
+        x, y, i = torch.randn(count), torch.randn(count), torch.randint(count, (count,))
+        assert torch.equal(fast(x, i, y), x.scatter_reduce(0, i, y, "amax"))
+
+
 def test_a_maximum_keeps_nan_and_the_smallest_number() -> None:
     rows = torch.tensor([[1.0, -torch.inf], [torch.nan, 3.0], [-5.0, -torch.inf]])
     index = torch.tensor([0, 0, 2])

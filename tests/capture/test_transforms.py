@@ -76,3 +76,56 @@ def test_it_is_compiled_without_a_transform_and_a_transform_without_it() -> None
     torch.testing.assert_close(*torch.autograd.grad(fast(x).sum(), x), torch.full((4,), 6.0))
     gradient = fc.compile(torch.func.grad(lambda x: (x * x).sum()), backend="interpret", strict=True)
     torch.testing.assert_close(gradient(x.detach()), 2 * x.detach())
+
+
+class Product(Function):
+    """A product with gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return gradient * y * 2, gradient * x * 3
+
+
+def _changed_by(change: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
+    class Changed(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            y = x * 2
+            change(y)
+            ctx.save_for_backward(x)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * 3 * ctx.saved_tensors[0]
+
+    return lambda x: Changed.apply(x * 1)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one tensor twice": lambda x: Product.apply(x, x),
+    "a tensor and its view": lambda x: Product.apply(x, x.view(-1)),
+    "add_": _changed_by(lambda y: y.add_(1)),
+    "relu_": _changed_by(lambda y: y.relu_()),
+    "out=": _changed_by(lambda y: torch.add(y, 1, out=y)),
+    "through a view": _changed_by(lambda y: y[:2].mul_(3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TorchDynamo breaks", "ignore:autograd.Function")
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_gradients_of_repeated_and_changed_tensors_are_the_functions_own(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    """TorchDynamo loses them before PyTorch 2.13."""
+    x = torch.randn(4, requires_grad=True)
+    fast = fc.compile(function, backend="interpret")
+    torch.testing.assert_close(
+        torch.autograd.grad(fast(x).sum(), x), torch.autograd.grad(function(x).sum(), x)
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ NORMALIZING = {
     "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "batch_norm_backward",
     "_batch_norm_with_update", "_softmax_backward_data", "_log_softmax_backward_data",
 }  # fmt: skip
+# Formulas whose terms cancel: 1 + tanh(u) of a gelu far below zero. The size of the terms, by the operands.
+CANCELLING: dict[str, Callable[..., Tensor]] = {
+    "gelu": lambda x: x.abs(),
+    "gelu_backward": lambda gradient, x: gradient.abs() * (1 + x * x),
+}
 VARIANCES = {"var", "var_mean", "std", "std_mean"}
 # What a term may be off by; for 16 bits alone, kernels take the hardware's functions (docs/numerics.md).
 TERMS = {
@@ -85,6 +90,10 @@ class RandomRounding(TorchDispatchMode):
             wide_args = [unsteady(x, args[i]) if i in written else x for i, x in enumerate(wide_args)]
         if name in NORMALIZING:
             wide = tree_map(self._centred, wide, result)
+        if name in CANCELLING and isinstance(wide, Tensor):
+            tensors = [a for a in wide_args if isinstance(a, Tensor)]
+            noise = torch.rand(wide.shape, generator=self.generator, dtype=wide.dtype) * 2 - 1
+            wide = wide + noise * TERMS[torch.float64] * CANCELLING[name](*tensors).nan_to_num(0, 0, 0)
         for i in written:
             self._write(args[i], wide_args[i])
         if any(r.alias_info for r in returns):

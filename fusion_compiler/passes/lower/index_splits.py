@@ -183,8 +183,8 @@ def _pad(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
         return 0, []
     (i,) = padded
     dim, itemsize = len(shape) - 1 - i, op.outputs[0].dtype.itemsize
-    shortest = min(n for n in pads[2 * i : 2 * i + 2] if n != 0)  # type: ignore[type-var]
-    if i == 0 and isinstance(shortest, int) and shortest * itemsize < SECTOR:  # stores of parts of sectors
+    known = [n for n in pads[2 * i : 2 * i + 2] if isinstance(n, int) and n != 0]
+    if i == 0 and known and min(known) * itemsize < SECTOR:  # stores of parts of sectors
         return 0, []
     return dim, [pads[2 * i], shape[dim], pads[2 * i + 1]]  # type: ignore[list-item]
 
