@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import fusion_compiler as fc
-from fusion_compiler.errors import UnsupportedDtypeError
+from fusion_compiler.errors import FusionWarning, UnsupportedDtypeError
 from fusion_compiler.ir.ops import spec_of
 from tests import opinfo_errors, opinfo_layouts
 from tests.exactness import Compiled, not_as_close
@@ -309,6 +309,7 @@ def swept(
     try:
         with limit(seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            warnings.filterwarnings("error", ".*could not be compiled", FusionWarning)
             samples = chosen(info, dtype, most)
             known = {s.number: known_of(s) for s in samples}
             found = {n: k for n, k in known.items() if isinstance(k, Outcome)}

@@ -26,7 +26,12 @@ from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.capture import eager_decompositions, image_decompositions, rows_by_number
-from fusion_compiler.capture.eager_decompositions import assert_probabilities, in_order, unless_refused
+from fusion_compiler.capture.eager_decompositions import (
+    assert_probabilities,
+    dense_on_cpu,
+    in_order,
+    unless_refused,
+)
 from fusion_compiler.capture.few_queries import in_chunks
 from fusion_compiler.capture.traced_gradients import INTERPOLATIONS
 from fusion_compiler.ir import few_queries, group_norm, max_pool, permuted_rows, random, running
@@ -87,6 +92,7 @@ def _shared() -> dict[OpOverload, Callable[..., Any]]:
     table |= {target: _for_real(function) for target, function in ours.items()}
     table |= {aten._neg_view.default: torch.neg}  # a lazily negated tensor's memory has other values
     table |= {target: in_order(table[target]) for target in eager_decompositions.ELEMENTWISE}
+    table |= {target: dense_on_cpu(table[target]) for target in eager_decompositions.BATCH_NORMS}
     return {target: unless_refused(target, function) for target, function in table.items()}
 
 

@@ -150,6 +150,37 @@ def max_unpool2d(x: Tensor, indices: Tensor, size: Sequence[int]) -> Any:
     return aten.max_unpool2d.default(x.contiguous(), indices, size).contiguous(memory_format=form)
 
 
+def pow_of_number(base: Any, x: Tensor) -> Any:
+    """Eager's result is contiguous, whatever the layout of the exponent."""
+    return NotImplemented if x.is_contiguous() else aten.pow.Scalar(base, x.contiguous())
+
+
+def ldexp(x: Tensor, exponent: Tensor) -> Tensor:
+    """x * 2**exponent, as eager computes it."""
+    return x * aten.pow.Scalar(2.0, exponent.contiguous())
+
+
+def dense_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lay out the first result of a batch norm as eager does on a CPU: contiguous, or with channels last."""
+
+    @functools.wraps(function)
+    def decomposition(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, *rest = function(x, *args, **kwargs)
+        return out.contiguous(memory_format=suggest_memory_format(x)) if x.is_cpu else out, *rest
+
+    return decomposition
+
+
+BATCH_NORMS = (
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._batch_norm_with_update_functional.default,
+    aten._batch_norm_no_update.default,
+)
+
 # Element-wise operators whose decompositions do not begin with all operands.
 ELEMENTWISE = (
     aten.binary_cross_entropy.default,
@@ -165,6 +196,8 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.channel_shuffle.default: channel_shuffle,
     aten.max_unpool2d.default: max_unpool2d,
     aten.binary_cross_entropy.default: binary_cross_entropy,
+    aten.ldexp.Tensor: ldexp,
+    aten.pow.Scalar: pow_of_number,
     aten.index_fill.int_Scalar: index_fill,
     aten.index_fill.int_Tensor: index_fill,
     **{
@@ -173,6 +206,9 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
             (aten.floor_divide.default, _refs.floor_divide),
             (aten.div.Tensor_mode, _refs.floor_divide),
             (aten.copysign.Tensor, _refs.copysign),
+            (aten.logical_and.default, _refs.logical_and),
+            (aten.logical_or.default, _refs.logical_or),
+            (aten.logical_xor.default, _refs.logical_xor),
         )
     },
     **{

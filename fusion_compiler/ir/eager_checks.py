@@ -24,7 +24,7 @@ _FLOATING = """
     _native_batch_norm_legit_no_training _prelu_kernel _safe_softmax _softmax _softmax_backward_data
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d binary_cross_entropy
     binary_cross_entropy_with_logits celu elu frac gelu glu hardshrink hardsigmoid hardswish huber_loss
-    hypot leaky_relu lerp log_sigmoid_forward logaddexp logaddexp2 logcumsumexp mish mse_loss
+    hypot im2col leaky_relu lerp log_sigmoid_forward logaddexp logaddexp2 logcumsumexp mish mse_loss
     native_batch_norm native_group_norm native_layer_norm round.decimals silu smooth_l1_loss
     soft_margin_loss softplus softshrink std std_mean upsample_bicubic2d upsample_bilinear2d
     upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d var
@@ -156,9 +156,26 @@ def _selects_wrongly(call: Arguments) -> bool:
     return several or index.dtype not in (torch.int32, torch.int64) or _has_no_such_dim(call)
 
 
+def _has_float_indices(call: Arguments) -> bool:
+    """embedding: the indices are integers."""
+    return call["indices"].dtype not in (torch.int32, torch.int64)
+
+
+def _copies_wrongly(call: Arguments) -> bool:
+    """index_copy: a place for each slice of a source with as many dimensions; one place if there are none."""
+    x, source, index = call["self"], call["source"], call["index"]
+    if index.dtype is not torch.int64 or (x.dim() and source.dim() and x.dim() != source.dim()):
+        return True
+    return not source.dim() and index.dim() and _differ(index.shape, (1,))
+
+
 def _replaces_another_shape(call: Arguments) -> bool:
-    """select_scatter: the source has the shape of the slice."""
-    return _differ(_without(call["self"].shape, call["dim"]), call["src"].shape)
+    """select_scatter: the source has the shape of the slice, which lies inside."""
+    x, dim, index = call["self"], call["dim"], call["index"]
+    if _is_outside(dim, x.dim()) or _differ(_without(x.shape, dim), call["src"].shape):
+        return True
+    size = x.shape[dim]
+    return type(index) is int and type(size) is int and not -size <= index < size
 
 
 def _puts_another_dtype(call: Arguments) -> bool:
@@ -204,7 +221,8 @@ def _table() -> Iterator[tuple[str, Callable[[Arguments], Any]]]:
     yield "soft_margin_loss", _is_smaller_than("target")
     yield "smooth_l1_loss", lambda call: call["beta"] < 0
     yield "huber_loss", lambda call: call["delta"] <= 0
-    yield "index_copy", lambda call: call["index"].dtype is not torch.int64
+    yield "index_copy", _copies_wrongly
+    yield "embedding", _has_float_indices
     yield "index_fill", lambda call: call["index"].dtype is not torch.int64
     yield "pixel_unshuffle", _does_not_divide
     yield "pow.Tensor_Scalar", _inverts_integers
