@@ -160,6 +160,12 @@ def ldexp(x: Tensor, exponent: Tensor) -> Tensor:
     return x * aten.pow.Scalar(2.0, exponent.contiguous())
 
 
+def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False) -> tuple[Tensor, Tensor]:
+    """Say that the number of results depends on data. PyTorch 2.11's fake tensors have one result."""
+    values, inverse, _ = aten._unique2.default(x, sorted, return_inverse)
+    return values, inverse
+
+
 def dense_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lay out the first result of a batch norm as eager does on a CPU: contiguous, or with channels last."""
 
@@ -196,6 +202,7 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.channel_shuffle.default: channel_shuffle,
     aten.max_unpool2d.default: max_unpool2d,
     aten.binary_cross_entropy.default: binary_cross_entropy,
+    aten._unique.default: unique,
     aten.ldexp.Tensor: ldexp,
     aten.pow.Scalar: pow_of_number,
     aten.index_fill.int_Scalar: index_fill,

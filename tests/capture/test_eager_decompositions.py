@@ -105,6 +105,18 @@ def test_index_fill_of_a_number_of_rows_that_differs() -> None:
         assert torch.equal(fast(wide, rows), filled(wide, rows))
 
 
+@pytest.mark.filterwarnings("ignore:TorchDynamo breaks")
+def test_the_gradient_of_what_is_filled_in() -> None:
+    """PyTorch 2.11 finds the distinct indices for it, whose number depends on data."""
+
+    def filled(x: Tensor, i: Tensor, value: Tensor) -> Tensor:
+        return x.index_fill(1, i, value)
+
+    x, i, value = torch.randn(5, 5), torch.tensor([0, 2, 2, 1]), torch.tensor(1.5, requires_grad=True)
+    ours, eager = (f(x, i, value) for f in (fc.compile(filled, backend="interpret"), filled))
+    torch.testing.assert_close(*(torch.autograd.grad((y * x).sum(), value)[0] for y in (ours, eager)))
+
+
 def test_binary_cross_entropy_is_still_one_kernel_with_its_gradient() -> None:
     x, target = torch.rand(64, 40).requires_grad_(), torch.rand(64, 40)
     fast = fc.compile(F.binary_cross_entropy, backend="interpret")
