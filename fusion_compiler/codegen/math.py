@@ -38,6 +38,22 @@ def div(x, y):
 
 
 @triton.jit
+def div_by(x, divisor, inverse):
+    """x / divisor for a number between 2^-60 and 2^60.
+
+    It is correctly rounded where |x| and the result are above 2^-100. inverse: of the divisor in float32. The
+    quotient by it is corrected by what it leaves (Markstein 1990), without the branch that a division has.
+    """
+    if x.dtype == tl.float32:
+        quotient = x * inverse
+        size = tl.abs(quotient)
+        nearer = tl.fma(tl.fma(quotient, -divisor, x), inverse, quotient)
+        return tl.where((size > 0) & (size < float("inf")), nearer, quotient)
+    else:
+        return div(x, divisor)
+
+
+@triton.jit
 def sqrt(x):
     """Square root, correctly rounded."""
     if x.dtype == tl.float32:
@@ -50,6 +66,28 @@ def sqrt(x):
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
     return div(1.0, 1.0 + libdevice.exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """tanh within 2 units in the last place.
+
+    In float32 it has no branch, which CUDA's has: a row of logits takes all sides of it. Up to 1 it is a
+    polynomial in x^2 (a minimax fit of tanh(x) / x, off by 2^-27), beyond it is 1 - 2 / (1 + exp(2 |x|)).
+    """
+    if x.dtype == tl.float32:
+        square = x * x
+        series = 0.0023013639729470015 + square * -0.00035845182719640434
+        series = 0.021486656740307808 + square * (-0.007946105673909187 + square * series)
+        series = 0.13332344591617584 + square * (-0.05387980118393898 + square * series)
+        series = -0.33333295583724976 + square * series
+        size = tl.abs(x)
+        exponent = size * 2.8853900817779268
+        growth = instruction("ex2.approx.ftz.f32", exponent) if has_ptx() else tl.exp2(exponent)
+        far = 1.0 - 2.0 * rough_reciprocal(1.0 + growth)
+        return copysign(tl.where(size < 1.0, size + size * square * series, far), x)
+    else:
+        return libdevice.tanh(x)
 
 
 # What follows up to copysign is for float32 values that end in 16 bits: rough functions are right to 2^-15

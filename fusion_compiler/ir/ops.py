@@ -21,6 +21,7 @@ import ast
 import functools
 import math
 import re
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -115,10 +116,12 @@ def _rsub(self: str, other: str, alpha: str = "1") -> str:
 
 def _div(self: str, other: str) -> str:
     value = number(other)
-    # Multiplying by a power of two is exact, and cheap.
-    if value and math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5 and 2**-60 < abs(value) < 2**60:
+    if value is None or not 2**-60 < abs(value) < 2**60:
+        return f"fm.div({self}, {other})"
+    if abs(math.frexp(value)[0]) == 0.5:  # multiplying by a power of two is exact, and cheap
         return f"{self} * {1 / value!r}"
-    return f"fm.div({self}, {other})"
+    (in_float32,) = struct.unpack("f", struct.pack("f", value))
+    return f"fm.div_by({self}, {float(value)!r}, {1 / in_float32!r})"
 
 
 def _rough_div(self: str, other: str) -> str:
@@ -444,7 +447,7 @@ _FUNCTIONS = (
         coarse="fm.coarse_sigmoid({self})",
     ),
     *_elementwise(
-        "libdevice.tanh({self})",
+        "fm.tanh({self})",
         aten.tanh.default,
         flops=12,
         special=2,

@@ -1,4 +1,4 @@
-"""Functions of 16-bit tensors on the device's own instructions: every number within bounds; bytes."""
+"""Functions on the device's own instructions: every number of 16 bits within bounds, many of 32; bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fusion_compiler as fc
+from tests.codegen.test_full_precision import DIVISORS, check_division, check_tanh, numbers
 from tests.codegen.test_rough import DTYPES, FUNCTIONS, WITH_GRADIENTS, bounds, check, every_number
 
 
@@ -18,6 +19,15 @@ def test_every_number(name: str, dtype: torch.dtype) -> None:
         compiler = functools.partial(fc.compile, strict=True)
         x = every_number(dtype).cuda()
         check(compiler, fn, x, bounds()[name][dtype], name in WITH_GRADIENTS)
+
+
+def test_tanh_in_full_precision() -> None:
+    check_tanh("auto", numbers(2**26).cuda())
+
+
+@pytest.mark.parametrize("divisor", DIVISORS, ids=str)
+def test_division_by_a_number(divisor: float) -> None:
+    check_division("auto", numbers(2**24).cuda(), divisor)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
