@@ -16,14 +16,21 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from fusion_compiler.capture.graphs import copied, eager, unregister_constants
 
 _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
+_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply  # a torch.autograd.Function, with two graphs
 # Methods that change a tensor's place in autograd without an operator that could be traced.
 AUTOGRAD_METHODS = ("requires_grad_", "retain_grad", "register_hook", "set_", "resize_", "backward")
 
@@ -110,6 +117,8 @@ class _Run(PropagateUnbackedSymInts):
         if target is _CHECKPOINT:
             _, body_kwargs = _CHECKPOINT.divide_kwargs(kwargs)
             return _Run(_marked(args[0]), self._entered).run(*args[1:], *body_kwargs.values())
+        if target is _FUNCTION:
+            return _one_node(target, args, kwargs)
         if target is autocast_mode._enter_autocast:
             region = autocast_mode.autocast(*args, **kwargs)
             region.__enter__()
@@ -125,6 +134,26 @@ class _Run(PropagateUnbackedSymInts):
         if target == "contiguous":
             return torch.ops.aten.contiguous.default(*args, **kwargs)
         return super().call_method(target, args, kwargs)
+
+
+def _one_node(target: Any, args: Any, kwargs: Any) -> Any:
+    """Record a custom autograd Function as the one node that it is in Dynamo's graph."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    versions = [t._version for t in tensors]
+    with disable_proxy_modes_tracing():
+        results = target(*args, **kwargs)
+    if versions != [t._version for t in tensors]:
+        raise UntraceableError("a custom autograd Function changes its arguments")
+    root: Any = mode.tracer.root
+    for body in args:
+        if isinstance(body, fx.GraphModule):
+            root.register_module(f"body_{len(root._modules)}", body)
+    unwrap: Any = mode.tracer.unwrap_proxy
+    proxies, named = tree_map(unwrap, (args, kwargs))
+    proxy = mode.tracer.create_proxy("call_function", target, proxies, named)
+    return track_tensor_tree(results, proxy, constant=None, tracer=mode.tracer)
 
 
 def _marked(body: fx.GraphModule) -> fx.GraphModule:
@@ -168,7 +197,7 @@ def _check_nodes(gm: fx.GraphModule) -> None:
             if "_checkpoint_context_fn" in body.meta:
                 raise UntraceableError("it holds a selectively checkpointed region")
             _check_nodes(body)
-        elif isinstance(node.target, HigherOrderOperator):
+        elif isinstance(node.target, HigherOrderOperator) and node.target is not _FUNCTION:
             raise UntraceableError(f"it holds the higher-order operator {node.target}")
         if node.target is torch.autograd.grad:
             raise UntraceableError("it calls torch.autograd.grad")
@@ -184,6 +213,8 @@ def check_constants(traced: fx.GraphModule) -> None:
     """Literals of the model's code are copied at each use; any other constant is a tensor that
     the trace lost sight of, whose value may change between calls."""
     for node in traced.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(traced, str(node.target)), fx.GraphModule):
+            continue  # a body of a custom autograd Function
         if any(user.target is not torch.ops.aten.lift_fresh_copy.default for user in node.users):
             raise UntraceableError(f"the trace lost sight of a tensor ({node.target})")
 

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental import proxy_tensor
 from torch.library import _scoped_library  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_compiler.capture.attention_choice import attention
 from fusion_compiler.capture.autocast import autocasting, with_kernel
@@ -77,12 +79,32 @@ def _without_gpu() -> Generator[None]:
         with_kernel(_aten.to.dtype_layout, _COMPOSITE, _to_options),
         with_kernel(_aten.to.other, _COMPOSITE, _to_other),
         autocasting(view.as_gpu),
+        patch.object(proxy_tensor, "unset_fake_temporarily", _constants_on_cpu),
         _kernels(),
         patch("torch._C._conv_determine_backend_memory_format", _convolution_order),
         patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         patch("torch.cuda.is_bf16_supported", lambda *_, **__: True),
     ):
         yield
+
+
+class _OnCpu(TorchDispatchMode):
+    """Compute on the CPU what is asked for on the GPU."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(kwargs.get("device"), "type", None) == GPU.type:
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _constants_on_cpu() -> Generator[Any]:
+    """Leave FakeTensorMode, as make_fx does to compute what a constant becomes."""
+    with unset_fake_temporarily() as mode, _OnCpu():
+        yield mode
 
 
 class _View:

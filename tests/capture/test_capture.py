@@ -447,18 +447,51 @@ def test_function_transforms_are_left_to_autograd() -> None:
     assert "function transform" in captured.notes()[0]
 
 
-def test_a_custom_autograd_function_is_left_to_autograd() -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
+class Product(torch.autograd.Function):
+    """A product with gradients of its own, and a second result without one."""
 
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return grad * 5
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, y)
+        return x * y, x.detach() + 1
 
-    captured = same(lambda x: Twice.apply(x).sin(), torch.randn(4, requires_grad=True))
-    assert "higher-order operator" in captured.notes()[0]
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return grad * y * 5, (grad * x * 3).sum(0)
+
+
+class Changing(torch.autograd.Function):
+    """A function that changes its argument without a word to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        x.data.add_(1)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad * 7
+
+
+def test_a_custom_autograd_function_is_one_node_among_those_that_are_rewritten() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
+        query, shifted = Product.apply(x, y)
+        weights = torch.softmax(query @ x.mT * 0.125, -1)
+        return Product.apply(weights @ x, y)[0].sin(), shifted
+
+    x, y = (torch.rand(*shape).div(4).requires_grad_() for shape in ((2, 16, 64), (16, 64)))
+    captured = same(model, x, y)
+    assert any(note.startswith("written-out attention") and "one call" in note for note in captured.notes())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_custom_autograd_function_that_changes_its_argument_is_left_to_autograd() -> None:
+    x = torch.randn(4, requires_grad=True)
+    ours, eager = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+    fc.compile(lambda x: Changing.apply(x * 1), backend="interpret")(ours).sum().backward()
+    Changing.apply(eager * 1).sum().backward()
+    torch.testing.assert_close(ours.grad, eager.grad)
 
 
 def test_a_rewrite_that_autograd_refuses_is_undone() -> None:
