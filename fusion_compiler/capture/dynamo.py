@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -41,12 +42,18 @@ class _Tracing:
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        backward = patch.object(TensorVariable, "method_backward", _untraced_backward)
-        with compile_lock, config.patch(SETTINGS), backward, traced_gradients():
+        with compile_lock, config.patch(SETTINGS), _backward_untraced(), traced_gradients():
             return self._callback(*args, **kwargs)
 
 
 _backward = TensorVariable.method_backward
+
+
+def _backward_untraced() -> AbstractContextManager[Any]:
+    methods: Any = getattr(TensorVariable, "tp_methods", {})
+    if "backward" in methods:  # since PyTorch 2.15
+        return patch.dict(methods, backward=type(methods["backward"])(_untraced_backward))
+    return patch.object(TensorVariable, "method_backward", _untraced_backward)
 
 
 def _untraced_backward(*args: Any, **kwargs: Any) -> Any:

@@ -372,8 +372,9 @@ def _is_uncaptured(error: Exception) -> bool:
 def _operator_error(error: Exception) -> Exception:
     """Return the error that an operator raised for FakeTensors, which TorchDynamo wraps, or `error`."""
     wrapped = error.__context__ if isinstance(error, TorchRuntimeError) else None
-    cause = wrapped.__cause__ if isinstance(wrapped, Unsupported) else None
-    return cause if isinstance(cause, Exception) else error
+    while wrapped is not None and wrapped.__cause__ is None:  # one more since PyTorch 2.15
+        wrapped = wrapped.__context__
+    return wrapped.__cause__ if wrapped is not None and isinstance(wrapped.__cause__, Exception) else error
 
 
 def _rebuild(recompile: Recompile, plain: Any) -> Any:

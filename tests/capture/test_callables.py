@@ -93,7 +93,7 @@ TAKEN: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_can_be_compiled(name: str) -> None:
     x = torch.randn(3, 4)
@@ -156,7 +156,7 @@ def test_a_class() -> None:
         fc.compile(int)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 def test_torchscript_stays_as_it_is() -> None:
     scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.warns(FusionWarning, match=r"(?s)no Python code to capture.*compile the nn.Module"):

@@ -272,6 +272,7 @@ def rotated(c: Tensor, n: Tensor, angle: Tensor, at: Tensor, q: Tensor) -> Tenso
     return torch.softmax(q @ c.transpose(-1, -2), -1) @ c
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears")
 def test_one_kernel_rotates_keys_and_stores_them_in_the_cache() -> None:
     def make() -> list[Tensor]:
         key, query = torch.randn(2, 1, 2, 1, 64)

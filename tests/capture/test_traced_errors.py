@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler.errors import FusionWarning
+from fusion_compiler.errors import FusionWarning, GraphBreakError
 
 FLAT = torch.ones(2, 2)  # pooling takes three dimensions
 pytestmark = pytest.mark.filterwarnings("ignore:the graph is on cpu", "ignore:TorchDynamo breaks the graph")
@@ -69,11 +69,10 @@ def test_code_before_the_error_runs_once() -> None:
 
 def test_an_error_that_the_model_handles_costs_speed_alone() -> None:
     fast = fc.compile(pooled_or_not)
-    with pytest.warns(
-        FusionWarning, match=r"the call of pooled_or_not could not be compiled: ValueError: Input dim"
-    ):
+    told = r"the call of pooled_or_not could not be compiled: ValueError: Input dim"
+    with pytest.warns(FusionWarning, match=rf"{told}|Observed exception"):  # as TorchDynamo says since 2.15
         torch.testing.assert_close(fast(FLAT), FLAT * 3)
-    with pytest.raises(ValueError, match="at least 3"):
+    with pytest.raises((ValueError, GraphBreakError), match="at least 3"):
         fc.compile(pooled_or_not, strict=True)(FLAT)
 
 

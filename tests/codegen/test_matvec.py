@@ -22,6 +22,7 @@ from fusion_compiler.schedule import contractions
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, Schedules, cramped, not_as_close
+from tests.versions import of_measured_versions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -344,6 +345,7 @@ def test_a_norm_is_read_with_the_matrix(rows: int, tile: tuple[int, int, int], d
     assert source.count("tl.range(") == 1 and ("fm.contract" in source) == (dtype is not torch.float32)
 
 
+@of_measured_versions
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_norms_in_front_of_products_compile(rows: int) -> None:
     """For devices, which add up tiles of one form alone at once."""
