@@ -307,15 +307,10 @@ class SubclassViewError(EagerGraphError):
 
 
 class LostBackwardError(EagerGraphError):
-    """A custom autograd.Function under a transform or beside torch.autograd.grad. Fields: function."""
+    """A custom autograd.Function whose backward TorchDynamo loses. Fields: function, what, instead."""
 
-    template = (
-        "autograd.Function {function} runs under torch.func or torch.autograd.grad: TorchDynamo would lose "
-        "its backward"
-    )
-    next_step = (
-        "compile the function inside the transform's argument apart, or write the gradient with torch.func"
-    )
+    template = "TorchDynamo would lose the backward of {function}, which {what}"
+    next_step = "{instead}"
 
 
 class NotCompiledError(FusionError, TypeError):

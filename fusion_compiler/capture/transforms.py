@@ -36,14 +36,22 @@ def check_functions(gm: fx.GraphModule) -> None:
     well: nothing tells them apart.
     """
     if _GRADIENTS_ARE_WRONG and any(_changes_a_result(node, gm) for node in gm.graph.nodes):
-        raise LostBackwardError(function="(one that changes its result in place)")
+        raise LostBackwardError(
+            function="an autograd.Function",
+            what="changes in place what it returns",
+            instead="compute the result in new tensors, or use PyTorch 2.13",
+        )
     if not any(_transforms(node) for node in gm.graph.nodes):
         return
     inlined = {id(code) for code in TracingContext.get_traced_code() or ()}
     for function in _subclasses(Function):
         forward = getattr(function, "forward", None)
         if id(getattr(forward, "__code__", None)) in inlined:
-            raise LostBackwardError(function=function.__name__)
+            raise LostBackwardError(
+                function=f"autograd.Function {function.__name__}",
+                what="runs under torch.func or beside torch.autograd.grad",
+                instead="compile the function inside the transform's argument apart",
+            )
 
 
 def _transforms(node: fx.Node) -> bool:
@@ -65,8 +73,9 @@ def _changes_a_result(node: fx.Node, gm: fx.GraphModule) -> bool:
         return True
     if getattr(node.target, "__name__", "") != "autograd_function_apply":
         return False
-    forward = getattr(gm, str(node.args[0].target)) if isinstance(node.args[0], fx.Node) else node.args[0]
-    results = next(n for n in reversed(forward.graph.nodes) if n.op == "output").args[0][0]
+    forward: Any = node.args[0]
+    graph = getattr(gm, str(forward.target)).graph if isinstance(forward, fx.Node) else forward.graph
+    results = graph.output_node().args[0][0]
     values = [r.meta.get("example_value") for r in results if isinstance(r, fx.Node)]
     storages = [v.untyped_storage()._cdata for v in values if isinstance(v, Tensor)]
     return len(set(storages)) < len(storages)

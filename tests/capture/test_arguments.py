@@ -105,7 +105,7 @@ def test_lazy_zeros_run_eager_with_a_warning() -> None:
         fc.compile(lambda x: x * 2, backend="interpret", strict=True)(zeros(3))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # PyTorch's decompositions of forward mode are scripted
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # by which PyTorch decomposes tangents
 @pytest.mark.parametrize("when", ["first", "after a plain call", "a parameter"])
 def test_a_dual_tensor_keeps_its_tangent(when: str) -> None:
     model = nn.Module()
