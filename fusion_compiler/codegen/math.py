@@ -432,9 +432,6 @@ def pow(x, y):
     if dtype.is_floating():
         return libdevice.pow(base, exponent)
     else:
-        odd = (exponent & 1) != 0
-        negative = tl.where(base == 1, 1, tl.where(base == -1, tl.where(odd, -1, 1), 0))
-        is_negative = exponent < 0
         result = tl.full((), 1, dtype) + (base + exponent) * 0
         square = base + exponent * 0
         rest = exponent + base * 0
@@ -442,7 +439,12 @@ def pow(x, y):
             result = tl.where((rest & 1) != 0, result * square, result)
             square = square * square
             rest = rest >> 1
-        return tl.where(is_negative, negative.to(dtype), result)
+        if dtype.is_int_unsigned():
+            return result
+        else:
+            odd = (exponent & 1) != 0
+            negative = tl.where(base == 1, 1, tl.where(base == -1, tl.where(odd, -1, 1), 0))
+            return tl.where(exponent < 0, negative.to(dtype), result)
 
 
 @triton.jit

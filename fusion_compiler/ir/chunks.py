@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,8 @@ def _product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     if dtype != left.dtype and left.is_cuda:  # the tensor cores' own accumulators, not rounded to 16 bits
         if total is None:
             return torch.mm(left, right, out_dtype=dtype)
+        if isinstance(total, FakeTensor):  # PyTorch 2.11 fails to say what the call below returns
+            return total
         return torch.ops.aten.addmm.dtype_out(total, left, right, dtype, out=total)
     left, right = left.to(dtype), right.to(dtype)
     return torch.mm(left, right) if total is None else torch.addmm(total, left, right, out=total)

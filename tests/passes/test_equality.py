@@ -101,7 +101,7 @@ EQUAL: dict[str, tuple[Code, Code, tuple[Tensor, ...], Any]] = {
         (heads, heads, heads),
         "finite",
     ),
-    "clamp": (lambda x: x.clamp(-10, 10) * 2, lambda x: x * 2, (rows,), (-10, 10)),
+    "clamp": (lambda x: x.clamp(-10, 10) * 2, lambda x: x * 2, (rows,), (-9.9, 9.9)),
     "root": (lambda x: torch.sqrt(x) * torch.sqrt(x), lambda x: x * 1, (rows,), (0, math.inf)),
     "one of two": (lambda x, y: x.clamp(max=3) + y, lambda x, y: x + y, (rows, rows), {"x": (-math.inf, 3)}),
 }  # fmt: skip

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "truth of integers": (truth, (one_row_each(-3, 1 << 32, 0, -1, dtype=torch.int64),)),
     "truth of small integers": (truth, (one_row_each(-3, 4, 0, -1, dtype=torch.int8),)),
     "numbers that an unsigned dtype wraps": (
-        lambda a: (a + -1, a.clamp(-2, 3), a * -2, a - 300, a < -1, a // -3, a.masked_fill(a > 5, -1)),
+        lambda a: (a + -1, a.clamp(2, 3), a * -2, a - 300, a < -1, a // -3, a.masked_fill(a > 5, -1)),
         (torch.arange(12, dtype=torch.uint8).view(3, 4),),
     ),
     "constants that an unsigned dtype wraps": (
