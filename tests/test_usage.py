@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusion_compiler as fc
+from tests.versions import not_before
 
 
 class Net(nn.Module):
@@ -322,7 +323,14 @@ def test_compiled_again(net: tuple[Any, Net]) -> None:
     torch.testing.assert_close(torch.compile(fast.eval(), backend="aot_eager")(x), plain.eval()(x))
 
 
-@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (2, 3, 5, 9)], ids=["one shape", "four shapes"])
+AGAIN = not_before((2, 13), "threads that compile after other threads did crash, with torch.compile too")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(4, 4, 4, 4), pytest.param((2, 3, 5, 9), marks=AGAIN)],
+    ids=["one shape", "four shapes"],
+)
 def test_threads_share_a_model(sizes: tuple[int, ...]) -> None:
     """All make the first call at once, and the first backward."""
     plain = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())

@@ -16,7 +16,10 @@ from fusion_compiler.capture.traced_gradients import traced_gradients
 
 # allow_rnn: TorchDynamo traces into nn.LSTM, nn.GRU and nn.RNN, which are one operator each (`ir.recurrent`).
 # trace_autograd_ops: `torch.autograd.grad` is part of a graph, so that its result can be differentiated.
-SETTINGS: dict[str, Any] = {"allow_rnn": True, "trace_autograd_ops": True}
+# record_runtime_overhead: the code around a graph calls a profiler twice, which takes 2 us of every call.
+SETTINGS: dict[str, Any] = {
+    "allow_rnn": True, "trace_autograd_ops": True, "record_runtime_overhead": False
+}  # fmt: skip
 
 
 def dynamo_compiled(

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -189,17 +189,10 @@ def wrap(
         settings = _Settings()
         failures = 0
 
-        @functools.wraps(backend)
-        def quiet(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            # Dynamo writes the code around a graph once it is compiled, with two calls for a
-            # profiler's ranges in it unless it is told not to: 2 us of every call of the code.
-            settings.enter(torch._dynamo.config.patch(record_runtime_overhead=False))
-            return backend(gm, inputs)
-
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
         whole = fullgraph or strict
-        run = dynamo_compiled(_own_frame(function), quiet, dynamic=dynamic, fullgraph=whole)
+        run = dynamo_compiled(_own_frame(function), backend, dynamic=dynamic, fullgraph=whole)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal failures
