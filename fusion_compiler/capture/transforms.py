@@ -26,7 +26,7 @@ from fusion_compiler.errors import LostBackwardError
 
 _TRANSFORMS = ("torch._functorch", "torch._C._functorch")
 _FORWARD_MODE = ("_enter_dual_level", "enter_dual_level", "_make_dual", "make_dual")
-_GRADIENTS_ARE_WRONG = TorchVersion(torch.__version__) < TorchVersion("2.13")
+_LOSES_GRADIENTS = TorchVersion(torch.__version__) < TorchVersion("2.13")
 
 
 def check_functions(gm: fx.GraphModule) -> None:
@@ -35,7 +35,7 @@ def check_functions(gm: fx.GraphModule) -> None:
     Called in a backend. In a graph that transforms functions, those outside of the transforms are refused as
     well: nothing tells them apart.
     """
-    if _GRADIENTS_ARE_WRONG and any(_changes_a_result(node, gm) for node in gm.graph.nodes):
+    if _LOSES_GRADIENTS and any(_changes_a_result(node, gm) for node in gm.graph.nodes):
         raise LostBackwardError(
             function="an autograd.Function",
             what="changes in place what it returns",
@@ -68,7 +68,10 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _changes_a_result(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Whether a Function returns a tensor and, as TorchDynamo has it, another name or a view of it."""
+    """True for `detach_`, and for an autograd Function whose captured forward returns one memory twice.
+
+    TorchDynamo adds such a second result where the forward changes a result in place.
+    """
     if node.op == "call_method" and node.target == "detach_":
         return True
     if getattr(node.target, "__name__", "") != "autograd_function_apply":
@@ -95,5 +98,5 @@ def _break_at_repeated_operands() -> None:
     AutogradFunctionVariable.call_apply = call_apply
 
 
-if _GRADIENTS_ARE_WRONG:
+if _LOSES_GRADIENTS:
     _break_at_repeated_operands()
