@@ -142,7 +142,7 @@ def _one_node(target: Any, args: Any, kwargs: Any) -> Any:
     assert mode is not None
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     versions = [t._version for t in tensors]
-    with disable_proxy_modes_tracing():
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():  # by which grad mode is traced
         results = target(*args, **kwargs)
     if versions != [t._version for t in tensors]:
         raise UntraceableError("a custom autograd Function changes its arguments")

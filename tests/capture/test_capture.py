@@ -478,7 +478,7 @@ def test_a_custom_autograd_function_is_one_node_among_those_that_are_rewritten()
     def model(x: torch.Tensor, y: torch.Tensor) -> Any:
         query, shifted = Product.apply(x, y)
         weights = torch.softmax(query @ x.mT * 0.125, -1)
-        return Product.apply(weights @ x, y)[0].sin(), shifted
+        return (weights @ Product.apply(x, y)[0]).sin(), shifted
 
     x, y = (torch.rand(*shape).div(4).requires_grad_() for shape in ((2, 16, 64), (16, 64)))
     captured = same(model, x, y)
