@@ -121,6 +121,7 @@ def test_a_copy_keeps_strides_and_offset() -> None:
     assert torch.equal(copy_of(turned), turned)
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 def test_every_cluster_runs_and_its_truth_is_float64(case: Case) -> None:
     inputs = case.inputs("cpu", quick=True)
@@ -246,6 +247,7 @@ def options(tmp_path: Path, *arguments: str) -> argparse.Namespace:
     return parse([*arguments, *common])
 
 
+@pytest.mark.sample(2, group="long")
 def test_a_resumed_run_adds_what_is_missing_and_renews_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +264,7 @@ def test_a_resumed_run_adds_what_is_missing_and_renews_ours(
     assert not kernels.main(options(tmp_path, "kernels", "--family", "no such"), cases).rows
 
 
+@pytest.mark.sample(2, group="long")
 def test_processes_compile_ahead_and_write_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +320,7 @@ class Softmax(torch.autograd.Function):
 """
 
 
+@pytest.mark.sample(2, group="long")
 def test_ligers_kernels_are_found_in_a_folder_and_may_overwrite_what_they_are_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,6 +357,7 @@ def test_processes_get_ready_together_and_measure_one_by_one() -> None:
     assert all(one["done"] <= other["began"] for one, other in itertools.pairwise(found)), times
 
 
+@pytest.mark.sample(2, group="long")
 def test_a_process_that_fails_or_is_late_is_no_result() -> None:
     tasks = [
         {"number": 0, "measures": 0, "fails": "no such thing"},
@@ -463,6 +468,7 @@ def test_energy_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert energy.energy_of(call, cpu, seconds=0.01) == 2.5
 
 
+@pytest.mark.sample(2, group="long")
 def test_updates_and_steps_are_timed_for_each_optimizer(tmp_path: Path) -> None:
     chosen = (
         "--filter",
@@ -535,6 +541,7 @@ def test_bars_of_optimizers() -> None:
     assert optimizer_bars.means([short, slow])["vs torch.compile"] == pytest.approx((1.3 * 10 / 11) ** 0.5)
 
 
+@pytest.mark.sample(2, group="long")
 def test_a_decoding_step_is_measured_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,6 +159,7 @@ def compare(mine: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Non
     assert excess(mine) <= max(1.0, excess(eager)), (mine, eager, exact)
 
 
+@pytest.mark.sample(200)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64], ids=str)
 @pytest.mark.parametrize("info", OPINFOS, ids=lambda info: info.formatted_name)
 def test_against_eager(info: Any, dtype: torch.dtype) -> None:
@@ -186,6 +187,7 @@ OWN_SUMS = """
 """
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("info", OPINFOS, ids=lambda info: info.formatted_name)
 def test_no_reduction_returns_16_bits(info: Any) -> None:
     """What is summed inside a decomposition is summed in float32, so that it cannot overflow."""

@@ -64,7 +64,7 @@ def peaks(model: nn.Module, one_step: Callable[[Any], object], memory: Budget = 
     return both
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3, group="long")
 @pytest.mark.parametrize("name", models.NAMES)
 def test_a_model_takes_no_more_than_in_eager(name: str) -> None:
     model, batch = models.small(name, batch=4, length=96)
@@ -72,7 +72,7 @@ def test_a_model_takes_no_more_than_in_eager(name: str) -> None:
     assert 0 < ours <= eager
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3, group="long")
 @pytest.mark.parametrize("workload", [n for n in NETS if n.train], ids=lambda w: w.name.split(",")[0])
 def test_a_net_takes_no_more_than_in_eager(workload: Workload) -> None:
     larger = {**workload.quick, "batch": 16}  # weights and launches shared by what is tiny weigh little then
@@ -83,6 +83,7 @@ def test_a_net_takes_no_more_than_in_eager(workload: Workload) -> None:
     assert 0 < ours <= eager
 
 
+@pytest.mark.sample(3, group="long")
 def test_a_budget_is_kept_or_the_plan_says_that_it_is_not() -> None:
     """By an estimate that is made before there are clusters. Computing all again would need more than saving
     it."""

@@ -69,6 +69,7 @@ def check(got: Tensor, eager: Tensor, exact: Tensor, what: str, slack: float) ->
         assert off <= allowed, f"{what}: off by {off}, eager by {eagers}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("backend", "width"), [("eager", 257), ("interpret", 96), ("interpret", 257), ("interpret", 9001)]
 )

@@ -152,6 +152,7 @@ def nests_of(plan: FusionPlan) -> list[LoopNest]:
 RUNS = [(name, cramped) for name in CASES] + [(n, schedules_of) for n in CASES if "interleaved" in n]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("name", "schedules"), RUNS)
 def test_pieces_are_exact(name: str, schedules: Schedules) -> None:
     """Values and gradients."""

@@ -57,6 +57,7 @@ def checked(
     return fast
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("own", [schedules_of, cramped], ids=["own", "cramped"])
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("shape", [(3, 2, 16, 32), (5, 7, 24), (4, 1, 33)], ids=str)

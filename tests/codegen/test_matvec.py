@@ -322,6 +322,7 @@ def test_many_rows_are_reduced_by_another_kernel() -> None:
     check(lambda x, w: F.linear(x, w).sum(0), *linear(9, 48, 160), kernels=2)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [4, 8, 16])
 @pytest.mark.parametrize("tile", [(16, 512, 4), (32, 256, 4), (64, 256, 4), (128, 128, 8)], ids=str)

@@ -164,6 +164,7 @@ def test_the_table_has_every_function() -> None:
     assert set(bounds()) == set(FUNCTIONS)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_number(name: str, dtype: torch.dtype) -> None:

@@ -269,6 +269,7 @@ def test_both_results_of_a_running_maximum_are_one_kernel() -> None:
     assert [n.combine for n in scans] == ["max", "max"] and not plan.leftovers
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_machine_code(target: str) -> None:
     """Along rows and across them, of which a tile has a sector's; none of it in local memory."""

@@ -72,6 +72,7 @@ SCHEDULES = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize(
     ("shape", "kept"),

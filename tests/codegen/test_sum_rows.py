@@ -53,6 +53,7 @@ def results(function: Callable[..., Tensor], index: Tensor, *given: Tensor) -> l
 FUNCTIONS = [add_rows, with_more, put, lookup, of_blocks]
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("count", "width"), [(1, 64), (7, 100), (40, 256)])

@@ -192,7 +192,7 @@ def clustered(compiled: Compiled) -> None:
     assert not unknown, [left for plan in compiled.plans for left in plan.leftovers]
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
 def test_values_and_gradients(info: Any) -> None:
     """In float32: two samples of different shapes, each in another layout, with their gradients."""
@@ -200,7 +200,7 @@ def test_values_and_gradients(info: Any) -> None:
         clustered(check(found, info.supports_autograd))
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
 def test_every_dtype(info: Any) -> None:
     """One sample of every other dtype, and one of NaN and infinities, in one graph."""

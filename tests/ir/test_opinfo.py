@@ -20,7 +20,7 @@ def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [o for o in outcomes if o.kind not in ("right", "not applicable")]
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("info", REST, ids=lambda info: info.formatted_name)
 def test_samples(info: Any) -> None:
     assert not failures(swept(info, torch.float32, 1, 20.0))

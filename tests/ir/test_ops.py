@@ -223,7 +223,7 @@ def reaches_kernel(spec: OpSpec, values: dict[str, Any]) -> bool:
     return decompose is None or call(spec, values, decompose) is NotImplemented
 
 
-@pytest.mark.sample(300)
+@pytest.mark.sample(100)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("spec", EXPRESSIONS, ids=lambda s: str(s.target))
 def test_edges(spec: OpSpec, dtype: torch.dtype) -> None:

@@ -112,6 +112,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("schedules", [schedules_of, cramped], ids=["chosen schedule", "cramped schedule"])
 @pytest.mark.parametrize("name", CASES)
 def test_compiles_and_is_exact(name: str, schedules: Schedules) -> None:
