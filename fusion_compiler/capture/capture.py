@@ -190,7 +190,7 @@ def _undone(notes: Notes, error: Exception) -> Notes:
 
 
 def _key_above(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str | None:
-    """Under which it is kept what the rewrites make of a graph; None where it is not."""
+    """Return the key of what the rewrites make of a graph on disk, or None if it cannot be kept."""
     try:
         return kept_rewrites.key_of(gm, inputs, options)
     except NotWritable:
@@ -286,7 +286,7 @@ class _Compilers:
         return not (self.started and self._has_effects)
 
     def _key(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
-        """Under which autograd's graphs are kept on disk; None, and a note of why, where they are not."""
+        """Return the key of autograd's graphs on disk, or None, with a note of why they are not kept."""
         if self._options is None:
             return None
         try:
@@ -320,7 +320,7 @@ class _Compilers:
         return once
 
     def _made(self, graph: fx.GraphModule, fakes: Sequence[Any], phase: Phase) -> Callable[..., Any]:
-        """What AOTAutograd gets of a graph that it has just made."""
+        """Return what AOTAutograd is to run for a graph that it has just made."""
         if self._expected:
             raise _AbsentError
         if phase is not Phase.BACKWARD:
@@ -353,7 +353,7 @@ class _Compilers:
         return text
 
     def _read(self, text: Mapping[str, Any], digest: str) -> Boxed:
-        """What AOTAutograd gets of a graph that was kept on disk."""
+        """Return what AOTAutograd is to run for a graph that was kept on disk."""
         context = TracingContext.try_get()
         assert context is not None and context.fake_mode is not None
         graph = read(text["graph"], context.fake_mode)
@@ -512,14 +512,14 @@ def rewrite(
 
 
 def _metadata() -> Any:
-    """What AOTAutograd knows of the graph that it compiles; None outside of it."""
+    """Return AOTAutograd's metadata of the graph that it compiles, or None outside of it."""
     context = TracingContext.try_get()
     return None if context is None else context.fw_metadata
 
 
 def _shown() -> dict[int, int]:
-    """Which results of a graph with a forward pass AOTAutograd makes again as views of an argument: by their
-    positions those of the arguments."""
+    """Return for each result that AOTAutograd makes again as a view of an argument, by its position, the
+    position of that argument. The graph has a forward pass."""
     metadata = _metadata()
     if metadata is None or metadata.tokens:
         return {}

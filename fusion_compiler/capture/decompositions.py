@@ -80,7 +80,7 @@ def decomposition_table() -> dict[OpOverload, Callable[..., Any]]:
 
 @functools.cache
 def _shared() -> dict[OpOverload, Callable[..., Any]]:
-    """What is the same in all tables. Composite operators come apart above it, without a table."""
+    """Return the part that all tables share. Composite operators come apart above it, without a table."""
     table: dict[Any, Callable[..., Any]] = dict(_core_aten_decompositions_post_autograd())
     table.update(get_decompositions(_BORROWED))
     whole = (*_WHOLE, *eager_decompositions.WHOLE)
@@ -227,7 +227,7 @@ def _min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor
 
 
 def _one_in_each_row(x: Tensor, dim: int, index: Tensor) -> Tensor | None:
-    """Where `index` points, if it names exactly one position along dim everywhere else in x."""
+    """Return True where `index` points, or None unless it names one position along dim for each row of x."""
     whole = [1 if d == dim % max(x.ndim, 1) else size for d, size in enumerate(x.shape)]
     if not x.ndim or index.ndim != x.ndim:
         return None
@@ -674,7 +674,7 @@ def _whole_number(x: Tensor, **_: Any) -> Any:
 
 
 def _relu_whole(x: Tensor) -> Any:
-    """Of integers a choice between two of their own type."""
+    """Keep the dtype of integers, which a comparison with a float would change."""
     return NotImplemented if x.is_floating_point() else torch.clamp_min(x, 0)
 
 
@@ -779,8 +779,8 @@ def _random(salts: Iterator[int]) -> dict[OpOverload, Callable[..., Any]]:
         return (torch.where(u > 0, -torch.log1p(-u), least) / lambd).to(x.dtype)
 
     def multinomial(p: Tensor, n: int, replacement: bool = False, *, generator: object = None) -> Any:
-        """Where exponential variables over p are least: what eager computes too, there with a host that waits
-        for the checks."""
+        """Return the places where exponential variables over p are least. Eager computes the same, and its
+        host waits for checks."""
         if generator or p.dtype not in _FEWER_BITS or (replacement and n > 1):
             return NotImplemented
         wide = p.float()

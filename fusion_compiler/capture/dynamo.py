@@ -13,6 +13,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.variables import TensorVariable
 
 from fusion_compiler.capture.traced_gradients import traced_gradients
+from fusion_compiler.capture.transforms import broken_at_repeated_operands
 
 # allow_rnn: TorchDynamo traces into nn.LSTM, nn.GRU and nn.RNN, which are one operator each (`ir.recurrent`).
 # trace_autograd_ops: `torch.autograd.grad` is part of a graph, so that its result can be differentiated.
@@ -45,7 +46,13 @@ class _Tracing:
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with compile_lock, config.patch(SETTINGS), _backward_untraced(), traced_gradients():
+        with (
+            compile_lock,
+            config.patch(SETTINGS),
+            _backward_untraced(),
+            broken_at_repeated_operands(),
+            traced_gradients(),
+        ):
             return self._callback(*args, **kwargs)
 
 

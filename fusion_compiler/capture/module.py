@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, overload
 
@@ -186,7 +184,6 @@ def wrap(
     broke = broke or plans.broke
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        settings = _Settings()
         failures = 0
 
         # A frame of its own: Dynamo counts recompilations per code object, and many models
@@ -200,8 +197,9 @@ def wrap(
                 return run(*args, **kwargs)
             if failures and failures >= torch._dynamo.config.recompile_limit:  # to read it takes 1 us
                 return function(*args, **kwargs)
-            if not plans.called:  # it compiles
-                settings.enter(rare_collections())
+            rarely = None if plans.called else rare_collections()
+            if rarely is not None:  # it compiles
+                rarely.__enter__()
             plans.called = True
             frames, known, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
             try:
@@ -219,8 +217,8 @@ def wrap(
                     raise _operator_error(error) from None
                 fault = error
             finally:
-                if settings.entered:
-                    settings.leave()
+                if rarely is not None:
+                    rarely.__exit__(None, None, None)
                 if counters["frames"].get("total") != frames:  # something was compiled
                     broke(breaks_since(known, began))
             results = function(*args, **kwargs)  # if this raises as well, the error is the user's
@@ -234,22 +232,6 @@ def wrap(
     if isinstance(target, nn.Module):
         return _compiled_module(target, compiled, plans, recompile, missed)
     return CompiledFunction(target, compiled(target), plans, recompile)
-
-
-class _Settings(threading.local):
-    """What a call has entered while it compiled, to be left when it is over; calls of other threads have
-    entered their own."""
-
-    def __init__(self) -> None:
-        self.entered: list[AbstractContextManager[None]] = []
-
-    def enter(self, setting: AbstractContextManager[None]) -> None:
-        setting.__enter__()
-        self.entered.append(setting)
-
-    def leave(self) -> None:
-        while self.entered:
-            self.entered.pop().__exit__(None, None, None)
 
 
 def plain(target: Any) -> Any:

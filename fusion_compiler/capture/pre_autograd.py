@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from fusion_compiler.capture.graphs import copied, eager, unregister_constants
+from fusion_compiler.capture.transforms import AUTOGRAD_FUNCTION
 
 _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
-_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply  # a torch.autograd.Function, with two graphs
 # Methods that change a tensor's place in autograd without an operator that could be traced.
 AUTOGRAD_METHODS = ("requires_grad_", "retain_grad", "register_hook", "set_", "resize_", "backward")
 
@@ -117,7 +117,7 @@ class _Run(PropagateUnbackedSymInts):
         if target is _CHECKPOINT:
             _, body_kwargs = _CHECKPOINT.divide_kwargs(kwargs)
             return _Run(_marked(args[0]), self._entered).run(*args[1:], *body_kwargs.values())
-        if target is _FUNCTION:
+        if target is AUTOGRAD_FUNCTION:
             return _one_node(target, args, kwargs)
         if target is autocast_mode._enter_autocast:
             region = autocast_mode.autocast(*args, **kwargs)
@@ -142,7 +142,8 @@ def _one_node(target: Any, args: Any, kwargs: Any) -> Any:
     assert mode is not None
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     versions = [t._version for t in tensors]
-    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():  # by which grad mode is traced
+    # A mode of torch functions, beside that of proxies, would record the body's switches of the grad mode.
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
         results = target(*args, **kwargs)
     if versions != [t._version for t in tensors]:
         raise UntraceableError("a custom autograd Function changes its arguments")
@@ -197,7 +198,7 @@ def _check_nodes(gm: fx.GraphModule) -> None:
             if "_checkpoint_context_fn" in body.meta:
                 raise UntraceableError("it holds a selectively checkpointed region")
             _check_nodes(body)
-        elif isinstance(node.target, HigherOrderOperator) and node.target is not _FUNCTION:
+        elif isinstance(node.target, HigherOrderOperator) and node.target is not AUTOGRAD_FUNCTION:
             raise UntraceableError(f"it holds the higher-order operator {node.target}")
         if node.target is torch.autograd.grad:
             raise UntraceableError("it calls torch.autograd.grad")

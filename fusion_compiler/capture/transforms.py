@@ -10,9 +10,10 @@ Before PyTorch 2.13, TorchDynamo also gives wrong gradients where a Function get
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +27,7 @@ from fusion_compiler.errors import LostBackwardError
 
 _TRANSFORMS = ("torch._functorch", "torch._C._functorch")
 _FORWARD_MODE = ("_enter_dual_level", "enter_dual_level", "_make_dual", "make_dual")
+AUTOGRAD_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply  # in Dynamo's graph, with two graphs
 _LOSES_GRADIENTS = TorchVersion(torch.__version__) < TorchVersion("2.13")
 
 
@@ -56,7 +58,7 @@ def check_functions(gm: fx.GraphModule) -> None:
 
 def _transforms(node: fx.Node) -> bool:
     module, name = (getattr(node.target, a, None) or "" for a in ("__module__", "__name__"))
-    if node.op != "call_function" or name == "AutogradFunctionApply":
+    if node.op != "call_function":
         return False
     return module.startswith(_TRANSFORMS) or name in _FORWARD_MODE or node.target is torch.autograd.grad
 
@@ -74,7 +76,7 @@ def _changes_a_result(node: fx.Node, gm: fx.GraphModule) -> bool:
     """
     if node.op == "call_method" and node.target == "detach_":
         return True
-    if getattr(node.target, "__name__", "") != "autograd_function_apply":
+    if node.target is not AUTOGRAD_FUNCTION:
         return False
     forward: Any = node.args[0]
     graph = getattr(gm, str(forward.target)).graph if isinstance(forward, fx.Node) else forward.graph
@@ -84,19 +86,16 @@ def _changes_a_result(node: fx.Node, gm: fx.GraphModule) -> bool:
     return len(set(storages)) < len(storages)
 
 
-def _break_at_repeated_operands() -> None:
-    """Make TorchDynamo break the graph at a Function that gets one tensor as two arguments."""
-    apply = AutogradFunctionVariable.call_apply
-
-    @functools.wraps(apply)
-    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        nodes = [arg.as_proxy().node for arg in args if arg.is_tensor()]
-        if len(set(nodes)) < len(nodes):
-            raise Unsupported(f"{self.fn_cls.__name__}.apply with one tensor as two arguments")
-        return apply(self, tx, args, kwargs)
-
-    AutogradFunctionVariable.call_apply = call_apply
+def broken_at_repeated_operands() -> AbstractContextManager[Any]:
+    """Make TorchDynamo break the graph at a Function that gets one tensor as two arguments, while entered."""
+    return patch.object(AutogradFunctionVariable, "call_apply", _apply) if _LOSES_GRADIENTS else nullcontext()
 
 
-if _LOSES_GRADIENTS:
-    _break_at_repeated_operands()
+_traced_apply = AutogradFunctionVariable.call_apply
+
+
+def _apply(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    nodes = [arg.as_proxy().node for arg in args if arg.is_tensor()]
+    if len(set(nodes)) < len(nodes):
+        raise Unsupported(f"{function.fn_cls.__name__}.apply with one tensor as two arguments")
+    return _traced_apply(function, tx, args, kwargs)

@@ -72,8 +72,9 @@ def sigmoid(x):
 def tanh(x):
     """tanh within 2 units in the last place.
 
-    In float32 it has no branch, which CUDA's has: a row of logits takes all sides of it. Up to 1 it is a
-    polynomial in x^2 (a minimax fit of tanh(x) / x, off by 2^-27), beyond it is 1 - 2 / (1 + exp(2 |x|)).
+    CUDA's tanh branches by the size of x, and a warp whose lanes differ runs every branch. In float32 this
+    one chooses between two values: up to 1, a polynomial in x^2 (a minimax fit of tanh(x) / x, off by 2^-27),
+    and beyond, 1 - 2 / (1 + exp(2 |x|)).
     """
     if x.dtype == tl.float32:
         square = x * x

@@ -1,8 +1,9 @@
-"""Calls that eager's kernels refuse, and that FakeTensors accept.
+"""Calls that only eager's kernels decide: those that they refuse, or answer by PyTorch's version.
 
 PyTorch's meta kernels and decompositions check less than its kernels: gelu of integers has a meta kernel, and
-no other. Such a call is neither decomposed nor computed in a kernel of ours. It stays an ATen call, which
-raises what eager raises. A check that refuses a call that eager accepts costs speed only.
+no other. Versions differ in what a clamp does with a bound that the dtype cannot hold. Such a call is neither
+decomposed nor computed in a kernel of ours. It stays an ATen call, which does what eager does. A check that
+refuses a call that eager accepts costs speed only.
 """
 
 from __future__ import annotations

@@ -466,7 +466,7 @@ class Changing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> Any:
-        x.data.add_(1)
+        x.add_(1)
         return x * 2
 
     @staticmethod
@@ -485,13 +485,9 @@ def test_a_custom_autograd_function_is_one_node_among_those_that_are_rewritten()
     assert any(note.startswith("written-out attention") and "one call" in note for note in captured.notes())
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_custom_autograd_function_that_changes_its_argument_is_left_to_autograd() -> None:
-    x = torch.randn(4, requires_grad=True)
-    ours, eager = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
-    fc.compile(lambda x: Changing.apply(x * 1), backend="interpret")(ours).sum().backward()
-    Changing.apply(eager * 1).sum().backward()
-    torch.testing.assert_close(ours.grad, eager.grad)
+    captured = same(lambda x: Changing.apply(x * 1), torch.randn(4, requires_grad=True))
+    assert "changes its arguments" in captured.notes()[0]
 
 
 def test_a_rewrite_that_autograd_refuses_is_undone() -> None:
