@@ -38,7 +38,8 @@ class Tagger(nn.Module):
 
 def loss_of(results: tuple[Tensor, ...]) -> Any:
     """A sum with fixed weights, so that gradients are not all ones."""
-    return sum((r * torch.arange(1, r.numel() + 1).view(r.shape) / r.numel()).sum() for r in results)
+    weights = [torch.arange(1, r.numel() + 1, device=r.device).view(r.shape) / r.numel() for r in results]
+    return sum((r * w).sum() for r, w in zip(results, weights, strict=True))
 
 
 def step(model: Any, *inputs: Any) -> list[Tensor]:

@@ -83,6 +83,14 @@ def drawn(rng: random.Random) -> tuple[Call, dict[str, object]]:
     return call, {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "enable_gqa": grouped}
 
 
+def told(call: Call) -> str:
+    """A call in one line: dtype, shape and strides of its tensors, and the other arguments."""
+    tensors = (call.query, call.key, call.value, call.mask)
+    parts = ["-" if t is None else f"{t.dtype} {list(t.shape)} {t.stride()}" for t in tensors]
+    others = f"dropout {call.dropout} causal {call.causal} grouped {call.grouped} grad {call.differentiated}"
+    return " | ".join([*parts, others])
+
+
 def test_the_kernel_of_attention_is_pytorchs_choice() -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
@@ -90,7 +98,7 @@ def test_the_kernel_of_attention_is_pytorchs_choice() -> None:
     for _ in range(400):
         call, options = drawn(rng)
         chosen = torch._fused_sdp_choice(call.query, call.key, call.value, **options)  # type: ignore[arg-type]
-        assert int(backend_of(call, spec)) == chosen, (call, options)
+        assert int(backend_of(call, spec)) == chosen, told(call)
 
 
 def test_attention_of_the_plan_is_the_operator_that_runs() -> None:
