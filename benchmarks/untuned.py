@@ -31,7 +31,8 @@ def albert(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
 
 
 def xlnet(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
-    return _causal("XLNet:LMHeadModel", batch, length, vocab_size=32000, **config)
+    model, inputs = _causal("XLNet:LMHeadModel", batch, length, vocab_size=32000, **config)
+    return model.to(torch.get_default_dtype()), inputs  # some of its parameters are born in float32
 
 
 def opt(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:

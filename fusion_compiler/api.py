@@ -437,7 +437,8 @@ class Compiler:
         assert setting is not None
         at = at or setting.hints
         time = step_time(plan, setting.device, setting.hints, at)
-        results = dict.fromkeys(plan.dag.outputs[: info.outputs if info.phase is Phase.FORWARD else None])
+        is_copied = info.phase is Phase.INFERENCE  # in training results are lent
+        results = dict.fromkeys(plan.dag.outputs if is_copied else ())
         copied = nbytes((meta for name in results for meta in plan.dag.op(name).outputs), at)
         made = made if at == setting.hints else ordered(plan, info.owned, at, info.donated).made
         copy_us = 2e6 * copied / setting.device.copy_bandwidth

@@ -7,10 +7,10 @@ Where the user asks for recordings they are PyTorch's (torch._inductor.cudagraph
 torch.compile(mode="reduce-overhead") uses), with one pool for all. Results lie in it: the next step's may
 take their place. PyTorch raises where an overwritten one is read; what is to be kept longer is cloned.
 
-Where a graph is recorded unasked (`Terms`) they are those of `recording`, which cost the host less: results
-are copied out, and whatever a CUDA graph does not foresee runs as without: a forward before the last one's
-backward, a graph that the user records, a profile, another stream. How much memory they may keep is
-`Options.graph_memory` (`graph_pool`).
+Where a graph is recorded unasked (`Terms`) they are those of `recording`, which cost the host less: no result
+that somebody holds is overwritten, and whatever a CUDA graph does not foresee runs as without: a forward
+before the last one's backward, a graph that the user records, a profile, another stream. How much memory they
+may keep is `Options.graph_memory` (`graph_pool`).
 
 Inference whose sizes differ from call to call, or that writes into memory which may be elsewhere the next
 time (a cache of keys and values that `generate` makes for each prompt), is recorded in each form that comes
@@ -265,7 +265,7 @@ class Recordings:
         pool = self._pool(gm)
         if (reason := pool.refusal(terms.peak)) is not None:
             return run, reason
-        pair = self._pairs[graph] = Pair(run, pool, terms, info, note, lambda: len(self._pairs) == 1)
+        pair = self._pairs[graph] = Pair(run, pool, terms, info, note)
         return pair.forward, pair.decision
 
     def _inference(

@@ -19,14 +19,17 @@ ATTACH = "_cuda_attach_out_of_memory_observer"  # of torch._C, where PyTorch is 
 class Holder(Protocol):
     """A CUDA graph whose results may lie in the pool after its replay.
 
-    number: its place in the order of captures. kept: bytes that it keeps between replays.
+    number: its place in the order of captures. kept: bytes that it keeps between replays. is_held: True if
+    somebody holds such a result.
     """
 
     number: int
     kept: int
 
     @property
-    def is_awaited(self) -> bool: ...
+    def is_held(self) -> bool: ...
+
+    def call_in(self) -> bool: ...
 
 
 class Owner(Protocol):
@@ -42,9 +45,9 @@ class Pool:
 
     All captures allocate from one private pool of PyTorch's allocator. What a graph computes on its way is
     free again when its capture ends, and later captures use that memory as well. What it hands out without a
-    copy (activations saved for a backward pass) stays allocated while the graph exists, so that no later
-    capture overlaps it. A replay of an earlier graph may overwrite it: `may_replay` allows a replay only
-    where nobody holds results of graphs that were captured later.
+    copy (activations saved for a backward pass, lent results) stays allocated while the graph exists, so that
+    no later capture overlaps it. A replay of an earlier graph may overwrite it: `may_replay` allows a replay
+    only where nobody holds results of graphs that were captured later.
     """
 
     def __init__(self, index: int, limit: float | int) -> None:
@@ -64,8 +67,14 @@ class Pool:
     def may_replay(self, recording: Holder) -> bool:
         """True if a replay overwrites nothing that somebody still holds: neither the graph's own results of
         its last replay, nor those of graphs that were captured later."""
-        self._pending = [other for other in self._pending if other.is_awaited]
+        self._pending = [other for other in self._pending if other.is_held]
         return all(other.number < recording.number for other in self._pending)
+
+    def call_in(self, recording: Holder) -> bool:
+        """Have graphs lend no more whose lent results keep `recording` from being replayed. Return False if
+        there are none."""
+        found = [other for other in self._pending if other.number >= recording.number]
+        return sum(other.call_in() for other in found) > 0
 
     def replays(self, recording: Holder) -> None:
         """Remember that somebody may hold results of `recording` from now on."""

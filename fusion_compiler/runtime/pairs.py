@@ -9,21 +9,19 @@ from typing import Any
 
 import torch
 
-from fusion_compiler.ir.graph_info import GraphInfo
+from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, paused, unless
 from fusion_compiler.runtime.graph_pool import Pool
 from fusion_compiler.runtime.recording import Calls, Recorder
 
 UNASKED = "recorded, as its launches can take longer than what they launch"
-MEASURED = "measured first, whether the device waits for its launches"
+MEASURED = "measured first: whether the device waits for its launches"
 BACKWARD_IS_NOT = "its backward is not recorded, and gives back what is saved as it goes"
 SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
+OPEN_HOST = 4.0  # times that, up to which it is measured whether the device waits for the host
 LITTLE = 1 << 26  # bytes that a CUDA graph keeps where only such a host is slower than the device
-STEPS = 2  # that are measured, behind the one that compiles
-BEHIND = (
-    0.1  # of the time of a step, by which the device is behind its launches where it does not wait for them
-)
+CYCLES = 2000  # of a device in a microsecond, at most
 GAIN = 0.05  # of the time of a step, that CUDA graphs save at least
 MOST_FORMS = 64  # CUDA graphs of one graph, as many as there are sets of parameters that it is called with
 
@@ -67,7 +65,7 @@ class Terms:
     @property
     def is_open(self) -> bool:
         """True if it would pay on a slower host: whether the device waits for this one has to be measured."""
-        return self._refusal(SLOWER_HOST) is None
+        return self._refusal(OPEN_HOST) is None
 
     def _refusal(self, slower: float) -> str | None:
         copies = f" and copies of its results {self.copy_us:.0f} us" if self.copy_us >= 1 else ""
@@ -89,11 +87,25 @@ def report_to(note: Note, text: str = UNASKED) -> Callable[[str | None, int], No
     return report
 
 
-def behind_us(index: int) -> float:
-    """Wait for the current stream of a device, and return for how many microseconds."""
-    begin = time.perf_counter()
-    torch.cuda.current_stream(index).synchronize()
-    return (time.perf_counter() - begin) * 1e6
+def mark(index: int) -> Any:
+    """Return an event on the current stream of a device."""
+    with torch.cuda.device(index):
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+    return event
+
+
+def between_us(marks: tuple[Any, Any]) -> float:
+    """Wait for the second of two events, and return the microseconds that lie between them."""
+    begin, end = marks
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end)
+
+
+def hold_back(index: int, us: float) -> None:
+    """Have the device do nothing for some microseconds, in which the host goes ahead."""
+    with torch.cuda.device(index):
+        torch.cuda._sleep(int(us * CYCLES))
 
 
 class Pair:
@@ -102,9 +114,9 @@ class Pair:
     A forward is replayed where its pool allows it, which is not before the backward of its last replay has
     run, or what that saved was released; any other runs as without a CUDA graph, and so does its backward.
 
-    Where prediction does not say whether the device waits for the host, `STEPS` steps tell: it waits if it is
-    hardly behind at the end of the backward. The time of a step is what the host takes from the beginning of
-    the forward to the end of the backward, or within both calls where other pairs run in between.
+    Where prediction does not say whether the device waits for the host, two steps behind the one that
+    compiles tell: the first runs as it comes, in the second the device is held back until the host is ahead.
+    What the second takes less of the device is time that it waited for launches.
     """
 
     def __init__(
@@ -114,20 +126,22 @@ class Pair:
         terms: Terms,
         info: GraphInfo,
         note: Note,
-        is_alone: Callable[[], bool] = lambda: True,
     ) -> None:
-        """plain, terms, info, note: of the forward. is_alone: True if there is no other pair."""
-        self._pool, self._terms, self._note, self._is_alone = pool, terms, note, is_alone
+        """plain, terms, info, note: of the forward."""
+        self._pool, self._terms, self._note = pool, terms, note
         self._beside = 0  # bytes that the backward keeps besides what the forward does
         self._refusal = terms.refusal  # why the forward is not recorded now
         self._left = 0  # steps to be measured
-        self._began = self._forward_s = 0.0
+        self._waiting_us = 0.0  # of the device, for the first of these
+        self._marks: dict[Phase, tuple[Any, Any]] = {}  # around the last forward and backward
+        self._host_us: dict[Phase, float] = {}  # of the last forward and backward
         calls = Calls(
             static=lambda _: info.static_inputs,
             shown=info.outputs,
             most=MOST_FORMS,
             needed=lambda: terms.peak + self._beside,
             twice=True,
+            lends=True,
             report=report_to(note),
         )
         self._recorder = Recorder(plain, pool, calls)
@@ -136,10 +150,7 @@ class Pair:
         def forward(arguments: list[Any]) -> Any:
             if self._refusal is None:
                 return replayed(arguments)
-            self._began = time.perf_counter()
-            results = plain(arguments)
-            self._forward_s = time.perf_counter() - self._began
-            return results
+            return self._timed(Phase.FORWARD, plain, arguments) if self._left else plain(arguments)
 
         self.forward = boxed(forward)
         self.decision = self._refusal or UNASKED
@@ -164,7 +175,7 @@ class Pair:
             self._leave(reason)
             return plain, reason
         self._refusal = MEASURED if is_open else None
-        self._left = STEPS if is_open else 0
+        self._left = 2 if is_open else 0
         self._note(self._refusal or UNASKED)
         report = report_to(note)
 
@@ -177,6 +188,7 @@ class Pair:
             static=lambda arguments: {*static, *self._saved_in(arguments)},
             most=MOST_FORMS,
             needed=lambda: self._beside,
+            lends=True,
             report=reported,
         )
         replayed = unless(paused, plain, Recorder(plain, self._pool, calls))
@@ -184,31 +196,44 @@ class Pair:
         def call(arguments: list[Any]) -> Any:
             if next(self._saved_in(arguments), None) is not None:
                 return replayed(arguments)
-            begin = time.perf_counter()
-            results = plain(arguments)
-            if self._left and not paused() and not torch.cuda.is_current_stream_capturing():
-                self._measure(both, begin, note)
+            if not self._left:
+                return plain(arguments)
+            results = self._timed(Phase.BACKWARD, plain, arguments)
+            self._measure(both, note)
             return results
 
         return after_one(plain, call), self._refusal or UNASKED
 
-    def _measure(self, both: Terms, begin: float, note: Note) -> None:
-        """Decide at the end of a backward that began at `begin` by how far the device is behind."""
-        end = time.perf_counter()
-        step = 1e6 * (end - self._began if self._is_alone() else end - begin + self._forward_s)
-        behind = behind_us(self._pool.index)
+    def _timed(self, phase: Phase, plain: Boxed, arguments: list[Any]) -> Any:
+        """Run one of the two between two marks, ahead of the device in the last step that is measured."""
+        if paused() or torch.cuda.is_current_stream_capturing():
+            return plain(arguments)
+        index = self._pool.index
+        if self._left == 1 and phase in self._host_us:
+            hold_back(index, self._host_us[phase])
+        before = mark(index)
+        begin = time.perf_counter()
+        results = plain(arguments)
+        self._host_us[phase] = 1e6 * (time.perf_counter() - begin)
+        self._marks[phase] = before, mark(index)
+        return results
+
+    def _measure(self, both: Terms, note: Note) -> None:
+        """Decide at the end of the second step's backward by how long the device waited in the first."""
+        marks, self._marks = self._marks, {}
+        if len(marks) < 2:
+            return
+        us = sum(map(between_us, marks.values()))
         self._left -= 1
-        if behind > BEHIND * step:
-            reason = f"its launches take {step:.0f} us, behind which the device works {behind:.0f} us"
-        elif both.recorded_us > (1 - GAIN) * step:
-            reason = f"its launches take {step:.0f} us, what they launch {both.gpu_us:.0f} us"
-        else:
-            reason = None
-        if reason is not None:
-            self._left = 0
+        if self._left:
+            self._waiting_us = us
+            return
+        recorded = max(us + both.copy_us, both.replay_us)
+        if recorded > (1 - GAIN) * self._waiting_us:
+            reason = f"a step takes {self._waiting_us:.0f} us, a CUDA graph would take {recorded:.0f} us"
             self._leave(reason)
             note(reason)
-        elif not self._left:
+        else:
             self._refusal = None
             self._note(UNASKED)
             note(UNASKED)

@@ -1,9 +1,11 @@
 """CUDA graphs of which callers notice nothing but their speed: every result is the caller's own.
 
 A `Recorder` has the CUDA graphs of one captured graph. Each of them reads parameters, buffers and what a
-forward pass has saved where these lie, copies the other arguments into memory of its own, and returns copies
-of its results. What a forward pass saves for its backward pass is returned without a copy: its version counts
-the replays, so that autograd raises where a backward pass would read what a later forward pass has written.
+forward pass has saved where these lie, and copies the other arguments into memory of its own. Its results are
+copied, or lent: a lent result lies in the pool, and no replay that would overwrite it runs while somebody
+holds it. Where a replay had to be left out for that reason, results are copied from then on. What a forward
+pass saves for its backward pass is returned without a copy as well: its version counts the replays, so that
+autograd raises where a backward pass would read what a later forward pass has written.
 
 A capture runs nothing. The call for which a graph is captured replays it as well, so that nothing is computed
 or held twice. `graph_pool.Pool` says what graphs that share memory keep, and when one may be replayed.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,20 +31,29 @@ ALIGNED = 16  # bytes, at which copies begin: kernels for other places than thei
 FEW_COPIES = 2  # made one by one: together a program has 64K elements, and logits take four times as long
 NO_MEMORY = "memory does not suffice"
 MOST_ONCE = 64  # places of calls that came once, that are remembered
+ALONE = 2  # uses of a lent result's memory, as counted by asking, while nobody else has it
+LENT = 1 << 16  # bytes of the smallest result that is lent: to copy less takes hardly any time
 
 
 class Recording:
     """One CUDA graph: the launches of a call, with the arguments that it had.
 
     number: its place in the order of the pool's captures. kept: bytes that it keeps between replays. saved:
-    results that are returned without a copy, in the pool. places: their addresses.
+    results for a backward pass, in the pool. places: their addresses.
     """
 
     def __init__(
-        self, pool: Pool, run: Boxed, arguments: Sequence[Any], static: Collection[int], shown: int | None
+        self,
+        pool: Pool,
+        run: Boxed,
+        arguments: Sequence[Any],
+        static: Collection[int],
+        shown: int | None,
+        called_in: Callable[[], None] | None,
     ) -> None:
         """static: positions of arguments that are read or written where they lie. shown: how many of the
-        results are copied; None for all."""
+        results are the caller's; None for all. called_in: called when a replay is left out because somebody
+        holds a lent result; None to lend none."""
         tensors = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
         self._static = [i for i in tensors if i in static]
         self._addresses = [arguments[i].data_ptr() for i in self._static]
@@ -59,9 +71,14 @@ class Recording:
         ]
         self.saved = self._saved(inputs)
         self.places = frozenset(value.data_ptr() for value in self.saved)
+        self._called_in = called_in
+        self._lent = [] if called_in is None else self._lendable(inputs)
+        lent = {i for i, _ in self._lent}
+        self._lenders = [self._results[i] for i in lent]  # whose memory no later capture may use
+        self._outputs = [(i, layout) for i, layout in self._outputs if i not in lent]
         # The copies are made right behind the replay, so that later captures may use this memory.
         self._originals = [unowned(layout.memory(self._results[i])) for i, layout in self._outputs]
-        for i, _ in self._outputs:
+        for i in (*lent, *(i for i, _ in self._outputs)):
             self._results[i] = None
         del inputs  # which may hold a saved result
         self._holders = self._held()
@@ -93,6 +110,17 @@ class Recording:
                 self._results[i] = None
         return saved
 
+    def _lendable(self, inputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
+        """Return the large results, with their positions, that share memory with no other and no argument."""
+        values = [value for value in (*self._results, *inputs) if isinstance(value, Tensor)]
+        shared = Counter(value.untyped_storage().data_ptr() for value in values)
+        results = ((i, self._results[i]) for i, _ in self._outputs)
+        return [
+            (i, unowned(value))
+            for i, value in results
+            if value.nbytes >= LENT and shared[value.untyped_storage().data_ptr()] == 1
+        ]
+
     def _held(self) -> int:
         """Return how many hold the memory of the first saved result, in Python (an argument of the backward
         pass) or in C++ (autograd); all saved results are released together."""
@@ -104,8 +132,20 @@ class Recording:
 
     @property
     def is_awaited(self) -> bool:
-        """True if somebody holds what the last replay saved."""
+        """True if somebody holds what the last replay saved, for a backward pass to come."""
         return self._held() > self._holders
+
+    @property
+    def is_held(self) -> bool:
+        """True if somebody holds a result of the last replay that lies in the pool."""
+        return self.is_awaited or any(map(_is_borrowed, self._lent))
+
+    def call_in(self) -> bool:
+        """Lend no more, from the next capture on. Return False if nothing that is lent is held."""
+        if self._called_in is None or not any(map(_is_borrowed, self._lent)):
+            return False
+        self._called_in()
+        return True
 
     def fits(self, arguments: Sequence[Any]) -> bool:
         """True if a call with these arguments would launch the same."""
@@ -120,6 +160,8 @@ class Recording:
         if self.saved:
             torch.autograd.graph.increment_version(self.saved)
         results = list(self._results)
+        for i, lent in self._lent:
+            results[i] = lent.data
         _copy(copies, self._originals)
         for (i, layout), copy in zip(self._outputs, copies, strict=True):
             results[i] = layout.tensor(copy)
@@ -139,9 +181,10 @@ class Calls:
     """How the calls of one captured graph are recorded.
 
     static: positions of the arguments of a call that are read or written where they lie. shown: how many
-    results are copied; None for all. most: captures at most. needed: bytes that a CUDA graph of it keeps,
-    by prediction. twice: record a call when one with the same static arguments has run before. report:
-    called after each capture with None and the bytes that are kept, or with the reason why there are none.
+    results are the caller's; None for all. most: captures at most. needed: bytes that a CUDA graph of it
+    keeps, by prediction. twice: record a call when one with the same static arguments has run before. lends:
+    lend the caller's results until one is held too long, instead of copying them. report: called after each
+    capture with None and the bytes that are kept, or with the reason why there are none.
     """
 
     static: Callable[[Sequence[Any]], Collection[int]]
@@ -149,6 +192,7 @@ class Calls:
     most: int = 1
     needed: Callable[[], int] = lambda: 0
     twice: bool = False
+    lends: bool = False
     report: Callable[[str | None, int], None] = _no_report
 
 
@@ -158,6 +202,7 @@ class Recorder:
     def __init__(self, run: Boxed, pool: Pool, calls: Calls) -> None:
         self._run, self._pool, self._calls = run, pool, calls
         self._left = calls.most  # captures
+        self._lends = calls.lends
         self._once: dict[tuple[Any, ...], None] = {}  # static arguments of calls that are not recorded yet
         self.recordings: list[Recording] = []
         pool.register(self)
@@ -188,8 +233,7 @@ class Recorder:
                 self._stop(NO_MEMORY)
                 self._pool.drop()
                 return None
-            if recording.saved:
-                self._pool.replays(recording)
+            self._pool.replays(recording)
             return results
 
     def _find(self, arguments: list[Any]) -> Recording | None:
@@ -199,7 +243,7 @@ class Recorder:
             return self._record(arguments)
         if self._pool.may_replay(found):
             return found
-        if found.is_awaited:
+        if found.is_awaited or self._pool.call_in(found):
             return None
         self.recordings.remove(found)  # behind the graphs that were captured since, it can be replayed again
         return self._record(arguments)
@@ -215,9 +259,16 @@ class Recorder:
             return None
         self._left -= 1
         inputs = [value if i in static else _aligned(value) for i, value in enumerate(arguments)]
-        self.recordings.append(Recording(self._pool, self._run, inputs, static, self._calls.shown))
+        called_in = self._lend_no_more if self._lends else None
+        recording = Recording(self._pool, self._run, inputs, static, self._calls.shown, called_in)
+        self.recordings.append(recording)
         self._calls.report(None, sum(recording.kept for recording in self.recordings))
         return self.recordings[-1]
+
+    def _lend_no_more(self) -> None:
+        """Drop the CUDA graphs whose results were lent: the next calls are recorded anew."""
+        self._lends = False
+        self.recordings.clear()
 
     def _is_first(self, arguments: Sequence[Any], static: Collection[int]) -> bool:
         """True if no call with the same static arguments and numbers has been asked about before."""
@@ -268,6 +319,11 @@ class _Layout:
 def _lies(tensor: Tensor) -> tuple[Any, ...]:
     """Return how a tensor lies in its storage."""
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _is_borrowed(lent: tuple[int, Tensor]) -> bool:
+    """Return whether somebody else has a tensor in the memory of a lent result."""
+    return torch._C._storage_Use_Count(lent[1].untyped_storage()._cdata) > ALONE
 
 
 def _copy(into: list[Tensor], of: list[Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.runtime import pairs
 from fusion_compiler.runtime.cuda_graphs import FORMS, RECORDED, UNASKED
 from fusion_compiler.runtime.graph_pool import ATTACH
 
@@ -85,6 +86,37 @@ def test_unasked_recordings_keep_every_result(pattern: str) -> None:
     fast = fc.compile(model, strict=True)
     steps_beside_eager(fast, model, 6, pattern)
     assert decisions(fast) == [UNASKED] * 2
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("batches", [1, 3])
+def test_gradients_are_lent_until_one_is_held_too_long(is_late: bool, batches: int) -> None:
+    """is_late: gradients are cleared behind the forward. batches: those whose gradients add up."""
+    model = Block().to(CUDA)
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, strict=True)
+    for _ in range(8):
+        for batch in range(batches):
+            x = torch.randn(32, 256, device=CUDA)
+            for called, of in ((fast, model), (exact, exact)):
+                if batch == 0 and not is_late:
+                    of.zero_grad()
+                loss = called(x.to(of.up.weight.dtype)).square().mean()
+                if batch == 0 and is_late:
+                    of.zero_grad()
+                loss.backward()
+                del loss
+        for (name, ours), truth in zip(model.named_parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.double(), truth.grad, rtol=1e-3, atol=1e-3, msg=name)  # type: ignore[union-attr]
+    assert decisions(fast) == [UNASKED] * 2
+
+
+def test_the_device_is_held_back_and_measured() -> None:
+    pairs.hold_back(0, 1.0)
+    for us in (1000.0, 8000.0):
+        before = pairs.mark(0)
+        pairs.hold_back(0, us)
+        assert 0.8 * us < pairs.between_us((before, pairs.mark(0))) < 4 * us
 
 
 def test_unasked_inference_keeps_every_result() -> None:

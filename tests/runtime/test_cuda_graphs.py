@@ -251,7 +251,7 @@ def test_a_forward_and_its_backward_are_judged_together() -> None:
     assert both.refusal is None and both.recorded_us == 1710.0 and both.peak == 3 << 27
     slower = both + replace(PAYS, host_us=0.0, gpu_us=500.0, copy_us=0.0)
     assert slower.refusal is not None and slower.is_open
-    assert not (slower + slower + replace(PAYS, host_us=0.0, gpu_us=3000.0)).is_open
+    assert not (slower + slower + replace(PAYS, host_us=0.0, gpu_us=30000.0)).is_open
 
 
 def test_sizes_are_recorded_unasked_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:

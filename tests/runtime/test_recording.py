@@ -17,7 +17,7 @@ from torch._inductor import cudagraph_trees
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.graph_info import Phase
-from fusion_compiler.runtime import boxed, cuda_graphs, graph_pool, pairs
+from fusion_compiler.runtime import boxed, cuda_graphs, graph_pool, pairs, recording
 from fusion_compiler.runtime.boxed import Boxed
 from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT
 from fusion_compiler.runtime.graph_pool import Pool
@@ -440,16 +440,12 @@ def test_the_plan_says_what_is_kept_or_why_nothing_is(
 
 
 @pytest.mark.parametrize(
-    ("behind", "predicted", "text"),
-    [
-        ([0.0, 0.0], 1.0, UNASKED),
-        ([0.0, 1e9], 1.0, "behind which the device works 1000000000 us"),
-        ([0.0], 1e9, "what they launch"),
-    ],
+    ("waiting", "held_back", "text"),
+    [(30.0, 20.0, UNASKED), (30.0, 29.0, "a step takes 60 us, a CUDA graph would take 58 us")],
 )
 def test_where_prediction_does_not_tell_steps_are_measured(
-    behind: list[float],
-    predicted: float,
+    waiting: float,
+    held_back: float,
     text: str,
     pools: list[FakePool],
     monkeypatch: pytest.MonkeyPatch,
@@ -457,20 +453,97 @@ def test_where_prediction_does_not_tell_steps_are_measured(
     use(FakeGpu(), monkeypatch)
     monkeypatch.setattr(Terms, "refusal", "its launches take 2 us")
     monkeypatch.setattr(Terms, "is_open", True)
-    monkeypatch.setattr(Terms, "recorded_us", predicted)
-    left = list(behind)
-    monkeypatch.setattr(pairs, "behind_us", lambda index: left.pop(0))
+    monkeypatch.setattr(Terms, "__add__", lambda self, other: Terms(2.0, 1.0, 8, 0.0, 1.0))
+    left, ahead = [waiting, waiting, held_back, held_back], list[float]()
+    monkeypatch.setattr(pairs, "mark", lambda index: index)
+    monkeypatch.setattr(pairs, "between_us", lambda marks: left.pop(0))
+    monkeypatch.setattr(pairs, "hold_back", lambda index, us: ahead.append(us))
     model = Net()
     exact = copy.deepcopy(model).double()
     fast = fc.compile(model, tune=False, strict=True)
     steps_beside_eager(fast, model, exact, "fb")
     assert {kept_by(plan) for plan in fast.plan} == {MEASURED}
+    steps_beside_eager(fast, model, exact, "fdb")
+    assert not ahead and len(left) == 2
     for _ in range(4):
         steps_beside_eager(fast, model, exact, "fb")
     for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
-    assert all(text in kept_by(plan) for plan in fast.plan) and not left
+    assert all(text in kept_by(plan) for plan in fast.plan) and not left and len(ahead) == 2
     assert bool(pools[0].replayed) == (text == UNASKED)
+
+
+def lending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lend results of any size."""
+    monkeypatch.setattr(recording, "LENT", 1)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("steps_each", [1, 3])
+def test_gradients_are_lent_until_one_is_held_too_long(
+    is_late: bool, steps_each: int, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """is_late: gradients are cleared between a forward and its backward, when the forward's replay may have
+    overwritten them. steps_each: backwards whose gradients add up."""
+    use(FakeGpu(), monkeypatch)
+    lending(monkeypatch)
+    model = Net()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, exact)]
+    places: list[int] = []
+    for step in range(8 * steps_each):
+        x = torch.randn(3, 8)
+        for called, of, optimizer in ((fast, model, optimizers[0]), (exact, exact, optimizers[1])):
+            result = called(x.to(of.steps.dtype))
+            if is_late and step % steps_each == 0:
+                optimizer.zero_grad()
+            result.square().sum().backward()
+            del result
+        for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+        if step % steps_each == steps_each - 1:
+            for optimizer in optimizers:
+                optimizer.step()
+                if not is_late:
+                    optimizer.zero_grad()
+            assert model.linear.weight.grad is None or is_late
+        elif step % steps_each == 0:
+            places.append(model.linear.weight.grad.data_ptr())  # type: ignore[union-attr]
+    torch.testing.assert_close(model.linear.weight, exact.linear.weight, check_dtype=False)
+    (pool,) = pools
+    is_held = is_late or steps_each > 1
+    assert pool.captures == (3 if is_held else 2), "the backward once more, with copies of its results"
+    assert pool.replayed >= 8
+
+
+def test_lent_results_lie_in_the_pool_and_those_that_share_memory_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lending(monkeypatch)
+
+    def run(given: list[Any]) -> list[Tensor]:
+        whole = given[0] + 1
+        return [given[0] * 2, whole, whole[0], (given[0] * 3).t()]
+
+    pool = FakePool()
+    replays = recorder(run, pool, lends=True, most=8)
+    places: list[list[int]] = []
+    x = torch.randn(4, 6)
+    for _ in range(3):
+        x.normal_()
+        results = replays([x])
+        for got, want in zip(results, run([x]), strict=True):
+            assert torch.equal(got, want) and got.stride() == want.stride()
+        places.append([r.data_ptr() for r in results])
+        del results, got, want  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert [len({row[i] for row in places}) == 1 for i in (0, 3)] == [True, True]
+    first = replays([x])
+    kept = first[0].clone()
+    assert torch.equal(replays([x + 1])[0], 2 * (x + 1)), "it runs as without"
+    assert torch.equal(first[0], kept) and pool.replayed == 4
+    second, third = replays([x]), replays([x + 1])
+    assert torch.equal(second[0], kept) and torch.equal(third[0], 2 * (x + 1)) and pool.replayed == 6
 
 
 def test_a_failed_allocation_drops_what_is_kept(
