@@ -5,7 +5,9 @@
         place = tl.load(order_ptr + turn)
         total = total + tl.load(rows_ptr + place * 2048 + col).to(tl.float32)
 
-A tile of several rows, each with ends of its own, has as many turns as its longest.
+A tile of several rows, each with ends of its own, has as many turns as its longest, four of them at a time:
+
+    for turn in tl.range(0, tl.cdiv(most, 4) * 4, loop_unroll_factor=4):
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _STEPS = {
     "max": ("float('-inf')", f"tl.maximum({{total}}, {{term}}, {_NAN})"),
     "min": ("float('inf')", f"tl.minimum({{total}}, {{term}}, {_NAN})"),
 }
-AHEAD = 3  # turns: of a number that many rows have, one would wait for the other's
+AHEAD = 3  # turns whose loads are under way, of one row
+AT_ONCE = 4  # turns of many rows, whose loads are under way together: to load ahead takes a barrier in each turn
 
 
 def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, list[int]], None]) -> None:
@@ -36,8 +39,12 @@ def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, 
     neutral, step = _STEPS[node.combine]
     shape = b.shape(b.a.groups[number])
     total = b.let("total", f"tl.full({shape}, {neutral}, {TRITON_TYPES[node.dtype]})")
-    turns = f"{first}, {last}" if alone else f"0, {b.let('most', f'tl.max({last} - {first})')}"
-    with b.inside(b.loop("turn", f"tl.range({turns}, num_stages={AHEAD})")):
+    if alone:
+        turns = f"{first}, {last}, num_stages={AHEAD}"
+    else:
+        most = b.let("most", f"tl.max({last} - {first})")
+        turns = f"0, tl.cdiv({most}, {AT_ONCE}) * {AT_ONCE}, loop_unroll_factor={AT_ONCE}"
+    with b.inside(b.loop("turn", f"tl.range({turns})")):
         here = "turn" if alone else b.let("here", f"{first} + turn")
         b.env[node.counter] = here
         if alone:

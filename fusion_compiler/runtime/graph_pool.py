@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -13,23 +13,34 @@ from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.runtime.binding import unkept_scratch
 from fusion_compiler.runtime.boxed import Boxed, boxed
 
+Memory = tuple[int, str]  # a capture's number, and which of its results lie there:
+SAVED, LENT = "saved", "lent"  # those for a backward pass, or the caller's
 ATTACH = "_cuda_attach_out_of_memory_observer"  # of torch._C, where PyTorch is built with CUDA
 
 
 class Holder(Protocol):
     """A CUDA graph whose results may lie in the pool after its replay.
 
-    number: its place in the order of captures. kept: bytes that it keeps between replays. is_held: True if
-    somebody holds such a result.
+    number: its place in the order of captures. kept: bytes that it keeps between replays. beside: memory that
+    was allocated while it was captured, so that no replay writes there. is_released: True if the memory of
+    what it saves is not allocated any more.
     """
 
     number: int
     kept: int
+    beside: frozenset[Memory]
+    is_released: bool
 
     @property
-    def is_held(self) -> bool: ...
+    def is_awaited(self) -> bool: ...
 
-    def call_in(self) -> bool: ...
+    @property
+    def held(self) -> set[Memory]: ...
+
+    @property
+    def allocated(self) -> set[Memory]: ...
+
+    def call_in(self) -> None: ...
 
 
 class Owner(Protocol):
@@ -45,9 +56,9 @@ class Pool:
 
     All captures allocate from one private pool of PyTorch's allocator. What a graph computes on its way is
     free again when its capture ends, and later captures use that memory as well. What it hands out without a
-    copy (activations saved for a backward pass, lent results) stays allocated while the graph exists, so that
-    no later capture overlaps it. A replay of an earlier graph may overwrite it: `may_replay` allows a replay
-    only where nobody holds results of graphs that were captured later.
+    copy stays allocated: lent results while the graph exists, what it saves until the backward pass that
+    reads it is captured. A replay may write anywhere but to memory that was allocated when it was captured:
+    `may_replay` allows it only where nobody holds results in other memory of the pool.
     """
 
     def __init__(self, index: int, limit: float | int) -> None:
@@ -65,16 +76,26 @@ class Pool:
         return self._stream is not None and torch.cuda.current_stream(self.index) != self._stream
 
     def may_replay(self, recording: Holder) -> bool:
-        """True if a replay overwrites nothing that somebody still holds: neither the graph's own results of
-        its last replay, nor those of graphs that were captured later."""
-        self._pending = [other for other in self._pending if other.is_held]
-        return all(other.number < recording.number for other in self._pending)
+        """True if a replay overwrites nothing that somebody still holds, be it of its own last replay."""
+        self._pending = [other for other in self._pending if other.held]
+        return all(other.held <= recording.beside for other in self._pending)
+
+    def may_capture(self) -> bool:
+        """True if no memory is held that a capture would use."""
+        return not any(other.is_released and other.is_awaited for other in self._pending)
 
     def call_in(self, recording: Holder) -> bool:
         """Have graphs lend no more whose lent results keep `recording` from being replayed. Return False if
         there are none."""
-        found = [other for other in self._pending if other.number >= recording.number]
-        return sum(other.call_in() for other in found) > 0
+        found = [other for other in self._pending if (other.number, LENT) in other.held - recording.beside]
+        for other in found:
+            other.call_in()
+        return bool(found)
+
+    def allocated(self) -> frozenset[Memory]:
+        """Return the memory of results that no capture of now would use."""
+        recordings = (recording for owner in self._owners for recording in owner.recordings)
+        return frozenset[Memory]().union(*(r.allocated for r in (*recordings, *self._pending)))
 
     def replays(self, recording: Holder) -> None:
         """Remember that somebody may hold results of `recording` from now on."""
@@ -124,9 +145,11 @@ class Pool:
         """Drop all graphs. What somebody holds of their results stays valid, and allocated."""
         for owner in list(self._owners):
             owner.give_back()
-        self._pending.clear()
+        # Memory that is not allocated is the pool's, as long as a graph of it is there.
+        self._pending = [other for other in self._pending if other.is_released and other.is_awaited]
         self._memory = None  # PyTorch frees a pool whose graphs are gone; the next capture begins another
-        _watched.discard(self)
+        if not self._pending:
+            _watched.discard(self)
 
     # -- capturing -----------------------------------------------------------------------------------
 
@@ -134,9 +157,9 @@ class Pool:
         self._captures += 1
         return self._captures
 
-    def capture(self, run: Boxed, arguments: Sequence[Any]) -> tuple[Callable[[], None], list[Any], int]:
+    def capture(self, run: Boxed, arguments: list[Any]) -> tuple[Callable[[], None], list[Any], int]:
         """Return what launches a call again, the results that this leaves, and the bytes by which the pool
-        grew. Nothing runs yet."""
+        grew. Nothing runs yet. arguments: emptied."""
         from torch._inductor.cudagraph_trees import clear_cublas_manager
 
         with torch.cuda.device(self.index):
@@ -150,7 +173,8 @@ class Pool:
             # Memory that is kept from call to call must not come from the pool; libraries keep workspaces.
             with clear_cublas_manager(), unkept_scratch(), captured:
                 before = torch.cuda.memory_reserved(self.index)
-                results = list(run(list(arguments)))
+                results = list(run(arguments))
+                arguments.clear()
                 grown = torch.cuda.memory_reserved(self.index) - before
         return graph.replay, results, grown
 

@@ -11,9 +11,11 @@ import torch
 
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.plan_text import human_bytes
+from fusion_compiler.ir.views import again
 from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, paused, unless
 from fusion_compiler.runtime.graph_pool import Pool
-from fusion_compiler.runtime.recording import Calls, Recorder
+from fusion_compiler.runtime.recording import Calls, Recorder, unowned
+from fusion_compiler.runtime.retained import is_kept
 
 UNASKED = "recorded, as its launches can take longer than what they launch"
 MEASURED = "measured first: whether the device waits for its launches"
@@ -184,14 +186,24 @@ class Pair:
             if reason is not None:
                 self._leave_alone()
 
+        def owning(arguments: list[Any]) -> Any:
+            """Run without a CUDA graph, with results that do not lie in the pool."""
+            for i in list(self._saved_in(arguments)):
+                arguments[i] = again(arguments[i])
+            return plain(arguments)
+
         calls = Calls(
             static=lambda arguments: {*static, *self._saved_in(arguments)},
             most=MOST_FORMS,
             needed=lambda: self._beside,
             lends=True,
+            take=lambda arguments: self._take(recorder, arguments),
+            anew=self._recorder.recordings.clear,
+            plain=owning,
             report=reported,
         )
-        replayed = unless(paused, plain, Recorder(plain, self._pool, calls))
+        recorder = Recorder(plain, self._pool, calls)
+        replayed = unless(lambda: paused() or is_kept(), owning, recorder)
 
         def call(arguments: list[Any]) -> Any:
             if next(self._saved_in(arguments), None) is not None:
@@ -249,6 +261,20 @@ class Pair:
         would outlive a backward that releases one by one what it has read."""
         if self._terms.peak > LITTLE and self._refusal is None:
             self._leave(BACKWARD_IS_NOT)
+
+    def _take(self, recorder: Recorder, arguments: list[Any]) -> list[int]:
+        """Take over the memory of what the forward saved, for a capture of the backward. Drop graphs of other
+        backwards whose forward is gone."""
+        taken, forwards = list(self._saved_in(arguments)), self._recorder.recordings
+        places = {arguments[i].data_ptr() for i in taken}
+        own: dict[int, Any] = {}
+        for recording in forwards:
+            if recording.places & places:
+                own |= recording.release()
+        for i in taken:
+            arguments[i] = own[id(arguments[i])] if id(arguments[i]) in own else unowned(arguments[i])
+        recorder.recordings[:] = [b for b in recorder.recordings if any(f.places & b.reads for f in forwards)]
+        return taken
 
     def _saved_in(self, arguments: Sequence[Any]) -> Iterator[int]:
         """Yield the positions of what replays of the forward have saved."""

@@ -3,9 +3,12 @@
 A `Recorder` has the CUDA graphs of one captured graph. Each of them reads parameters, buffers and what a
 forward pass has saved where these lie, and copies the other arguments into memory of its own. Its results are
 copied, or lent: a lent result lies in the pool, and no replay that would overwrite it runs while somebody
-holds it. Where a replay had to be left out for that reason, results are copied from then on. What a forward
-pass saves for its backward pass is returned without a copy as well: its version counts the replays, so that
-autograd raises where a backward pass would read what a later forward pass has written.
+holds it. Where a replay had to be left out for that reason, results are copied from then on.
+
+What a forward pass saves for its backward pass is returned without a copy as well: its version counts the
+replays, so that autograd raises where a backward pass would read what a later forward pass has written. A
+backward pass takes what was saved over (`Recording.release`): while it is captured, the memory of each saved
+tensor is free again behind the last kernel that reads it, as it is without a CUDA graph.
 
 A capture runs nothing. The call for which a graph is captured replays it as well, so that nothing is computed
 or held twice. `graph_pool.Pool` says what graphs that share memory keep, and when one may be replayed.
@@ -16,7 +19,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +28,15 @@ from torch import Tensor
 
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.runtime.boxed import Boxed
-from fusion_compiler.runtime.graph_pool import Pool
+from fusion_compiler.runtime.graph_pool import LENT, SAVED, Memory, Pool
 
 ALIGNED = 16  # bytes, at which copies begin: kernels for other places than theirs need not be loaded
 FEW_COPIES = 2  # made one by one: together a program has 64K elements, and logits take four times as long
 NO_MEMORY = "memory does not suffice"
 MOST_ONCE = 64  # places of calls that came once, that are remembered
-ALONE = 2  # uses of a lent result's memory, as counted by asking, while nobody else has it
-LENT = 1 << 16  # bytes of the smallest result that is lent: to copy less takes hardly any time
+LARGE = 1 << 16  # bytes of the smallest result that is lent: to copy less takes hardly any time
+
+_Lie = tuple[Any, ...]  # how a tensor lies in its storage, its dtype first
 
 
 class Recording:
@@ -46,14 +50,18 @@ class Recording:
         self,
         pool: Pool,
         run: Boxed,
-        arguments: Sequence[Any],
+        arguments: list[Any],
         static: Collection[int],
         shown: int | None,
         called_in: Callable[[], None] | None,
+        taken: Collection[int],
+        beside: frozenset[Memory],
     ) -> None:
-        """static: positions of arguments that are read or written where they lie. shown: how many of the
-        results are the caller's; None for all. called_in: called when a replay is left out because somebody
-        holds a lent result; None to lend none."""
+        """arguments: emptied, so that what nobody else holds is free when it was last read. static: positions
+        of those that are read or written where they lie. shown: how many of the results are the caller's;
+        None for all. called_in: called when a replay is left out because somebody holds a lent result; None
+        to lend none. taken: positions of what a forward pass saved. beside: memory that no replay may write
+        to, unless it is of what is taken and has been read."""
         tensors = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
         self._static = [i for i in tensors if i in static]
         self._addresses = [arguments[i].data_ptr() for i in self._static]
@@ -63,25 +71,35 @@ class Recording:
         with torch.inference_mode(False):
             self._into = [torch.empty_like(layout.memory(arguments[i])) for i, layout in self._inputs]
         inputs = self._replaced(arguments)
+        arguments.clear()
+        given = {
+            inputs[i].untyped_storage().data_ptr(): (i, _lies(inputs[i])) for i in tensors if i not in taken
+        }
         self.number = pool.next_number()
+        self.beside = beside
         self._replay, self._results, grown = pool.capture(run, inputs)
         self.kept = grown + sum(memory.nbytes for memory in self._into)
         self._outputs = [
             (i, _Layout(value)) for i, value in enumerate(self._results[:shown]) if isinstance(value, Tensor)
         ]
-        self.saved = self._saved(inputs)
+        self.saved = self._saved({place: of for place, of in given.items() if of[0] in static})
+        self.is_released = False
         self.places = frozenset(value.data_ptr() for value in self.saved)
         self._called_in = called_in
-        self._lent = [] if called_in is None else self._lendable(inputs)
+        self._lent = [] if called_in is None else self._lendable(given)
         lent = {i for i, _ in self._lent}
-        self._lenders = [self._results[i] for i in lent]  # whose memory no later capture may use
         self._outputs = [(i, layout) for i, layout in self._outputs if i not in lent]
         # The copies are made right behind the replay, so that later captures may use this memory.
         self._originals = [unowned(layout.memory(self._results[i])) for i, layout in self._outputs]
         for i in (*lent, *(i for i, _ in self._outputs)):
             self._results[i] = None
-        del inputs  # which may hold a saved result
         self._holders = self._held()
+        self._lenders = list(map(_uses, self._lent))
+
+    @property
+    def reads(self) -> frozenset[int]:
+        """Return the addresses of the arguments that it reads or writes where they lie."""
+        return frozenset(self._addresses)
 
     def _replaced(self, arguments: Sequence[Any]) -> list[Any]:
         """Return the arguments with the graph's own memory in the place of those that are copied."""
@@ -90,36 +108,52 @@ class Recording:
             inputs[i] = layout.tensor(memory)
         return inputs
 
-    def _saved(self, inputs: Sequence[Any]) -> list[Tensor]:
-        """Return the results that are neither copied nor in the memory of an argument, and remember how the
-        latter lie in it: arguments are not kept."""
-        places = {inputs[i].untyped_storage().data_ptr(): i for i in self._static}
+    def _saved(self, given: Mapping[int, tuple[int, _Lie]]) -> list[Tensor]:
+        """Return the results that are neither the caller's nor in the memory of an argument, and remember how
+        the latter lie in it: arguments are not kept. given: address of memory -> argument, how that lies."""
         shown, saved = {i for i, _ in self._outputs}, list[Tensor]()
         self._of: list[tuple[int, int, _Layout, int]] = []
         self._same: list[tuple[int, int]] = []  # results that are arguments
         for i, value in enumerate(self._results):
             if i in shown or not isinstance(value, Tensor):
                 continue
-            if (of := places.get(value.untyped_storage().data_ptr())) is None:
+            of, lie = given.get(value.untyped_storage().data_ptr(), (None, None))
+            if of is None or lie is None:
                 saved.append(value)
-            elif _lies(value) == _lies(inputs[of]):
+            elif _lies(value) == lie:
                 self._same.append((i, of))
                 self._results[i] = None
-            elif value.dtype == inputs[of].dtype:
+            elif value.dtype == lie[0]:
                 self._of.append((i, of, _Layout(value), int(value.storage_offset())))
                 self._results[i] = None
         return saved
 
-    def _lendable(self, inputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
-        """Return the large results, with their positions, that share memory with no other and no argument."""
-        values = [value for value in (*self._results, *inputs) if isinstance(value, Tensor)]
-        shared = Counter(value.untyped_storage().data_ptr() for value in values)
-        results = ((i, self._results[i]) for i, _ in self._outputs)
+    def _lendable(self, given: Collection[int]) -> list[tuple[int, Tensor]]:
+        """Return the large results, with their positions, that share memory with no other and no argument.
+
+        given: addresses of the arguments' memory.
+        """
+        tensors = [value for value in self._results if isinstance(value, Tensor)]
+        shared = Counter(value.untyped_storage().data_ptr() for value in tensors)
+        shared.update(list(given))
+        results: list[tuple[int, Any]] = [(i, self._results[i]) for i, _ in self._outputs]
         return [
-            (i, unowned(value))
+            (i, value)
             for i, value in results
-            if value.nbytes >= LENT and shared[value.untyped_storage().data_ptr()] == 1
+            if value.nbytes >= LARGE and shared[value.untyped_storage().data_ptr()] == 1
         ]
+
+    def release(self) -> dict[int, Tensor]:
+        """Own the memory of what was saved no more: the backward pass is captured, and reads each saved
+        tensor before it writes anything there. Return the tensors that are saved from now on, by the ids of
+        those that were."""
+        ids = [id(value) for value in self.saved]
+        aliases = dict(zip(ids, map(unowned, self.saved), strict=True))
+        self._results = [aliases.get(id(value), value) for value in self._results]
+        self.saved = [aliases[number] for number in ids]
+        self.is_released = True
+        self._holders = self._held() - 1  # `aliases`
+        return aliases
 
     def _held(self) -> int:
         """Return how many hold the memory of the first saved result, in Python (an argument of the backward
@@ -136,16 +170,22 @@ class Recording:
         return self._held() > self._holders
 
     @property
-    def is_held(self) -> bool:
-        """True if somebody holds a result of the last replay that lies in the pool."""
-        return self.is_awaited or any(map(_is_borrowed, self._lent))
+    def held(self) -> set[Memory]:
+        """Return which of its memory holds results of the last replay that somebody has."""
+        saved = {(self.number, SAVED)} if self.is_awaited else set[Memory]()
+        is_borrowed = list(map(_uses, self._lent)) != self._lenders
+        return saved | ({(self.number, LENT)} if is_borrowed else set[Memory]())
 
-    def call_in(self) -> bool:
-        """Lend no more, from the next capture on. Return False if nothing that is lent is held."""
-        if self._called_in is None or not any(map(_is_borrowed, self._lent)):
-            return False
-        self._called_in()
-        return True
+    @property
+    def allocated(self) -> set[Memory]:
+        """Return which of its memory no capture of now would use."""
+        saved = {(self.number, SAVED)} if self.saved and not self.is_released else set[Memory]()
+        return saved | ({(self.number, LENT)} if self._lent else set[Memory]())
+
+    def call_in(self) -> None:
+        """Lend no more, from the next capture on."""
+        if self._called_in is not None:
+            self._called_in()
 
     def fits(self, arguments: Sequence[Any]) -> bool:
         """True if a call with these arguments would launch the same."""
@@ -183,8 +223,11 @@ class Calls:
     static: positions of the arguments of a call that are read or written where they lie. shown: how many
     results are the caller's; None for all. most: captures at most. needed: bytes that a CUDA graph of it
     keeps, by prediction. twice: record a call when one with the same static arguments has run before. lends:
-    lend the caller's results until one is held too long, instead of copying them. report: called after each
-    capture with None and the bytes that are kept, or with the reason why there are none.
+    lend the caller's results until one is held too long, instead of copying them. take: called before a
+    capture; replaces the arguments that a forward pass saved by tensors that do not own their memory, and
+    returns their positions. anew: called when the CUDA graphs are dropped, to be captured anew. plain: runs
+    calls that are not replayed, if not as they would be captured. report: called after each capture with None
+    and the bytes that are kept, or with the reason why there are none.
     """
 
     static: Callable[[Sequence[Any]], Collection[int]]
@@ -193,6 +236,9 @@ class Calls:
     needed: Callable[[], int] = lambda: 0
     twice: bool = False
     lends: bool = False
+    take: Callable[[list[Any]], Collection[int]] = lambda _: ()
+    anew: Callable[[], None] = lambda: None
+    plain: Boxed | None = None
     report: Callable[[str | None, int], None] = _no_report
 
 
@@ -201,6 +247,7 @@ class Recorder:
 
     def __init__(self, run: Boxed, pool: Pool, calls: Calls) -> None:
         self._run, self._pool, self._calls = run, pool, calls
+        self._plain = calls.plain or run
         self._left = calls.most  # captures
         self._lends = calls.lends
         self._once: dict[tuple[Any, ...], None] = {}  # static arguments of calls that are not recorded yet
@@ -215,7 +262,7 @@ class Recorder:
 
     def __call__(self, arguments: list[Any]) -> Any:
         results = self._replayed(arguments)
-        return self._run(arguments) if results is None else results
+        return self._plain(arguments) if results is None else results
 
     def _replayed(self, arguments: list[Any]) -> list[Any] | None:
         """Return the results of a replay; None for a call that is not recorded, or on another stream."""
@@ -243,13 +290,15 @@ class Recorder:
             return self._record(arguments)
         if self._pool.may_replay(found):
             return found
-        if found.is_awaited or self._pool.call_in(found):
+        if found.is_awaited or self._pool.call_in(found) or not self._pool.may_capture():
             return None
         self.recordings.remove(found)  # behind the graphs that were captured since, it can be replayed again
         return self._record(arguments)
 
     def _record(self, arguments: list[Any]) -> Recording | None:
         if not self._left:
+            return None
+        if not self._pool.may_capture():
             return None
         static = set(self._calls.static(arguments))
         if self._calls.twice and self._is_first(arguments, static):
@@ -260,7 +309,10 @@ class Recorder:
         self._left -= 1
         inputs = [value if i in static else _aligned(value) for i, value in enumerate(arguments)]
         called_in = self._lend_no_more if self._lends else None
-        recording = Recording(self._pool, self._run, inputs, static, self._calls.shown, called_in)
+        beside, taken = self._pool.allocated(), self._calls.take(arguments)
+        recording = Recording(
+            self._pool, self._run, inputs, static, self._calls.shown, called_in, taken, beside
+        )
         self.recordings.append(recording)
         self._calls.report(None, sum(recording.kept for recording in self.recordings))
         return self.recordings[-1]
@@ -269,6 +321,7 @@ class Recorder:
         """Drop the CUDA graphs whose results were lent: the next calls are recorded anew."""
         self._lends = False
         self.recordings.clear()
+        self._calls.anew()
 
     def _is_first(self, arguments: Sequence[Any], static: Collection[int]) -> bool:
         """True if no call with the same static arguments and numbers has been asked about before."""
@@ -316,14 +369,15 @@ class _Layout:
         return memory if self._is_dense else memory.as_strided(self.shape, self.stride, 0)
 
 
-def _lies(tensor: Tensor) -> tuple[Any, ...]:
+def _lies(tensor: Tensor) -> _Lie:
     """Return how a tensor lies in its storage."""
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def _is_borrowed(lent: tuple[int, Tensor]) -> bool:
-    """Return whether somebody else has a tensor in the memory of a lent result."""
-    return torch._C._storage_Use_Count(lent[1].untyped_storage()._cdata) > ALONE
+def _uses(lent: tuple[int, Tensor]) -> tuple[int, int]:
+    """Return how many have the memory of a lent result, and its bytes, which who has it might change."""
+    storage = lent[1].untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), storage.nbytes()
 
 
 def _copy(into: list[Tensor], of: list[Tensor]) -> None:
