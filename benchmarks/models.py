@@ -38,7 +38,7 @@ SETS = {"models": (*WORKLOADS, *NETS), "decode": DECODERS, "untuned": UNTUNED}
 SETS["memory"] = SETS["models"]
 ALL = (*WORKLOADS, *NETS, *DECODERS, *UNTUNED)
 A_RUN = 64  # tokens in a row, as generated: nobody waits between them
-FEW_STEPS = 3  # after which a step's memory is what all that follow take
+FEW_STEPS = 12  # after which a step's memory is what all that follow take: CUDA graphs are tried in them
 
 
 @dataclass(frozen=True)
@@ -187,12 +187,21 @@ def peak_of(call: Callable[[], None], device: torch.device) -> int:
 
 
 def memory_of(one_step: Callable[[], None], device: torch.device) -> dict[str, float]:
-    """Return the GB at the peak of a step and between steps, with what CUDA graphs keep; {} without a GPU."""
+    """Return the GB at the peak of a step and between steps, with what CUDA graphs keep; {} without a GPU.
+
+    reserved_gb: what the process takes of the device at the peak, with what its allocator cannot use.
+    """
     if device.type != "cuda":
         return {}
+    torch.cuda.empty_cache()
     peak, between = peak_of(one_step, device), torch.cuda.memory_allocated(device)
     kept = of_recordings(device)
-    return {"peak_gb": (peak + kept) / 1e9, "between_gb": (between + kept) / 1e9, "recordings_gb": kept / 1e9}
+    return {
+        "peak_gb": (peak + kept) / 1e9,
+        "between_gb": (between + kept) / 1e9,
+        "recordings_gb": kept / 1e9,
+        "reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9,
+    }
 
 
 def of_recordings(device: torch.device) -> int:

@@ -88,6 +88,8 @@ def describe(cell: Mapping[str, Any]) -> str:
     parts.append(f"first {cell['first_step_s']:.1f} s")
     if "peak_gb" in cell:
         parts.append(f"peak {cell['peak_gb']:.2f} GB, between steps {cell['between_gb']:.2f}")
+    if "reserved_gb" in cell:
+        parts.append(f"reserved {cell['reserved_gb']:.2f}")
     if "first_peak_gb" in cell:
         first, most, kept = (cell[key] for key in ("first_peak_gb", "run_peak_gb", "recordings_gb"))
         parts.append(f"first step's peak {first:.2f}, of all steps {most:.2f}, CUDA graphs keep {kept:.2f}")

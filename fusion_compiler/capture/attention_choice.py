@@ -164,13 +164,20 @@ def _cudnn(call: Call, spec: DeviceSpec) -> bool:
     ):
         return False
     sizes, value = (call.query.shape[-1], call.value.shape[-1]), call.value
-    hopper = (major, minor) == (9, 0) or major == 10
-    most = 192 if hopper and sizes == (192, 128) else 128
-    if max(sizes) > most or sizes[0] % 8 or sizes[1] % 8:
+    if max(sizes) > _most_of_cudnn(sizes, version, (major, minor)) or sizes[0] % 8 or sizes[1] % 8:
         return False
     if call.key.shape[-2] == 1 or (call.dropout and call.query.shape[-2] == 1) or value.shape[0] > 65535:
         return False
     return _heads(call, values_may_differ=True) and _rows_contiguous(call) and _mask_of_cudnn(call)
+
+
+def _most_of_cudnn(sizes: tuple[int, int], version: int, capability: tuple[int, int]) -> int:
+    """Return the most elements of a head for which cuDNN is asked. PyTorch 2.12 asks it for fewer on a
+    Hopper than 2.11 did."""
+    is_hopper, is_blackwell = capability == (9, 0), capability[0] == 10
+    if is_hopper and TorchVersion(torch.__version__) < TorchVersion("2.12") and version >= 91000:
+        return 256
+    return 192 if (is_hopper or is_blackwell) and sizes == (192, 128) else 128
 
 
 def _mask_of_cudnn(call: Call) -> bool:

@@ -52,15 +52,27 @@ def without(graph: fx.GraphModule, missing: Missing) -> fx.GraphModule:
         node = placeholders[position]
         if not gone or not node.users:
             continue
-        value: Any = node.meta["val"]
-        with copy.graph.inserting_after(placeholders[-1]), value.fake_mode:
-            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-            zeros = copy.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
-            zeros.meta = dict(next(iter(node.users)).meta)  # its place in the model is its reader's
-            zeros.meta["val"] = torch.full(value.shape, 0, dtype=value.dtype, device=value.device)
+        with copy.graph.inserting_before(placeholders[-1].next), node.meta["val"].fake_mode:
+            zeros = _zeros(node, dict(next(iter(node.users)).meta))  # their place is that of who reads them
         node.replace_all_uses_with(zeros)
     copy.recompile()
     return copy
+
+
+def _zeros(node: fx.Node, meta: dict[str, Any]) -> fx.Node:
+    """Return zeros of the size, type and order of dims of what a node is, made at the insertion point."""
+    graph, value = node.graph, node.meta["val"]
+    order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), dim))
+    sizes = [value.shape[dim] for dim in order]
+    options = {"dtype": value.dtype, "device": value.device}
+    zeros = graph.call_function(torch.ops.aten.full.default, (sizes, 0), {**options, "pin_memory": False})
+    zeros.meta = {**meta, "val": torch.full(sizes, 0, **options)}
+    if order == list(range(value.dim())):
+        return zeros
+    back = [order.index(dim) for dim in range(value.dim())]
+    permuted = graph.call_function(torch.ops.aten.permute.default, (zeros, back))
+    permuted.meta = {**meta, "val": zeros.meta["val"].permute(back)}
+    return permuted
 
 
 class Backward:

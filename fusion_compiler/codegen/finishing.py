@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
+from typing import cast
 
 import torch
 
@@ -38,6 +40,8 @@ from fusion_compiler.schedule.schedule import Cols, Schedule
 # Programs that draw a ticket: each waits until its results have arrived, and one, of as few warps as all,
 # reads what they left. Sixteen thousand take 8 us of an H200 at that, and a second kernel two.
 MOST_TICKETS = 4096
+# Columns of partial results, below which each program of a second kernel has one sector of 32 bytes.
+NARROW, SECTOR = 2048, 8
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,10 @@ def _finish_schedule(late: LoopNest, programs: int, last: Schedule | None) -> Sc
     rows = [a for a in late.axes if a.group == ROWS]
     if not rows:
         return Schedule(1, _power(programs), Cols.WHOLE, num_warps=min(32, max(4, _power(programs) // 512)))
-    return Schedule(min(_power(programs), 64), 32, Cols.GRID, programs=1, num_warps=4)
+    sizes = [a.size for a in late.axes if a.group == COLS]
+    is_narrow = all(isinstance(n, int) for n in sizes) and prod(cast(list[int], sizes)) < NARROW
+    height, cols = (256, SECTOR) if is_narrow else (64, 32)
+    return Schedule(min(_power(programs), height), cols, Cols.GRID, programs=1, num_warps=4)
 
 
 def _power(n: int) -> int:

@@ -5,9 +5,10 @@
         place = tl.load(order_ptr + turn)
         total = total + tl.load(rows_ptr + place * 2048 + col).to(tl.float32)
 
-A tile of several rows, each with ends of its own, has as many turns as its longest, four of them at a time:
+A tile of several rows, each with ends of its own, has as many turns as its longest. To load ahead would take
+a barrier in each turn, so that four turns load together:
 
-    for turn in tl.range(0, tl.cdiv(most, 4) * 4, loop_unroll_factor=4):
+    for turn in tl.range(0, most, num_stages=1, loop_unroll_factor=4):
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STEPS = {
     "min": ("float('inf')", f"tl.minimum({{total}}, {{term}}, {_NAN})"),
 }
 AHEAD = 3  # turns whose loads are under way, of one row
-AT_ONCE = 4  # turns of many rows, whose loads are under way together: to load ahead takes a barrier in each turn
+AT_ONCE = 4  # turns of many rows, whose loads are under way together
 
 
 def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, list[int]], None]) -> None:
@@ -43,7 +44,7 @@ def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, 
         turns = f"{first}, {last}, num_stages={AHEAD}"
     else:
         most = b.let("most", f"tl.max({last} - {first})")
-        turns = f"0, tl.cdiv({most}, {AT_ONCE}) * {AT_ONCE}, loop_unroll_factor={AT_ONCE}"
+        turns = f"0, {most}, num_stages=1, loop_unroll_factor={AT_ONCE}"
     with b.inside(b.loop("turn", f"tl.range({turns})")):
         here = "turn" if alone else b.let("here", f"{first} + turn")
         b.env[node.counter] = here

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fusion_compiler.ir.graph_info import GraphInfo, Phase
+from fusion_compiler.ir.graph_info import GraphInfo
 from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.ir.views import again
 from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, paused, unless
@@ -18,13 +17,13 @@ from fusion_compiler.runtime.recording import Calls, Recorder, unowned
 from fusion_compiler.runtime.retained import is_kept
 
 UNASKED = "recorded, as its launches can take longer than what they launch"
-MEASURED = "measured first: whether the device waits for its launches"
+TRIED = "tried: steps with and without CUDA graphs are timed"
 BACKWARD_IS_NOT = "its backward is not recorded, and gives back what is saved as it goes"
 SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
-OPEN_HOST = 4.0  # times that, up to which it is measured whether the device waits for the host
+OPEN_HOST = 4.0  # times that, up to which it is tried
 LITTLE = 1 << 26  # bytes that a CUDA graph keeps where only such a host is slower than the device
-CYCLES = 2000  # of a device in a microsecond, at most
-GAIN = 0.05  # of the time of a step, that CUDA graphs save at least
+TIMED = 3  # steps of each kind, of which the fastest counts
+GAIN = 0.02  # of the time of a step, that CUDA graphs save at least
 MOST_FORMS = 64  # CUDA graphs of one graph, as many as there are sets of parameters that it is called with
 
 Note = Callable[[str], None]  # changes what a plan says of its CUDA graph
@@ -66,7 +65,7 @@ class Terms:
 
     @property
     def is_open(self) -> bool:
-        """True if it would pay on a slower host: whether the device waits for this one has to be measured."""
+        """True if it may pay, as it would on a much slower host: it is tried."""
         return self._refusal(OPEN_HOST) is None
 
     def _refusal(self, slower: float) -> str | None:
@@ -104,10 +103,57 @@ def between_us(marks: tuple[Any, Any]) -> float:
     return 1e3 * begin.elapsed_time(end)
 
 
-def hold_back(index: int, us: float) -> None:
-    """Have the device do nothing for some microseconds, in which the host goes ahead."""
-    with torch.cuda.device(index):
-        torch.cuda._sleep(int(us * CYCLES))
+class Trial:
+    """Whether CUDA graphs make steps shorter: some are timed without them, then as many with them.
+
+    A step is what lies on the device between the first forward behind a backward and the next such forward.
+    Everything else that the caller does is included: the device may also wait while he updates parameters or
+    reads the loss.
+    """
+
+    def __init__(self, index: int) -> None:
+        """index: of the device."""
+        self._index = index
+        self._steps: dict[bool, list[tuple[Any, Any]]] = {False: [], True: []}  # by whether with CUDA graphs
+        self._last: Any = None  # the beginning of the step that is under way
+        self._replays = 0  # so far, at that beginning
+        self._is_behind = True  # whether a backward has run since
+        self.us: dict[bool, float] = {}
+
+    def forget(self) -> None:
+        """Do not time the step that is under way."""
+        self._last = None
+
+    def backward(self) -> None:
+        """A backward is run."""
+        self._is_behind = True
+
+    def forward(self, replays: int) -> bool:
+        """A forward is run. replays: of CUDA graphs so far. Return True once the steps without or with them
+        are timed."""
+        if not self._is_behind:
+            return False
+        self._is_behind = False
+        before, self._last = self._last, mark(self._index)
+        is_recorded = False in self.us
+        was_recorded, self._replays = replays > self._replays, replays
+        if before is None or was_recorded != is_recorded:
+            return False
+        steps = self._steps[is_recorded]
+        steps.append((before, self._last))
+        if len(steps) < TIMED:
+            return False
+        self.us[is_recorded] = min(map(between_us, steps))
+        steps.clear()
+        return True
+
+    @property
+    def refusal(self) -> str | None:
+        """Return why CUDA graphs do not pay, or None where they do."""
+        with_, without = self.us[True], self.us[False]
+        if with_ <= (1 - GAIN) * without:
+            return None
+        return f"a step takes {without:.0f} us, and with CUDA graphs {with_:.0f} us"
 
 
 class Pair:
@@ -116,9 +162,7 @@ class Pair:
     A forward is replayed where its pool allows it, which is not before the backward of its last replay has
     run, or what that saved was released; any other runs as without a CUDA graph, and so does its backward.
 
-    Where prediction does not say whether the device waits for the host, two steps behind the one that
-    compiles tell: the first runs as it comes, in the second the device is held back until the host is ahead.
-    What the second takes less of the device is time that it waited for launches.
+    Where prediction does not say whether that pays, it is tried.
     """
 
     def __init__(
@@ -133,10 +177,7 @@ class Pair:
         self._pool, self._terms, self._note = pool, terms, note
         self._beside = 0  # bytes that the backward keeps besides what the forward does
         self._refusal = terms.refusal  # why the forward is not recorded now
-        self._left = 0  # steps to be measured
-        self._waiting_us = 0.0  # of the device, for the first of these
-        self._marks: dict[Phase, tuple[Any, Any]] = {}  # around the last forward and backward
-        self._host_us: dict[Phase, float] = {}  # of the last forward and backward
+        self._trial: Trial | None = None
         calls = Calls(
             static=lambda _: info.static_inputs,
             shown=info.outputs,
@@ -147,12 +188,13 @@ class Pair:
             report=report_to(note),
         )
         self._recorder = Recorder(plain, pool, calls)
+        self._recorders = [self._recorder]  # of the forward and the backward
         replayed = unless(paused, plain, self._recorder)
 
         def forward(arguments: list[Any]) -> Any:
-            if self._refusal is None:
-                return replayed(arguments)
-            return self._timed(Phase.FORWARD, plain, arguments) if self._left else plain(arguments)
+            if self._trial is not None:
+                self._try(self._trial)
+            return plain(arguments) if self._refusal is not None else replayed(arguments)
 
         self.forward = boxed(forward)
         self.decision = self._refusal or UNASKED
@@ -176,8 +218,8 @@ class Pair:
         if reason is not None:
             self._leave(reason)
             return plain, reason
-        self._refusal = MEASURED if is_open else None
-        self._left = 2 if is_open else 0
+        self._refusal = TRIED if is_open else None
+        self._trial = Trial(self._pool.index) if is_open else None
         self._note(self._refusal or UNASKED)
         report = report_to(note)
 
@@ -203,57 +245,36 @@ class Pair:
             report=reported,
         )
         recorder = Recorder(plain, self._pool, calls)
+        self._recorders.append(recorder)
         replayed = unless(lambda: paused() or is_kept(), owning, recorder)
 
         def call(arguments: list[Any]) -> Any:
+            if self._trial is not None:
+                self._trial.backward()
             if next(self._saved_in(arguments), None) is not None:
                 return replayed(arguments)
-            if not self._left:
-                return plain(arguments)
-            results = self._timed(Phase.BACKWARD, plain, arguments)
-            self._measure(both, note)
-            return results
+            return plain(arguments)
 
         return after_one(plain, call), self._refusal or UNASKED
 
-    def _timed(self, phase: Phase, plain: Boxed, arguments: list[Any]) -> Any:
-        """Run one of the two between two marks, ahead of the device in the last step that is measured."""
+    def _try(self, trial: Trial) -> None:
+        """Record a forward and its backward, or end that, when the steps that were to be timed are over."""
         if paused() or torch.cuda.is_current_stream_capturing():
-            return plain(arguments)
-        index = self._pool.index
-        if self._left == 1 and phase in self._host_us:
-            hold_back(index, self._host_us[phase])
-        before = mark(index)
-        begin = time.perf_counter()
-        results = plain(arguments)
-        self._host_us[phase] = 1e6 * (time.perf_counter() - begin)
-        self._marks[phase] = before, mark(index)
-        return results
-
-    def _measure(self, both: Terms, note: Note) -> None:
-        """Decide at the end of the second step's backward by how long the device waited in the first."""
-        marks, self._marks = self._marks, {}
-        if len(marks) < 2:
+            trial.forget()
             return
-        us = sum(map(between_us, marks.values()))
-        self._left -= 1
-        if self._left:
-            self._waiting_us = us
+        if not trial.forward(sum(recorder.replays for recorder in self._recorders)):
             return
-        recorded = max(us + both.copy_us, both.replay_us)
-        if recorded > (1 - GAIN) * self._waiting_us:
-            reason = f"a step takes {self._waiting_us:.0f} us, a CUDA graph would take {recorded:.0f} us"
-            self._leave(reason)
-            note(reason)
-        else:
-            self._refusal = None
-            self._note(UNASKED)
-            note(UNASKED)
+        self._refusal = None
+        if True in trial.us:
+            self._trial = None
+            if trial.refusal is not None:
+                self._leave(trial.refusal)
 
     def _leave(self, reason: str) -> None:
-        """Record the forward no more."""
+        """Record the forward and the backward no more."""
         self._refusal = reason
-        self._recorder.give_back(reason)
+        for recorder in self._recorders:
+            recorder.give_back(reason)
         self._note(reason)
 
     def _leave_alone(self) -> None:

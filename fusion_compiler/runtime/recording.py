@@ -249,6 +249,7 @@ class Recorder:
         self._run, self._pool, self._calls = run, pool, calls
         self._plain = calls.plain or run
         self._left = calls.most  # captures
+        self.replays = 0  # so far
         self._lends = calls.lends
         self._once: dict[tuple[Any, ...], None] = {}  # static arguments of calls that are not recorded yet
         self.recordings: list[Recording] = []
@@ -281,6 +282,7 @@ class Recorder:
                 self._pool.drop()
                 return None
             self._pool.replays(recording)
+            self.replays += 1
             return results
 
     def _find(self, arguments: list[Any]) -> Recording | None:

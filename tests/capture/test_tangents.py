@@ -50,6 +50,29 @@ def test_any_set_of_results_may_be_trained_on(backend: str) -> None:
     ]
 
 
+class Transposed(nn.Module):
+    """A loss, and a result whose gradient is viewed as it lies by the backward of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x).transpose(1, 2)
+        return y.square().mean(), y * 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "interpret"])
+def test_zeros_lie_as_the_gradient_would(backend: str) -> None:
+    model = Transposed()
+    fast = fc.compile(model, backend=backend)
+    for sent in ([0], [1], [0, 1]):
+        x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+        for mine, theirs in zip(gradients(fast, x, sent), gradients(model, x, sent), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert not fast.plan.breaks
+
+
 def read_shapes(dag: OpDag) -> set[tuple[object, ...]]:
     """Of the gradients that a backward graph starts from and reads."""
     names = [n for n in dag.inputs if n.startswith("tangents") and dag.consumers(n)]

@@ -111,12 +111,20 @@ def test_gradients_are_lent_until_one_is_held_too_long(is_late: bool, batches: i
     assert decisions(fast) == [UNASKED] * 2
 
 
-def test_the_device_is_held_back_and_measured() -> None:
-    pairs.hold_back(0, 1.0)
-    for us in (1000.0, 8000.0):
-        before = pairs.mark(0)
-        pairs.hold_back(0, us)
-        assert 0.8 * us < pairs.between_us((before, pairs.mark(0))) < 4 * us
+@pytest.mark.parametrize("pays", [True, False])
+def test_steps_are_timed_with_and_without_cuda_graphs(
+    pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs.Terms, "refusal", "its launches take 2 us")
+    monkeypatch.setattr(pairs.Terms, "is_open", True)
+    monkeypatch.setattr(pairs, "GAIN", -10.0 if pays else 0.99)
+    model = Block().to(CUDA)
+    fast = fc.compile(model, strict=True)
+    steps_beside_eager(fast, model, 16, "fb")
+    model.zero_grad()
+    steps_beside_eager(fast, model, 4, "fb")
+    text = UNASKED if pays else "and with CUDA graphs"
+    assert all(text in decision for decision in decisions(fast))
 
 
 def test_unasked_inference_keeps_every_result() -> None:

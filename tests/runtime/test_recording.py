@@ -21,7 +21,7 @@ from fusion_compiler.runtime import boxed, cuda_graphs, graph_pool, pairs, recor
 from fusion_compiler.runtime.boxed import Boxed
 from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT
 from fusion_compiler.runtime.graph_pool import Pool
-from fusion_compiler.runtime.pairs import BACKWARD_IS_NOT, MEASURED, UNASKED, Terms
+from fusion_compiler.runtime.pairs import BACKWARD_IS_NOT, TRIED, UNASKED, Terms
 from fusion_compiler.runtime.recording import Calls, Recorder, unowned
 from tests.fake_gpu import FakeGpu, use
 from tests.runtime.test_cuda_graphs import Net
@@ -451,37 +451,42 @@ def test_the_plan_says_what_is_kept_or_why_nothing_is(
 
 
 @pytest.mark.parametrize(
-    ("waiting", "held_back", "text"),
-    [(30.0, 20.0, UNASKED), (30.0, 29.0, "a step takes 60 us, a CUDA graph would take 58 us")],
+    ("with_", "text"), [(20.0, UNASKED), (29.5, "a step takes 30 us, and with CUDA graphs 30 us")]
 )
-def test_where_prediction_does_not_tell_steps_are_measured(
-    waiting: float,
-    held_back: float,
-    text: str,
-    pools: list[FakePool],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("pattern", ["fb", "fdb", "fbd"])
+def test_where_prediction_does_not_tell_it_is_tried(
+    with_: float, text: str, pattern: str, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(FakeGpu(), monkeypatch)
     monkeypatch.setattr(Terms, "refusal", "its launches take 2 us")
     monkeypatch.setattr(Terms, "is_open", True)
-    monkeypatch.setattr(Terms, "__add__", lambda self, other: Terms(2.0, 1.0, 8, 0.0, 1.0))
-    left, ahead = [waiting, waiting, held_back, held_back], list[float]()
-    monkeypatch.setattr(pairs, "mark", lambda index: index)
-    monkeypatch.setattr(pairs, "between_us", lambda marks: left.pop(0))
-    monkeypatch.setattr(pairs, "hold_back", lambda index, us: ahead.append(us))
+    replayed_before: list[int] = []
+
+    def mark(index: int) -> int:
+        replayed_before.append(pools[index].replayed)
+        return len(replayed_before) - 1
+
+    def between_us(marks: tuple[int, int]) -> float:
+        first, second = (replayed_before[i] for i in marks)
+        return with_ if second > first else 30.0
+
+    monkeypatch.setattr(pairs, "mark", mark)
+    monkeypatch.setattr(pairs, "between_us", between_us)
     model = Net()
     exact = copy.deepcopy(model).double()
     fast = fc.compile(model, tune=False, strict=True)
-    steps_beside_eager(fast, model, exact, "fb")
-    assert {kept_by(plan) for plan in fast.plan} == {MEASURED}
-    steps_beside_eager(fast, model, exact, "fdb")
-    assert not ahead and len(left) == 2
-    for _ in range(4):
-        steps_beside_eager(fast, model, exact, "fb")
+    steps_beside_eager(fast, model, exact, pattern)
+    assert {kept_by(plan) for plan in fast.plan} == {TRIED}
+    for _ in range(2 * pairs.TIMED + 4):
+        steps_beside_eager(fast, model, exact, pattern)
+    assert all(text in kept_by(plan) for plan in fast.plan)
+    count = len(replayed_before), pools[0].replayed
+    for _ in range(2):
+        steps_beside_eager(fast, model, exact, pattern)
+    assert len(replayed_before) == count[0], "nothing is timed any more"
+    assert (pools[0].replayed > count[1]) == (text == UNASKED) == bool(pools[0].kept)
     for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
-    assert all(text in kept_by(plan) for plan in fast.plan) and not left and len(ahead) == 2
-    assert bool(pools[0].replayed) == (text == UNASKED)
 
 
 def lending(monkeypatch: pytest.MonkeyPatch) -> None:
