@@ -132,6 +132,14 @@ class Pool:
         unused = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
         return free + unused
 
+    def shrink(self) -> None:
+        """Return memory to the device once graphs were dropped."""
+        with self.turn:
+            self._pending = [other for other in self._pending if other.held]
+            if not self._pending and not self.kept:
+                self._memory = None
+                torch.cuda.empty_cache()
+
     def give_back(self, device: int | None = None) -> None:
         """Drop all graphs on `device`, or on any, unless one of them is just captured or replayed."""
         if device not in (None, self.index) or not self.turn.acquire(blocking=False):

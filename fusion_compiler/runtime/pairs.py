@@ -269,6 +269,7 @@ class Pair:
             self._trial = None
             if trial.refusal is not None:
                 self._leave(trial.refusal)
+                self._pool.shrink()
 
     def _leave(self, reason: str) -> None:
         """Record the forward and the backward no more."""
