@@ -69,6 +69,7 @@ class Pool:
         self._stream: torch.cuda.Stream | None = None  # on which the graphs are replayed
         self._captures = 0
         self._pending: list[Holder] = []  # replayed graphs whose results somebody may hold
+        self._refused = 0  # captures before the last one that could not be made
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
     def is_beside(self) -> bool:
@@ -82,7 +83,15 @@ class Pool:
 
     def may_capture(self) -> bool:
         """True if no memory is held that a capture would use."""
-        return not any(other.is_released and other.is_awaited for other in self._pending)
+        if not any(other.is_released and other.is_awaited for other in self._pending):
+            return True
+        self._refused = self._captures
+        return False
+
+    def is_in_the_way(self, recording: Holder) -> bool:
+        """True if a graph is to be captured anew, so that others can be captured while somebody holds what it
+        saves: that is allocated again until its backward is captured as well."""
+        return recording.is_released and recording.number <= self._refused
 
     def call_in(self, recording: Holder) -> bool:
         """Have graphs lend no more whose lent results keep `recording` from being replayed. Return False if

@@ -34,6 +34,7 @@ ALIGNED = 16  # bytes, at which copies begin: kernels for other places than thei
 FEW_COPIES = 2  # made one by one: together a program has 64K elements, and logits take four times as long
 NO_MEMORY = "memory does not suffice"
 MOST_ONCE = 64  # places of calls that came once, that are remembered
+ALONE = 2  # uses of a tensor's memory, that of asking among them, which no other tensor has
 LARGE = 1 << 16  # bytes of the smallest result that is lent: to copy less takes hardly any time
 
 _Lie = tuple[Any, ...]  # how a tensor lies in its storage, its dtype first
@@ -86,15 +87,16 @@ class Recording:
         self.is_released = False
         self.places = frozenset(value.data_ptr() for value in self.saved)
         self._called_in = called_in
-        self._lent = [] if called_in is None else self._lendable(given)
+        results = {i: self._results[i].data for i, _ in self._outputs}  # which keep no tensor that they view
+        for i in results:
+            self._results[i] = None
+        large = [] if called_in is None else self._lendable(results, given)
+        self._lent = [(i, value) for i, value in large if not _is_borrowed((i, value))]
         lent = {i for i, _ in self._lent}
         self._outputs = [(i, layout) for i, layout in self._outputs if i not in lent]
         # The copies are made right behind the replay, so that later captures may use this memory.
-        self._originals = [unowned(layout.memory(self._results[i])) for i, layout in self._outputs]
-        for i in (*lent, *(i for i, _ in self._outputs)):
-            self._results[i] = None
+        self._originals = [unowned(layout.memory(results[i])) for i, layout in self._outputs]
         self._holders = self._held()
-        self._lenders = list(map(_uses, self._lent))
 
     @property
     def reads(self) -> frozenset[int]:
@@ -128,20 +130,16 @@ class Recording:
                 self._results[i] = None
         return saved
 
-    def _lendable(self, given: Collection[int]) -> list[tuple[int, Tensor]]:
+    def _lendable(self, results: Mapping[int, Tensor], given: Collection[int]) -> list[tuple[int, Tensor]]:
         """Return the large results, with their positions, that share memory with no other and no argument.
 
         given: addresses of the arguments' memory.
         """
-        tensors = [value for value in self._results if isinstance(value, Tensor)]
-        shared = Counter(value.untyped_storage().data_ptr() for value in tensors)
+        saved = (value for value in self._results if isinstance(value, Tensor))
+        shared = Counter(value.untyped_storage().data_ptr() for value in (*results.values(), *saved))
         shared.update(list(given))
-        results: list[tuple[int, Any]] = [(i, self._results[i]) for i, _ in self._outputs]
-        return [
-            (i, value)
-            for i, value in results
-            if value.nbytes >= LARGE and shared[value.untyped_storage().data_ptr()] == 1
-        ]
+        large = ((i, value) for i, value in results.items() if value.nbytes >= LARGE)
+        return [(i, value) for i, value in large if shared[value.untyped_storage().data_ptr()] == 1]
 
     def release(self) -> dict[int, Tensor]:
         """Own the memory of what was saved no more: the backward pass is captured, and reads each saved
@@ -173,8 +171,7 @@ class Recording:
     def held(self) -> set[Memory]:
         """Return which of its memory holds results of the last replay that somebody has."""
         saved = {(self.number, SAVED)} if self.is_awaited else set[Memory]()
-        is_borrowed = list(map(_uses, self._lent)) != self._lenders
-        return saved | ({(self.number, LENT)} if is_borrowed else set[Memory]())
+        return saved | ({(self.number, LENT)} if any(map(_is_borrowed, self._lent)) else set[Memory]())
 
     @property
     def allocated(self) -> set[Memory]:
@@ -290,7 +287,7 @@ class Recorder:
         found = next((recording for recording in self.recordings if recording.fits(arguments)), None)
         if found is None:
             return self._record(arguments)
-        if self._pool.may_replay(found):
+        if self._pool.may_replay(found) and not self._pool.is_in_the_way(found):
             return found
         if found.is_awaited or self._pool.call_in(found) or not self._pool.may_capture():
             return None
@@ -376,10 +373,10 @@ def _lies(tensor: Tensor) -> _Lie:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def _uses(lent: tuple[int, Tensor]) -> tuple[int, int]:
-    """Return how many have the memory of a lent result, and its bytes, which who has it might change."""
+def _is_borrowed(lent: tuple[int, Tensor]) -> bool:
+    """Return whether another tensor has the memory of a lent result, or has given it back."""
     storage = lent[1].untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), storage.nbytes()
+    return torch._C._storage_Use_Count(storage._cdata) > ALONE or not storage.nbytes()
 
 
 def _copy(into: list[Tensor], of: list[Tensor]) -> None:

@@ -416,6 +416,22 @@ def test_what_an_earlier_graph_would_overwrite_is_not_replayed_over() -> None:
     assert pool.replayed == 2 + 2 * 4
 
 
+def test_what_is_held_in_free_memory_is_not_captured_over() -> None:
+    """A graph that is first called between a forward and its backward, when both were captured before."""
+    pool = FakePool()
+    forward = recorder(lambda given: [given[0] + 1, given[0] * 2], pool, shown=1, most=4)
+    between = recorder(lambda given: [given[0] - 1], pool, most=4)
+    x = torch.randn(8)
+    forward([x])
+    forward.recordings[0].release()
+    for captures in (1, 3, 3):
+        y = torch.randn(8)
+        total, saved = forward([y])
+        assert torch.equal(between([x])[0], x - 1) and pool.captures == captures
+        assert torch.equal(saved, y * 2) and torch.equal(total, y + 1)
+        del saved
+
+
 def test_graphs_keep_no_more_than_they_may() -> None:
     told: list[tuple[str | None, int]] = []
     pool = FakePool(limit=600)
