@@ -120,8 +120,10 @@ def checked_late(body: list[Statement], variables: Variables) -> None:
     """check(i)  ->  wrong = none; for ...: wrong = last_wrong(wrong, i); ...; check(wrong)
 
     The program ends in an error when all else is done, so that nothing waits for it; what is wrong in a loop
-    is kept until then.
+    is kept until then. So is what is wrong of several indices with the same error: an error is a call, behind
+    which nothing stays in registers.
     """
+    _kept_together(body, variables)
     late: list[Check] = []
     for position, statement in reversed(list(enumerate(body))):
         if isinstance(statement, For | If):
@@ -132,6 +134,28 @@ def checked_late(body: list[Statement], variables: Variables) -> None:
             del body[position]
             late.insert(0, statement)
     body += dict.fromkeys(late)
+
+
+def _kept_together(body: list[Statement], variables: Variables) -> None:
+    """check(i); ...; check(j)  ->  wrong = i; ...; wrong = last_wrong(wrong, j); check(wrong)"""
+    checks = [(position, s) for position, s in enumerate(body) if isinstance(s, Check)]
+    alike: dict[Check, list[tuple[int, Check]]] = {}
+    for position, check in checks:
+        alike.setdefault(replace(check, index="", mask=None), []).append((position, check))
+    ends: dict[int, Check] = {}
+    for check, places in alike.items():
+        if len(places) == 1:
+            continue
+        wrong = variables.new("wrong")
+        for position, one in places:
+            seen = one.index if one.mask is None else f"tl.where({one.mask}, {one.index}, 0)"
+            is_first = position == places[0][0]
+            start = f"tl.broadcast_to({seen}, {one.shape})"
+            text = start if is_first else f"fm.last_wrong({wrong}, {seen}, {one.bounds})"
+            body[position] = Assign((wrong,), text)
+        ends[places[-1][0]] = replace(check, index=wrong)
+    for position in sorted(ends, reverse=True):
+        body.insert(position + 1, ends[position])
 
 
 def _kept(block: For | If, variables: Variables) -> list[tuple[Assign, Check]]:

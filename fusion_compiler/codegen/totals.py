@@ -29,6 +29,7 @@ _STEPS = {
 }
 AHEAD = 3  # turns whose loads are under way, of one row
 AT_ONCE = 4  # turns of many rows, whose loads are under way together
+FEW = 2  # totals of which several turns at once pay: of 28 in four nests, ptxas took 28 s instead of four
 
 
 def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, list[int]], None]) -> None:
@@ -44,7 +45,8 @@ def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, 
         turns = f"{first}, {last}, num_stages={AHEAD}"
     else:
         most = b.let("most", f"tl.max({last} - {first})")
-        turns = f"0, {most}, num_stages=1, loop_unroll_factor={AT_ONCE}"
+        are_few = sum(isinstance(n, Total) for n in b.loops.nodes) <= FEW
+        turns = f"0, {most}, num_stages=1" + (f", loop_unroll_factor={AT_ONCE}" if are_few else "")
     with b.inside(b.loop("turn", f"tl.range({turns})")):
         here = "turn" if alone else b.let("here", f"{first} + turn")
         b.env[node.counter] = here

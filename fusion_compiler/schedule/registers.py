@@ -34,6 +34,8 @@ def tile_registers(a: Analysis, s: Schedule) -> float:
     for i, node in reversed(list(enumerate(a.loops.nodes))):
         if isinstance(node, Checked):  # is its operand
             last[node.operand] = max(last[node.operand], last.get(i, i))
+    if not a.reductions:  # all is stored in the end
+        last |= dict.fromkeys((store.value for store in a.loops.stores), len(a.loops.nodes))
     held: dict[int, float] = {}
     most = 0.0
     for i, node in enumerate(a.loops.nodes):
@@ -44,8 +46,9 @@ def tile_registers(a: Analysis, s: Schedule) -> float:
             held[i] = _registers(a, s, a.groups[i], size)
         most = max(most, sum(held.values()))
         held = {n: r for n, r in held.items() if last.get(n, -1) > i}
-    kept = sum(_registers(a, s, a.groups[i], 4) for i in a.across_rows) if s.programs else 0.0
-    return most + kept
+    sums = [i for i in a.across_rows if s.programs or i not in a.products]
+    whole = frozenset({ROWS, COLS})  # of one turn: its sums are made when all is loaded
+    return most + sum(_registers(a, s, a.groups[i] if s.programs else whole, 4) for i in sums)
 
 
 def _registers(a: Analysis, s: Schedule, groups: frozenset[str], size: int) -> float:

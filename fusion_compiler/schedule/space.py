@@ -63,8 +63,8 @@ def schedules(
     hints: Mapping[sympy.Symbol, int] = NO_HINTS,
 ) -> tuple[Schedule, ...]:
     """The legal schedules of a loop nest, best first: what was measured to be fast on this device, then by
-    cost. Those whose tiles would crowd a thread's registers come after all others. Empty where `refusal` has
-    a reason. buffers: as far as they are known.
+    cost. Those whose tiles would crowd a thread's registers come after all others, the most crowded last.
+    Empty where `refusal` has a reason. buffers: as far as they are known.
     """
     a = Analysis(loops)
     kinds = _kinds(a, device)
@@ -74,7 +74,8 @@ def schedules(
     roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
     us = {s: roofline.us(s) for s in others}
     us |= {s: (ELSEWHERE + i * PLACE) * roofline.us(s) for i, s in enumerate(known)}
-    crowded = {s: tile_registers(a, s) > MOST for s in us}
+    registers = {s: tile_registers(a, s) for s in us}
+    crowded = {s: held if held > MOST else 0.0 for s, held in registers.items()}
     measured_here = device.target == H200.target and not all(crowded[s] for s in known)
     leaders = sorted(known, key=crowded.__getitem__) if measured_here else []
     ranked = sorted(us, key=lambda s: (crowded[s], us[s]))

@@ -174,3 +174,41 @@ def test_a_check_costs_next_to_nothing(name: str) -> None:
         assert ahead[0] >= ahead[1] and bool(ahead[1]) == ("loop" in name)
         count, before = (len(instructions(k, "sm_90")) for k in (kernel, unchecked(kernel)))
         assert count <= 1.1 * before + 40
+
+
+def bags(ids: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+    """Sums of four rows of each table."""
+    return tuple([F.embedding(ids[:, i], table).sum(1) for i, table in enumerate(tables)])
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2, None])
+def test_indices_with_the_same_error_are_looked_at_together(wrong: int | None) -> None:
+    ids = torch.randint(10, (5, 3, 4))
+    tables = [x(10, 8) * (i + 1) for i in range(3)]
+    if wrong is None:
+        for got, truth in zip(
+            fc.compile(bags, backend="interpret")(ids, *tables), bags(ids, *tables), strict=True
+        ):
+            torch.testing.assert_close(got, truth)
+    else:
+        ids[3, wrong, 1] = 10
+        with pytest.raises(IndexRangeError, match=re.escape("10 is not in [0, 10)")):
+            fc.compile(bags, backend="interpret")(ids, *tables)
+    assert kernels_of((bags, (ids, *tables))).count("fm.check_index(") == 1  # type: ignore[arg-type]
+
+
+def spills(program: Program) -> list[int]:
+    return [compile_for(kernel, "sm_90").spills for kernel in program.kernels]
+
+
+def test_many_lookups_keep_their_values_in_registers() -> None:
+    ids, tables = torch.empty((16384, 11, 4), dtype=torch.int64), [half(20000, 64) for _ in range(11)]
+    assert not any(map(sum, map(spills, programs_of(bags, ids, *tables))))  # type: ignore[arg-type]
+
+
+def test_many_results_keep_their_values_in_registers() -> None:
+    def places(ids: Tensor) -> tuple[Tensor, ...]:
+        return tuple([torch.where(ids[:, i] < 0, ids[:, i] + 7, ids[:, i]) for i in range(30)])
+
+    programs = programs_of(places, torch.empty((65536, 30), dtype=torch.int64))  # type: ignore[arg-type]
+    assert not any(map(sum, map(spills, programs)))
