@@ -18,10 +18,10 @@ import torch
 from fusion_compiler.codegen import segments
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import convert
-from fusion_compiler.codegen.syntax import Expression, plus, tl
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows import block, interleaved, misaligned, runs
 from fusion_compiler.ir.loops import COLS, ROWS, InRange, Load, Node, Store, right_neighbours
+from fusion_compiler.ir.syntax import Expression, plus, tl
 
 
 def load(b: Builder, number: int, dtype: torch.dtype) -> Expression:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from fusion_compiler.codegen.axis_map import cols_at
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.nodes import build_nodes
-from fusion_compiler.codegen.syntax import Expression, Var
 from fusion_compiler.codegen.tile import Assign, Return
 from fusion_compiler.ir.loops import COLS, ROWS, LoopNest, Node, Reduce, operands_of, renumber
+from fusion_compiler.ir.syntax import Expression, Var
 from fusion_compiler.schedule.ahead import with_operands
 from fusion_compiler.schedule.analysis import Analysis, waiting
 from fusion_compiler.schedule.schedule import Cols, Schedule

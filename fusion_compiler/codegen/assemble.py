@@ -32,7 +32,6 @@ from fusion_compiler.codegen.regions import passes_over_columns, whole_block
 from fusion_compiler.codegen.sizes import given_names
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.sums_over_rows import Sums
-from fusion_compiler.codegen.syntax import Expression, Global, Literal, Name, Variable, plus, tl
 from fusion_compiler.codegen.text import printed
 from fusion_compiler.codegen.tile import Assign, Do, If, Statement, Store, reads
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
@@ -49,6 +48,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     symbols_of,
 )
+from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, plus, tl
 from fusion_compiler.schedule.analysis import (
     Analysis,
     along_rows_first,

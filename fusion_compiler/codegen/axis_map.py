@@ -17,11 +17,11 @@ import torch
 
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.names import own
-from fusion_compiler.codegen.syntax import Expression, Literal, lift, plus, tl
 from fusion_compiler.codegen.tile import For, If, Range
 from fusion_compiler.codegen.windows import misaligned
 from fusion_compiler.ir.dims import Dim, product, quotient
 from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.ir.syntax import Expression, Literal, lift, plus, tl
 from fusion_compiler.schedule.analysis import ceil_div, part_cols
 from fusion_compiler.schedule.schedule import Cols
 

@@ -17,19 +17,6 @@ from fusion_compiler.codegen.bits import floats_of
 from fusion_compiler.codegen.expression import convert, decompose, index_of
 from fusion_compiler.codegen.monoids import fold
 from fusion_compiler.codegen.names import Own, own
-from fusion_compiler.codegen.syntax import (
-    Expression,
-    Items,
-    Literal,
-    Name,
-    Operand,
-    Var,
-    Variable,
-    every,
-    lift,
-    plus,
-    tl,
-)
 from fusion_compiler.codegen.tile import Assign, Combine, Do, For, If, Range, Statement, Value
 from fusion_compiler.ir.loops import (
     BATCH,
@@ -43,6 +30,19 @@ from fusion_compiler.ir.loops import (
     Total,
     before_turns,
     operands_of,
+)
+from fusion_compiler.ir.syntax import (
+    Expression,
+    Items,
+    Literal,
+    Name,
+    Operand,
+    Var,
+    Variable,
+    every,
+    lift,
+    plus,
+    tl,
 )
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.contractions import Contraction

@@ -16,9 +16,9 @@ import torch
 from fusion_compiler.codegen import pieces
 from fusion_compiler.codegen.builder import Builder, Packed
 from fusion_compiler.codegen.nodes import build_nodes
-from fusion_compiler.codegen.syntax import Expression, Operand, Variable, fm, tl
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, operands_of
+from fusion_compiler.ir.syntax import Expression, Operand, Variable, fm, tl
 from fusion_compiler.schedule.analysis import rounding_of
 from fusion_compiler.schedule.contractions import Contraction, contractions_of, contracts, parts_of
 

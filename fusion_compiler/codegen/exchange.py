@@ -10,9 +10,9 @@ from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.monoids import is_logical, neutral
 from fusion_compiler.codegen.names import own
 from fusion_compiler.codegen.online_reductions import Running, complete_after, states_of
-from fusion_compiler.codegen.syntax import Expression, Operand, Var, Variable, fm, lift, plus, tl
 from fusion_compiler.codegen.tile import Assign, For, Range, Wait
 from fusion_compiler.ir.loops import ROWS, Reduce
+from fusion_compiler.ir.syntax import Expression, Operand, Var, Variable, fm, lift, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 
 

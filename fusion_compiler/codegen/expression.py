@@ -7,26 +7,24 @@ import math
 import operator
 import struct
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from fusion_compiler.codegen.syntax import (
+from fusion_compiler.ir.loops import Axis, Compute, Index, Value, wrapped
+from fusion_compiler.ir.ops import Operands, spec_of
+from fusion_compiler.ir.syntax import (
     DTYPES,
     Expression,
+    Global,
     Literal,
-    Name,
     Operand,
-    Variable,
     fm,
     lift,
-    parsed,
-    renamed,
+    plus,
     times,
     tl,
 )
-from fusion_compiler.ir.loops import Axis, Compute, Index, Value, wrapped
-from fusion_compiler.ir.ops import Operands, spec_of
 
 CONDITIONS = frozenset({"condition", "mask"})  # operands that choose among the others
 TRITON_TYPES = {dtype: f"tl.{name}" for dtype, name in DTYPES.items()}
@@ -35,13 +33,13 @@ _SMALL = (torch.int8, torch.uint8, torch.int16)
 
 def index_of(index: Index, axis: Callable[[int], Operand], value: Callable[[int], Operand]) -> Expression:
     """Return const + sum(axis * stride); the two functions give axes and gathered values."""
-    parts: list[Operand] = []
+    terms: list[Expression] = []
     for key, coeff in sorted(index.terms, key=lambda t: t[0] if t[0] >= 0 else -1 - t[0] - (1 << 20)):
         own = axis(key) if key >= 0 else value(~key)
-        parts.append(own if coeff == 1 else times(own, coeff))
-    if index.const != 0 or not parts:
-        parts.append(index.const)
-    return functools.reduce(operator.add, map(lift, parts))
+        terms.append(times(own) if coeff == 1 else times(own, coeff))
+    if isinstance(index.const, int) and (index.const or not terms):
+        return plus(*terms, index.const)
+    return functools.reduce(operator.add, terms if index.const == 0 else [*terms, lift(index.const)])
 
 
 def decompose(axes: tuple[Axis, ...], number: int, flat: Operand) -> Expression:
@@ -74,47 +72,43 @@ def promoted(dtypes: list[torch.dtype]) -> torch.dtype:
 
 
 def computed(
-    node: Compute,
-    operand: Callable[[int], tuple[Expression | None, object, torch.dtype]],
-    rough: bool = False,
+    node: Compute, operand: Callable[[int], tuple[Expression, torch.dtype]], rough: bool = False
 ) -> Expression:
     """Return what an operator computes: the table's expression over converted operands.
 
-    operand(n) gives (value, number, dtype) of node n; the value is None for a number. rough: one of the
-    table's faster expressions, where it has one.
+    operand(n) gives the value of node n, a `Literal` of a number, and its dtype. rough: one of the table's
+    faster expressions, where it has one.
     """
     spec = spec_of(node.target)
     assert spec is not None and spec.expr is not None
     fetched = {name: operand(arg.node) for name, arg in node.operands if isinstance(arg, Value)}
     rounding = dict(node.operands).get("rounding")
     if rounding is not None:
-        value, constant, _ = fetched["self"]
-        return _rounded(value or _literal(constant), str(rounding))
+        return _rounded(fetched["self"][0], str(rounding))
     want = node.dtype
     if spec.operands is Operands.PROMOTED:
-        scalars = [_beside(a, fetched["self"][2]) for _, a in node.operands if not isinstance(a, Value)]
-        want = promoted([*(d for _, _, d in fetched.values()), *scalars])
-    alone = not any(fetched[name][0] for name in fetched if name not in CONDITIONS)
-    texts: dict[str, str] = {}  # of a number, as the row sees it, and the name of any other operand
-    values: dict[Variable, Expression] = {}
+        scalars = [_beside(a, fetched["self"][1]) for _, a in node.operands if not isinstance(a, Value)]
+        want = promoted([*(d for _, d in fetched.values()), *scalars])
+    alone = all(isinstance(value, Literal) for name, (value, _) in fetched.items() if name not in CONDITIONS)
+    values: dict[str, Any] = {}
     for name, arg in node.operands:
-        if not isinstance(arg, Value):
-            texts[name] = str(scalar(arg, want, alone))
-            continue
-        value, constant, have = fetched[name]
-        target = _wanted(node, name, spec.operands, want, have)
-        if value is None:
-            texts[name] = str(scalar(convert_literal(constant, target), target, alone))
+        if name in fetched:
+            value, have = fetched[name]
+            target = _wanted(node, name, spec.operands, want, have)
+            if isinstance(value, Literal):
+                values[name] = scalar(convert_literal(value.value, target), target, alone)
+            else:
+                values[name] = convert(value, have, target)
         else:
-            texts[name], values[Name(name)] = name, convert(value, have, target)
+            values[name] = scalar(arg, want, alone) if isinstance(arg, int | float) else arg
     row = spec.expr
     if rough:
         row = (spec.coarse if node.coarse else None) or spec.rough or spec.expr
-    result = renamed(parsed(row(**texts) if callable(row) else row.format(**texts)), values)
+    result = row(*values.values()) if isinstance(row, Global) else row(**values)
     # Triton's functions take a literal as int32, and then the other operand.
-    given = [fetched[n][0] if n in fetched else arg for n, arg in node.operands if arg is not None]
-    widened = node.dtype in _SMALL and not all(isinstance(v, str | Expression) for v in given)
-    return result.to(node.dtype) if widened else result
+    given = [fetched[name][0] if name in fetched else arg for name, arg in node.operands if arg is not None]
+    numbers = any(isinstance(value, Literal) or not isinstance(value, str | Expression) for value in given)
+    return result.to(node.dtype) if numbers and node.dtype in _SMALL else result
 
 
 def scalar(value: object, dtype: torch.dtype, alone: bool = False) -> Expression:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.syntax import Expression, Var, fm
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.ir.loops import COLS, Compute, Dim, Load, operands_of
+from fusion_compiler.ir.syntax import Expression, Var, fm
 from fusion_compiler.schedule.analysis import HALVES, rounding_of, waiting
 
 _TO_COPY = torch.ops.aten._to_copy.default

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.codegen.syntax import (
+from fusion_compiler.codegen.tile import Assign, Statement, Update
+from fusion_compiler.ir.loops import Reduce, Scan
+from fusion_compiler.ir.syntax import (
+    PROPAGATE_NAN,
     Expression,
     Global,
     Literal,
@@ -26,11 +29,8 @@ from fusion_compiler.codegen.syntax import (
     fm,
     tl,
 )
-from fusion_compiler.codegen.tile import Assign, Statement, Update
-from fusion_compiler.ir.loops import Reduce, Scan
 
 Function = Callable[[Expression, int, bool], Expression]  # of a tile, an axis, and whether that stays
-PROPAGATE_NAN = Global("tl.PropagateNan.ALL")
 
 
 @dataclass(frozen=True)

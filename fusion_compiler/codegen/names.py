@@ -8,7 +8,7 @@ import keyword
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
-from fusion_compiler.codegen.syntax import Name
+from fusion_compiler.ir.syntax import Name
 
 HEADER = """import triton
 import triton.language as tl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -12,7 +13,6 @@ from fusion_compiler.codegen.bits import floats_of, widened_byte
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.expression import computed, convert, convert_literal, scalar
 from fusion_compiler.codegen.monoids import carry, is_logical, neutral, scan
-from fusion_compiler.codegen.syntax import Expression, Var, fm, lift, plus, tl
 from fusion_compiler.codegen.tile import Check
 from fusion_compiler.codegen.totals import build_total
 from fusion_compiler.codegen.windows import interleaved
@@ -34,6 +34,7 @@ from fusion_compiler.ir.loops import (
     Value,
     operands_of,
 )
+from fusion_compiler.ir.syntax import Expression, Var, fm, lift, plus, tl
 from fusion_compiler.schedule.analysis import operand_of, rounding_of
 from fusion_compiler.schedule.schedule import Cols
 
@@ -184,7 +185,7 @@ def _compute(b: Builder, number: int, node: Compute) -> Expression:
     if numbers == len(refs) or (numbers > 1 and node.target is not aten.where.self):
         for n in refs:  # two numbers have no type in Triton's functions
             b.variable(n)
-        return computed(node, lambda n: (b.variable(n), None, nodes[n].dtype))
+        return computed(node, lambda n: (b.variable(n), nodes[n].dtype))
     total = b.means.get(number)
     if total in b.scaled and isinstance(width := b.a.size(COLS), int):
         count = b.scaled[total] * width  # a fraction that float32 holds
@@ -203,13 +204,9 @@ def _compute(b: Builder, number: int, node: Compute) -> Expression:
     if (byte := widened_byte(b.loops, node)) is not None:
         return fm.from_byte(b.variable(byte))
 
-    def operand(n: int) -> tuple[Expression | None, object, torch.dtype]:
+    def operand(n: int) -> tuple[Expression, torch.dtype]:
         value = nodes[n]
-        return (
-            (None, value.value, value.dtype)
-            if isinstance(value, Constant)
-            else (b.variable(n), None, value.dtype)
-        )
+        return lift(cast(float, value.value)) if isinstance(value, Constant) else b.variable(n), value.dtype
 
     return computed(node, operand, rough)
 

@@ -26,7 +26,11 @@ from fusion_compiler.codegen.monoids import neutral, step
 from fusion_compiler.codegen.names import own
 from fusion_compiler.codegen.nodes import elements
 from fusion_compiler.codegen.partial_reductions import scaled_sum
-from fusion_compiler.codegen.syntax import (
+from fusion_compiler.codegen.tile import Assign, Combine
+from fusion_compiler.codegen.windows import block
+from fusion_compiler.codegen.words import word_of
+from fusion_compiler.ir.loops import COLS, ROWS, Load
+from fusion_compiler.ir.syntax import (
     MINUS_INFINITY,
     Expression,
     Literal,
@@ -37,10 +41,6 @@ from fusion_compiler.codegen.syntax import (
     times,
     tl,
 )
-from fusion_compiler.codegen.tile import Assign, Combine
-from fusion_compiler.codegen.windows import block
-from fusion_compiler.codegen.words import word_of
-from fusion_compiler.ir.loops import COLS, ROWS, Load
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, part_cols
 from fusion_compiler.schedule.contractions import Contraction
 from fusion_compiler.schedule.schedule import WORD, Cols

@@ -17,7 +17,6 @@ from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.finishing import completed
 from fusion_compiler.codegen.names import own
 from fusion_compiler.codegen.nodes import elements
-from fusion_compiler.codegen.syntax import Variable, every, plus, tl
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows.block import is_same
 from fusion_compiler.ir.dims import Dim, product, strides_of
@@ -33,6 +32,7 @@ from fusion_compiler.ir.loops import (
     row_major,
     segment_of,
 )
+from fusion_compiler.ir.syntax import Variable, every, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, Pieces, accumulator_dtype, pieces_of
 from fusion_compiler.schedule.schedule import Cols, Schedule
 

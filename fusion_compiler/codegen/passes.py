@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fusion_compiler.codegen.syntax import Expression, Literal, Name, Var, Variable, fm, tl
 from fusion_compiler.codegen.tile import (
     Assign,
     Check,
@@ -31,6 +30,7 @@ from fusion_compiler.codegen.tile import (
     with_operands,
     writes,
 )
+from fusion_compiler.ir.syntax import Expression, Literal, Name, Var, Variable, fm, tl
 
 
 def joined(body: list[Statement]) -> None:

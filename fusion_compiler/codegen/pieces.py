@@ -21,7 +21,6 @@ from fusion_compiler.codegen.builder import Builder, Packed
 from fusion_compiler.codegen.expression import convert
 from fusion_compiler.codegen.monoids import neutral
 from fusion_compiler.codegen.nodes import build_nodes, value_of
-from fusion_compiler.codegen.syntax import Expression, Var, Variable, every, fm, plus, tl
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.dims import Dim, simple, smaller
@@ -40,6 +39,7 @@ from fusion_compiler.ir.loops import (
     exact,
     store_operands,
 )
+from fusion_compiler.ir.syntax import Expression, Var, Variable, every, fm, plus, tl
 
 Nodes = tuple[int, ...]  # one for each piece
 FOLDED = ("sum", "max", "min")

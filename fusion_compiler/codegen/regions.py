@@ -24,8 +24,8 @@ from fusion_compiler.codegen.online_reductions import (
 from fusion_compiler.codegen.partial_reductions import partial_results
 from fusion_compiler.codegen.rematerialize import rematerialize
 from fusion_compiler.codegen.sums_over_rows import Sums
-from fusion_compiler.codegen.syntax import Expression, Var, Variable, lift
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Store, operands_of, store_operands
+from fusion_compiler.ir.syntax import Expression, Var, Variable, lift
 from fusion_compiler.schedule.analysis import end_lanes, inner_cols
 from fusion_compiler.schedule.schedule import Cols
 

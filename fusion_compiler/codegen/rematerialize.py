@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from fusion_compiler.codegen.accesses import as_dtype
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.syntax import fm
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, operands_of
 from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ir.syntax import fm
 
 WHOLE = frozenset({ROWS, COLS})
 

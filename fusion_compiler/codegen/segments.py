@@ -14,9 +14,9 @@ from __future__ import annotations
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import decompose, index_of
 from fusion_compiler.codegen.names import own
-from fusion_compiler.codegen.syntax import Expression, every, plus, tl
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.loops import COLS, ROWS, Axis, Reduce, Store, segment_of
+from fusion_compiler.ir.syntax import Expression, every, plus, tl
 
 NARROW = "narrow"  # with a node, the variable that has one value for each segment
 

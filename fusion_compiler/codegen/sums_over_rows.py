@@ -10,8 +10,8 @@ from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.monoids import fold, is_logical, step
 from fusion_compiler.codegen.nodes import build_nodes, elements
 from fusion_compiler.codegen.online_reductions import accumulator
-from fusion_compiler.codegen.syntax import Expression, Variable
 from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.ir.syntax import Expression, Variable
 from fusion_compiler.schedule.analysis import accumulated_groups
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fusion_compiler.codegen import syntax
 from fusion_compiler.codegen.monoids import fold
-from fusion_compiler.codegen.syntax import Expression, Literal, Operand, Var, Variable, fm, tl
 from fusion_compiler.codegen.tile import (
     Assign,
     Check,
@@ -22,6 +20,8 @@ from fusion_compiler.codegen.tile import (
     Value,
     Wait,
 )
+from fusion_compiler.ir import syntax
+from fusion_compiler.ir.syntax import Expression, Literal, Operand, Var, Variable, fm, tl
 
 
 def printed(body: Sequence[Statement], taken: Iterable[str]) -> str:

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from fusion_compiler.codegen import syntax
-from fusion_compiler.codegen.syntax import Expression, Literal, Name, Variable
+from fusion_compiler.ir import syntax
 from fusion_compiler.ir.loops import Reduce
+from fusion_compiler.ir.syntax import Expression, Literal, Name, Variable
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ from collections.abc import Callable
 import torch
 
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.monoids import PROPAGATE_NAN
 from fusion_compiler.codegen.names import own
-from fusion_compiler.codegen.syntax import INFINITY, MINUS_INFINITY, Expression, Literal, lift, tl
 from fusion_compiler.codegen.tile import For, Range
 from fusion_compiler.ir.loops import COLS, Compute, Counter, Total, operands_of
+from fusion_compiler.ir.syntax import INFINITY, MINUS_INFINITY, PROPAGATE_NAN, Expression, Literal, lift, tl
 
 _STEPS: dict[str, tuple[Literal, Callable[[Expression, Expression], Expression]]] = {
     "sum": (Literal(0), lambda total, term: total + term),

@@ -16,9 +16,9 @@ from collections.abc import Collection
 
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.nodes import as_elements, build_nodes, spread
-from fusion_compiler.codegen.syntax import Expression, Variable, times, tl
 from fusion_compiler.codegen.windows import runs
 from fusion_compiler.ir.loops import COLS, ROWS, Load, operands_of
+from fusion_compiler.ir.syntax import Expression, Variable, times, tl
 from fusion_compiler.schedule.schedule import WORD
 
 

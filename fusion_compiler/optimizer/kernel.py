@@ -29,10 +29,10 @@ from fusion_compiler.codegen.expression import TRITON_TYPES
 from fusion_compiler.codegen.names import HEADER, problem
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.regions import whole_block
-from fusion_compiler.codegen.syntax import Name, fm, tl
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import COLS, Index, Load, LoopNest
+from fusion_compiler.ir.syntax import Name, fm, tl
 from fusion_compiler.optimizer.formula import GRAD, Formula, Refused
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify

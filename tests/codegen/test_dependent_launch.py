@@ -20,13 +20,13 @@ import fusion_compiler as fc
 from fusion_compiler import api
 from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.passes import launched_dependently
-from fusion_compiler.codegen.syntax import Name, fm, parsed, tl
 from fusion_compiler.codegen.tile import Assign, Do, For, If, Range, Statement, Store, Update
 from fusion_compiler.errors import InvalidOptionError
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel, Program, Role
 from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.ir.syntax import Name, fm, tl
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.passes.fuse.dependent import NOTE
@@ -35,6 +35,7 @@ from fusion_compiler.runtime.target import build_of, compile_for, parse_target
 from fusion_compiler.stitch.order import ordered
 from tests.exactness import not_as_close, wide
 from tests.fake_gpu import FakeGpu, use
+from tests.kernel_text import parsed
 
 WAIT = "fm.wait_for_kernels()"
 WIDTH, PLACES = 256, 16

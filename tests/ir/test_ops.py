@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,10 +24,10 @@ from fusion_compiler.codegen.expression import (
     computed,
     convert_literal,
 )
-from fusion_compiler.codegen.syntax import Expression, Name, literal
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import Compute, Value
 from fusion_compiler.ir.ops import OPS, OpSpec, spec_of
+from fusion_compiler.ir.syntax import Expression, Literal, Name, literal
 from fusion_compiler.passes.lower.space import HELD, compute_dtype
 from fusion_compiler.passes.lower.special import SPECIAL
 from fusion_compiler.runtime.builds import Build, compile_build
@@ -76,11 +76,11 @@ def expression(
     """The text of a call on variables v_<name of the argument>; those named in `numbers` are 3."""
     held = [(name, compute_dtype(v.dtype)) for name, v in values.items() if isinstance(v, torch.Tensor)]
 
-    def operand(number: int) -> tuple[Expression | None, object, torch.dtype]:
+    def operand(number: int) -> tuple[Expression, torch.dtype]:
         name, dtype = held[number]
         if name in numbers:
-            return None, convert_literal(3, dtype), dtype
-        return Name(f"v_{name}"), None, dtype
+            return Literal(cast(float, convert_literal(3, dtype))), dtype
+        return Name(f"v_{name}"), dtype
 
     return str(computed(node_of(spec, values, out, coarse), operand, rough))
 

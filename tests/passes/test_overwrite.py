@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from fusion_compiler.codegen.passes import stored_late
-from fusion_compiler.codegen.syntax import Name, parsed
 from fusion_compiler.codegen.tile import Assign, For, Range, Statement, Store
+from fusion_compiler.ir.syntax import Name
 from fusion_compiler.stitch import order
 from tests.exactness import not_as_close
+from tests.kernel_text import parsed
 from tests.random_programs.generate import draw
 from tests.random_programs.judge import judge
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import convert, decompose
-from fusion_compiler.codegen.syntax import Expression, Variable, every, plus
 from fusion_compiler.ir.loops import COLS, ROWS, Load
+from fusion_compiler.ir.syntax import Expression, Variable, every, plus
 
 
 def is_same(b: Builder, node: Load) -> bool:

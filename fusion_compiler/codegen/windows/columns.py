@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import decompose, index_of
 from fusion_compiler.codegen.names import own
-from fusion_compiler.codegen.syntax import Expression, Variable, every, plus
 from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index
+from fusion_compiler.ir.syntax import Expression, Variable, every, plus
 from fusion_compiler.schedule.analysis import Analysis
 
 

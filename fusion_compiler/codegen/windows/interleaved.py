@@ -16,12 +16,12 @@ import torch
 
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import convert
-from fusion_compiler.codegen.syntax import Expression, Var, tl
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows.columns import Columns, address
 from fusion_compiler.ir.dims import simple
 from fusion_compiler.ir.loops import Index, Load, Store
+from fusion_compiler.ir.syntax import Expression, Var, tl
 
 PAIR = "pair"  # the variable with the element numbers of twice the columns
 

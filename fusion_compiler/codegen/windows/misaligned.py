@@ -22,10 +22,10 @@ import torch
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import convert
 from fusion_compiler.codegen.names import own
-from fusion_compiler.codegen.syntax import Expression, every, fm, plus, tl
 from fusion_compiler.codegen.tile import If, Store, Update
 from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.loops import COLS, Index, Load
+from fusion_compiler.ir.syntax import Expression, every, fm, plus, tl
 from fusion_compiler.schedule.schedule import WORD, Cols
 
 

@@ -15,10 +15,10 @@ import torch
 
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import convert
-from fusion_compiler.codegen.syntax import Expression, fm, tl
 from fusion_compiler.codegen.windows.columns import Columns, address
 from fusion_compiler.ir.dims import quotient
 from fusion_compiler.ir.loops import COLS, InRange, Load
+from fusion_compiler.ir.syntax import Expression, fm, tl
 
 RUN = "run"  # the variable with the number of each run
 # Integers that say where to read: Triton sees that neighbours load the same one, and with it that their

@@ -12,7 +12,6 @@ Numbers, dtypes, symbolic sizes and lists are turned into trees wherever an expr
 
 from __future__ import annotations
 
-import ast
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,17 +35,13 @@ DTYPES = {
     torch.uint8: "uint8",
     torch.bool: "int1",
 }
-MODULES = ("tl", "fm", "libdevice")
 
 
 class Expression:
     """The base class of all expressions, with the operators that build larger ones."""
 
     def __add__(self, other: Operand) -> Expression:
-        value = lift(other)
-        if isinstance(value, Literal) and isinstance(value.value, int | float) and value.value < 0:
-            return Binary("-", self, Literal(-value.value))
-        return Binary("+", self, value)
+        return Binary("+", self, lift(other))
 
     def __radd__(self, other: Operand) -> Expression:
         return Binary("+", lift(other), self)
@@ -83,6 +78,9 @@ class Expression:
 
     def __lt__(self, other: Operand) -> Expression:
         return Binary("<", self, lift(other))
+
+    def __le__(self, other: Operand) -> Expression:
+        return Binary("<=", self, lift(other))
 
     def __gt__(self, other: Operand) -> Expression:
         return Binary(">", self, lift(other))
@@ -206,8 +204,9 @@ class Module:
         return Global(f"{self._name}.{name}")
 
 
-tl, fm = Module("tl"), Module("fm")
+tl, fm, libdevice = Module("tl"), Module("fm"), Module("libdevice")
 INFINITY, MINUS_INFINITY = Literal(math.inf), Literal(-math.inf)
+PROPAGATE_NAN = Global("tl.PropagateNan.ALL")
 
 
 # -- building ------------------------------------------------------------------------------------------
@@ -270,9 +269,13 @@ def plus(*terms: Operand) -> Expression:
 
 
 def _plus(left: Expression, right: Expression) -> Expression:
-    if isinstance(right, Binary) and right.sign in ("+", "-"):
-        return replace(right, left=_plus(left, right.left))
-    return left + right
+    match right:
+        case Binary("+" | "-"):
+            return replace(right, left=_plus(left, right.left))
+        case Literal(int() as value) if value < 0:
+            return left - -value
+        case _:
+            return left + right
 
 
 def times(*factors: Operand) -> Expression:
@@ -283,51 +286,6 @@ def every(*conditions: Expression | None) -> Expression | None:
     """Return the conjunction of the conditions that are there, or None if there is none."""
     given = [condition for condition in conditions if condition is not None]
     return _joined("&", given) if given else None
-
-
-@functools.lru_cache(4096)
-def parsed(text: str) -> Expression:
-    """Return the expression that a row of the operator table spells."""
-    return _parsed(ast.parse(text, mode="eval").body)
-
-
-def _parsed(node: ast.expr) -> Expression:
-    match node:
-        case ast.Constant(value) if isinstance(value, bool | int | float | str | None):
-            return Literal(value)
-        case ast.Name(name):
-            return Name(name)
-        case ast.Attribute():
-            text = ast.unparse(node)
-            if text.split(".")[0] in MODULES:
-                return Global(text)
-            return Member(_parsed(node.value), node.attr)
-        case ast.Call(ast.Name("float"), [ast.Constant(str() as value)]):
-            return Literal(float(value))
-        case ast.Call(function, arguments, keywords):
-            named = tuple((k.arg or "", _parsed(k.value)) for k in keywords)
-            return Call(_parsed(function), tuple(map(_parsed, arguments)), named)
-        case ast.UnaryOp(sign, operand):
-            value = _parsed(operand)
-            match sign, value:
-                case ast.USub(), Literal(int() | float() as number):
-                    return Literal(-number)
-                case _:
-                    return Unary(_SIGNS[type(sign)], value)
-        case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]):
-            return Binary(_SIGNS[type(sign)], _parsed(left), _parsed(right))
-        case ast.Tuple(items):
-            return Items(tuple(map(_parsed, items)), is_tuple=True)
-        case _:
-            raise ValueError(f"{ast.unparse(node)} is no expression of a kernel")
-
-
-_SIGNS: Mapping[type[ast.AST], str] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
-    ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.LShift: "<<", ast.RShift: ">>",
-    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
-    ast.USub: "-", ast.Invert: "~",
-}  # fmt: skip
 
 
 # -- reading and rewriting -------------------------------------------------------------------------------
