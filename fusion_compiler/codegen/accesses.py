@@ -17,41 +17,39 @@ import torch
 
 from fusion_compiler.codegen import segments
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import TRITON_TYPES, convert
-from fusion_compiler.codegen.tile import Expression
+from fusion_compiler.codegen.expression import convert
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows import block, interleaved, misaligned, runs
 from fusion_compiler.ir.loops import COLS, ROWS, InRange, Load, Node, Store, right_neighbours
+from fusion_compiler.ir.syntax import Expression, plus, tl
 
 
-def load(b: Builder, number: int, then: str) -> Expression:
-    """What a load gives in the dtype of the buffer, and `then` of it; its operands are built."""
+def load(b: Builder, number: int, dtype: torch.dtype) -> Expression:
+    """What a load gives, in a dtype; its operands are built."""
     node, groups = b.loops.nodes[number], b.a.groups[number]
     assert isinstance(node, Load)
     if node.buffer in b.empty:  # nothing is made of it but what an empty reduction gives
-        return f"tl.full({b.shape(groups)}, 0, {TRITON_TYPES[node.dtype]})"
+        return tl.full(b.shape(groups), 0, node.dtype)
     if block.is_same(b, node):
-        return f"tl.broadcast_to({block.loaded_once(b, number, node)}, {b.shape(groups)})"
+        return tl.broadcast_to(block.loaded_once(b, number, node), b.shape(groups))
     if block.is_same_in_rows(b, node):
-        return f"tl.broadcast_to({block.row_loaded_once(b, number, node)}, {b.shape(groups)})"
+        return tl.broadcast_to(block.row_loaded_once(b, number, node), b.shape(groups))
     if (length := runs.length_of(b, node)) > 1:
-        return runs.load(b, number, node, length, then)
-    pointer = f"{b.pointers[node.buffer]} + {b.index(node.index)}"
-    if not node.index.terms and node.index.const == 0:
-        pointer = b.pointers[node.buffer]
+        return runs.load(b, number, node, length, dtype)
+    at_first = not node.index.terms and node.index.const == 0
+    pointer = b.pointer(node.buffer) if at_first else b.address(node.buffer, node.index)
     own = b.index_groups(node.index)
     if node.within is not None and is_of_whole_rows(b, node, b.loops.nodes[node.within]):
-        name = b.pointers[node.buffer].removesuffix("_ptr")
-        once = b.let(name, b.loaded(node, pointer, b.mask(own, None), then))
-        return f"tl.where({b.variable(node.within)}, {once}, 0)"
+        value = as_dtype(b, node, b.loaded(node, pointer, b.mask(own, None)), dtype)
+        return tl.where(b.variable(node.within), b.let(b.called(node.buffer), value), 0)
     if more := b.within_groups(node.within) - own:  # a block needs a mask's shape
-        pointer += f" + tl.zeros({b.shape(own | more)}, tl.int32)"
+        pointer += tl.zeros(b.shape(own | more), torch.int32)
     mask = b.mask(own, node.within)
     if misaligned.is_behind(b, node):
         return misaligned.load_behind(b, node)
     if misaligned.moves_words(b, node.index, node.within):
-        return misaligned.load(b, node, then)
-    return b.loaded(node, pointer, mask, then)
+        return as_dtype(b, node, misaligned.load(b, node), dtype)
+    return as_dtype(b, node, b.loaded(node, pointer, mask), dtype)
 
 
 def is_of_whole_rows(b: Builder, node: Load, within: Node) -> bool:
@@ -64,9 +62,9 @@ def is_of_whole_rows(b: Builder, node: Load, within: Node) -> bool:
     return some and of_rows and bool(node.index.terms) and node.dtype is not torch.bool
 
 
-def converted(b: Builder, node: Load) -> str:
-    """What is made of an element at once: the dtype in which it is computed with."""
-    return convert("{}", b.dtypes[node.buffer], node.dtype)
+def as_dtype(b: Builder, node: Load, value: Expression, dtype: torch.dtype) -> Expression:
+    """A value as it lies in a load's buffer, in another dtype."""
+    return convert(value, b.dtypes[node.buffer], dtype)
 
 
 def store_all(b: Builder, stores: Sequence[Store]) -> None:
@@ -92,7 +90,7 @@ def store_one(b: Builder, store: Store) -> None:
         return
     groups = b.index_groups(store.index)
     mask = b.by_one(groups, b.mask(groups, store.within))
-    target = f"{b.pointers[store.buffer]} + {b.index(store.index)}"
+    target = b.address(store.buffer, store.index)
     if not groups and not b.tile.flat:  # one element from a [1, 1] tile
-        target = f"{target} + tl.zeros([1, 1], tl.int32)"
+        target = plus(target, tl.zeros([1, 1], torch.int32))
     b.add(StoreStatement(target, value, mask, store.value))

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from fusion_compiler.codegen.axis_map import cols_at
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.nodes import build_nodes
-from fusion_compiler.codegen.tile import Assign
+from fusion_compiler.codegen.tile import Assign, Return
 from fusion_compiler.ir.loops import COLS, ROWS, LoopNest, Node, Reduce, operands_of, renumber
+from fusion_compiler.ir.syntax import Expression, Var
 from fusion_compiler.schedule.ahead import with_operands
 from fusion_compiler.schedule.analysis import Analysis, waiting
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -53,7 +54,7 @@ def ahead_of(a: Analysis) -> Ahead | None:
     return Ahead(results, LoopNest(axes, tuple(nodes), (), names), numbers)
 
 
-def enter(b: Builder, ahead: Ahead, inner: Builder, call: str) -> None:
+def enter(b: Builder, ahead: Ahead, inner: Builder, call: Expression) -> None:
     """Tells a builder that a call gives the results, where the first of them is asked for.
 
     inner: what built the function, in which they have names.
@@ -61,7 +62,7 @@ def enter(b: Builder, ahead: Ahead, inner: Builder, call: str) -> None:
 
     def build() -> None:
         for n in ahead.results:
-            b.env[n] = b.variables.new(inner.variables.base(inner.variable(ahead.numbers[n])))
+            b.env[n] = Var(inner.variable(ahead.numbers[n]).base)
         b.add(Assign(tuple(b.env[n] for n in ahead.results), call))
 
     b.ahead = frozenset(ahead.results)
@@ -75,4 +76,4 @@ def body(inner: Builder, caller: Builder, ahead: Ahead) -> None:
     results = [ahead.numbers[n] for n in ahead.results]
     build_nodes(inner, inner.need(results))
     build_nodes(inner, inner.need(results))  # what was made of a mean that was corrected since
-    inner.line(f"return {', '.join(map(inner.variable, results))}")
+    inner.add(Return(tuple(map(inner.variable, results))))

@@ -6,7 +6,6 @@ Tile programs that do not depend on each other share a launch: each takes its pa
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,12 +14,11 @@ import torch
 
 from fusion_compiler.codegen import ahead, contractions
 from fusion_compiler.codegen.accesses import store_one
-from fusion_compiler.codegen.axis_map import place_batch, place_cols, row_loop, rows_at
-from fusion_compiler.codegen.builder import Builder
+from fusion_compiler.codegen.axis_map import FIRST, place_batch, place_cols, row_loop, rows_at
+from fusion_compiler.codegen.builder import NO_OPTIONS, Builder
 from fusion_compiler.codegen.exchange import mailbox, messages
-from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.codegen.finishing import Finishing, finishing_of
-from fusion_compiler.codegen.names import GLOBAL, HEADER, RESERVED, problem
+from fusion_compiler.codegen.names import GLOBAL, HEADER, RESERVED, own, problem
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.partial_reductions import partials_of
 from fusion_compiler.codegen.passes import (
@@ -35,7 +33,7 @@ from fusion_compiler.codegen.sizes import given_names
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.sums_over_rows import Sums
 from fusion_compiler.codegen.text import printed
-from fusion_compiler.codegen.tile import If, Statement, Store, Variables
+from fusion_compiler.codegen.tile import Assign, Do, If, Statement, Store, reads
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.ir.loops import (
@@ -50,6 +48,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     symbols_of,
 )
+from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, plus, tl
 from fusion_compiler.schedule.analysis import (
     Analysis,
     along_rows_first,
@@ -188,21 +187,24 @@ def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
     """One launch: the parts take their shares of the grid in turn."""
     warps, stages = parts[0].s.num_warps, max(part.s.num_stages for part in parts)
     if len(parts) == 1:
-        functions, body, grid = parts[0].text(name, "tl.program_id(0)")
+        functions, body, grid = parts[0].program(name, tl.program_id(0))
         return parts[0].kernel(name, doc, functions, body, grid, warps, stages)
-    lines = ["    program = tl.program_id(0)"]
-    functions = ""
+    program = own("program")
+    functions, calls = "", list[tuple[Dim, Do]]()
     end: Dim = 0
     for position, part in enumerate(parts):
-        own, body, grid = part.text(f"{name}_{position}", "program")
-        start, end = end, simple(end + product(grid))
-        used = [a.name for a in part.used(body)]
-        functions += own + _function(f"{name}_{position}", ["program", *used], body)
-        last = position == len(parts) - 1
-        lines.append("    else:" if last else f"    {'el' if position else ''}if program < {dim_text(end)}:")
-        number = "program" if position == 0 else f"program - {dim_text(start)}"
-        lines.append(f"        {name}_{position}({', '.join([number, *used])})")
-    return parts[0].kernel(name, doc, functions, "\n".join(lines), (end,), warps, stages)
+        inner, body, grid = part.program(f"{name}_{position}", program)
+        used = part.used(body)
+        functions += inner + _function(f"{name}_{position}", [program, *used], body)
+        number = program if position == 0 else program - end
+        end = simple(end + product(grid))
+        calls.append((end, Do(Global(f"{name}_{position}")(number, *used))))
+    *others, (_, last) = calls
+    chosen: list[Statement] = [last]
+    for bound, call in reversed(others):
+        chosen = [If(program < bound, [call], chosen)]
+    body = Body([Assign((program,), tl.program_id(0)), *chosen], RESERVED)
+    return parts[0].kernel(name, doc, functions, body, (end,), warps, stages)
 
 
 def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str, Buffer]:
@@ -258,7 +260,9 @@ class _Assembly:
                 symbol.name, Role.SIZE, i, torch.int64, aligned=False
             )
 
-    def builder(self, analysis: Analysis, schedule: Schedule, load_options: str = "") -> Builder:
+    def builder(
+        self, analysis: Analysis, schedule: Schedule, load_options: Mapping[str, Expression] = NO_OPTIONS
+    ) -> Builder:
         pointers = {b: p.name for b, p in self.parameters.items()}
         pointers |= {name: pointers[buffer.name] for name, buffer in self.named.items()}
         dtypes = {b: p.dtype for b, p in self.parameters.items()}
@@ -266,43 +270,48 @@ class _Assembly:
         contractions.enter(builder)
         return builder
 
-    def text(self, name: str, program: str) -> tuple[str, str, tuple[Dim, ...]]:
-        """(functions that it calls, body, grid); `program` is what counts its programs."""
+    def program(self, name: str, number: Expression) -> tuple[str, Body, tuple[Dim, ...]]:
+        """(functions that it calls, body, grid); `number` is that of a program."""
         b = self.builder(self.a, self.s)
         functions = self.made_ahead(b, f"{name}_first")
-        grid = self.body(b, program)
+        grid = self.body(b, number)
         functions += self.last_program(b, f"{name}_last")
-        return functions, text_of(b, lambda body: self.finished(body, b.variables)), grid
+        return functions, rewritten(b, self.finished), grid
 
-    def finished(self, body: list[Statement], variables: Variables) -> list[Statement]:
+    def finished(self, body: list[Statement]) -> list[Statement]:
         """The program: what lies over its inputs is stored late; it waits if launched dependently."""
         given = ((b.name, b.over) for b in self.signature.outputs if b.over is not None)
-        stored_late(body, {self.parameters[a].name: self.parameters[b].name for a, b in given})
+        stored_late(body, {self.name(a): self.name(b) for a, b in given})
         if self.constants is None:
             return body
-        pointers = [p.name for p in self.parameters.values() if p.role is not Role.SIZE]
-        constant = [p.name for name, p in self.parameters.items() if name in (self.constants or ())]
-        return launched_dependently(
-            body, frozenset(constant), frozenset(pointers), variables, self.s.early
-        )
+        pointers = frozenset(b for b, p in self.parameters.items() if p.role is not Role.SIZE)
+        constant = frozenset(map(self.name, pointers & self.constants))
+        return launched_dependently(body, constant, frozenset(map(self.name, pointers)), self.s.early)
 
-    def used(self, body: str) -> tuple[Argument, ...]:
-        return tuple(a for a in self.parameters.values() if _uses(body, a.name))
+    def name(self, buffer: str) -> Name:
+        return Name(self.parameters[buffer].name)
+
+    def arguments(self, body: Body) -> tuple[Argument, ...]:
+        read = body.reads()
+        return tuple(a for a in self.parameters.values() if Name(a.name) in read)
+
+    def used(self, body: Body) -> list[Name]:
+        return [Name(argument.name) for argument in self.arguments(body)]
 
     def kernel(
         self,
         name: str,
         doc: str,
         functions: str,
-        body: str,
+        body: Body,
         grid: tuple[Dim, ...],
         warps: int,
         stages: int,
     ) -> Kernel:
-        used = self.used(body)
+        used = self.arguments(body)
         head = f"@triton.jit\ndef {name}({', '.join(a.name for a in used)}):\n"
         quoted = "\n    ".join(doc.splitlines())
-        source = f'{HEADER}{functions}{head}    """{quoted}"""\n{body}\n'
+        source = f'{HEADER}{functions}{head}    """{quoted}"""\n{body.text()}\n'
         return Kernel(
             name,
             source,
@@ -315,7 +324,7 @@ class _Assembly:
             dependent=self.constants is not None,
         )
 
-    def body(self, b: Builder, program: str) -> tuple[Dim, ...]:
+    def body(self, b: Builder, program: Expression) -> tuple[Dim, ...]:
         """Build the main part; the grid that it needs."""
         s = self.s
         blocks = ceil_div(self.a.size(ROWS), s.block_rows)
@@ -327,12 +336,12 @@ class _Assembly:
         number, grid = place_cols(b, program, share)
         build_nodes(b, self.finishing.loads if self.finishing is not None else ())
         if s.programs is not None:
-            sums = self.blocks_in_turn(b, number if s.programs > 1 else "0", s.programs)
+            sums = self.blocks_in_turn(b, number if s.programs > 1 else FIRST, s.programs)
         else:
             if share != 1:
-                rows_at(b, number if b.tile.flat else f"{number} * {s.block_rows}")
+                rows_at(b, number if b.tile.flat else number * s.block_rows)
             elif self.a.axes[ROWS]:
-                rows_at(b, "0")
+                rows_at(b, FIRST)
             self.block(b, Sums())
             sums = Sums.of_tile(b)
         self.finish(b, sums, number)
@@ -344,7 +353,7 @@ class _Assembly:
         else:
             whole_block(b)
 
-    def blocks_in_turn(self, b: Builder, program: str, programs: int) -> Sums:
+    def blocks_in_turn(self, b: Builder, program: Expression, programs: int) -> Sums:
         """Blocks of rows in turn; what does not depend on the row is computed before."""
         if self.s.cols is not Cols.LOOP:
             late = self.a.finish | {i for i, n in enumerate(self.a.level) if n and self.s.in_passes}
@@ -353,13 +362,13 @@ class _Assembly:
             build_nodes(b, (i for i in wanted if i in early))
         sums = Sums.of_blocks(b)
         with b.inside(row_loop(b, program, programs)):
-            rows_at(b, "first_row")
+            rows_at(b, own("first_row"))
             sums.begin_block()
             self.block(b, sums)
             sums.add_block(b, max(self.a.level, default=0))
         return sums
 
-    def finish(self, b: Builder, sums: Sums, program: str) -> None:
+    def finish(self, b: Builder, sums: Sums, program: Expression) -> None:
         """Fold each reduction over rows; store it as a partial result, or go on to what waits for it."""
         if self.finishing is None:
             # Compilers move no load over a sum that threads wait for.
@@ -375,10 +384,10 @@ class _Assembly:
         for number, partial in zip(self.a.across_rows, self.finishing.partials, strict=True):
             wide = COLS in self.a.groups[number]
             width = self.a.size(COLS) if wide else 1
-            index = program if width == 1 else f"{program} * {dim_text(width)}"
-            index += " + col" if wide else "" if b.tile.flat else " + tl.zeros([1, 1], tl.int32)"
+            lane = own("col") if wide else None if b.tile.flat else tl.zeros([1, 1], torch.int32)
+            index = plus(program if width == 1 else program * width, lane)
             mask = b.by_one(self.a.groups[number], b.tile.col_mask if wide else None)
-            b.add(Store(f"{partial.name}_ptr + {index}", sums.folded(b, number), mask))
+            b.add(Store(plus(Name(f"{partial.name}_ptr"), index), sums.folded(b, number), mask))
 
     def made_ahead(self, b: Builder, name: str) -> str:
         """What makes whole vectors ahead, as a function that the program calls."""
@@ -387,9 +396,9 @@ class _Assembly:
             return ""
         inner = self.builder(Analysis(found.loops), found.schedule(self.s.num_warps))
         ahead.body(inner, b, found)
-        body = text_of(inner)
-        used = [a.name for a in self.used(body)]
-        ahead.enter(b, found, inner, f"{name}({', '.join(used)})")
+        body = rewritten(inner)
+        used = self.used(body)
+        ahead.enter(b, found, inner, Global(name)(*used))
         return _function(name, used, body)
 
     def last_program(self, b: Builder, name: str) -> str:
@@ -402,47 +411,55 @@ class _Assembly:
         late = self.finishing
         if late is None or late.counter is None:
             return ""
-        own = _Assembly(Analysis(late.loops), late.schedule, self.signature, self.scratch)
-        inner = own.builder(own.a, own.s, ', cache_modifier=".cg"')
-        by_block = own.s.cols is Cols.GRID
+        part = _Assembly(Analysis(late.loops), late.schedule, self.signature, self.scratch)
+        inner = part.builder(part.a, part.s, {"cache_modifier": Literal(".cg")})
+        by_block, block = part.s.cols is Cols.GRID, own("block")
         for number, place in late.loads.items():
-            inner.given[place] = f"{b.variables.base(b.variable(number))}_{place}"
+            inner.given[place] = Name(f"{b.variable(number).base}_{place}")
         inner.env |= inner.given
-        own.body(inner, "block")
-        body = text_of(inner)
-        pointers = [a.name for a in own.used(body)]
-        block = ["block"] if by_block else []
-        given = ", ".join([*block, *map(b.variable, late.loads), *pointers])
-        b.line("tl.debug_barrier()")
-        programs, ticket = late.programs * self.s.splits, f"{late.counter.name}_ptr"
+        part.body(inner, block)
+        body = rewritten(inner)
+        pointers, blocks = part.used(body), [block] if by_block else []
+        call = Global(name)(*blocks, *map(b.variable, late.loads), *pointers)
+        b.do(tl.debug_barrier())
+        ticket = Name(f"{late.counter.name}_ptr")
         if by_block:
-            b.define("block", f"first_col // {self.s.block_cols}")
-            ticket += " + block"
-        with b.inside(If(f"tl.atomic_add({ticket}, 1) == {programs - 1}")):
-            b.line(f"tl.store({ticket}, 0)")
-            b.line(f"{name}({given})")
-        return _function(name, [*block, *inner.given.values(), *pointers], body)
+            ticket = plus(ticket, b.define("block", own("first_col") // self.s.block_cols))
+        with b.inside(If(tl.atomic_add(ticket, 1).eq(late.programs * self.s.splits - 1))):
+            b.add(Store(ticket, Literal(0)))
+            b.do(call)
+        return _function(name, [*blocks, *inner.given.values(), *pointers], body)
 
 
-def _function(name: str, parameters: Sequence[str], body: str) -> str:
+@dataclass(frozen=True)
+class Body:
+    """The statements of a function, and the names that none of its variables may have."""
+
+    statements: list[Statement]
+    taken: frozenset[str]
+
+    def reads(self) -> set[Variable]:
+        return set[Variable]().union(*map(reads, self.statements))
+
+    def text(self) -> str:
+        return printed(self.statements, self.taken)
+
+
+def _function(name: str, parameters: Sequence[Name], body: Body) -> str:
     """One that kernels call, and the lines between it and the next."""
-    return f"@triton.jit\ndef {name}({', '.join(parameters)}):\n{body}\n\n\n"
+    return f"@triton.jit\ndef {name}({', '.join(map(str, parameters))}):\n{body.text()}\n\n\n"
 
 
-def text_of(b: Builder, last: Callable[[list[Statement]], list[Statement]] = list) -> str:
-    """The text of a tile program, rewritten; last: by a rewrite of its own behind all others."""
+def rewritten(b: Builder, last: Callable[[list[Statement]], list[Statement]] = list) -> Body:
+    """A tile program behind all rewrites; last: one of its own behind the others."""
     in_pairs = b.s.misaligned or right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
     if not b.s.in_passes and not in_pairs:
         rounded = {i: n for i, n in enumerate(b.loops.nodes) if rounding_of(n) is not None}
         stored_early(b.body, {i: operands_of(n)[0] for i, n in rounded.items()})
     joined(b.body)
-    checked_late(b.body, b.variables)
-    taken = {*b.pointers.values(), *b.given.values(), *RESERVED, *(axis.name for axis in b.loops.axes)}
-    return printed(last(b.body), b.variables, taken)
+    checked_late(b.body)
+    given = (*b.pointers.values(), *(name.base for name in b.given.values()))
+    return Body(last(b.body), RESERVED.union(given, (axis.name for axis in b.loops.axes)))
 
 
 PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}
-
-
-def _uses(body: str, name: str) -> bool:
-    return re.search(rf"\b{name}\b", body) is not None

@@ -13,22 +13,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import dim_text
-from fusion_compiler.codegen.tile import For, If
+from fusion_compiler.codegen.names import own
+from fusion_compiler.codegen.tile import For, If, Range
 from fusion_compiler.codegen.windows import misaligned
 from fusion_compiler.ir.dims import Dim, product, quotient
 from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.ir.syntax import Expression, Literal, lift, plus, tl
 from fusion_compiler.schedule.analysis import ceil_div, part_cols
 from fusion_compiler.schedule.schedule import Cols
 
+FIRST = Literal(0)  # the number of the only program
 
-def place_cols(b: Builder, program: str, share: Dim) -> tuple[str, tuple[Dim, ...]]:
+
+def place_cols(b: Builder, program: Expression, share: Dim) -> tuple[Expression, tuple[Dim, ...]]:
     """Define `col` but for a loop over columns; (the program's number along the rows, the grid).
 
     program: its number in the grid, or 0 of a matrix that has one. share: programs along the rows.
     """
-    number = program + (".to(tl.int64)" if b.wide and program != "0" else "")
+    number = program.to(torch.int64) if b.wide and program != FIRST else program
     if b.s.splits > 1:
         return _place_part(b, number, share)
     if b.s.cols is Cols.GRID:
@@ -40,49 +45,47 @@ def place_cols(b: Builder, program: str, share: Dim) -> tuple[str, tuple[Dim, ..
     return number, (share,)
 
 
-def place_batch(b: Builder, program: str) -> str:
+def place_batch(b: Builder, program: Expression) -> Expression:
     """Define `batch`; the program's number among those of the matrix."""
     blocks = ceil_div(b.a.size(COLS), b.s.block_cols) if b.s.cols is Cols.GRID else 1
-    number = program + (".to(tl.int64)" if b.wide else "")
-    b.define("batch", number if blocks == 1 else f"{number} // {dim_text(blocks)}")
-    return "0" if blocks == 1 else f"({program} % {dim_text(blocks)})"
+    number = program.to(torch.int64) if b.wide else program
+    b.define("batch", number if blocks == 1 else number // blocks)
+    return FIRST if blocks == 1 else program % blocks
 
 
-def _place_part(b: Builder, program: str, share: Dim) -> tuple[str, tuple[Dim, ...]]:
+def _place_part(b: Builder, program: Expression, share: Dim) -> tuple[Expression, tuple[Dim, ...]]:
     """Of programs that share a row, or a group of rows, each has a part of its columns."""
-    shared = "row" if b.tile.flat and b.s.programs is None else "group"
-    b.define(shared, f"{program} // {b.s.splits}")
-    b.define("part", f"{program} % {b.s.splits}")
-    b.define("first_col", f"part * {dim_text(part_cols(b.a, b.s))}")
+    shared = b.define("row" if b.tile.flat and b.s.programs is None else "group", program // b.s.splits)
+    part = b.define("part", program % b.s.splits)
+    first_col = b.define("first_col", part * part_cols(b.a, b.s))
     if b.s.misaligned:
         misaligned.lead_at(b, shared)
     if b.s.cols is Cols.WHOLE:
-        cols_at(b, "first_col")
+        cols_at(b, first_col)
     return shared, (product((share, b.s.splits)),)
 
 
-def _place_block(b: Builder, program: str, share: Dim) -> tuple[str, tuple[Dim, ...]]:
+def _place_block(b: Builder, program: Expression, share: Dim) -> tuple[Expression, tuple[Dim, ...]]:
     """A grid over blocks of columns, and of rows."""
     blocks = ceil_div(b.a.size(COLS) + max(b.s.word - 1, 0), b.s.block_cols)
     if share == 1:
-        b.define("first_col", f"{program} * {b.s.block_cols}")
-        cols_at(b, "first_col")
+        cols_at(b, b.define("first_col", program * b.s.block_cols))
         return program, (blocks,)
     if blocks == 1:
-        b.define("first_col", "0")
+        first_col = b.define("first_col", 0)
     else:
-        b.define("first_col", f"{program} % {dim_text(blocks)} * {b.s.block_cols}")
-        program = f"({program} // {dim_text(blocks)})"
+        first_col = b.define("first_col", program % blocks * b.s.block_cols)
+        program = program // blocks
     if b.s.misaligned:
         misaligned.lead_at(b, program)
-    cols_at(b, "first_col")
+    cols_at(b, first_col)
     return program, (product((blocks, share)),)
 
 
-def rows_at(b: Builder, start: str) -> None:
+def rows_at(b: Builder, start: Expression) -> None:
     """Define `row` for the block that starts at row `start`."""
     if b.tile.flat:
-        if start != "row":
+        if start != own("row"):
             b.define("row", start)
     else:
         _rows_from(b, start)
@@ -90,65 +93,64 @@ def rows_at(b: Builder, start: str) -> None:
         misaligned.row_begins(b)
 
 
-def _rows_from(b: Builder, start: str) -> None:
+def _rows_from(b: Builder, start: Expression) -> None:
     size, rows, apart = b.a.size(ROWS), b.s.block_rows, b.s.rows_apart
-    if b.s.splits > 1 and start != "first_row":  # which the exchange asks for
-        b.define("first_row", start)
-        start = "first_row"
+    if b.s.splits > 1 and start != own("first_row"):  # which the exchange asks for
+        start = b.define("first_row", start)
     if apart == 1:
-        b.tile = replace(b.tile, first_row=start if start.isidentifier() else f"({start})")
-    first = "" if start == "0" else f"{start} + "
-    b.define("row", f"{first}tl.arange(0, {rows})[:, None]{f' * {apart}' if apart > 1 else ''}")
+        b.tile = replace(b.tile, first_row=start)
+    lanes = tl.arange(0, rows)[:, None]
+    row = b.define("row", plus(None if start == FIRST else start, lanes * apart if apart > 1 else lanes))
     if size == 0 or quotient(size, rows * apart) is None:
-        b.define("row_inside", f"row < {dim_text(size)}")
-        b.tile = replace(b.tile, row_mask="row_inside")
+        b.tile = replace(b.tile, row_mask=b.define("row_inside", row < size))
 
 
-def cols_at(b: Builder, start: str | None, inside: bool = False) -> None:
+def cols_at(b: Builder, start: Expression | None, inside: bool = False) -> None:
     """Define `col` for the block of columns that starts at `start` (None: the only one).
 
     inside: the whole block is known to lie within the row.
     """
     b.tile = replace(b.tile, start=start)
-    lanes = f"tl.arange(0, {b.tile.lanes})" + ("" if b.tile.flat else "[None, :]")
+    lanes = b.lanes(b.tile.lanes)
     if b.s.misaligned:
         misaligned.cols_at(b, start, lanes, inside)
         return
-    b.define("col", lanes if start is None else f"{start} + {lanes}")
+    col = b.define("col", plus(start, lanes))
     size = b.a.size(COLS)
     covered = b.tile.lanes * (b.s.splits if b.s.cols is Cols.WHOLE else 1)
     if not inside and (size == 0 or quotient(size, covered) is None):
-        b.define("col_inside", f"col < {dim_text(size)}")
-        b.tile = replace(b.tile, col_mask="col_inside")
+        b.tile = replace(b.tile, col_mask=b.define("col_inside", col < size))
 
 
-def row_loop(b: Builder, program: str, programs: int) -> For:
+def row_loop(b: Builder, program: Expression, programs: int) -> For:
     """The loop over blocks of rows that programs take in turn."""
     step = programs * b.s.block_rows
-    alone = program == "0" or b.s.block_rows == 1 or b.s.misaligned  # its first block begins there
-    start = program if alone else f"{program} * {b.s.block_rows}"
-    return b.loop("first_row", f"tl.range({start}, {dim_text(b.a.size(ROWS))}, {step}{b.stages()})")
+    alone = program == FIRST or b.s.block_rows == 1 or b.s.misaligned  # its first block begins there
+    start = program if alone else program * b.s.block_rows
+    return b.loop("first_row", start, b.a.size(ROWS), step)
 
 
 def col_loop(b: Builder, inner: Dim) -> For:
     """The loop over this program's columns, `inner` of all programs together."""
-    size, lanes, stages = b.a.size(COLS), b.s.block_cols, b.stages()
+    size, lanes = b.a.size(COLS), b.s.block_cols
     if b.s.splits == 1:
-        return b.loop("start", f"tl.range(0, {dim_text(inner)}, {lanes}{stages})")
-    part = part_cols(b.a, b.s)
-    last = f"first_col + {dim_text(part)}"
+        return b.loop("start", 0, inner, lanes)
+    part, first = part_cols(b.a, b.s), own("first_col")
+    last = first + part
     if quotient(size, product((part, b.s.splits))) is None:
-        last = f"tl.minimum({last}, {dim_text(inner)})"
-    return b.loop("start", f"tl.range(first_col, {last}, {lanes}{stages})")
+        last = tl.minimum(last, inner)
+    return b.loop("start", first, last, lanes)
 
 
-def start_of_turn(b: Builder) -> str:
+def start_of_turn(b: Builder) -> Expression:
     """Where the block of a turn of that loop begins: from the last one back where something is scanned so."""
+    start = own("start")
     if True not in b.a.directions:
-        return "start"
+        return start
     lanes, size = b.s.block_cols, b.a.size(COLS)
-    last = max(0, size - 1) // lanes * lanes if isinstance(size, int) else None
-    return f"({dim_text(product((ceil_div(size, lanes), lanes)) - lanes) if last is None else last} - start)"
+    if isinstance(size, int):
+        return lift(max(0, size - 1) // lanes * lanes) - start
+    return lift(product((ceil_div(size, lanes), lanes)) - lanes) - start
 
 
 def col_end(b: Builder, inner: Dim, lanes: int) -> For | If:
@@ -159,5 +161,5 @@ def col_end(b: Builder, inner: Dim, lanes: int) -> For | If:
     part = part_cols(b.a, b.s)
     assert isinstance(inner, int) and isinstance(part, int)
     if b.s.splits > 1:
-        return If(f"part == {inner // part}")
-    return b.loop("start", f"tl.range({inner}, {dim_text(b.a.size(COLS))}, {lanes})")
+        return If(own("part").eq(inner // part))
+    return For(own("start"), Range(lift(inner), lift(b.a.size(COLS)), lanes))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_compiler.ir.loops import Compute, Constant, Load, LoopNest, Node
+from fusion_compiler.ir.syntax import Expression, fm, tl
 from fusion_compiler.schedule.analysis import operand_of, rounding_of
 from fusion_compiler.schedule.work import AND, BYTES, RIGHT_SHIFTS
 
@@ -51,8 +52,8 @@ class Floats:
     def operands(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(_read(self.of)))
 
-    def text(self, variable: Callable[[int], str]) -> str:
-        return _text(self.of, self, variable)
+    def value(self, variable: Callable[[int], Expression]) -> Expression:
+        return _value(self.of, self, variable)
 
 
 def floats_of(loops: LoopNest, number: int) -> Floats | None:
@@ -142,8 +143,8 @@ def _read(of: Bits | Choice) -> Iterator[int]:
         yield of.of
 
 
-def _text(of: Bits | Choice, floats: Floats, variable: Callable[[int], str]) -> str:
+def _value(of: Bits | Choice, floats: Floats, variable: Callable[[int], Expression]) -> Expression:
     if isinstance(of, Choice):
-        one, other = (_text(arm, floats, variable) for arm in (of.one, of.other))
-        return f"tl.where({variable(of.condition)}, {one}, {other})"
-    return f"fm.from_bits({variable(of.of)}, {of.mask}, {of.shift}, {floats.less}, {floats.signed})"
+        one, other = (_value(arm, floats, variable) for arm in (of.one, of.other))
+        return tl.where(variable(of.condition), one, other)
+    return fm.from_bits(variable(of.of), of.mask, of.shift, floats.less, floats.signed)

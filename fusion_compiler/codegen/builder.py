@@ -9,21 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
 from fusion_compiler.codegen.bits import floats_of
-from fusion_compiler.codegen.expression import (
-    TRITON_TYPES,
-    convert,
-    decompose,
-    index_text,
-    literal,
-)
-from fusion_compiler.codegen.monoids import fold_text
-from fusion_compiler.codegen.names import Own
-from fusion_compiler.codegen.tile import Assign, Combine, Expression, For, If, Line, Statement, Variables
-from fusion_compiler.codegen.tile import Load as LoadValue
+from fusion_compiler.codegen.expression import convert, decompose, index_of
+from fusion_compiler.codegen.monoids import fold
+from fusion_compiler.codegen.names import Own, own
+from fusion_compiler.codegen.tile import Assign, Combine, Do, For, If, Range, Statement, Value
 from fusion_compiler.ir.loops import (
     BATCH,
     COLS,
@@ -37,12 +31,26 @@ from fusion_compiler.ir.loops import (
     before_turns,
     operands_of,
 )
+from fusion_compiler.ir.syntax import (
+    Expression,
+    Items,
+    Literal,
+    Name,
+    Operand,
+    Var,
+    Variable,
+    every,
+    lift,
+    plus,
+    tl,
+)
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.contractions import Contraction
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
-BASES = {BATCH: "batch", ROWS: "row", COLS: "col"}  # the variable with a group's element number
+BASES = {BATCH: own("batch"), ROWS: own("row"), COLS: own("col")}  # a group's element number
 ALONG = frozenset({COLS})
+NO_OPTIONS: Mapping[str, Expression] = {}
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,10 @@ class Tile:
 
     flat: bool
     lanes: int
-    start: str | None = None
-    first_row: str | None = None
-    row_mask: str | None = None
-    col_mask: str | None = None
+    start: Expression | None = None
+    first_row: Expression | None = None
+    row_mask: Name | None = None
+    col_mask: Name | None = None
     last_pass: bool = True
 
 
@@ -67,7 +75,7 @@ class Tile:
 class Packed:
     """A tile of pieces (`pieces.py`) and the axis along which they lie; None: one value serves them all."""
 
-    variable: str
+    variable: Variable
     axis: int | None
 
 
@@ -84,7 +92,7 @@ class Builder:
         schedule: Schedule,
         pointers: Mapping[str, str],
         dtypes: Mapping[str, torch.dtype],
-        load_options: str = "",
+        load_options: Mapping[str, Expression] = NO_OPTIONS,
         empty: frozenset[str] = frozenset(),
     ) -> None:
         self.a, self.s, self.loops = analysis, schedule, analysis.loops
@@ -94,12 +102,11 @@ class Builder:
         self.scaled: dict[int, float] = {}  # sums whose terms were multiplied by a number, and by which
         beyond = 2 * schedule.block_cols  # the last block counts on, by twos where it is of pairs
         self.wide = analysis.furthest < 0 or analysis.furthest + beyond >= 2**31
-        self.variables = Variables()
         self.body: list[Statement] = []
-        self.env: dict[int, str] = {}  # node -> variable
-        self.carried: dict[int, str] = {}  # scan -> what it came to in the blocks of a loop so far
-        self.kept: dict[int, str] = {}  # load -> the variable of its tile as it was loaded
-        self.named: dict[tuple[str, int], str] = {}  # what else is defined once in a block
+        self.env: dict[int, Variable] = {}  # node -> variable
+        self.carried: dict[int, Variable] = {}  # scan -> what it came to in the blocks of a loop so far
+        self.kept: dict[int, Variable] = {}  # load -> the variable of its tile as it was loaded
+        self.named: dict[tuple[str, int], Variable] = {}  # what else is defined once in a block
         self.tile = Tile(schedule.block_rows == 1, schedule.block_cols)
         self.contracted: dict[int, Contraction] = {}  # sum -> what makes it, where tensor units do
         self.as_loaded = frozenset[int]()  # loads that tensor units take as they are, and nothing else reads
@@ -109,7 +116,7 @@ class Builder:
         self.packed_sums: dict[int, tuple[int, ...]] = {}  # sum along the row -> the pieces that it is one of
         self.ahead: frozenset[int] = frozenset()  # what a function gives that has all they are made of
         self.true = frozenset[int]()  # conditions that hold in the block at hand
-        self.given: dict[int, str] = {}  # nodes that a function is given, and what its parameters are called
+        self.given: dict[int, Name] = {}  # nodes that a function is given, and what its parameters are called
         self.likeness: dict[tuple[int, ...], bool] = {}
 
     # -- statements --------------------------------------------------------------------------------
@@ -117,25 +124,26 @@ class Builder:
     def add(self, statement: Statement) -> None:
         self.body.append(statement)
 
-    def let(self, base: str, value: Expression, node: int | None = None) -> str:
+    def let(self, base: str, value: Value, node: int | None = None) -> Var:
         """A new variable."""
-        variable = self.variables.new(base)
+        variable = Var(base)
         self.add(Assign((variable,), value, node))
         return variable
 
-    def set(self, variable: str, value: Expression) -> None:
+    def set(self, variable: Variable, value: Value) -> None:
         self.add(Assign((variable,), value))
 
-    def define(self, name: Own, text: str) -> None:
-        self.add(Assign((name,), text))
+    def define(self, name: Own, value: Operand) -> Name:
+        self.set(own(name), lift(value))
+        return own(name)
 
-    def line(self, text: str) -> None:
-        self.add(Line(text))
+    def do(self, value: Expression) -> None:
+        self.add(Do(value))
 
-    def once(self, key: tuple[str, int], name: str, text: str) -> str:
+    def once(self, key: tuple[str, int], name: str, value: Expression) -> Variable:
         """A variable that is defined where the blocks now open first need it."""
         if key not in self.named:
-            self.named[key] = self.let(name, text)
+            self.named[key] = self.let(name, value)
         return self.named[key]
 
     @contextmanager
@@ -165,18 +173,20 @@ class Builder:
     def set_last_pass(self, last: bool) -> None:
         self.tile = replace(self.tile, last_pass=last)
 
-    def loop(self, name: Own, values: str) -> For:
-        return For(name, values)
+    def loop(self, name: Own, start: Operand, end: Operand, step: int) -> For:
+        """A loop, with the kernel's number of stages."""
+        stages = self.s.num_stages if self.s.num_stages > 1 else None
+        return For(own(name), Range(lift(start), lift(end), step, stages))
 
     # -- values ------------------------------------------------------------------------------------
 
-    def variable(self, number: int) -> str:
+    def variable(self, number: int) -> Variable:
         """The variable of a node that is built; of a constant, built now."""
         node = self.loops.nodes[number]
         if number not in self.env and number in self.true:  # which masks leave out, and others read
             node = Constant(True, torch.bool)
         if number not in self.env and isinstance(node, Constant):
-            self.env[number] = self.let("constant", self.full(literal(node.value), node.dtype), number)
+            self.env[number] = self.let("constant", self.full(node.value, node.dtype), number)
         return self.env[number]
 
     def need(self, numbers: Iterable[int]) -> list[int]:
@@ -211,20 +221,30 @@ class Builder:
         assert isinstance(reduce, Reduce)
         return reduce
 
-    def full(self, value: str, dtype: torch.dtype) -> str:
-        """A tile of one element that broadcasts to any other."""
-        return f"tl.full({'[]' if self.tile.flat else '[1, 1]'}, {value}, {TRITON_TYPES[dtype]})"
+    def pointer(self, buffer: str) -> Name:
+        return Name(self.pointers[buffer])
 
-    def shape(self, groups: frozenset[str]) -> str:
+    def called(self, buffer: str) -> str:
+        """What the names of values begin with that are loaded from a buffer."""
+        return self.pointers[buffer].removesuffix("_ptr")
+
+    def full(self, value: object, dtype: torch.dtype) -> Expression:
+        """A tile of one element that broadcasts to any other."""
+        return tl.full([] if self.tile.flat else [1, 1], cast(Operand, value), dtype)
+
+    def lanes(self, count: int) -> Expression:
+        """The numbers from zero on, along the columns of a tile."""
+        return tl.arange(0, count) if self.tile.flat else tl.arange(0, count)[None, :]
+
+    def shape(self, groups: frozenset[str]) -> Items:
         rows = self.s.block_rows if ROWS in groups else 1
         cols = self.tile.lanes if COLS in groups else 1
-        if self.tile.flat:
-            return f"[{cols}]" if COLS in groups else "[]"
-        return f"[{rows}, {cols}]"
+        sizes = ([cols] if COLS in groups else []) if self.tile.flat else [rows, cols]
+        return Items(tuple(map(Literal, sizes)))
 
     # -- indices -----------------------------------------------------------------------------------
 
-    def axis(self, number: int) -> str:
+    def axis(self, number: int) -> Variable:
         """The variable of one axis, taken out of its group's element number on first use."""
         axis = self.loops.axes[number]
         base = BASES[axis.group]
@@ -233,17 +253,20 @@ class Builder:
             return base
         key = (axis.group, number)
         if key not in self.named:
-            self.add(Assign((axis.name,), decompose(axes, number - self.a.first[axis.group], base)))
-            self.named[key] = axis.name
+            self.named[key] = Name(axis.name)
+            self.set(self.named[key], decompose(axes, number - self.a.first[axis.group], base))
         return self.named[key]
 
-    def index(self, index: Index, axis: Callable[[int], str] | None = None) -> str:
-        """Element index as text. axis: the variable of one axis, where that is not each lane's own."""
+    def index(self, index: Index, axis: Callable[[int], Expression] | None = None) -> Expression:
+        """Element index. axis: the value of one axis, where that is not each lane's own."""
         merged, whole = self.a.merged(index)
         of = axis or self.axis
-        return index_text(merged, lambda k: BASES[whole[k]] if k in whole else of(k), self.place)
+        return index_of(merged, lambda k: BASES[whole[k]] if k in whole else of(k), self.place)
 
-    def place(self, number: int) -> str:
+    def address(self, buffer: str, index: Index) -> Expression:
+        return plus(self.pointer(buffer), self.index(index))
+
+    def place(self, number: int) -> Expression:
         """A value that says where to read: times a stride it may leave 32 bits."""
         return convert(self.variable(number), self.loops.nodes[number].dtype, torch.int64)
 
@@ -254,62 +277,73 @@ class Builder:
             groups |= {self.loops.axes[key].group} if key >= 0 else self.a.groups[~key]
         return frozenset(groups - {BATCH})
 
-    def mask(self, groups: frozenset[str], within: int | None) -> str | None:
+    def mask(self, groups: frozenset[str], within: int | None) -> Expression | None:
         """Which lanes of an access exist."""
         masks = ((ROWS, self.tile.row_mask), (COLS, self.tile.col_mask))
-        parts = [mask for group, mask in masks if mask and group in groups]
+        parts: list[Expression | None] = [mask for group, mask in masks if group in groups]
         if within is not None and within not in self.true:
             parts.append(self.variable(within))
-        return " & ".join(parts) or None
+        return every(*parts)
 
-    def by_one(self, groups: frozenset[str], mask: str | None) -> str | None:
+    def by_one(self, groups: frozenset[str], mask: Expression | None) -> Expression | None:
         """Where a value belongs to the row, one of the programs that share it, or a matrix, stores it."""
         blocks = self.a.matrices and self.s.cols is Cols.GRID
         if COLS in groups or not (self.s.splits > 1 or blocks):
             return mask
-        first = "first_col == 0" if blocks else "part == 0"
-        return f"{mask} & ({first})" if mask else first
+        return every(mask, own("first_col" if blocks else "part").eq(0))
 
-    def loaded(self, load: Load, pointer: str, mask: str | None, then: str = "{}") -> LoadValue:
+    def loaded(self, load: Load, pointer: Expression, mask: Expression | None) -> Expression:
         """A load from some addresses, in the dtype of the buffer."""
         held = self.dtypes[load.buffer]
-        zero = "0.0" if held.is_floating_point and held.itemsize == 1 else "0"  # no integer becomes a float8
-        options = self.load_options
+        zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0  # no integer becomes a float8
         whole = self.index_groups(load.index) | self.within_groups(load.within) == frozenset({ROWS, COLS})
+        evict: dict[str, Expression] = {}
         if self.s.cols is Cols.LOOP and whole:
-            options += f', eviction_policy="{"evict_first" if self.tile.last_pass else "evict_last"}"'
-        return LoadValue(pointer, mask, zero, options, then)
+            evict["eviction_policy"] = Literal("evict_first" if self.tile.last_pass else "evict_last")
+        return self.load_from(pointer, mask, zero, evict)
+
+    def load_from(
+        self,
+        pointer: Expression,
+        mask: Expression | None,
+        zero: float = 0,
+        options: Mapping[str, Expression] = NO_OPTIONS,
+    ) -> Expression:
+        masked: dict[str, Operand] = {} if mask is None else {"mask": mask, "other": zero}
+        return tl.load(pointer, **masked, **self.load_options, **options)
 
     def within_groups(self, within: int | None) -> frozenset[str]:
         return frozenset() if within is None else self.a.groups[within]
 
     # -- folds -------------------------------------------------------------------------------------
 
-    def along(self, function: str, text: str) -> str:
+    @property
+    def col_axis(self) -> int:
+        """The dimension of a tile that lies along the columns."""
+        return 0 if self.tile.flat else 1
+
+    def along(self, function: Callable[..., Expression], value: Expression) -> Expression:
         """A function along the row; tiles of several rows keep the dimension."""
-        return (
-            f"{function}({text}, axis=0)" if self.tile.flat else f"{function}({text}, axis=1, keep_dims=True)"
-        )
+        return function(value, axis=0) if self.tile.flat else function(value, axis=1, keep_dims=True)
 
-    def fold_cols(self, reduce: Reduce, text: str) -> str:
-        return fold_text(reduce, text, "0" if self.tile.flat else "1", keep=not self.tile.flat)
+    def fold_cols(self, reduce: Reduce, tile: Expression) -> Expression:
+        return fold(reduce, tile, self.col_axis, keep=not self.tile.flat)
 
-    def folded(self, number: int, tile: str, axis: str, keep: bool, alike: object = None) -> Combine:
+    def folded(
+        self, number: int, tile: Expression, axis: int, keep: bool, alike: object = None
+    ) -> Combine:
         """A tile of a reduction's elements reduced along an axis."""
         plain = number in self.a.nan_safe_max
         return Combine(self.reduction(number), (tile,), axis, keep, plain, alike)
 
-    def folded_along(self, number: int, tile: str, alike: object = None) -> Combine:
+    def folded_along(self, number: int, tile: Expression, alike: object = None) -> Combine:
         """The same along the row; tiles of several rows keep the dimension."""
-        return self.folded(number, tile, "0" if self.tile.flat else "1", not self.tile.flat, alike)
+        return self.folded(number, tile, self.col_axis, not self.tile.flat, alike)
 
     def base_of(self, number: int) -> str:
         """What the name of a reduction begins with."""
         reduce = self.reduction(number)
         return f"{'row' if COLS in reduce.over else 'col'}_{reduce.combine}"
-
-    def stages(self) -> str:
-        return f", num_stages={self.s.num_stages}" if self.s.num_stages > 1 else ""
 
     # -- what the nest asks for ----------------------------------------------------------------------
 

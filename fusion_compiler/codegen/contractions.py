@@ -18,6 +18,7 @@ from fusion_compiler.codegen.builder import Builder, Packed
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, operands_of
+from fusion_compiler.ir.syntax import Expression, Operand, Variable, fm, tl
 from fusion_compiler.schedule.analysis import rounding_of
 from fusion_compiler.schedule.contractions import Contraction, contractions_of, contracts, parts_of
 
@@ -108,14 +109,15 @@ def _build(b: Builder, c: Contraction) -> None:
     side in it, as warps that hold many rows have few registers for several."""
     terms = _terms(b, c)
     lanes = b.s.block_rows if c.along == COLS else b.tile.lanes
-    zeros = f"tl.zeros([{lanes}, {pieces.padded(len(c.sums)) * terms.parts}], tl.float32)"
-    given = f"{_operands(b, c)}, {zeros}, {terms.matrix}, {terms.vectors}, {terms.parts}"
-    products = b.let("products", f"fm.contract({given})")
-    total = products if terms.parts == 1 else f"fm.contracted({products}, {terms.parts})"
+    zeros = tl.zeros([lanes, pieces.padded(len(c.sums)) * terms.parts], torch.float32)
+    products = b.let(
+        "products", fm.contract(*_operands(b, c), zeros, terms.matrix, terms.vectors, terms.parts)
+    )
+    total = products if terms.parts == 1 else fm.contracted(products, terms.parts)
     if c.along == ROWS:
-        total = f"tl.trans({total})"
+        total = tl.trans(total)
     axis = 1 if c.along == COLS else 0
-    b.packs[c.sums] = Packed(products if total == products else b.let("products", total), axis)
+    b.packs[c.sums] = Packed(products if total is products else b.let("products", total), axis)
 
 
 @dataclass(frozen=True)
@@ -134,40 +136,39 @@ class Contracted:
         c = self.contraction
         return (c.matrix,) if pieces.alike(b, c.vectors) else (c.matrix, *c.vectors)
 
-    def start(self, b: Builder) -> tuple[str, ...]:
+    def start(self, b: Builder) -> tuple[Variable, ...]:
         if pieces.alike(b, self.contraction.vectors):
             pieces.prepare(b, self.contraction.vectors)
-        split = f"{parts_of(b.s)}, " if parts_of(b.s) > 1 else ""
-        zeros = f"tl.zeros([{split}{b.s.block_rows}, {pieces.padded(len(self.numbers))}], tl.float32)"
+        split = [parts_of(b.s)] if parts_of(b.s) > 1 else []
+        zeros = tl.zeros([*split, b.s.block_rows, pieces.padded(len(self.numbers))], torch.float32)
         bases = ("products",) if _terms(b, self.contraction).parts == 1 else ("products", "rest")
         return tuple(b.let(base, zeros) for base in bases)
 
-    def step(self, b: Builder, names: Sequence[str]) -> None:
+    def step(self, b: Builder, names: Sequence[Variable]) -> None:
         terms = _terms(b, self.contraction)
-        given = f"{_operands(b, self.contraction)}, {', '.join(names)}"
-        split = f", {parts_of(b.s)}" if parts_of(b.s) > 1 else ""
+        given = (*_operands(b, self.contraction), *names)
+        split = (parts_of(b.s),) if parts_of(b.s) > 1 else ()
         if terms.parts == 1:
-            b.set(names[0], f"fm.contract({given}, 1, 1, 1{split})")
+            b.set(names[0], fm.contract(*given, 1, 1, 1, *split))
         else:
-            value = f"fm.contract_apart({given}, {terms.matrix}, {terms.vectors}{split})"
-            b.add(Assign(tuple(names), value))
+            b.add(Assign(tuple(names), fm.contract_apart(*given, terms.matrix, terms.vectors, *split)))
 
-    def fold(self, b: Builder, names: Sequence[str]) -> None:
-        whole = [f"tl.sum({name}, axis=0)" if parts_of(b.s) > 1 else name for name in names]
-        total = whole[0] if len(names) == 1 else f"fm.both({', '.join(whole)})"
+    def fold(self, b: Builder, names: Sequence[Variable]) -> None:
+        whole = [tl.sum(name, axis=0) if parts_of(b.s) > 1 else name for name in names]
+        total = whole[0] if len(names) == 1 else fm.both(*whole)
         if total != names[0]:
             b.set(names[0], total)
 
-    def bind(self, b: Builder, names: Sequence[str]) -> None:
+    def bind(self, b: Builder, names: Sequence[Variable]) -> None:
         b.packs[self.contraction.sums] = Packed(names[0], 1)
 
-    def single(self, b: Builder, names: Sequence[str]) -> None:
+    def single(self, b: Builder, names: Sequence[Variable]) -> None:
         raise TypeError("programs that share a row contract nothing")
 
-    def end(self, b: Builder, names: Sequence[str]) -> None:
+    def end(self, b: Builder, names: Sequence[Variable]) -> None:
         raise TypeError("a contraction's rows are whole blocks")
 
-    def merge(self, b: Builder, names: Sequence[str], parts: Sequence[str]) -> None:
+    def merge(self, b: Builder, names: Sequence[Variable], parts: Sequence[Variable]) -> None:
         raise TypeError("programs that share a row contract nothing")
 
 
@@ -177,27 +178,27 @@ def _terms(b: Builder, c: Contraction) -> Terms:
     return found
 
 
-def _operands(b: Builder, c: Contraction) -> str:
+def _operands(b: Builder, c: Contraction) -> tuple[Operand, Operand]:
     """The matrix and the vectors."""
     matrix, vectors = _matrix(b, c), _vectors(b, c)
-    return f"{f'tl.trans({matrix})' if c.along == ROWS else matrix}, {vectors}"
+    return tl.trans(matrix) if c.along == ROWS else matrix, vectors
 
 
-def _matrix(b: Builder, c: Contraction) -> str:
+def _matrix(b: Builder, c: Contraction) -> Expression:
     """What is computed of masked loads may not be zero where nothing is, as they are themselves."""
     build_nodes(b, b.need((c.matrix,)))
     value, source = b.variable(c.matrix), b.loops.nodes[_source(b, c.matrix)]
     mask = None if isinstance(source, Load) else b.mask(b.a.groups[c.matrix], None)
-    return f"tl.where({mask}, {value}, 0.0)" if mask else value
+    return value if mask is None else tl.where(mask, value, 0.0)
 
 
-def _vectors(b: Builder, c: Contraction) -> str:
+def _vectors(b: Builder, c: Contraction) -> Expression:
     """[vectors, columns] where the sums are along the columns, else [vectors, rows]."""
     mask = b.mask(frozenset({c.along}), None)
 
-    def lain(tile: str) -> str:
-        tile = f"tl.where({mask}, {tile}, 0.0)" if mask else tile
-        return tile if c.along == COLS else f"tl.trans({tile})"
+    def lain(tile: Expression) -> Expression:
+        tile = tile if mask is None else tl.where(mask, tile, 0.0)
+        return tile if c.along == COLS else tl.trans(tile)
 
     if pieces.alike(b, c.vectors):
         return lain(pieces.lying(pieces.pack(b, c.vectors), 0 if c.along == COLS else 1))
@@ -205,5 +206,5 @@ def _vectors(b: Builder, c: Contraction) -> str:
     values = [lain(b.variable(n)) for n in c.vectors]
     values += [values[-1]] * (pieces.padded(len(values)) - len(values))
     while len(values) > 1:
-        values = [f"fm.stack({x}, {y})" for x, y in zip(values[::2], values[1::2], strict=True)]
+        values = [fm.stack(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
     return b.once(("vectors", c.vectors[0]), "vectors", values[0])

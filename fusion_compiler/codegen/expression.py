@@ -1,97 +1,59 @@
-"""Triton text for single values: dtypes, literals, indices, and the operator table's expressions."""
+"""Expressions of single values: indices, conversions, and the operator table's rows."""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import struct
 from collections.abc import Callable
+from typing import Any, cast
 
-import sympy
 import torch
 
-from fusion_compiler.ir.loops import Axis, Compute, Dim, Index, Value, wrapped
+from fusion_compiler.ir.loops import Axis, Compute, Index, Value, wrapped
 from fusion_compiler.ir.ops import Operands, spec_of
+from fusion_compiler.ir.syntax import (
+    DTYPES,
+    Expression,
+    Global,
+    Literal,
+    Operand,
+    fm,
+    lift,
+    plus,
+    times,
+    tl,
+)
 
 CONDITIONS = frozenset({"condition", "mask"})  # operands that choose among the others
-TRITON_TYPES = {
-    torch.float8_e4m3fn: "tl.float8e4nv",
-    torch.float8_e5m2: "tl.float8e5",
-    torch.float16: "tl.float16",
-    torch.bfloat16: "tl.bfloat16",
-    torch.float32: "tl.float32",
-    torch.float64: "tl.float64",
-    torch.int8: "tl.int8",
-    torch.int16: "tl.int16",
-    torch.int32: "tl.int32",
-    torch.int64: "tl.int64",
-    torch.uint8: "tl.uint8",
-    torch.bool: "tl.int1",
-}
-
-
+TRITON_TYPES = {dtype: f"tl.{name}" for dtype, name in DTYPES.items()}
 _SMALL = (torch.int8, torch.uint8, torch.int16)
 
 
-def literal(value: object) -> str:
-    """A Python scalar as it stands in a kernel."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
-    if isinstance(value, float) and not value and math.copysign(1, value) < 0:
-        return "fm.minus_zero()"  # Triton takes every zero that it is given as a number for 0.0
-    return repr(value)
-
-
-def dim_text(dim: Dim) -> str:
-    """A size as an integer expression; powers as products, which Triton can parse."""
-    if isinstance(dim, int):
-        return str(dim)
-    expr = sympy.expand(dim)
-    if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and expr.exp > 0:
-        return "(" + " * ".join([dim_text(expr.base)] * int(expr.exp)) + ")"
-    if isinstance(expr, sympy.Add):
-        return "(" + " + ".join(dim_text(a) for a in expr.args) + ")"
-    if isinstance(expr, sympy.Mul):
-        return "(" + " * ".join(dim_text(a) for a in expr.args) + ")"
-    if isinstance(expr, sympy.Min):
-        first, second = expr.args
-        return f"tl.minimum({dim_text(first)}, {dim_text(second)})"  # type: ignore[arg-type]
-    if expr.is_Integer:
-        return str(int(expr))
-    if isinstance(expr, sympy.Symbol):
-        return expr.name
-    if type(expr).__name__ in ("FloorDiv", "Mod", "PythonMod") and len(expr.args) == 2:
-        sign = "//" if type(expr).__name__ == "FloorDiv" else "%"
-        return f"({dim_text(expr.args[0])} {sign} {dim_text(expr.args[1])})"
-    raise ValueError(f"size {expr} has no Triton text")
-
-
-def index_text(index: Index, axis_text: Callable[[int], str], value_text: Callable[[int], str]) -> str:
-    """const + sum(axis * stride); axes and gathered values named by the two functions."""
-    parts: list[str] = []
+def index_of(index: Index, axis: Callable[[int], Operand], value: Callable[[int], Operand]) -> Expression:
+    """Return const + sum(axis * stride); the two functions give axes and gathered values."""
+    terms: list[Expression] = []
     for key, coeff in sorted(index.terms, key=lambda t: t[0] if t[0] >= 0 else -1 - t[0] - (1 << 20)):
-        name = axis_text(key) if key >= 0 else value_text(~key)
-        parts.append(name if coeff == 1 else f"{name} * {dim_text(coeff)}")
-    if index.const != 0 or not parts:
-        parts.append(dim_text(index.const))
-    return " + ".join(parts).replace("+ -", "- ")
+        own = axis(key) if key >= 0 else value(~key)
+        terms.append(times(own) if coeff == 1 else times(own, coeff))
+    if isinstance(index.const, int) and (index.const or not terms):
+        return plus(*terms, index.const)
+    return functools.reduce(operator.add, terms if index.const == 0 else [*terms, lift(index.const)])
 
 
-def decompose(axes: tuple[Axis, ...], number: int, flat: str) -> str:
-    """Text of one axis of a group from the group's element number."""
-    inner = [dim_text(a.size) for a in axes[number + 1 :]]
-    text = (
-        flat if not inner else f"{flat} // {inner[0] if len(inner) == 1 else '(' + ' * '.join(inner) + ')'}"
-    )
-    return text if number == 0 else f"{text} % {dim_text(axes[number].size)}"
+def decompose(axes: tuple[Axis, ...], number: int, flat: Operand) -> Expression:
+    """Return one axis of a group, taken out of the group's element number."""
+    inner = [a.size for a in axes[number + 1 :]]
+    value = lift(flat) // times(*inner) if inner else lift(flat)
+    return value if number == 0 else value % axes[number].size
 
 
-def convert(text: str, have: torch.dtype, want: torch.dtype) -> str:
-    """A variable in another dtype."""
+def convert(value: Expression, have: torch.dtype, want: torch.dtype) -> Expression:
+    """Return a value of one dtype in another."""
     if have == want:
-        return text
-    if want is torch.bool:
-        return f"({text} != 0)"
-    return f"{text}.to({TRITON_TYPES[want]})"
+        return value
+    return value.ne(0) if want is torch.bool else value.to(want)
 
 
 def convert_literal(value: object, want: torch.dtype) -> object:
@@ -106,72 +68,71 @@ def convert_literal(value: object, want: torch.dtype) -> object:
 
 
 def promoted(dtypes: list[torch.dtype]) -> torch.dtype:
-    result = dtypes[0]
-    for dtype in dtypes[1:]:
-        result = torch.promote_types(result, dtype)
-    return result
+    return functools.reduce(torch.promote_types, dtypes)
 
 
-def compute_text(
-    node: Compute, operand: Callable[[int], tuple[str | None, object, torch.dtype]], rough: bool = False
-) -> str:
-    """The right-hand side of an operator: the table's expression over converted operands.
+def computed(
+    node: Compute, operand: Callable[[int], tuple[Expression, torch.dtype]], rough: bool = False
+) -> Expression:
+    """Return what an operator computes: the table's expression over converted operands.
 
-    operand(n) gives (variable, literal, dtype) of node n; the variable is None for literals. rough: one of
-    the table's faster expressions, where it has one.
+    operand(n) gives the value of node n, a `Literal` of a number, and its dtype. rough: one of the table's
+    faster expressions, where it has one.
     """
     spec = spec_of(node.target)
     assert spec is not None and spec.expr is not None
     fetched = {name: operand(arg.node) for name, arg in node.operands if isinstance(arg, Value)}
     rounding = dict(node.operands).get("rounding")
     if rounding is not None:
-        variable, constant, _ = fetched["self"]
-        return _rounded(variable or literal(constant), str(rounding))
+        return _rounded(fetched["self"][0], str(rounding))
     want = node.dtype
     if spec.operands is Operands.PROMOTED:
-        scalars = [_beside(a, fetched["self"][2]) for _, a in node.operands if not isinstance(a, Value)]
-        want = promoted([*(d for _, _, d in fetched.values()), *scalars])
-    alone = not any(fetched[name][0] for name in fetched if name not in CONDITIONS)
-    values: dict[str, str] = {}
+        scalars = [_beside(a, fetched["self"][1]) for _, a in node.operands if not isinstance(a, Value)]
+        want = promoted([*(d for _, d in fetched.values()), *scalars])
+    alone = all(isinstance(value, Literal) for name, (value, _) in fetched.items() if name not in CONDITIONS)
+    values: dict[str, Any] = {}
     for name, arg in node.operands:
-        if not isinstance(arg, Value):
-            values[name] = scalar_text(arg, want, alone)
-            continue
-        variable, constant, have = fetched[name]
-        target = _wanted(node, name, spec.operands, want, have)
-        if variable is None:
-            values[name] = scalar_text(convert_literal(constant, target), target, alone)
+        if name in fetched:
+            value, have = fetched[name]
+            target = _wanted(node, name, spec.operands, want, have)
+            if isinstance(value, Literal):
+                values[name] = scalar(convert_literal(value.value, target), target, alone)
+            else:
+                values[name] = convert(value, have, target)
         else:
-            values[name] = convert(variable, have, target)
-    expr = spec.expr
+            values[name] = scalar(arg, want, alone) if isinstance(arg, int | float) else arg
+    row = spec.expr
     if rough:
-        expr = (spec.coarse if node.coarse else None) or spec.rough or spec.expr
-    text = expr(**values) if callable(expr) else expr.format(**values)
+        row = (spec.coarse if node.coarse else None) or spec.rough or spec.expr
+    if isinstance(row, Global):
+        result = row(*(values[a.name] for a in node.target._schema.arguments if a.name in values))
+    else:
+        result = row(**values)
     # Triton's functions take a literal as int32, and then the other operand.
-    variables = [fetched[n][0] if n in fetched else arg for n, arg in node.operands if arg is not None]
-    widened = node.dtype in _SMALL and not all(isinstance(v, str) for v in variables)
-    return f"({text}).to({TRITON_TYPES[node.dtype]})" if widened else text
+    given = [fetched[name][0] if name in fetched else arg for name, arg in node.operands if arg is not None]
+    numbers = any(isinstance(value, Literal) or not isinstance(value, str | Expression) for value in given)
+    return result.to(node.dtype) if numbers and node.dtype in _SMALL else result
 
 
-def scalar_text(value: object, dtype: torch.dtype, alone: bool = False) -> str:
+def scalar(value: object, dtype: torch.dtype, alone: bool = False) -> Expression:
     """A number in an expression of a dtype, typed where Triton would not see it as one of that dtype.
 
     Beside a block a number takes the block's type. A function such as tl.maximum gives it its own first, and
     the result the larger of both. alone: there is no block beside it.
     """
     if not isinstance(value, bool | int | float) or dtype is torch.uint32:  # random words, beside each other
-        return literal(value)
+        return _literal(value)
     if not dtype.is_floating_point:
         converted = convert_literal(value, dtype)
         if not isinstance(converted, int):  # a fraction beside integers: nothing stores the result as one
-            return literal(value)
+            return _literal(value)
         value = converted
     own = _own_type(value)
     apart = own != dtype and (alone or torch.promote_types(own, dtype) != dtype)
     apart |= alone and dtype is torch.bool  # two of which Triton takes for integers
     if apart or (dtype is torch.float64 and isinstance(value, float) and not _is_single(value)):
-        return f"tl.full((), {literal(value)}, {TRITON_TYPES[dtype]})"
-    return literal(value)
+        return tl.full((), value, dtype)
+    return _literal(value)
 
 
 def _own_type(value: float) -> torch.dtype:
@@ -211,8 +172,11 @@ def _is_where(node: Compute) -> bool:
     return node.target is torch.ops.aten.where.self
 
 
-def _rounded(variable: str, dtype: str) -> str:
+def _literal(value: object) -> Expression:
+    return Literal(cast("float | str | None", value))
+
+
+def _rounded(value: Expression, dtype: str) -> Expression:
     if dtype == str(torch.bfloat16):
-        return f"fm.to_bfloat16({variable})"
-    name = TRITON_TYPES[getattr(torch, dtype.removeprefix("torch."))]
-    return f"{variable}.to({name}).to(tl.float32)"
+        return fm.to_bfloat16(value)
+    return value.to(getattr(torch, dtype.removeprefix("torch."))).to(torch.float32)

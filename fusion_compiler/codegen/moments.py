@@ -14,13 +14,12 @@ from collections.abc import Sequence
 import torch
 
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import dim_text
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.ir.loops import COLS, Compute, Dim, Load, operands_of
+from fusion_compiler.ir.syntax import Expression, Var, fm
 from fusion_compiler.schedule.analysis import HALVES, rounding_of, waiting
 
 _TO_COPY = torch.ops.aten._to_copy.default
-
 
 
 def scale_of(count: int) -> float:
@@ -56,18 +55,17 @@ def operands(b: Builder, number: int) -> tuple[int, int]:
     return off, square
 
 
-def build_squares(b: Builder, number: int, tiles: Sequence[str]) -> None:
+def build_squares(b: Builder, number: int, tiles: Sequence[Expression]) -> None:
     """A sum of squares around a mean, with its correction and the mean's; what was made of that mean is made
     again. tiles: of the squares, and of the differences."""
     _, mean = b.a.moments[number]
     middle = b.loops.nodes[mean]
     assert isinstance(middle, Compute)
-    squares, rest = b.variables.new(b.base_of(number)), b.variables.new("rest")
-    sums = f"fm.sums({', '.join(tiles)}, {'0' if b.tile.flat else '1'}, {not b.tile.flat})"
-    b.add(Assign((squares, rest), sums))
-    corrected = b.variables.new(str(middle.target._opname).lstrip("_"))
-    known = f"{b.env[mean]}, {squares}, {rest}, {dim_text(b.a.size(COLS))}"
-    b.add(Assign((corrected, squares), f"fm.corrected({known})"))
+    squares, rest = Var(b.base_of(number)), Var("rest")
+    b.add(Assign((squares, rest), fm.sums(*tiles, b.col_axis, not b.tile.flat)))
+    corrected = Var(str(middle.target._opname).lstrip("_"))
+    value = fm.corrected(b.env[mean], squares, rest, b.a.size(COLS))
+    b.add(Assign((corrected, squares), value))
     for made in waiting(b.loops, (mean,)) & b.env.keys():
         del b.env[made]
     b.env[mean], b.env[number] = corrected, squares

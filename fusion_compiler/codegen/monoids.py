@@ -11,61 +11,75 @@ all       True      s &= x         tl.min(x) != 0
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.codegen.expression import literal
+from fusion_compiler.codegen.tile import Assign, Statement, Update
 from fusion_compiler.ir.loops import Reduce, Scan
+from fusion_compiler.ir.syntax import (
+    PROPAGATE_NAN,
+    Expression,
+    Global,
+    Literal,
+    Name,
+    Operand,
+    Var,
+    fm,
+    tl,
+)
+
+Function = Callable[[Expression, int, bool], Expression]  # of a tile, an axis, and whether that stays
 
 
 @dataclass(frozen=True)
 class Monoid:
-    """neutral: what changes nothing. step: an element x comes to a state s. fold: x along an axis; k: whether
-    that stays. floats: the fold of floating-point numbers, where that is another.
+    """The neutral element, how an element comes to a state, and how a tile is reduced along an axis.
+
+    step: the sign of an augmented assignment, or a function of the state and the element. floats: the fold
+    of floating-point numbers, where that is another.
     """
 
     neutral: float | bool
-    step: str
-    fold: str
-    floats: str | None = None
+    step: str | Global
+    fold: Function
+    floats: Global | None = None
+
+
+def _kept(keep: bool) -> dict[str, Operand]:
+    return {"keep_dims": True} if keep else {}
 
 
 MONOIDS: dict[str, Monoid] = {
-    "sum": Monoid(0, "{s} += {x}", "tl.sum({x}, axis={axis}{k})"),
-    "prod": Monoid(1, "{s} *= {x}", "tl.reduce({x}, {axis}, fm.multiply{k})"),
+    "sum": Monoid(0, "+", lambda x, axis, keep: tl.sum(x, axis=axis, **_kept(keep))),
+    "prod": Monoid(1, "*", lambda x, axis, keep: tl.reduce(x, axis, fm.multiply, **_kept(keep))),
     "max": Monoid(
-        float("-inf"),
-        "{s} = tl.maximum({s}, {x}{nan})",
-        "tl.max({x}, axis={axis}{k})",
-        "fm.maximum_of({x}, {axis}, {keep})",
+        float("-inf"), tl.maximum, lambda x, axis, keep: tl.max(x, axis=axis, **_kept(keep)), fm.maximum_of
     ),
     "min": Monoid(
-        float("inf"),
-        "{s} = tl.minimum({s}, {x}{nan})",
-        "tl.min({x}, axis={axis}{k})",
-        "fm.minimum_of({x}, {axis}, {keep})",
+        float("inf"), tl.minimum, lambda x, axis, keep: tl.min(x, axis=axis, **_kept(keep)), fm.minimum_of
     ),
-    "any": Monoid(False, "{s} |= {x}", "tl.max({x}, axis={axis}{k}) != 0"),
-    "all": Monoid(True, "{s} &= {x}", "tl.min({x}, axis={axis}{k}) != 0"),
+    "any": Monoid(False, "|", lambda x, axis, keep: tl.max(x, axis=axis, **_kept(keep)).ne(0)),
+    "all": Monoid(True, "&", lambda x, axis, keep: tl.min(x, axis=axis, **_kept(keep)).ne(0)),
 }
 
 
-# Scans of a tile x along an axis, r: "True" from its end.
-SCANS: dict[str, str] = {
-    "sum": "tl.cumsum({x}, {axis}{r})",
-    "prod": "tl.cumprod({x}, {axis}{r})",
-    "max": "tl.associative_scan({x}, {axis}, fm.running_larger{r})",
-    "min": "tl.associative_scan({x}, {axis}, fm.running_smaller{r})",
-    "logsumexp": "fm.running_logsumexp({x}, {axis}{r})",
+# Scans of a tile x along an axis; r: from its end.
+SCANS: dict[str, Callable[[Expression, int, dict[str, Operand]], Expression]] = {
+    "sum": lambda x, axis, r: tl.cumsum(x, axis, **r),
+    "prod": lambda x, axis, r: tl.cumprod(x, axis, **r),
+    "max": lambda x, axis, r: tl.associative_scan(x, axis, fm.running_larger, **r),
+    "min": lambda x, axis, r: tl.associative_scan(x, axis, fm.running_smaller, **r),
+    "logsumexp": lambda x, axis, r: fm.running_logsumexp(x, axis, **r),
 }
 # What a scan x is behind others that came to c.
-CARRIED: dict[str, str] = {
-    "sum": "{c} + {x}",
-    "prod": "{c} * {x}",
-    "max": "fm.running_larger({c}, {x})",
-    "min": "fm.running_smaller({c}, {x})",
-    "logsumexp": "fm.add_logarithms({c}, {x})",
+CARRIED: dict[str, Callable[[Expression, Expression], Expression]] = {
+    "sum": lambda c, x: c + x,
+    "prod": lambda c, x: c * x,
+    "max": fm.running_larger,
+    "min": fm.running_smaller,
+    "logsumexp": fm.add_logarithms,
 }
 NEUTRAL_OF = {"logsumexp": "max"}  # scans whose neutral element is another monoid's
 
@@ -79,37 +93,41 @@ def _neutral(reduce: Reduce | Scan) -> float | bool:
     return MONOIDS[NEUTRAL_OF.get(reduce.combine, reduce.combine)].neutral
 
 
-def neutral_text(reduce: Reduce | Scan) -> str:
-    """What changes nothing, in the dtype in which it is reduced."""
-    neutral = _neutral(reduce)
+def neutral(reduce: Reduce | Scan) -> Expression:
+    """Return what changes nothing, in the dtype in which it is reduced."""
+    value = _neutral(reduce)
     if is_logical(reduce):
-        return str(int(neutral))
+        return Literal(int(value))
     if reduce.dtype.is_floating_point:
-        return literal(float(neutral))
+        return Literal(float(value))
     if reduce.combine in ("max", "min"):
         info = torch.iinfo(torch.int32 if reduce.dtype is torch.bool else reduce.dtype)
-        return str(info.min if reduce.combine == "max" else info.max)
-    return literal(neutral)
+        return Literal(info.min if reduce.combine == "max" else info.max)
+    return Literal(value)
 
 
-def fold_text(reduce: Reduce, tile: str, axis: str, keep: bool, plain: bool = False) -> str:
-    """A tile reduced along one dimension. plain: a NaN in it need not be kept."""
+def fold(reduce: Reduce, tile: Expression, axis: int, keep: bool, plain: bool = False) -> Expression:
+    """Return a tile reduced along one dimension. plain: a NaN in it need not be kept."""
     monoid = MONOIDS[reduce.combine]
-    special = monoid.floats if reduce.dtype.is_floating_point and not plain else None
-    return (special or monoid.fold).format(x=tile, axis=axis, keep=keep, k=", keep_dims=True" if keep else "")
+    if monoid.floats is not None and reduce.dtype.is_floating_point and not plain:
+        return monoid.floats(tile, axis, keep)
+    return monoid.fold(tile, axis, keep)
 
 
-def scan_text(scan: Scan, tile: str, axis: str) -> str:
-    """A tile scanned along one dimension."""
-    return SCANS[scan.combine].format(x=tile, axis=axis, r=", reverse=True" if scan.reverse else "")
+def scan(node: Scan, tile: Expression, axis: int) -> Expression:
+    """Return a tile scanned along one dimension."""
+    return SCANS[node.combine](tile, axis, {"reverse": True} if node.reverse else {})
 
 
-def carried_text(scan: Scan, carried: str, text: str) -> str:
-    """A scan of a block that goes on where the one before it ended."""
-    return CARRIED[scan.combine].format(c=carried, x=text)
+def carry(node: Scan, carried: Expression, tile: Expression) -> Expression:
+    """Return a scan of a block that goes on where the one before it ended."""
+    return CARRIED[node.combine](carried, tile)
 
 
-def step_text(reduce: Reduce, state: str, text: str) -> str:
-    """The statement that adds a tile, or what it was folded to, to a state."""
-    nan = ", propagate_nan=tl.PropagateNan.ALL" if reduce.dtype.is_floating_point else ""
-    return MONOIDS[reduce.combine].step.format(s=state, x=text, nan=nan)
+def step(reduce: Reduce, state: Var | Name, value: Expression) -> Statement:
+    """Return the statement that adds a tile, or what it was folded to, to a state."""
+    how = MONOIDS[reduce.combine].step
+    if isinstance(how, str):
+        return Update(state, how, value)
+    nan: dict[str, Operand] = {"propagate_nan": PROPAGATE_NAN} if reduce.dtype.is_floating_point else {}
+    return Assign((state,), how(state, value, **nan))

@@ -8,6 +8,8 @@ import keyword
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
+from fusion_compiler.ir.syntax import Name
+
 HEADER = """import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -24,6 +26,11 @@ Own = Literal[
     "x", "new_max", "shift", "tops", "off", "counts", "block_mean", "block_squares",
     "top", "left", "move", "apart", "turn",
 ]  # fmt: skip
+
+
+def own(name: Own) -> Name:
+    """Return the variable that has this name in every kernel."""
+    return Name(name)
 
 
 def imported(source: str) -> frozenset[str]:

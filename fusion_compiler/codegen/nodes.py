@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from fusion_compiler.codegen import accesses, moments, segments
 from fusion_compiler.codegen.bits import floats_of, widened_byte
 from fusion_compiler.codegen.builder import ALONG, Builder
-from fusion_compiler.codegen.expression import (
-    TRITON_TYPES,
-    compute_text,
-    convert,
-    convert_literal,
-    dim_text,
-    literal,
-    scalar_text,
-)
-from fusion_compiler.codegen.monoids import carried_text, is_logical, neutral_text, scan_text
-from fusion_compiler.codegen.tile import Check, Expression, is_variable
+from fusion_compiler.codegen.expression import computed, convert, convert_literal, scalar
+from fusion_compiler.codegen.monoids import carry, is_logical, neutral, scan
+from fusion_compiler.codegen.tile import Check
 from fusion_compiler.codegen.totals import build_total
 from fusion_compiler.codegen.windows import interleaved
 from fusion_compiler.ir.dims import quotient
@@ -41,6 +34,7 @@ from fusion_compiler.ir.loops import (
     Value,
     operands_of,
 )
+from fusion_compiler.ir.syntax import Expression, Var, fm, lift, plus, tl
 from fusion_compiler.schedule.analysis import operand_of, rounding_of
 from fusion_compiler.schedule.schedule import Cols
 
@@ -92,7 +86,7 @@ def build_node(b: Builder, number: int) -> None:
         build_total(b, number, node, build_nodes)
         return
     value, base = value_of(b, number)
-    if isinstance(value, str) and is_variable(value):  # an operand that passes through
+    if isinstance(value, Var):  # an operand that passes through
         b.env[number] = value
     else:
         b.env[number] = b.let(base, value, number)
@@ -118,7 +112,7 @@ def _build_narrow(b: Builder, number: int) -> None:
     b.env |= {n: v for (kind, n), v in b.named.items() if kind == segments.NARROW}
     value, base = value_of(b, number)
     b.env = env
-    b.named[key] = value if isinstance(value, str) and is_variable(value) else b.let(base, value, number)
+    b.named[key] = value if isinstance(value, Var) else b.let(base, value, number)
 
 
 def value_of(b: Builder, number: int) -> tuple[Expression, str]:
@@ -126,24 +120,24 @@ def value_of(b: Builder, number: int) -> tuple[Expression, str]:
     node = b.loops.nodes[number]
     match node:
         case Load():
-            return _loaded(b, number, node), b.pointers[node.buffer].removesuffix("_ptr")
+            return _loaded(b, number, node), b.called(node.buffer)
         case Coordinate() if not node.index.terms:  # a size: no tile whose type could be changed
-            return b.full(dim_text(node.index.const), node.dtype), "position"
+            return b.full(node.index.const, node.dtype), "position"
         case Coordinate():
-            return f"({b.index(node.index)}).to({TRITON_TYPES[node.dtype]})", "position"
+            return b.index(node.index).to(node.dtype), "position"
         case Constant():
-            return b.full(literal(node.value), node.dtype), "constant"
+            return b.full(node.value, node.dtype), "constant"
         case InRange():
             index = b.index(node.index)
-            return f"({index} >= {dim_text(node.low)}) & ({index} < {dim_text(node.high)})", "inside"
+            return (index >= node.low) & (index < node.high), "inside"
         case Random():
             return _random(b, node), "word" if node.dtype is torch.uint32 else "uniform"
         case Checked():
             _check(b, node)
-            text = b.variable(node.operand)
+            value = b.variable(node.operand)
             if b.a.groups[node.operand] != b.a.groups[number]:  # of a table of one element
-                text = f"tl.broadcast_to({text}, {b.shape(b.a.groups[number])})"
-            return text, "same"
+                return tl.broadcast_to(value, b.shape(b.a.groups[number])), "same"
+            return value, "same"
         case Compute():
             return _compute(b, number, node), base_name(node)
         case _:
@@ -151,12 +145,12 @@ def value_of(b: Builder, number: int) -> tuple[Expression, str]:
 
 
 def _loaded(b: Builder, number: int, node: Load) -> Expression:
-    then = "{}" if number in b.as_loaded else accesses.converted(b, node)
+    held = b.dtypes[node.buffer]
+    dtype = held if number in b.as_loaded else node.dtype
     if not is_kept(b, number):
-        return accesses.load(b, number, then)
-    base = b.pointers[node.buffer].removesuffix("_ptr")
-    b.kept[number] = b.let(f"{base}_loaded", accesses.load(b, number, "{}"))
-    return then.replace("{}", b.kept[number])
+        return accesses.load(b, number, dtype)
+    b.kept[number] = b.let(f"{b.called(node.buffer)}_loaded", accesses.load(b, number, held))
+    return convert(b.kept[number], held, dtype)
 
 
 def is_kept(b: Builder, number: int) -> bool:
@@ -174,24 +168,24 @@ def is_kept(b: Builder, number: int) -> bool:
 
 def _check(b: Builder, node: Checked) -> None:
     groups = b.a.groups[node.position]
-    bounds = f"{dim_text(node.low)}, {dim_text(node.high)}"
     shape = b.shape(groups | b.within_groups(node.within))
-    dtype = TRITON_TYPES[b.loops.nodes[node.position].dtype]
-    b.add(Check(b.variable(node.position), bounds, node.what, b.mask(groups, node.within), shape, dtype))
+    zero = tl.full(shape, 0, b.loops.nodes[node.position].dtype)
+    index, mask = b.variable(node.position), b.mask(groups, node.within)
+    b.add(Check(index, lift(node.low), lift(node.high), node.what, mask, zero))
 
 
 def base_name(node: Compute) -> str:
     return "rounded" if rounding_of(node) else str(node.target._opname).lstrip("_")
 
 
-def _compute(b: Builder, number: int, node: Compute) -> str:
+def _compute(b: Builder, number: int, node: Compute) -> Expression:
     nodes = b.loops.nodes
     refs = [a.node for _, a in node.operands if isinstance(a, Value)]
     numbers = sum(isinstance(nodes[n], Constant) for n in refs)
     if numbers == len(refs) or (numbers > 1 and node.target is not aten.where.self):
         for n in refs:  # two numbers have no type in Triton's functions
             b.variable(n)
-        return compute_text(node, lambda n: (b.variable(n), None, nodes[n].dtype))
+        return computed(node, lambda n: (b.variable(n), nodes[n].dtype))
     total = b.means.get(number)
     if total in b.scaled and isinstance(width := b.a.size(COLS), int):
         count = b.scaled[total] * width  # a fraction that float32 holds
@@ -201,24 +195,20 @@ def _compute(b: Builder, number: int, node: Compute) -> str:
     if rough and node.target is aten.div.Tensor:
         divisor, dividend = operand_of(node, "other"), operand_of(node, "self")
         if divisor is not None and dividend is not None and _is_narrower(b, divisor, number):
-            return f"{_as_float(b, dividend)} * {_reciprocal(b, divisor)}"
+            return _as_float(b, dividend) * _reciprocal(b, divisor)
 
     if (floats := floats_of(b.loops, number)) is not None:
         spread(b, floats.operands())
-        return floats.text(b.variable)
+        return floats.value(b.variable)
     spread(b, refs)
     if (byte := widened_byte(b.loops, node)) is not None:
-        return f"fm.from_byte({b.variable(byte)})"
+        return fm.from_byte(b.variable(byte))
 
-    def operand(n: int) -> tuple[str | None, object, torch.dtype]:
+    def operand(n: int) -> tuple[Expression, torch.dtype]:
         value = nodes[n]
-        return (
-            (None, value.value, value.dtype)
-            if isinstance(value, Constant)
-            else (b.variable(n), None, value.dtype)
-        )
+        return lift(cast(float, value.value)) if isinstance(value, Constant) else b.variable(n), value.dtype
 
-    return compute_text(node, operand, rough)
+    return computed(node, operand, rough)
 
 
 def _is_narrower(b: Builder, operand: int, number: int) -> bool:
@@ -230,30 +220,29 @@ def _is_narrower(b: Builder, operand: int, number: int) -> bool:
     return variable and b.a.groups[operand] < b.a.groups[number]
 
 
-def _as_float(b: Builder, number: int) -> str:
+def _as_float(b: Builder, number: int) -> Expression:
     node = b.loops.nodes[number]
     if isinstance(node, Constant):
-        return scalar_text(convert_literal(node.value, torch.float32), torch.float32)
+        return scalar(convert_literal(node.value, torch.float32), torch.float32)
     spread(b, (number,))
     return convert(b.variable(number), node.dtype, torch.float32)
 
 
-def _reciprocal(b: Builder, number: int) -> str:
+def _reciprocal(b: Builder, number: int) -> Expression:
     """1 / a row's or a segment's value, once for each."""
     if ~number not in b.env and (segments.NARROW, number) in b.named:
         value, key = b.named[segments.NARROW, number], (segments.NARROW, ~number)
-        b.named[key] = b.let(f"per_{b.variables.base(value)}", f"1.0 / {value}")
+        b.named[key] = b.let(f"per_{value.base}", 1.0 / value)
         segments.spread(b, number, ~number)
     if ~number not in b.env:
         value = _as_float(b, number)
-        base = b.variables.base(b.variable(number))
-        b.env[~number] = b.let(f"per_{base}", f"1.0 / {value}")
+        b.env[~number] = b.let(f"per_{b.variable(number).base}", 1.0 / value)
     return b.env[~number]
 
 
-def _random(b: Builder, node: Random) -> str:
+def _random(b: Builder, node: Random) -> Expression:
     """Four numbers a Philox call where four neighbours lie along the columns."""
-    function = "fm.words" if node.dtype is torch.uint32 else "fm.uniform"
+    words = node.dtype is torch.uint32
     seed = b.variable(node.seed)
     merged, whole = b.a.merged(node.index)
     cols = range(b.a.first[COLS], len(b.loops.axes))
@@ -263,40 +252,39 @@ def _random(b: Builder, node: Random) -> str:
     by_col = along == [(cols[-1], 1)] and (len(cols) == 1 or cols[-1] in whole) if cols else False
     if by_col and first is not None and b.tile.lanes >= 4 and all(c is not None for _, c in others):
         rest = Index(first, tuple((k, c) for k, c in others if c is not None))
-        start = b.tile.start
-        quarter = f"tl.arange(0, {b.tile.lanes // 4})" + ("" if b.tile.flat else "[None, :]")
-        column = quarter if start is None else f"({start}) // 4 + {quarter}"
-        base = "" if rest == Index(0, ()) else f"{b.index(rest)} + "
-        return f"{function}_block({seed}, {base}{column}, {dim_text(node.salt)})"
-    index = b.index(node.index)
-    if not node.index.terms:
-        index = b.full(index, torch.int32)
-    return f"{function}({seed}, {index}, {dim_text(node.salt)})"
+        start, quarter = b.tile.start, b.lanes(b.tile.lanes // 4)
+        column = plus(None if start is None else start // 4, quarter)
+        number = column if rest == Index(0, ()) else plus(b.index(rest), column)
+        return (fm.words_block if words else fm.uniform_block)(seed, number, node.salt)
+    index = b.index(node.index) if node.index.terms else b.full(node.index.const, torch.int32)
+    return (fm.words if words else fm.uniform)(seed, index, node.salt)
 
 
 # -- reductions of a tile ----------------------------------------------------------------------------
 
 
-def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> str:
+def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> Expression:
     """A reduction's or a scan's operand as a full tile in the reduced groups, neutral where no element is."""
     build_nodes(b, b.need((reduce.operand,)))
     spread(b, (reduce.operand,))
     return as_elements(b, reduce, over, b.variable(reduce.operand))
 
 
-def as_elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str], value: str) -> str:
+def as_elements(
+    b: Builder, reduce: Reduce | Scan, over: frozenset[str], value: Expression
+) -> Expression:
     """The same of what stands in the operand's place."""
     source = b.loops.nodes[reduce.operand]
     groups = b.a.groups[reduce.operand]
     if is_logical(reduce):  # zero or one: a half is true, and so is what wraps to zero
-        text = f"{convert(value, source.dtype, torch.bool)}.to(tl.int32)"
+        value = convert(value, source.dtype, torch.bool).to(torch.int32)
     else:
-        text = convert(value, source.dtype, reduce.dtype)
+        value = convert(value, source.dtype, reduce.dtype)
     if over - groups or (b.tile.flat and isinstance(source, Constant)):
-        text = f"tl.broadcast_to({text}, {b.shape(groups | over)})"
+        value = tl.broadcast_to(value, b.shape(groups | over))
     zero = reduce.combine == "sum" and reduce.operand in b.a.zero_in_missing_rows
     mask = b.mask(over & frozenset({COLS} if zero else {ROWS, COLS}), None)
-    return text if mask is None else f"tl.where({mask}, {text}, {neutral_text(reduce)})"
+    return value if mask is None else tl.where(mask, value, neutral(reduce))
 
 
 def carry_scans(b: Builder, numbers: Iterable[int]) -> None:
@@ -305,22 +293,20 @@ def carry_scans(b: Builder, numbers: Iterable[int]) -> None:
         node = b.loops.nodes[number]
         if isinstance(node, Scan):
             groups = b.a.groups[node.operand] - ALONG
-            text = f"tl.full({b.shape(groups)}, {neutral_text(node)}, {TRITON_TYPES[node.dtype]})"
-            b.carried[number] = b.let("carried", text)
+            b.carried[number] = b.let("carried", tl.full(b.shape(groups), neutral(node), node.dtype))
 
 
 def _scan(b: Builder, number: int, node: Scan) -> None:
     """A scan of the tile; in a loop it goes on from the block before, to what its last column comes to."""
-    text = scan_text(node, elements(b, node, ALONG), "0" if b.tile.flat else "1")
+    value = scan(node, elements(b, node, ALONG), b.col_axis)
     carried = b.carried.get(number)
     if carried is not None:
-        text = carried_text(node, carried, text)
-    b.env[number] = b.let(f"running_{node.combine}", text, number)
+        value = carry(node, carried, value)
+    b.env[number] = b.let(f"running_{node.combine}", value, number)
     if carried is not None:
-        lanes = f"tl.arange(0, {b.tile.lanes})" + ("" if b.tile.flat else "[None, :]")
         last = 0 if node.reverse else b.tile.lanes - 1
-        alone = f"tl.where({lanes} == {last}, {b.env[number]}, 0)"
-        b.set(carried, b.along("tl.sum", alone))
+        alone = tl.where(b.lanes(b.tile.lanes).eq(last), b.env[number], 0)
+        b.set(carried, b.along(tl.sum, alone))
 
 
 def _reduce(b: Builder, number: int) -> None:
@@ -339,7 +325,7 @@ def _reduce(b: Builder, number: int) -> None:
     mean = next((mean for mean, total in b.means.items() if total == number), None)
     if mean is not None and isinstance(width := b.a.size(COLS), int) and width > 1:
         scale = b.scaled[number] = moments.scale_of(width)
-        tile, base = f"{tile} * {scale!r}", "row_mean" if scale * width == 1 else base
+        tile, base = tile * scale, "row_mean" if scale * width == 1 else base
     alike = (b.a.level[number], b.a.groups[number]) if number in b.a.sums_along else None
     b.env[number] = b.let(base, b.folded_along(number, tile, alike))
     if mean is not None and base == "row_mean":
@@ -353,5 +339,5 @@ def _reduce_rows(b: Builder, number: int) -> None:
     if COLS in reduce.over:
         tile = b.let(b.base_of(number), b.folded_along(number, tile))
     alike = ("rows", b.a.groups[reduce.operand]) if b.a.is_sum(number) else None
-    folded = tile if b.tile.flat else b.folded(number, tile, "0", True, alike)
+    folded = tile if b.tile.flat else b.folded(number, tile, 0, True, alike)
     b.env[number] = b.let(b.base_of(number), folded, number)

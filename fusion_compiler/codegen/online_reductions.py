@@ -12,27 +12,40 @@ merged with theirs:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from fusion_compiler.codegen import pieces, words
 from fusion_compiler.codegen.builder import ALONG, Builder, Packed
 from fusion_compiler.codegen.contractions import Contracted
-from fusion_compiler.codegen.expression import TRITON_TYPES, dim_text
 from fusion_compiler.codegen.moments import is_exact, scale_of
-from fusion_compiler.codegen.monoids import neutral_text, step_text
-from fusion_compiler.codegen.names import Own
+from fusion_compiler.codegen.monoids import neutral, step
+from fusion_compiler.codegen.names import own
 from fusion_compiler.codegen.nodes import elements
 from fusion_compiler.codegen.partial_reductions import scaled_sum
 from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.codegen.windows import block
 from fusion_compiler.codegen.words import word_of
 from fusion_compiler.ir.loops import COLS, ROWS, Load
+from fusion_compiler.ir.syntax import (
+    MINUS_INFINITY,
+    Expression,
+    Literal,
+    Name,
+    Variable,
+    fm,
+    lift,
+    times,
+    tl,
+)
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, part_cols
 from fusion_compiler.schedule.contractions import Contraction
 from fusion_compiler.schedule.schedule import WORD, Cols
 
-BLOCK: tuple[Own, Own] = ("block_mean", "block_squares")
+BLOCK = own("block_mean"), own("block_squares")
 NONE: Mapping[int, Contraction] = {}
 NO_PIECES: Mapping[int, tuple[int, ...]] = {}
 LEAST_TURNS = 4  # of a block, for a state in each lane, which costs as much as one element of them
@@ -52,40 +65,39 @@ class Plain:
         """The nodes that a pass computes for it."""
         return words.wanted(b, self.total) if word_of(b, self.total) > 1 else b.operands(self.total)
 
-    def start(self, b: Builder) -> tuple[str, ...]:
+    def start(self, b: Builder) -> tuple[Variable, ...]:
         word = word_of(b, self.total)
         return (accumulator(b, self.total, b.a.groups[b.reduction(self.total).operand] | ALONG, word),)
 
-    def step(self, b: Builder, names: Sequence[str]) -> None:
+    def step(self, b: Builder, names: Sequence[Variable]) -> None:
         tile = words.summed(b, self.total) if word_of(b, self.total) > 1 else self._elements(b)
-        b.line(step_text(b.reduction(self.total), names[0], tile))
+        b.add(step(b.reduction(self.total), names[0], tile))
 
-    def single(self, b: Builder, names: Sequence[str]) -> None:
+    def single(self, b: Builder, names: Sequence[Variable]) -> None:
         b.set(names[0], self._elements(b))
 
-    def fold(self, b: Builder, names: Sequence[str]) -> None:
+    def fold(self, b: Builder, names: Sequence[Variable]) -> None:
         b.set(names[0], self._folded(b, names[0]))
 
-    def end(self, b: Builder, names: Sequence[str]) -> None:
+    def end(self, b: Builder, names: Sequence[Variable]) -> None:
         reduce = b.reduction(self.total)
-        b.line(step_text(reduce, names[0], b.fold_cols(reduce, self._elements(b))))
+        b.add(step(reduce, names[0], b.fold_cols(reduce, self._elements(b))))
 
-    def merge(self, b: Builder, names: Sequence[str], parts: Sequence[str]) -> None:
+    def merge(self, b: Builder, names: Sequence[Variable], parts: Sequence[Variable]) -> None:
         b.set(names[0], self._folded(b, parts[0]))
 
-    def bind(self, b: Builder, names: Sequence[str]) -> None:
+    def bind(self, b: Builder, names: Sequence[Variable]) -> None:
         b.env[self.total] = names[0]
 
-    def _elements(self, b: Builder) -> str:
+    def _elements(self, b: Builder) -> Expression:
         return elements(b, b.reduction(self.total), ALONG)
 
-    def _folded(self, b: Builder, tile: str) -> Combine:
+    def _folded(self, b: Builder, tile: Expression) -> Combine:
         """A tile along the row; two sums of float32 are made together (`passes.joined`)."""
         adds = type(self) is Plain and b.a.is_sum(self.total)
         form = (b.a.groups[b.reduction(self.total).operand], word_of(b, self.total))  # of the tile
         alike = ("state", b.a.level[self.total], *form) if adds else None
-        flat = b.tile.flat
-        return Combine(b.reduction(self.total), (tile,), "0" if flat else "1", not flat, alike=alike)
+        return Combine(b.reduction(self.total), (tile,), b.col_axis, not b.tile.flat, alike=alike)
 
 
 @dataclass(frozen=True)
@@ -98,12 +110,12 @@ class Scaled(Plain):
     def wanted(self, b: Builder) -> tuple[int, ...]:
         return ()
 
-    def single(self, b: Builder, names: Sequence[str]) -> None:
+    def single(self, b: Builder, names: Sequence[Variable]) -> None:
         loads = [(i, b.loops.nodes[i]) for i in self.shared]
         factors = [block.loaded_once(b, i, node) for i, node in loads if isinstance(node, Load)]
-        b.set(names[0], " * ".join([b.named["sum", self.segment], *factors]))
+        b.set(names[0], times(b.named["sum", self.segment], *factors))
 
-    def fold(self, b: Builder, names: Sequence[str]) -> None:
+    def fold(self, b: Builder, names: Sequence[Variable]) -> None:
         """The state is one value a row already."""
 
 
@@ -126,59 +138,62 @@ class Softmax:
     def wanted(self, b: Builder) -> tuple[int, ...]:
         return b.operands(self.peak)
 
-    def start(self, b: Builder) -> tuple[str, ...]:
+    def start(self, b: Builder) -> tuple[Variable, ...]:
         lanes = _lanes(b)
         if not lanes:
             return tuple(accumulator(b, n, frozenset({ROWS})) for n in self.numbers)
         return tuple(
-            b.let(b.base_of(n), f"tl.full([{lanes}], {neutral_text(node)}, {TRITON_TYPES[node.dtype]})")
+            b.let(b.base_of(n), tl.full([lanes], neutral(node), node.dtype))
             for n, node in ((n, b.reduction(n)) for n in self.numbers)
         )
 
-    def step(self, b: Builder, names: Sequence[str]) -> None:
+    def step(self, b: Builder, names: Sequence[Variable]) -> None:
         lanes = _lanes(b)
         if not lanes:
             self.end(b, names)
             return
         top, total = names
-        x = elements(b, b.reduction(self.peak), ALONG)
-        b.define("x", f"tl.reshape({x}, [{b.tile.lanes // lanes}, {lanes}])")
-        b.define("new_max", f"tl.maximum({top}, tl.max(x, axis=0))")
-        b.define("shift", 'tl.where(new_max == float("-inf"), 0.0, new_max)')
-        b.set(total, f"{total} * tl.exp({top} - shift) + tl.sum(tl.exp(x - shift[None, :]), axis=0)")
-        b.set(top, "new_max")
+        tile = elements(b, b.reduction(self.peak), ALONG)
+        x = b.define("x", tl.reshape(tile, [b.tile.lanes // lanes, lanes]))
+        new_max = b.define("new_max", tl.maximum(top, tl.max(x, axis=0)))
+        shift = _shift(b, new_max)
+        added = tl.sum(tl.exp(x - shift[None, :]), axis=0)
+        b.set(total, total * tl.exp(top - shift) + added)
+        b.set(top, new_max)
 
-    def single(self, b: Builder, names: Sequence[str]) -> None:
+    def single(self, b: Builder, names: Sequence[Variable]) -> None:
         top, total = names
-        b.define("x", elements(b, b.reduction(self.peak), ALONG))
-        b.set(top, b.along("tl.max", "x"))
-        b.define("shift", f'tl.where({top} == float("-inf"), 0.0, {top})')
-        b.set(total, b.along("tl.sum", "tl.exp(x - shift)"))
+        x = b.define("x", elements(b, b.reduction(self.peak), ALONG))
+        b.set(top, b.along(tl.max, x))
+        b.set(total, b.along(tl.sum, tl.exp(x - _shift(b, top))))
 
-    def fold(self, b: Builder, names: Sequence[str]) -> None:
+    def fold(self, b: Builder, names: Sequence[Variable]) -> None:
         if b.s.cols is Cols.LOOP and _lanes(b):
-            b.define("tops", names[0])
-            self.merge(b, names, ("tops", names[1]))
+            self.merge(b, names, (b.define("tops", names[0]), names[1]))
 
-    def end(self, b: Builder, names: Sequence[str]) -> None:
+    def end(self, b: Builder, names: Sequence[Variable]) -> None:
         top, total = names
-        b.define("x", elements(b, b.reduction(self.peak), ALONG))
-        b.define("new_max", f"tl.maximum({top}, {b.along('tl.max', 'x')})")
-        b.define("shift", 'tl.where(new_max == float("-inf"), 0.0, new_max)')
-        b.set(total, f"{total} * tl.exp({top} - shift) + {b.along('tl.sum', 'tl.exp(x - shift)')}")
-        b.set(top, "new_max")
+        x = b.define("x", elements(b, b.reduction(self.peak), ALONG))
+        new_max = b.define("new_max", tl.maximum(top, b.along(tl.max, x)))
+        shift = _shift(b, new_max)
+        b.set(total, total * tl.exp(top - shift) + b.along(tl.sum, tl.exp(x - shift)))
+        b.set(top, new_max)
 
-    def merge(self, b: Builder, names: Sequence[str], parts: Sequence[str]) -> None:
+    def merge(self, b: Builder, names: Sequence[Variable], parts: Sequence[Variable]) -> None:
         top, total = names
         tops, totals = parts
-        b.set(top, b.along("tl.max", tops))
-        b.define("shift", f'tl.where({top} == float("-inf"), 0.0, {top})')
-        b.set(total, b.along("tl.sum", f"{totals} * tl.exp({tops} - shift)"))
+        b.set(top, b.along(tl.max, tops))
+        b.set(total, b.along(tl.sum, totals * tl.exp(tops - _shift(b, top))))
 
-    def bind(self, b: Builder, names: Sequence[str]) -> None:
+    def bind(self, b: Builder, names: Sequence[Variable]) -> None:
         top, total = names
-        b.set(total, f'tl.where({top} == float("-inf"), float("nan"), {total})')
+        b.set(total, tl.where(top.eq(MINUS_INFINITY), math.nan, total))
         b.env[self.peak], b.env[self.total] = names
+
+
+def _shift(b: Builder, top: Expression) -> Name:
+    """What is taken from a row's elements: its maximum, but nothing of a row whose elements are all -inf."""
+    return b.define("shift", tl.where(top.eq(MINUS_INFINITY), 0.0, top))
 
 
 @dataclass(frozen=True)
@@ -196,52 +211,50 @@ class Moments:
     def wanted(self, b: Builder) -> tuple[int, ...]:
         return b.operands(self.total)
 
-    def start(self, b: Builder) -> tuple[str, ...]:
-        dtype = TRITON_TYPES[b.reduction(self.squares).dtype]
-        zero = f"tl.full({b.shape(b.a.groups[self.squares])}, 0.0, {dtype})"
+    def start(self, b: Builder) -> tuple[Variable, ...]:
+        zero = tl.full(b.shape(b.a.groups[self.squares]), 0.0, b.reduction(self.squares).dtype)
         return (b.let("mean", zero), b.let("squares", zero))
 
-    def step(self, b: Builder, names: Sequence[str]) -> None:
+    def step(self, b: Builder, names: Sequence[Variable]) -> None:
         mean, squares = names
         self.block(b, *BLOCK)
-        merged = f"fm.merge_moments({mean}, {squares}, {_seen(b)}, {', '.join(BLOCK)}, {_count(b)})"
-        b.add(Assign((mean, squares), merged))
+        b.add(Assign((mean, squares), fm.merge_moments(mean, squares, _seen(b), *BLOCK, _count(b))))
 
-    def single(self, b: Builder, names: Sequence[str]) -> None:
-        self.block(b, *names)
+    def single(self, b: Builder, names: Sequence[Variable]) -> None:
+        self.block(b, names[0], names[1])
 
-    def block(self, b: Builder, mean: str, squares: str) -> None:
-        b.define("x", elements(b, b.reduction(self.total), ALONG))
+    def block(self, b: Builder, mean: Variable, squares: Variable) -> None:
+        x = b.define("x", elements(b, b.reduction(self.total), ALONG))
         scale = scale_of(b.tile.lanes)
-        part = "" if b.tile.col_mask is None else f" / ({_count(b)} * {scale!r})"
-        b.set(mean, b.along("tl.sum", f"x * {scale!r}") + part)
+        scaled_mean = b.along(tl.sum, x * scale)
+        b.set(mean, scaled_mean if b.tile.col_mask is None else scaled_mean / (_count(b) * scale))
         mask = b.mask(ALONG, None)
-        b.define("off", f"tl.where({mask}, x - {mean}, 0.0)" if mask else f"x - {mean}")
+        off = b.define("off", x - mean if mask is None else tl.where(mask, x - mean, 0.0))
         if is_exact(b, self.total, b.tile.lanes):
-            b.set(squares, b.along("tl.sum", "off * off"))
+            b.set(squares, b.along(tl.sum, off * off))
             return
-        sums = f"fm.sums(off * off, off, {'0' if b.tile.flat else '1'}, {not b.tile.flat})"
-        b.add(Assign((squares, "left"), sums))
-        b.add(Assign((mean, squares), f"fm.corrected({mean}, {squares}, left, {_count(b)})"))
+        left = own("left")
+        b.add(Assign((squares, left), fm.sums(off * off, off, b.col_axis, not b.tile.flat)))
+        b.add(Assign((mean, squares), fm.corrected(mean, squares, left, _count(b))))
 
-    def fold(self, b: Builder, names: Sequence[str]) -> None:
+    def fold(self, b: Builder, names: Sequence[Variable]) -> None:
         """The state is one value a row already."""
 
-    def end(self, b: Builder, names: Sequence[str]) -> None:
+    def end(self, b: Builder, names: Sequence[Variable]) -> None:
         self.step(b, names)
 
-    def merge(self, b: Builder, names: Sequence[str], parts: Sequence[str]) -> None:
+    def merge(self, b: Builder, names: Sequence[Variable], parts: Sequence[Variable]) -> None:
         mean, squares = names
         means, others = parts
-        b.define("counts", _part_counts(b))
-        tops = f'tl.where(counts > 0, {means}, float("-inf"))'
-        b.define("top", b.along("tl.max", tops))  # means differ by less than they are, which rounds less
-        b.define("apart", f"{means} - top")
-        b.define("move", b.along("tl.sum", f"counts / {dim_text(b.a.size(COLS))} * apart"))
-        b.set(mean, "top + move")
-        b.set(squares, b.along("tl.sum", f"{others} + counts * (apart - move) * (apart - move)"))
+        counts = b.define("counts", _part_counts(b))
+        tops = tl.where(counts > 0, means, MINUS_INFINITY)
+        top = b.define("top", b.along(tl.max, tops))  # means differ by less than they are, which rounds less
+        apart = b.define("apart", means - top)
+        move = b.define("move", b.along(tl.sum, counts / b.a.size(COLS) * apart))
+        b.set(mean, top + move)
+        b.set(squares, b.along(tl.sum, others + counts * (apart - move) * (apart - move)))
 
-    def bind(self, b: Builder, names: Sequence[str]) -> None:
+    def bind(self, b: Builder, names: Sequence[Variable]) -> None:
         b.env[self.mean], b.env[self.squares] = names
 
 
@@ -258,32 +271,31 @@ class Pieces(Plain):
     def wanted(self, b: Builder) -> tuple[int, ...]:
         return ()
 
-    def start(self, b: Builder) -> tuple[str, ...]:
+    def start(self, b: Builder) -> tuple[Variable, ...]:
         pieces.prepare(b, self._operands(b))
-        shape = f"[{pieces.padded(len(self.sums))}, {b.tile.lanes}]"
-        return (b.let(b.base_of(self.total), f"tl.zeros({shape}, tl.float32)"),)
+        shape = [pieces.padded(len(self.sums)), b.tile.lanes]
+        return (b.let(b.base_of(self.total), tl.zeros(shape, torch.float32)),)
 
-    def bind(self, b: Builder, names: Sequence[str]) -> None:
+    def bind(self, b: Builder, names: Sequence[Variable]) -> None:
         b.packs[self.sums] = Packed(names[0], 0)
 
     def _operands(self, b: Builder) -> tuple[int, ...]:
         return tuple(b.reduction(n).operand for n in self.sums)
 
-    def _elements(self, b: Builder) -> str:
+    def _elements(self, b: Builder) -> Expression:
         return pieces.lying(pieces.pack(b, self._operands(b)), 0)
 
 
 Running = Plain | Softmax | Moments | Contracted | Pieces
 
 
-def accumulator(b: Builder, number: int, groups: frozenset[str], word: int = 1) -> str:
+def accumulator(b: Builder, number: int, groups: frozenset[str], word: int = 1) -> Variable:
     """The variable in which a reduction is accumulated over a tile of these groups, with one lane for each
     word of so many columns."""
     reduce = b.reduction(number)
-    dtype = TRITON_TYPES[accumulator_dtype(reduce)]
     with b.inside(None, b.tile.lanes // word):
         shape = b.shape(groups)
-    return b.let(b.base_of(number), f"tl.full({shape}, {neutral_text(reduce)}, {dtype})")
+    return b.let(b.base_of(number), tl.full(shape, neutral(reduce), accumulator_dtype(reduce)))
 
 
 def _lanes(b: Builder) -> int:
@@ -322,33 +334,37 @@ def complete_after(a: Analysis, level: int) -> list[int]:
     return [i for i in a.reductions if i not in a.finish and a.level[i] == level]
 
 
-def _seen(b: Builder) -> str:
+def _seen(b: Builder) -> Expression:
     """How many columns of its part a program has been through before the block at hand."""
     assert b.tile.start is not None  # a pass begins somewhere
-    return b.tile.start if b.s.splits == 1 else f"{b.tile.start} - first_col"
+    return b.tile.start if b.s.splits == 1 else b.tile.start - own("first_col")
 
 
-def _column(b: Builder, lane: str) -> str:
+def _column(b: Builder, lane: Expression) -> Expression:
     """The column of a lane, or the first one of the row where that lies behind."""
-    return f"tl.maximum({lane} - lead, 0)" if b.s.misaligned else lane
+    return tl.maximum(lane - own("lead"), 0) if b.s.misaligned else lane
 
 
-def _count(b: Builder) -> str:
+def _count(b: Builder) -> Expression:
     """How many columns the block at hand has."""
     start, size = b.tile.start, b.a.size(COLS)
     if b.tile.col_mask is None:
-        return str(b.tile.lanes)
+        return lift(b.tile.lanes)
     assert start is not None and isinstance(size, int)  # a pass begins somewhere
-    if start.isdecimal():  # behind the loop
-        return str(size - int(start))
-    end = f"{start} + {b.tile.lanes}{' - lead' if b.s.misaligned else ''}"
-    return f"(tl.minimum({end}, {size}) - {_column(b, start)})"
+    if isinstance(start, Literal) and isinstance(start.value, int):  # behind the loop
+        return lift(size - start.value)
+    return tl.minimum(_without_lead(start + b.tile.lanes, b.s.misaligned), size) - _column(b, start)
 
 
-def _part_counts(b: Builder) -> str:
+def _part_counts(b: Builder) -> Expression:
     """How many columns each part of a row has, as float32: with a loop the same at any lead."""
     size, part = b.a.size(COLS), part_cols(b.a, b.s)
-    first = f"parts * {dim_text(part)}"
+    first = own("parts") * part
     misaligned = b.s.misaligned and b.s.cols is Cols.WHOLE
-    end = f"tl.minimum({first} + {dim_text(part)}{' - lead' if misaligned else ''}, {dim_text(size)})"
-    return f"tl.maximum({end} - {_column(b, first) if misaligned else first}, 0).to(tl.float32)"
+    count = tl.minimum(_without_lead(first + part, misaligned), size)
+    count -= _column(b, first) if misaligned else first
+    return tl.maximum(count, 0).to(torch.float32)
+
+
+def _without_lead(end: Expression, misaligned: bool) -> Expression:
+    return end - own("lead") if misaligned else end

@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.finishing import completed
+from fusion_compiler.codegen.names import own
 from fusion_compiler.codegen.nodes import elements
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows.block import is_same
@@ -29,6 +32,7 @@ from fusion_compiler.ir.loops import (
     row_major,
     segment_of,
 )
+from fusion_compiler.ir.syntax import Variable, every, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, Pieces, accumulator_dtype, pieces_of
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
@@ -61,12 +65,12 @@ def partial_results(b: Builder, numbers: Sequence[int]) -> None:
         tile = elements(b, b.reduction(number), ALONG)
         pieces = _pieces(b, number)
         here = b.tile.lanes // pieces.columns
-        axis, keep = "0" if b.tile.flat else "1", not b.tile.flat
+        axis, keep = b.col_axis, not b.tile.flat
         groups = b.a.groups[b.reduction(number).operand]
         if here > 1:
             tall = not b.tile.flat and ROWS in groups
             shape = [*([] if b.tile.flat else [b.s.block_rows if tall else 1]), here, pieces.columns]
-            tile, axis, keep = f"tl.reshape({tile}, {shape})", str(len(shape) - 1), False
+            tile, axis, keep = tl.reshape(tile, shape), len(shape) - 1, False
         alike = (pieces, groups) if b.a.is_sum(number) else None
         sums = b.let("segment_sum", b.folded(number, tile, axis, keep, alike))
         _store_pieces(b, number, sums, pieces, here)
@@ -76,19 +80,18 @@ def _pieces(b: Builder, number: int) -> Pieces:
     return pieces_of(b.a, replace(b.s, block_cols=b.tile.lanes), number)
 
 
-def _store_pieces(b: Builder, number: int, text: str, pieces: Pieces, here: int) -> None:
+def _store_pieces(b: Builder, number: int, value: Variable, pieces: Pieces, here: int) -> None:
     """Store the values of the pieces in the block; of a single one other sums may be made."""
     piece = _pieces_here(b, pieces.columns, here)
-    masks = [b.tile.row_mask] if b.tile.row_mask and b.a.axes[ROWS] else []
     only = here == 1 and b.tile.start is None
-    masks += [f"({piece} < {pieces.count})"] if b.tile.col_mask and not only else []
+    rows = b.tile.row_mask if b.a.axes[ROWS] else None
+    mask = every(rows, piece < pieces.count if b.tile.col_mask and not only else None)
     if here == 1:
-        b.named["sum", number] = text
-    block = "" if b.tile.flat else " + tl.zeros([1, 1], tl.int32)"  # a pointer to a block's only piece
-    row = f" + row * {pieces.count}" if b.a.axes[ROWS] else block
-    b.add(
-        StoreStatement(f"{b.pointers[partials_name(number)]}{row} + {piece}", text, " & ".join(masks) or None)
-    )
+        b.named["sum", number] = value
+    # A pointer to a block's only piece has the block's shape.
+    block = None if b.tile.flat else tl.zeros([1, 1], torch.int32)
+    row = own("row") * pieces.count if b.a.axes[ROWS] else block
+    b.add(StoreStatement(plus(b.pointer(partials_name(number)), row, piece), value, mask))
 
 
 def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:
@@ -113,11 +116,10 @@ def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:
     return None
 
 
-def _pieces_here(b: Builder, columns: int, here: int) -> str:
+def _pieces_here(b: Builder, columns: int, here: int) -> Variable:
     """The variable of the numbers of the block's pieces in the row."""
-    start = [] if b.tile.start is None else [f"{b.tile.start} // {columns}"]
-    lanes = [f"tl.arange(0, {here})" + ("" if b.tile.flat else "[None, :]")] if here > 1 else []
-    return b.once(("piece", columns), "piece", " + ".join(start + lanes) or "0")
+    start = None if b.tile.start is None else b.tile.start // columns
+    return b.once(("piece", columns), "piece", plus(start, b.lanes(here) if here > 1 else None))
 
 
 def partials_name(number: int) -> str:

@@ -9,7 +9,6 @@ launched_dependently    what nobody writes is loaded before the program waits fo
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,22 +17,20 @@ from fusion_compiler.codegen.tile import (
     Assign,
     Check,
     Combine,
+    Do,
     For,
     If,
-    Line,
-    Load,
     Statement,
     Store,
-    Variables,
     Wait,
     blocks,
+    bodies,
     reads,
     renamed,
     with_operands,
     writes,
 )
-
-TURNS = re.compile(r"tl\.range\(0, (\d+), (\d+)(.*)\)")  # end, step, options
+from fusion_compiler.ir.syntax import Expression, Literal, Name, Var, Variable, fm, tl
 
 
 def joined(body: list[Statement]) -> None:
@@ -96,7 +93,7 @@ def stored_early(body: list[Statement], roundings: Mapping[int, int]) -> None:
         block[:] = found
 
 
-def stored_late(body: list[Statement], over: Mapping[str, str]) -> None:
+def stored_late(body: list[Statement], over: Mapping[Name, Name]) -> None:
     """store(y, f(x)); b = load(a)  ->  b = load(a); store(y, f(x))    where y lies over a.
 
     over: pointers to results, each with that to what is loaded from the same memory. In each block: another
@@ -116,18 +113,18 @@ def stored_late(body: list[Statement], over: Mapping[str, str]) -> None:
             block[: last + 1] = [*kept, *late]
 
 
-def checked_late(body: list[Statement], variables: Variables) -> None:
+def checked_late(body: list[Statement]) -> None:
     """check(i)  ->  wrong = none; for ...: wrong = last_wrong(wrong, i); ...; check(wrong)
 
     The program ends in an error when all else is done, so that nothing waits for it; what is wrong in a loop
     is kept until then. So is what is wrong of several indices with the same error: an error is a call, behind
     which nothing stays in registers.
     """
-    _kept_together(body, variables)
+    _kept_together(body)
     late: list[Check] = []
     for position, statement in reversed(list(enumerate(body))):
         if isinstance(statement, For | If):
-            kept = _kept(statement, variables)
+            kept = _kept(statement)
             body[position:position] = [start for start, _ in kept]
             late = [check for _, check in kept] + late
         elif isinstance(statement, Check):
@@ -136,47 +133,43 @@ def checked_late(body: list[Statement], variables: Variables) -> None:
     body += dict.fromkeys(late)
 
 
-def _kept_together(body: list[Statement], variables: Variables) -> None:
+def _kept_together(body: list[Statement]) -> None:
     """check(i); ...; check(j)  ->  wrong = i; ...; wrong = last_wrong(wrong, j); check(wrong)"""
-    checks = [(position, s) for position, s in enumerate(body) if isinstance(s, Check)]
     alike: dict[Check, list[tuple[int, Check]]] = {}
-    for position, check in checks:
-        alike.setdefault(replace(check, index="", mask=None), []).append((position, check))
+    for position, check in enumerate(body):
+        if isinstance(check, Check):
+            same = replace(check, index=check.zero, mask=None)
+            alike.setdefault(same, []).append((position, check))
     ends: dict[int, Check] = {}
     for check, places in alike.items():
-        if len(places) == 1:
-            continue
-        wrong = variables.new("wrong")
-        for position, one in places:
-            seen = one.index if one.mask is None else f"tl.where({one.mask}, {one.index}, 0)"
+        wrong = Var("wrong")
+        for position, one in places if len(places) > 1 else ():
+            seen = one.index if one.mask is None else tl.where(one.mask, one.index, 0)
             is_first = position == places[0][0]
-            start = f"tl.broadcast_to({seen}, {one.shape})"
-            text = start if is_first else f"fm.last_wrong({wrong}, {seen}, {one.bounds})"
-            body[position] = Assign((wrong,), text)
-        ends[places[-1][0]] = replace(check, index=wrong)
+            value = one.zero + seen if is_first else fm.last_wrong(wrong, seen, one.low, one.high)
+            body[position] = Assign((wrong,), value)
+            ends[places[-1][0]] = replace(check, index=wrong)
     for position in sorted(ends, reverse=True):
         body.insert(position + 1, ends[position])
 
 
-def _kept(block: For | If, variables: Variables) -> list[tuple[Assign, Check]]:
+def _kept(block: For | If) -> list[tuple[Assign, Check]]:
     """Of the checks in a block, what is kept of each: how it starts, and what is checked in the end."""
     found: list[tuple[Assign, Check]] = []
     for inner in blocks([block]):
         for position, check in enumerate(inner):
             if isinstance(check, Check):
-                wrong = variables.new("wrong")
-                seen = check.index if check.mask is None else f"tl.where({check.mask}, {check.index}, 0)"
-                inner[position] = Assign((wrong,), f"fm.last_wrong({wrong}, {seen}, {check.bounds})")
-                start = Assign((wrong,), f"tl.full({check.shape}, 0, {check.dtype})")
-                found.append((start, replace(check, index=wrong, mask=None)))
+                wrong = Var("wrong")
+                seen = check.index if check.mask is None else tl.where(check.mask, check.index, 0)
+                inner[position] = Assign((wrong,), fm.last_wrong(wrong, seen, check.low, check.high))
+                found.append((Assign((wrong,), check.zero), replace(check, index=wrong, mask=None)))
     return found
 
 
 def launched_dependently(
     body: list[Statement],
-    constants: frozenset[str],
-    pointers: frozenset[str],
-    variables: Variables,
+    constants: frozenset[Variable],
+    pointers: frozenset[Variable],
     turns: int = 0,
 ) -> list[Statement]:
     """x = load(in); w = load(weight); ...  ->  w = load(weight); wait_for_kernels(); x = load(in); ...
@@ -196,12 +189,12 @@ def launched_dependently(
     take them past a wait in it. A loop of one turn is none.
     """
     body = [inner for i, statement in enumerate(body) for inner in _opened(statement, body[i + 1 :])]
-    body = [inner for statement in body for inner in _ahead(statement, constants, variables, turns)]
+    body = [inner for statement in body for inner in _ahead(statement, constants, turns)]
     assigned = Counter(name for statement in body for name in _assigned(statement))
 
     def is_ready(statement: Statement) -> bool:
         """Whether it may run before the wait, as far as memory goes."""
-        plain = isinstance(statement, Assign) and isinstance(statement.value, Load | str)
+        plain = isinstance(statement, Assign) and isinstance(statement.value, Expression)
         once = all(assigned[name] == 1 for name in writes(statement))
         return plain and once and reads(statement) & pointers <= constants
 
@@ -216,7 +209,7 @@ def launched_dependently(
             if all(is_ready(body[n]) and not loads(body[n]) for n in needed):
                 early |= needed | {i}
     before = [body[i] for i in sorted(early)]
-    return [*before, Line("fm.wait_for_kernels()"), *(s for i, s in enumerate(body) if i not in early)]
+    return [*before, Do(fm.wait_for_kernels()), *(s for i, s in enumerate(body) if i not in early)]
 
 
 def _opened(statement: Statement, after: Sequence[Statement]) -> list[Statement]:
@@ -226,24 +219,22 @@ def _opened(statement: Statement, after: Sequence[Statement]) -> list[Statement]
     """
     if any(isinstance(s, For) and not set(_assigned(s)).isdisjoint(_assigned(statement)) for s in after):
         return [statement]
-    if isinstance(statement, For) and (turns := TURNS.fullmatch(statement.values)):
-        end, step = int(turns[1]), int(turns[2])
+    if isinstance(statement, For) and (turns := statement.values.turns()):
+        end, step = turns
         if 0 < end <= step:
-            return [Assign((statement.variable,), "0"), *statement.body]
+            return [Assign((statement.variable,), Literal(0)), *statement.body]
     return [statement]
 
 
-def _ahead(
-    statement: Statement, constants: frozenset[str], variables: Variables, turns: int
-) -> list[Statement]:
+def _ahead(statement: Statement, constants: frozenset[Variable], turns: int) -> list[Statement]:
     """for start in tl.range(0, 2048, 512): ...  ->  ...; ...; for start in tl.range(1024, 2048, 512): ...
 
     Of a loop that loads constants, some turns. What a turn makes for itself has names of its own.
     """
-    counted = TURNS.fullmatch(statement.values) if isinstance(statement, For) else None
+    counted = statement.values.turns() if isinstance(statement, For) else None
     if not turns or counted is None or not isinstance(statement, For):
         return [statement]
-    end, step = int(counted[1]), int(counted[2])
+    end, step = counted
     turns = min(turns, end // step)
     blocks_in_it = any(isinstance(inner, For | If | Wait) for inner in statement.body)
     if blocks_in_it or not any(reads(inner) & constants for inner in statement.body):
@@ -252,18 +243,18 @@ def _ahead(
     own = _own(statement.body)
     for turn in range(turns):
         is_last = (turn + 1) * step >= end  # whose values may be read behind the loop
-        names = {name: variables.new(variables.base(name)) for name in own if not is_last}
-        names[statement.variable] = str(turn * step)
+        names: dict[Variable, Expression] = {name: Var(name.base) for name in own if not is_last}
+        names[statement.variable] = Literal(turn * step)
         found += [renamed(inner, names) for inner in statement.body]
     if turns * step < end:
-        left = f"tl.range({turns * step}, {end}, {step}{counted[3]})"
+        left = replace(statement.values, start=Literal(turns * step))
         found.append(replace(statement, values=left))
     return found
 
 
-def _own(body: Sequence[Statement]) -> list[str]:
+def _own(body: Sequence[Statement]) -> list[Variable]:
     """What a turn of a loop makes before it reads it, and so leaves to none."""
-    found: dict[str, bool] = {}
+    found: dict[Variable, bool] = {}
     for statement in body:
         for name in reads(statement):
             found.setdefault(name, False)
@@ -272,9 +263,9 @@ def _own(body: Sequence[Statement]) -> list[str]:
     return [name for name, is_own in found.items() if is_own]
 
 
-def _assigned(statement: Statement) -> list[str]:
+def _assigned(statement: Statement) -> list[Variable]:
     """The variables of every assignment in a statement, each as often as it is assigned."""
-    if isinstance(statement, For | If):
-        own = [statement.variable] if isinstance(statement, For) else []
-        return [*own, *(name for inner in statement.body for name in _assigned(inner))]
-    return [*writes(statement)]
+    if not isinstance(statement, For | If):
+        return [*writes(statement)]
+    own = [statement.variable] if isinstance(statement, For) else []
+    return [*own, *(name for body in bodies(statement) for inner in body for name in _assigned(inner))]

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from fusion_compiler.codegen.accesses import converted
+from fusion_compiler.codegen.accesses import as_dtype
 from fusion_compiler.codegen.builder import Builder, Packed
-from fusion_compiler.codegen.expression import convert, dim_text
-from fusion_compiler.codegen.monoids import neutral_text
+from fusion_compiler.codegen.expression import convert
+from fusion_compiler.codegen.monoids import neutral
 from fusion_compiler.codegen.nodes import build_nodes, value_of
-from fusion_compiler.codegen.tile import Assign, is_variable
+from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.dims import Dim, simple, smaller
 from fusion_compiler.ir.loops import (
@@ -39,6 +39,7 @@ from fusion_compiler.ir.loops import (
     exact,
     store_operands,
 )
+from fusion_compiler.ir.syntax import Expression, Var, Variable, every, fm, plus, tl
 
 Nodes = tuple[int, ...]  # one for each piece
 FOLDED = ("sum", "max", "min")
@@ -166,10 +167,10 @@ def pack(b: Builder, nodes: Nodes) -> Packed:
     return found
 
 
-def lying(packed: Packed, axis: int) -> str:
+def lying(packed: Packed, axis: int) -> Expression:
     """The tile with its pieces along an axis."""
     other = packed.axis not in (None, axis)
-    return f"tl.trans({packed.variable})" if other else packed.variable
+    return tl.trans(packed.variable) if other else packed.variable
 
 
 def prepare(b: Builder, nodes: Nodes) -> None:
@@ -206,18 +207,18 @@ def _axis(b: Builder, nodes: Nodes) -> int:
     return 1 if ROWS in b.a.groups[nodes[0]] else 0
 
 
-def piece(b: Builder, axis: int, count: int) -> str:
+def piece(b: Builder, axis: int, count: int) -> Variable:
     """The number of the piece of each lane; there are repeated ones behind the last."""
-    lanes = f"tl.arange(0, {padded(count)})" + ("[None, :]" if axis else "[:, None]")
-    return b.once(("piece", 2 * count + axis), "piece", lanes)
+    lanes = tl.arange(0, padded(count))
+    return b.once(("piece", 2 * count + axis), "piece", lanes[None, :] if axis else lanes[:, None])
 
 
-def _place(b: Builder, index: Index, steps: Steps, axis: int, count: int) -> str:
-    lane = piece(b, axis, count)
+def _address(b: Builder, buffer: str, index: Index, steps: Steps, axis: int, count: int) -> Expression:
+    lane: Expression = piece(b, axis, count)
     if steps.last != padded(count) - 1:
-        lane = f"tl.minimum({lane}, {dim_text(steps.last)})"
-    rest = "" if not index.terms and index.const == 0 else f" + {b.index(index)}"
-    return f"{lane} * {dim_text(steps.step)}{rest}"
+        lane = tl.minimum(lane, steps.last)
+    rest = None if not index.terms and index.const == 0 else b.index(index)
+    return plus(b.pointer(buffer), lane * steps.step, rest)
 
 
 def _loaded(b: Builder, nodes: Nodes, first: Load) -> Packed:
@@ -227,10 +228,10 @@ def _loaded(b: Builder, nodes: Nodes, first: Load) -> Packed:
     if first.within is not None:
         build_nodes(b, b.need((first.within,)))
     build_nodes(b, b.need([~k for k, _ in first.index.terms if k < 0]))
-    pointer = f"{b.pointers[first.buffer]} + {_place(b, first.index, steps, axis, len(nodes))}"
+    pointer = _address(b, first.buffer, first.index, steps, axis, len(nodes))
     mask = b.mask(b.index_groups(first.index), first.within)
-    name = b.pointers[first.buffer].removesuffix("_ptr")
-    return Packed(b.let(name, b.loaded(first, pointer, mask, converted(b, first))), axis)
+    value = as_dtype(b, first, b.loaded(first, pointer, mask), first.dtype)
+    return Packed(b.let(b.called(first.buffer), value), axis)
 
 
 def _reduced(b: Builder, nodes: Nodes, first: Reduce) -> Packed:
@@ -239,8 +240,8 @@ def _reduced(b: Builder, nodes: Nodes, first: Reduce) -> Packed:
     operands = tuple(b.reduction(n).operand for n in nodes)
     tile = convert(lying(pack(b, operands), axis), b.loops.nodes[operands[0]].dtype, first.dtype)
     if (mask := b.mask(first.over, None)) is not None:
-        tile = f"tl.where({mask}, {tile}, {neutral_text(first)})"
-    return Packed(b.let(b.base_of(nodes[0]), b.folded(nodes[0], tile, str(1 - axis), True)), axis)
+        tile = tl.where(mask, tile, neutral(first))
+    return Packed(b.let(b.base_of(nodes[0]), b.folded(nodes[0], tile, 1 - axis, True)), axis)
 
 
 def _computed(b: Builder, nodes: Nodes) -> Packed:
@@ -253,12 +254,12 @@ def _computed(b: Builder, nodes: Nodes) -> Packed:
     axis = _axis(b, nodes) if groups else axes[0]
     before = dict(b.env)
     for t, tile in zip(operands, tiles, strict=True):
-        text = lying(tile, axis)
-        b.env[t[0]] = text if is_variable(text) else b.let(b.variables.base(tile.variable), text)
+        value = lying(tile, axis)
+        b.env[t[0]] = value if isinstance(value, Var) else b.let(tile.variable.base, value)
         b.env.pop(~t[0], None)
     value, base = value_of(b, nodes[0])
     b.env = before
-    if isinstance(value, str) and is_variable(value):  # an operand, as it is
+    if isinstance(value, Var):  # an operand, as it is
         return Packed(value, axis)
     return Packed(b.let(base, value), axis)
 
@@ -269,15 +270,15 @@ def unpack(b: Builder, nodes: Nodes) -> None:
     assert packed.axis is not None
     axis = packed.axis
 
-    def cut(tile: str, count: int, own: Sequence[int]) -> None:
+    def cut(tile: Variable, count: int, own: Sequence[int]) -> None:
         if not own:
             return
         if count == 1:
             b.env[own[0]] = tile
             return
         base = "pieces" if count > 2 else b.base_of(own[0])
-        halves = b.variables.new(base), b.variables.new(base)
-        b.add(Assign(halves, f"fm.halves({tile}, {axis})"))
+        halves = Var(base), Var(base)
+        b.add(Assign(halves, fm.halves(tile, axis)))
         cut(halves[0], count // 2, own[: count // 2])
         cut(halves[1], count // 2, own[count // 2 :])
 
@@ -350,7 +351,6 @@ def store(b: Builder, group: Stores) -> None:
     groups = b.index_groups(first.index)
     mask = b.by_one(groups, b.mask(groups, first.within))
     if steps.last != padded(count) - 1:
-        own = f"({piece(b, packed.axis, count)} < {dim_text(simple(steps.last + 1))})"
-        mask = f"{mask} & {own}" if mask else own
-    place = _place(b, first.index, steps, packed.axis, count)
-    b.add(StoreStatement(f"{b.pointers[first.buffer]} + {place}", packed.variable, mask))
+        mask = every(mask, piece(b, packed.axis, count) < simple(steps.last + 1))
+    pointer = _address(b, first.buffer, first.index, steps, packed.axis, count)
+    b.add(StoreStatement(pointer, packed.variable, mask))

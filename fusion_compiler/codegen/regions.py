@@ -25,6 +25,7 @@ from fusion_compiler.codegen.partial_reductions import partial_results
 from fusion_compiler.codegen.rematerialize import rematerialize
 from fusion_compiler.codegen.sums_over_rows import Sums
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Store, operands_of, store_operands
+from fusion_compiler.ir.syntax import Expression, Var, Variable, lift
 from fusion_compiler.schedule.analysis import end_lanes, inner_cols
 from fusion_compiler.schedule.schedule import Cols
 
@@ -104,7 +105,7 @@ def _read_columns(
     partial: Sequence[int],
     stores: Sequence[Store],
     sums: Sums,
-) -> list[tuple[str, ...]]:
+) -> list[tuple[Variable, ...]]:
     """A loop over this program's columns, or the tile where it holds them all; the folded states' names.
 
     partial: reductions over segments, of which every block stores its part.
@@ -115,7 +116,7 @@ def _read_columns(
     build_nodes(b, (i for i in b.need(wanted) if COLS not in b.a.groups[i]))
     if b.s.cols is Cols.LOOP:
         return _loop(b, states, wanted, partial, stores)
-    names = [tuple(b.variables.new(b.base_of(n)) for n in state.numbers) for state in states]
+    names: list[tuple[Variable, ...]] = [tuple(Var(b.base_of(n)) for n in s.numbers) for s in states]
     build_nodes(b, b.need(wanted))
     partial_results(b, partial)
     sums.add_block(b, level)
@@ -134,13 +135,13 @@ def _loop(
     wanted: Sequence[int],
     partial: Sequence[int],
     stores: Sequence[Store],
-) -> list[tuple[str, ...]]:
+) -> list[tuple[Variable, ...]]:
     """Whole blocks in a loop, without a mask; then what is left of the row, in a tile that is as narrow."""
     inner, lanes = inner_cols(b.a, b.s), end_lanes(b.a, b.s)
     names = [state.start(b) for state in states]
     carry_scans(b, b.need(wanted))
 
-    def block(start: str, inside: bool, ending: bool) -> None:
+    def block(start: Expression, inside: bool, ending: bool) -> None:
         cols_at(b, start, inside)
         build_nodes(b, b.need(wanted))
         for state, own in zip(states, names, strict=True):
@@ -155,5 +156,5 @@ def _loop(
         state.fold(b, own)
     if lanes:
         with b.inside(col_end(b, inner, lanes), lanes):
-            block(str(inner), inside=False, ending=True)
+            block(lift(inner), inside=False, ending=True)
     return names

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fusion_compiler.codegen.accesses import converted
+from fusion_compiler.codegen.accesses import as_dtype
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, operands_of
 from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ir.syntax import fm
 
 WHOLE = frozenset({ROWS, COLS})
 
@@ -20,8 +21,8 @@ def rematerialize(b: Builder, wanted: Iterable[int]) -> None:
         node = b.loops.nodes[number] if number >= 0 else None
         if number in b.kept:
             assert isinstance(node, Load)
-            again = converted(b, node).replace("{}", f"fm.again({b.kept[number]})")
-            b.env[number] = b.let(b.variables.base(b.env[number]), again, number)
+            again = as_dtype(b, node, fm.again(b.kept[number]), node.dtype)
+            b.env[number] = b.let(b.env[number].base, again, number)
         elif isinstance(node, Compute) and b.a.groups[number] == WHOLE:
             if number not in read or not takes_long(b, number):
                 del b.env[number]

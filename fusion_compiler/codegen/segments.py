@@ -12,9 +12,11 @@ What is computed from such values alone has one value for each segment as well.
 from __future__ import annotations
 
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import decompose, dim_text, index_text
+from fusion_compiler.codegen.expression import decompose, index_of
+from fusion_compiler.codegen.names import own
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.loops import COLS, ROWS, Axis, Reduce, Store, segment_of
+from fusion_compiler.ir.syntax import Expression, every, plus, tl
 
 NARROW = "narrow"  # with a node, the variable that has one value for each segment
 
@@ -27,11 +29,10 @@ def _tile(b: Builder, reduce: Reduce) -> tuple[list[int], int]:
     return [*rows, b.tile.lanes // length], length
 
 
-def reduced(b: Builder, number: int, tile: str) -> None:
+def reduced(b: Builder, number: int, tile: Expression) -> None:
     """The reduction of each segment of a tile."""
     shape, length = _tile(b, b.reduction(number))
-    text = f"tl.reshape({tile}, {[*shape, length]})"
-    folded = b.folded(number, text, str(len(shape)), keep=False)
+    folded = b.folded(number, tl.reshape(tile, [*shape, length]), len(shape), keep=False)
     b.named[NARROW, number] = b.let(f"segment_{b.reduction(number).combine}", folded, number)
 
 
@@ -40,10 +41,8 @@ def spread(b: Builder, number: int, what: int | None = None) -> None:
     shape, length = _tile(b, b.a.narrow[number])
     what = number if what is None else what
     value = b.named[NARROW, what]
-    index = ", ".join(":" for _ in shape)
-    each = f"tl.broadcast_to({value}[{index}, None], {[*shape, length]})"
-    text = f"tl.reshape({each}, {[*shape[:-1], shape[-1] * length]})"
-    b.env[what] = b.let(f"each_{b.variables.base(value)}", text)
+    each = tl.broadcast_to(value[*(slice(None) for _ in shape), None], [*shape, length])
+    b.env[what] = b.let(f"each_{value.base}", tl.reshape(each, [*shape[:-1], shape[-1] * length]))
 
 
 def is_stored(b: Builder, store: Store) -> bool:
@@ -60,20 +59,17 @@ def store(b: Builder, store: Store) -> None:
     shape, length = _tile(b, reduce)
     outer = _outer(b, reduce)
     merged, whole = b.a.merged(store.index)
-    start = [] if b.tile.start is None else [f"{b.tile.start} // {length}"]
-    lanes = f"tl.arange(0, {shape[-1]})" + ("" if b.tile.flat else "[None, :]")
-    segment = b.once(("segment", length), "segment", " + ".join([*start, lanes]))
+    start = None if b.tile.start is None else b.tile.start // length
+    segment = b.once(("segment", length), "segment", plus(start, b.lanes(shape[-1])))
 
-    def variable(k: int) -> str:
+    def variable(k: int) -> Expression:
         if b.loops.axes[k].group == ROWS:
-            return "row" if k in whole else b.axis(k)
+            return own("row") if k in whole else b.axis(k)
         return decompose(outer, k - b.a.first[COLS], segment)
 
-    masks = [b.tile.row_mask] if b.tile.row_mask else []
-    masks += [f"({segment} * {length} < {dim_text(b.a.size(COLS))})"] if b.tile.col_mask else []
-    pointer = f"{b.pointers[store.buffer]} + {index_text(merged, variable, b.variable)}"
-    value = b.named[NARROW, store.value]
-    b.add(StoreStatement(pointer, value, " & ".join(masks) or None, store.value))
+    mask = every(b.tile.row_mask, segment * length < b.a.size(COLS) if b.tile.col_mask else None)
+    pointer = plus(b.pointer(store.buffer), index_of(merged, variable, b.variable))
+    b.add(StoreStatement(pointer, b.named[NARROW, store.value], mask, store.value))
 
 
 def _outer(b: Builder, reduce: Reduce) -> tuple[Axis, ...]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.monoids import fold_text, is_logical, step_text
+from fusion_compiler.codegen.monoids import fold, is_logical, step
 from fusion_compiler.codegen.nodes import build_nodes, elements
 from fusion_compiler.codegen.online_reductions import accumulator
 from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.ir.syntax import Expression, Variable
 from fusion_compiler.schedule.analysis import accumulated_groups
 
 
@@ -16,7 +19,7 @@ class Sums:
     """The reductions over rows of a program, by the variables that hold them; what the block at hand is not
     yet added to is pending."""
 
-    def __init__(self, variables: Mapping[int, str] | None = None) -> None:
+    def __init__(self, variables: Mapping[int, Variable] | None = None) -> None:
         self.variables = dict(variables or {})
         self.pending: set[int] = set()
 
@@ -31,7 +34,7 @@ class Sums:
         """Without a loop the tile itself is the accumulator; what it comes to, where there are many."""
         build_nodes(b, (i for i in b.a.across_rows if i in b.contracted))
 
-        def accumulator_of(i: int) -> str:
+        def accumulator_of(i: int) -> Variable:
             if i in b.contracted:
                 return b.env.pop(i)
             if i in b.a.weighted_columns:
@@ -47,25 +50,25 @@ class Sums:
         """Add the block at hand to those whose operands so many passes over it complete."""
         for number in [n for n in self.variables if n in self.pending and b.a.level[n] <= level]:
             self.pending.remove(number)
-            b.line(step_text(b.reduction(number), self.variables[number], _block(b, number)))
+            b.add(step(b.reduction(number), self.variables[number], _block(b, number)))
 
-    def folded(self, b: Builder, number: int) -> str:
+    def folded(self, b: Builder, number: int) -> Expression:
         """An accumulator over row blocks, folded to this program's result: [1, cols], or one element."""
-        reduce, text = b.reduction(number), self.variables[number]
+        reduce, tile = b.reduction(number), self.variables[number]
         if b.tile.flat:
-            return fold_text(reduce, text, "0", keep=False) if COLS in reduce.over else text
+            return fold(reduce, tile, 0, keep=False) if COLS in reduce.over else tile
         if number in b.a.weighted_columns:  # which has no lanes for rows
-            return text
+            return tile
         if COLS in reduce.over:
-            text = fold_text(reduce, text, "1", keep=True)
-        return fold_text(reduce, text, "0", keep=True)
+            return fold(reduce, fold(reduce, tile, 1, keep=True), 0, keep=True)
+        return fold(reduce, tile, 0, keep=True)
 
 
-def _block(b: Builder, number: int) -> str:
+def _block(b: Builder, number: int) -> Expression:
     """What a block adds to a sum over rows: its tile, or the sum of it where the rows have no lanes."""
     reduce = b.reduction(number)
-    text = elements(b, reduce, reduce.over)
+    tile = elements(b, reduce, reduce.over)
     if b.tile.flat or ROWS in accumulated_groups(b.a, b.s, number):
-        return text
-    text = fold_text(reduce, text, "0", keep=True)
-    return f"({text}).to(tl.int32)" if is_logical(reduce) else text
+        return tile
+    tile = fold(reduce, tile, 0, keep=True)
+    return tile.to(torch.int32) if is_logical(reduce) else tile

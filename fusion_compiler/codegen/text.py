@@ -2,90 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from fusion_compiler.codegen.monoids import fold_text
+from fusion_compiler.codegen.monoids import fold
 from fusion_compiler.codegen.tile import (
-    VARIABLE,
     Assign,
     Check,
     Combine,
-    Expression,
+    Do,
     For,
     If,
-    Line,
-    Load,
+    Range,
+    Return,
     Statement,
     Store,
-    Variables,
+    Update,
+    Value,
     Wait,
 )
+from fusion_compiler.ir import syntax
+from fusion_compiler.ir.syntax import Expression, Literal, Operand, Var, Variable, fm, tl
 
 
-def printed(body: Sequence[Statement], variables: Variables, taken: set[str]) -> str:
-    """The lines of a function's body; taken: names that are none of its variables'."""
-    printer = _Printer(variables, set(taken))
+def printed(body: Sequence[Statement], taken: Iterable[str]) -> str:
+    """Return the lines of a function's body; taken: names that are none of its variables'."""
+    printer = _Printer(set(taken))
     printer.block(body, 1)
     return "\n".join(printer.lines)
 
 
 class _Printer:
-    def __init__(self, variables: Variables, taken: set[str]) -> None:
-        self.variables, self.taken = variables, taken
-        self.names: dict[str, str] = {}
+    def __init__(self, taken: set[str]) -> None:
+        self.taken = taken
+        self.names: dict[Var, str] = {}
         self.lines: list[str] = []
 
     def block(self, body: Sequence[Statement], depth: int) -> None:
         for statement in body:
             self.statement(statement, depth)
 
-    def statement(self, s: Statement, depth: int) -> None:
-        match s:
-            case Assign(targets, value):
-                text = self.value(value)
-                self.line(depth, f"{', '.join(self.name(t) for t in targets)} = {text}")
-            case Wait(targets, value):
-                text = self.named(value)
-                self.line(depth, f"{', '.join(self.name(t) for t in targets)} = {text}")
+    def statement(self, statement: Statement, depth: int, prefix: str = "") -> None:
+        self.lines.append("    " * depth + prefix + self.line(statement))
+        if isinstance(statement, For | If):
+            self.block(statement.body, depth + 1)
+        match statement:
+            case If(_, _, [If() as other]):
+                self.statement(other, depth, "el")
+            case If(_, _, [_, *_] as otherwise):
+                self.lines.append("    " * depth + "else:")
+                self.block(otherwise, depth + 1)
+            case _:
+                pass
+
+    def line(self, statement: Statement) -> str:
+        match statement:
+            case Assign(targets, value) | Wait(targets, value):
+                text = self.text(_value(value))
+                return f"{', '.join(map(self.name, targets))} = {text}"
+            case Update(target, sign, value):
+                return f"{self.name(target)} {sign}= {self.text(value)}"
             case Store(pointer, value, mask):
-                options = f", mask={mask}" if mask else ""
-                self.line(depth, self.named(f"tl.store({pointer}, {value}{options})"))
-            case Check(index, bounds, what, mask):
-                options = f", {mask}" if mask else ""
-                self.line(depth, self.named(f'fm.check_index({index}, {bounds}, "{what}"{options})'))
-            case Line(text):
-                self.line(depth, self.named(text))
-            case For(variable, values, body):
-                self.line(depth, f"for {variable} in {self.named(values)}:")
-                self.block(body, depth + 1)
-            case If(condition, body):
-                self.line(depth, f"if {self.named(condition)}:")
-                self.block(body, depth + 1)
+                return self.text(tl.store(pointer, value, **_unless_none(mask=mask)))
+            case Check(index, low, high, what, mask):
+                masks = () if mask is None else (mask,)
+                return self.text(fm.check_index(index, low, high, Literal(what), *masks))
+            case Do(value):
+                return self.text(value)
+            case Return(values):
+                return f"return {', '.join(map(self.text, values))}"
+            case For(variable, values):
+                return f"for {self.name(variable)} in {self.text(_range(values))}:"
+            case If(condition):
+                return f"if {self.text(condition)}:"
 
-    def value(self, value: Expression) -> str:
-        match value:
-            case Load(pointer, mask, other, options, then):
-                masked = f", mask={mask}, other={other}" if mask else ""
-                return self.named(then.replace("{}", f"tl.load({pointer}{masked}{options})", 1))
-            case Combine(reduce, (tile,), axis, keep, plain):
-                return self.named(fold_text(reduce, tile, axis, keep, plain))
-            case Combine(_, tiles, axis, keep):
-                return self.named(f"fm.sums({', '.join(tiles)}, {axis}, {keep})")
-            case str():
-                return self.named(value)
+    def text(self, value: Expression) -> str:
+        return syntax.printed(value, self.name)
 
-    def line(self, depth: int, text: str) -> None:
-        self.lines.append("    " * depth + text)
-
-    def named(self, text: str) -> str:
-        return VARIABLE.sub(lambda found: self.name(found.group()), text)
-
-    def name(self, variable: str) -> str:
-        """The name of a variable, found where it is first assigned; one of its own in the kernel."""
-        if not VARIABLE.fullmatch(variable):
-            return variable
+    def name(self, variable: Variable) -> str:
+        """Return the name of a variable, found where it is first assigned; one of its own in the kernel."""
+        if not isinstance(variable, Var):
+            return variable.base
         if variable not in self.names:
-            base = name = self.variables.base(variable)
+            base = name = variable.base
             number = 0
             while name in self.taken:
                 number += 1
@@ -93,3 +91,25 @@ class _Printer:
             self.taken.add(name)
             self.names[variable] = name
         return self.names[variable]
+
+
+def _value(value: Value) -> Expression:
+    match value:
+        case Combine(reduce, (tile,), axis, keep, plain):
+            return fold(reduce, tile, axis, keep, plain)
+        case Combine(_, tiles, axis, keep):
+            return fm.sums(*tiles, axis, keep)
+        case Expression():
+            return value
+
+
+def _range(values: Range) -> Expression:
+    if values.static:
+        return tl.static_range(values.end)
+    steps = () if values.step is None else (values.step,)
+    options = _unless_none(num_stages=values.stages, loop_unroll_factor=values.unroll)
+    return tl.range(values.start, values.end, *steps, **options)
+
+
+def _unless_none(**keywords: Operand) -> dict[str, Operand]:
+    return {name: value for name, value in keywords.items() if value is not None}

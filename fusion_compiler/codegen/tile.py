@@ -1,40 +1,30 @@
 """The tile program: what one program of a kernel does, between the loop nest and the text.
 
     program    := statement*
-    statement  := Assign(targets, expression)     a, b = ...
+    statement  := Assign(targets, value)          a, b = ...
+                | Update(target, sign, value)     a += ...
                 | Store(pointer, value, mask)
                 | For(variable, range, body) | If(condition, body)
-                | Check(index, bounds, mask)      an index outside ends the program in an error
+                | Check(index, low, high, mask)   an index outside ends the program in an error
                 | Wait(targets, value)            what other programs sent, once it has come
-                | Line(text)                      any other statement of Triton's
-    expression := Load(pointer, mask, ...) | Combine(reduction, tiles, axis) | text
+                | Do(value)                       a call that returns nothing
+                | Return(values)
+    value      := Combine(reduction, tiles, axis) | expression (`syntax.py`)
 
-Text is Triton's, with a variable wherever it reads one: `new` makes variables, whose names are found when
-the program is printed (`text.py`), so that passes (`passes.py`) can move and repeat statements. The few that
-mean the same in every kernel, `row` and `col` say, are called so from the beginning (`names.Own`).
+Variables are objects (`syntax.Var`), whose names are found when the program is printed (`text.py`), so that
+passes (`passes.py`) can move and repeat statements. The few that mean the same in every kernel, `row` and
+`col` say, are called so from the beginning (`names.Own`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
+from fusion_compiler.ir import syntax
 from fusion_compiler.ir.loops import Reduce
-
-VARIABLE = re.compile(r"«\d+»")
-NAME = re.compile(r"«\d+»|\b[a-z]\w*")
-
-
-@dataclass(frozen=True)
-class Load:
-    """tl.load(pointer, mask=..., other=..., options). then: what is made of it: "{}.to(tl.float32)"."""
-
-    pointer: str
-    mask: str | None = None
-    other: str = "0"
-    options: str = ""
-    then: str = "{}"
+from fusion_compiler.ir.syntax import Expression, Literal, Name, Variable
 
 
 @dataclass(frozen=True)
@@ -46,169 +36,192 @@ class Combine:
     """
 
     reduce: Reduce
-    tiles: tuple[str, ...]
-    axis: str
+    tiles: tuple[Expression, ...]
+    axis: int
     keep: bool
     plain: bool = False
     alike: object = None
 
 
-Expression = Load | Combine | str
+Value = Expression | Combine
 
 
 @dataclass(frozen=True)
 class Assign:
     """node: that of the nest which the target holds."""
 
-    targets: tuple[str, ...]
-    value: Expression
+    targets: tuple[Variable, ...]
+    value: Value
     node: int | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """target <sign>= value."""
+
+    target: Variable
+    sign: str
+    value: Expression
 
 
 @dataclass(frozen=True)
 class Store:
     """node: that of the nest which is stored."""
 
-    pointer: str
-    value: str
-    mask: str | None = None
+    pointer: Expression
+    value: Expression
+    mask: Expression | None = None
     node: int | None = None
 
 
 @dataclass(frozen=True)
+class Range:
+    """The values of a loop's variable. stages: of software pipelining; None leaves them to the kernel's
+    number. unroll: turns that run together. static: the compiler unrolls the loop."""
+
+    start: Expression
+    end: Expression
+    step: int | None = None
+    stages: int | None = None
+    unroll: int | None = None
+    static: bool = False
+
+    def turns(self) -> tuple[int, int] | None:
+        """Return (end, step) of a loop that starts at zero and whose end is known; None for any other."""
+        end = self.end.value if isinstance(self.end, Literal) else None
+        known = self.start == Literal(0) and isinstance(end, int) and self.step is not None
+        return (cast(int, end), cast(int, self.step)) if known else None
+
+
+@dataclass(frozen=True)
 class For:
-    variable: str
-    values: str
+    variable: Name
+    values: Range
     body: list[Statement] = field(default_factory=list["Statement"])
 
 
 @dataclass(frozen=True)
 class If:
-    condition: str
+    condition: Expression
     body: list[Statement] = field(default_factory=list["Statement"])
+    otherwise: list[Statement] = field(default_factory=list["Statement"])
 
 
 @dataclass(frozen=True)
 class Check:
-    """low <= index < high wherever the mask holds. what: whose index it is. shape, dtype: the index's."""
+    """low <= index < high wherever the mask holds. what: whose index it is. zero: a tile of the index's shape
+    and dtype."""
 
-    index: str
-    bounds: str
+    index: Expression
+    low: Expression
+    high: Expression
     what: str
-    mask: str | None
-    shape: str
-    dtype: str
+    mask: Expression | None
+    zero: Expression
 
 
 @dataclass(frozen=True)
 class Wait:
     """Programs tell each other what they reduced. Statements behind it run when all have."""
 
-    targets: tuple[str, ...]
-    value: str
+    targets: tuple[Variable, ...]
+    value: Expression
 
 
 @dataclass(frozen=True)
-class Line:
-    text: str
+class Do:
+    value: Expression
 
 
-Statement = Assign | Store | For | If | Check | Wait | Line
+@dataclass(frozen=True)
+class Return:
+    values: tuple[Expression, ...]
 
 
-class Variables:
-    """The variables of a kernel, by what their names are made of."""
-
-    def __init__(self) -> None:
-        self.bases: list[str] = []
-
-    def new(self, base: str) -> str:
-        """A variable as it stands in text."""
-        self.bases.append(base)
-        return f"«{len(self.bases) - 1}»"
-
-    def base(self, variable: str) -> str:
-        """What its name is made of; a name that is given is made of itself."""
-        return self.bases[int(variable[1:-1])] if is_variable(variable) else variable
+Statement = Assign | Update | Store | For | If | Check | Wait | Do | Return
 
 
-def is_variable(text: str) -> bool:
-    return VARIABLE.fullmatch(text) is not None
-
-
-def texts(statement: Statement) -> Iterator[str]:
-    """What a statement reads, as text; of a block, its header alone."""
+def expressions(statement: Statement) -> Iterator[Expression]:
+    """Yield the expressions that a statement computes; of a block, those of its header alone."""
     match statement:
-        case Assign(_, Load(pointer, mask)) | Store(pointer, _, mask):
-            yield pointer
-            yield from () if mask is None else (mask,)
-            yield from (statement.value,) if isinstance(statement, Store) else ()
-        case Assign(_, Combine(tiles=tiles)):
+        case Assign(_, Combine(_, tiles)) | Return(tiles):
             yield from tiles
-        case Assign(_, str() as text) | Wait(_, text) | Line(text) | For(_, text) | If(text):
-            yield text
-        case Check(index, _, _, mask):
-            yield index
-            yield from () if mask is None else (mask,)
+        case Assign(_, Expression() as value) | Wait(_, value) | Do(value) | If(value):
+            yield value
+        case Update(target, _, value):
+            yield from (target, value)
+        case Store(pointer, value, mask):
+            yield from (pointer, value) if mask is None else (pointer, value, mask)
+        case For(_, values):
+            yield from (values.start, values.end)
+        case Check(index, low, high, _, mask):
+            yield from (index, low, high) if mask is None else (index, low, high, mask)
         case _:
             raise TypeError(statement)
 
 
-def reads(statement: Statement) -> set[str]:
-    """The names in a statement's text, those of the blocks in it included."""
-    found = {name for text in texts(statement) for name in NAME.findall(text)}
-    if isinstance(statement, For | If):
-        found.update(*(reads(inner) for inner in statement.body))
-    return found
+def reads(statement: Statement) -> set[Variable]:
+    """The variables and parameters that a statement reads, those of the blocks in it included."""
+    found = {name for value in expressions(statement) for name in syntax.reads(value)}
+    return found.union(*(reads(inner) for body in bodies(statement) for inner in body))
 
 
-def writes(statement: Statement) -> set[str]:
+def writes(statement: Statement) -> set[Variable]:
     """The variables that a statement assigns, those of the blocks in it included."""
     match statement:
         case Assign(targets) | Wait(targets):
             return set(targets)
-        case Line(text):
-            left = re.match(r"(\S+) [-+*|&]?= ", text)
-            return {left.group(1)} if left else set()
-        case For(_, _, body) | If(_, body):
-            return {name for inner in body for name in writes(inner)}
+        case Update(target):
+            return {target}
         case _:
-            return set()
+            return {name for body in bodies(statement) for inner in body for name in writes(inner)}
 
 
-def renamed(statement: Statement, names: Mapping[str, str]) -> Statement:
-    """A statement that is no block, with other names."""
+def renamed(statement: Statement, names: Mapping[Variable, Expression]) -> Statement:
+    """A statement that is no block, with other expressions in the place of some variables."""
 
-    def text(given: str) -> str:
-        return NAME.sub(lambda name: names.get(name[0], name[0]), given)
+    def new(value: Expression) -> Expression:
+        return syntax.renamed(value, names)
 
-    def optional(given: str | None) -> str | None:
-        return None if given is None else text(given)
+    def target(variable: Variable) -> Variable:
+        return cast(Variable, new(variable))
 
     match statement:
-        case Assign(targets, value, node):
-            if isinstance(value, Load):
-                value = replace(value, pointer=text(value.pointer), mask=optional(value.mask))
-            elif isinstance(value, Combine):
-                value = replace(value, tiles=tuple(map(text, value.tiles)))
+        case Assign(targets, value):
+            if isinstance(value, Combine):
+                value = replace(value, tiles=tuple(map(new, value.tiles)))
             else:
-                value = text(value)
-            return Assign(tuple(map(text, targets)), value, node)
+                value = new(value)
+            return replace(statement, targets=tuple(map(target, targets)), value=value)
+        case Update(variable, _, value):
+            return replace(statement, target=target(variable), value=new(value))
         case Store(pointer, value, mask):
-            return replace(statement, pointer=text(pointer), value=text(value), mask=optional(mask))
-        case Check(index, _, _, mask):
-            return replace(statement, index=text(index), mask=optional(mask))
-        case Line(given):
-            return Line(text(given))
+            mask = None if mask is None else new(mask)
+            return replace(statement, pointer=new(pointer), value=new(value), mask=mask)
+        case Check(index, _, _, _, mask):
+            return replace(statement, index=new(index), mask=None if mask is None else new(mask))
+        case Do(value):
+            return Do(new(value))
         case _:
             raise TypeError(statement)
+
+
+def bodies(statement: Statement) -> tuple[list[Statement], ...]:
+    """The blocks that lie directly in a statement."""
+    match statement:
+        case For():
+            return (statement.body,)
+        case If():
+            return (statement.body, statement.otherwise)
+        case _:
+            return ()
 
 
 def blocks(body: list[Statement]) -> Iterator[list[Statement]]:
     """A block and all that lie in it, the inner ones first."""
     for statement in body:
-        if isinstance(statement, For | If):
-            yield from blocks(statement.body)
+        for inner in bodies(statement):
+            yield from blocks(inner)
     yield body
 
 

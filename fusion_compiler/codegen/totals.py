@@ -18,14 +18,15 @@ from collections.abc import Callable
 import torch
 
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import TRITON_TYPES
+from fusion_compiler.codegen.names import own
+from fusion_compiler.codegen.tile import For, Range
 from fusion_compiler.ir.loops import COLS, Compute, Counter, Total, operands_of
+from fusion_compiler.ir.syntax import INFINITY, MINUS_INFINITY, PROPAGATE_NAN, Expression, Literal, lift, tl
 
-_NAN = "propagate_nan=tl.PropagateNan.ALL"
-_STEPS = {
-    "sum": ("0", "{total} + {term}"),
-    "max": ("float('-inf')", f"tl.maximum({{total}}, {{term}}, {_NAN})"),
-    "min": ("float('inf')", f"tl.minimum({{total}}, {{term}}, {_NAN})"),
+_STEPS: dict[str, tuple[Literal, Callable[[Expression, Expression], Expression]]] = {
+    "sum": (Literal(0), lambda total, term: total + term),
+    "max": (MINUS_INFINITY, lambda total, term: tl.maximum(total, term, PROPAGATE_NAN)),
+    "min": (INFINITY, lambda total, term: tl.minimum(total, term, PROPAGATE_NAN)),
 }
 AHEAD = 3  # turns whose loads are under way, of one row
 AT_ONCE = 4  # turns of many rows, whose loads are under way together
@@ -39,23 +40,22 @@ def build_total(b: Builder, number: int, node: Total, build: Callable[[Builder, 
     first, last = b.variable(counter.first), b.variable(counter.last)
     alone = b.tile.flat and COLS not in b.a.groups[node.counter]
     neutral, step = _STEPS[node.combine]
-    shape = b.shape(b.a.groups[number])
-    total = b.let("total", f"tl.full({shape}, {neutral}, {TRITON_TYPES[node.dtype]})")
+    total = b.let("total", tl.full(b.shape(b.a.groups[number]), neutral, node.dtype))
     if alone:
-        turns = f"{first}, {last}, num_stages={AHEAD}"
+        turns = Range(first, last, stages=AHEAD)
     else:
-        most = b.let("most", f"tl.max({last} - {first})")
         are_few = sum(isinstance(n, Total) for n in b.loops.nodes) <= FEW
-        turns = f"0, {most}, num_stages=1" + (f", loop_unroll_factor={AT_ONCE}" if are_few else "")
-    with b.inside(b.loop("turn", f"tl.range({turns})")):
-        here = "turn" if alone else b.let("here", f"{first} + turn")
+        most = b.let("most", tl.max(last - first))
+        turns = Range(lift(0), most, stages=1, unroll=AT_ONCE if are_few else None)
+    turn = own("turn")
+    with b.inside(For(turn, turns)):
+        here = turn if alone else b.let("here", first + turn)
         b.env[node.counter] = here
         if alone:
             b.true |= _here(b, node.counter, counter)
         build(b, b.need((node.operand,)))
         term = b.variable(node.operand)
-        term = term if alone else f"tl.where({here} < {last}, {term}, {neutral})"
-        b.set(total, step.format(total=total, term=term))
+        b.set(total, step(total, term if alone else tl.where(here < last, term, neutral)))
     b.env[number] = total
 
 

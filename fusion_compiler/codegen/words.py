@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fusion_compiler.codegen.accesses import converted
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.nodes import as_elements, build_nodes, spread
 from fusion_compiler.codegen.windows import runs
 from fusion_compiler.ir.loops import COLS, ROWS, Load, operands_of
+from fusion_compiler.ir.syntax import Expression, Variable, times, tl
 from fusion_compiler.schedule.schedule import WORD
 
 
@@ -37,14 +37,14 @@ def wanted(b: Builder, number: int) -> tuple[int, ...]:
     return _left(b, b.reduction(number).operand, _common(b, number))
 
 
-def summed(b: Builder, number: int) -> str:
+def summed(b: Builder, number: int) -> Expression:
     """The sum of each word of the tile."""
     word, common = word_of(b, number), _common(b, number)
     operand = b.reduction(number).operand
     tile = as_elements(b, b.reduction(number), ALONG, _product(b, operand, common))
-    rows, axis = ("", 1) if b.tile.flat else (f"{b.s.block_rows}, ", 2)
-    total = f"tl.sum(tl.reshape({tile}, [{rows}{b.tile.lanes // word}, {word}]), axis={axis})"
-    return " * ".join([total, *(_of_words(b, load, word) for load in common)])
+    shape = [*([] if b.tile.flat else [b.s.block_rows]), b.tile.lanes // word, word]
+    total = tl.sum(tl.reshape(tile, shape), axis=len(shape) - 1)
+    return times(total, *(_of_words(b, load, word) for load in common))
 
 
 def _common(b: Builder, number: int) -> tuple[int, ...]:
@@ -69,18 +69,18 @@ def _left(b: Builder, number: int, common: Collection[int]) -> tuple[int, ...]:
     return tuple(n for operand in operands_of(b.loops.nodes[number]) for n in _left(b, operand, common))
 
 
-def _product(b: Builder, number: int, common: Collection[int]) -> str:
+def _product(b: Builder, number: int, common: Collection[int]) -> Expression:
     left = _left(b, number, common)
     build_nodes(b, b.need(left))
     spread(b, left)
-    return " * ".join(b.variable(n) for n in left)
+    return times(*map(b.variable, left))
 
 
-def _of_words(b: Builder, number: int, word: int) -> str:
+def _of_words(b: Builder, number: int, word: int) -> Variable:
     """Such a factor, once for each word."""
     node, key = b.loops.nodes[number], ("word", number)
     assert isinstance(node, Load)
     if key not in b.named:
         length = runs.length_of(b, node)
-        b.named[key] = b.let("of_words", runs.loaded(b, node, length, converted(b, node), length // word))
+        b.named[key] = b.let("of_words", runs.loaded(b, node, length, node.dtype, length // word))
     return b.named[key]

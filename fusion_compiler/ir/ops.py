@@ -1,15 +1,15 @@
 """The operator table: one row for every ATen overload that a cluster may hold.
 
-A row says what an operator *is* (its kind), what it *computes* (a Triton expression over
-the names of its ATen schema) and what it *costs* (operations per output element). Shapes
+A row says what an operator *is* (its kind), what it *computes* (a function from
+its operands to a Triton expression) and what it *costs* (operations per output element). Shapes
 and dtypes never come from here: FakeTensor knows them.
 
-How an expression is filled in. Every argument of the schema is given, defaults included, as
-text: a tensor as a variable name, a number as a Python literal, None and strings as their repr.
-A tensor argument may be a literal too (`1 - x` is aten.sub.Tensor(1, x)). Tl functions read a
-literal as float32, so where the result is float64 a number that float32 does not hold is written
-`tl.full((), 0.1, tl.float64)`. The result is then converted to the result's compute dtype.
-Expressions may use `tl`, `libdevice` (triton.language.extra) and `fm` (fusion_compiler.codegen.math).
+How an expression is filled in. A row's function is called with every argument of the schema, defaults
+included, by its name: a tensor as a tree (`syntax.py`), a number as a `Literal`, anything else as it is.
+A function that kernels import, `tl.floor` say, is called with the arguments in their order. A tensor argument
+may be a literal too (`1 - x` is aten.sub.Tensor(1, x)). Tl functions read a literal as float32, so where the
+result is float64 a number that float32 does not hold is written `tl.full((), 0.1, tl.float64)`. The result is
+then converted to the result's compute dtype.
 
 A row without an expression is lowered by what its kind says: layout ops become access maps,
 gathers indirect loads, arange and iota coordinates.
@@ -17,10 +17,8 @@ gathers indirect loads, arange and iota coordinates.
 
 from __future__ import annotations
 
-import ast
 import functools
 import math
-import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,9 +28,25 @@ import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ir import put, random, running, sum_rows
+from fusion_compiler.ir.syntax import (
+    INFINITY,
+    MINUS_INFINITY,
+    PROPAGATE_NAN,
+    Binary,
+    Call,
+    Expression,
+    Global,
+    Literal,
+    Unary,
+    fm,
+    libdevice,
+    tl,
+)
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+Row = Callable[..., Expression]
+ONE, MINUS_ONE = Literal(1), Literal(-1)
 
 
 class Kind(StrEnum):
@@ -60,9 +74,7 @@ class Operands(StrEnum):
 class OpSpec:
     """One operator.
 
-    expr: Triton expression with the schema's argument names in braces, or a function from
-        those names to such an expression where the text depends on a scalar argument.
-        Tensor operands arrive as variable names, scalars as literals.
+    expr: a function from the schema's arguments to a Triton expression.
     combine: for reductions, the combining function: sum, prod, max, min, any, all,
         argmax or argmin; for scans sum, prod, max, min, logsumexp, argmax or argmin.
     flops: arithmetic operations per element (of the input, for reductions).
@@ -78,165 +90,170 @@ class OpSpec:
 
     target: OpOverload
     kind: Kind
-    expr: str | Callable[..., str] | None = None
+    expr: Row | None = None
     operands: Operands = Operands.RESULT
     combine: str | None = None
     flops: int = 1
     special: int = 0
-    rough: str | Callable[..., str] | None = None
-    coarse: str | None = None
+    rough: Row | None = None
+    coarse: Row | None = None
     jumps: bool = False
 
 
-def number(text: str) -> float | None:
-    """The value of a literal, typed or not; None if the text is anything else: a variable, None, a string."""
-    typed = re.fullmatch(r"tl\.full\(\(\), (\S+), tl\.\w+\)", text)
-    try:
-        value: object = ast.literal_eval(typed[1] if typed else text)
-    except (ValueError, SyntaxError):
-        return None
-    return value if isinstance(value, int | float) else None
+def number(value: Expression) -> float | None:
+    """The value of a finite literal, typed or not; None for minus zero, and for what is computed."""
+    match value:
+        case Call(Global("tl.full"), (_, literal, _)):
+            return number(literal)
+        case Literal(int() | float() as held) if math.isfinite(held) and (held or math.copysign(1, held) > 0):
+            return held
+        case _:
+            return None
 
 
-def _scaled(name: str, factor: str) -> str:
-    return name if number(factor) == 1 else f"{name} * {factor}"
+def _scaled(value: Expression, factor: Expression) -> Expression:
+    return value if number(factor) == 1 else value * factor
 
 
-def _add(self: str, other: str, alpha: str = "1") -> str:
-    return f"{self} + {_scaled(other, alpha)}"
+def _add(self: Expression, other: Expression, alpha: Expression = ONE) -> Expression:
+    return self + _scaled(other, alpha)
 
 
-def _sub(self: str, other: str, alpha: str = "1") -> str:
-    return f"{self} - {_scaled(other, alpha)}"
+def _sub(self: Expression, other: Expression, alpha: Expression = ONE) -> Expression:
+    return self - _scaled(other, alpha)
 
 
-def _rsub(self: str, other: str, alpha: str = "1") -> str:
-    return f"{other} - {_scaled(self, alpha)}"
+def _rsub(self: Expression, other: Expression, alpha: Expression = ONE) -> Expression:
+    return other - _scaled(self, alpha)
 
 
-def _div(self: str, other: str) -> str:
+def _div(self: Expression, other: Expression) -> Expression:
     value = number(other)
     if value is None or not 2**-60 < abs(value) < 2**60:
-        return f"fm.div({self}, {other})"
+        return fm.div(self, other)
     if abs(math.frexp(value)[0]) == 0.5:  # multiplying by a power of two is exact, and cheap
-        return f"{self} * {1 / value!r}"
+        return self * (1 / value)
     (in_float32,) = struct.unpack("f", struct.pack("f", value))
-    return f"fm.div_by({self}, {float(value)!r}, {1 / in_float32!r})"
+    return fm.div_by(self, float(value), 1 / in_float32)
 
 
-def _rough_div(self: str, other: str) -> str:
+def _rough_div(self: Expression, other: Expression) -> Expression:
     value = number(other)
-    if value is not None and 2**-120 < abs(value) < 2**120:
-        return f"{self} * {1 / value!r}"
-    return f"{self} / {other}"
+    return self * (1 / value) if value is not None and 2**-120 < abs(value) < 2**120 else self / other
 
 
-def _div_mode(self: str, other: str, rounding_mode: str = "None") -> str:
-    match rounding_mode.strip("'\""):
+def _div_mode(self: Expression, other: Expression, rounding_mode: str | None = None) -> Expression:
+    match rounding_mode:
         case "floor":
-            return f"fm.floor_divide({self}, {other})"
+            return fm.floor_divide(self, other)
         case "trunc":
-            return f"fm.trunc_divide({self}, {other})"
+            return fm.trunc_divide(self, other)
         case _:
             return _div(self, other)
 
 
-def _pow(self: str, exponent: str) -> str:
+def _pow(self: Expression, exponent: Expression) -> Expression:
     match number(exponent):
         case 1:
             return self
         case 2:
-            return f"{self} * {self}"
+            return self * self
         case 3:
-            return f"{self} * {self} * {self}"
+            return self * self * self
         case 0.5:
-            return f"fm.sqrt({self})"
+            return fm.sqrt(self)
         case -0.5:  # tl.rsqrt takes subnormal numbers as 0
-            return f"fm.div(1.0, fm.sqrt({self}))"
+            return fm.div(1.0, fm.sqrt(self))
         case -1:
-            return f"fm.div(1.0, {self})"
+            return fm.div(1.0, self)
         case -2:
-            return f"fm.div(1.0, {self} * {self})"
+            return fm.div(1.0, self * self)
         case _:
-            return f"fm.pow({self}, {exponent})"
+            return fm.pow(self, exponent)
 
 
-def _rough_pow(self: str, exponent: str) -> str:
+def _rough_pow(self: Expression, exponent: Expression) -> Expression:
     value = number(exponent)
     match value:
         case 0.5:
-            return f"fm.rough_sqrt({self})"
+            return fm.rough_sqrt(self)
         case -1 | -2:
-            return f"1.0 / ({_pow(self, str(-value))})"
+            return 1.0 / _pow(self, Literal(-value))
         case float() if not value.is_integer() and value != -0.5 and abs(value) <= 64:
-            return f"fm.rough_pow({self}, {exponent})"
+            return fm.rough_pow(self, exponent)
         case _:
             return _pow(self, exponent)
 
 
-def _rough_pow_of_scalar(self: str, exponent: str) -> str:
+def _rough_pow_of_scalar(self: Expression, exponent: Expression) -> Expression:
     base = number(self)
     if base is None or not 0 < base < math.inf or base == 1:
-        return f"fm.pow({self}, {exponent})"
-    return f"tl.exp2({exponent} * {math.log2(base)!r})"
+        return fm.pow(self, exponent)
+    return tl.exp2(exponent * math.log2(base))
 
 
-def _maximum(a: str, b: str) -> str:
-    return f"tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)"
+def _maximum(self: Expression, other: Expression) -> Expression:
+    return tl.maximum(self, other, propagate_nan=PROPAGATE_NAN)
 
 
-def _minimum(a: str, b: str) -> str:
-    return f"tl.minimum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)"
+def _minimum(self: Expression, other: Expression) -> Expression:
+    return tl.minimum(self, other, propagate_nan=PROPAGATE_NAN)
 
 
-def _clamp(self: str, min: str = "None", max: str = "None") -> str:
-    bounded = self if min == "None" else _maximum(self, min)
-    return bounded if max == "None" else _minimum(bounded, max)
+def _clamp(self: Expression, min: Expression | None = None, max: Expression | None = None) -> Expression:
+    bounded = self if min is None else _maximum(self, min)
+    return bounded if max is None else _minimum(bounded, max)
 
 
 def _elu(
-    self: str,
-    alpha: str = "1",
-    scale: str = "1",
-    input_scale: str = "1",
-    expm1: str = "libdevice.expm1",
-) -> str:
-    rise = f"{expm1}({_scaled(self, input_scale)})"
-    return f"tl.where({self} < 0, {_scaled(_scaled(rise, alpha), scale)}, {_scaled(self, scale)})"
+    self: Expression,
+    alpha: Expression = ONE,
+    scale: Expression = ONE,
+    input_scale: Expression = ONE,
+    expm1: Global = libdevice.expm1,
+) -> Expression:
+    rise = expm1(_scaled(self, input_scale))
+    return tl.where(self < 0, _scaled(_scaled(rise, alpha), scale), _scaled(self, scale))
 
 
-def _round_decimals(self: str, decimals: str) -> str:
-    factor = repr(10.0 ** abs(int(decimals)))
-    if int(decimals) > 0:
-        return f"fm.div(libdevice.nearbyint({self} * {factor}), {factor})"
-    return f"libdevice.nearbyint(fm.div({self}, {factor})) * {factor}"
+def _round_decimals(self: Expression, decimals: Expression) -> Expression:
+    places = number(decimals)
+    assert places is not None
+    factor = 10.0 ** abs(places)
+    if places > 0:
+        return fm.div(libdevice.nearbyint(self * factor), factor)
+    return libdevice.nearbyint(fm.div(self, factor)) * factor
 
 
-def _lerp(self: str, end: str, weight: str) -> str:
-    from_start = f"{self} + {weight} * ({end} - {self})"
-    from_end = f"{end} - ({end} - {self}) * (1 - {weight})"
+def _lerp(self: Expression, end: Expression, weight: Expression) -> Expression:
+    from_start = self + weight * (end - self)
+    from_end = end - (end - self) * (1 - weight)
     value = number(weight)
     if value is not None:
         return from_start if abs(value) < 0.5 else from_end
-    return f"tl.where(tl.abs({weight}) < 0.5, {from_start}, {from_end})"
+    return tl.where(tl.abs(weight) < 0.5, from_start, from_end)
 
 
-def _addcmul(self: str, tensor1: str, tensor2: str, value: str = "1") -> str:
-    return f"{self} + {_scaled(tensor1, value)} * {tensor2}"
+def _addcmul(
+    self: Expression, tensor1: Expression, tensor2: Expression, value: Expression = ONE
+) -> Expression:
+    return self + _scaled(tensor1, value) * tensor2
 
 
-def _addcdiv(self: str, tensor1: str, tensor2: str, value: str = "1") -> str:
-    return f"{self} + {_scaled(f'fm.div({tensor1}, {tensor2})', value)}"
+def _addcdiv(
+    self: Expression, tensor1: Expression, tensor2: Expression, value: Expression = ONE
+) -> Expression:
+    return self + _scaled(fm.div(tensor1, tensor2), value)
 
 
 def _elementwise(
-    expr: str | Callable[..., str] | None,
+    expr: Row | None,
     *targets: OpOverload,
     operands: Operands = Operands.RESULT,
     flops: int = 1,
     special: int = 0,
-    rough: str | Callable[..., str] | None = None,
-    coarse: str | None = None,
+    rough: Row | None = None,
+    coarse: Row | None = None,
     jumps: bool = False,
 ) -> tuple[OpSpec, ...]:
     return tuple(
@@ -260,22 +277,24 @@ def _scan(combine: str, target: OpOverload, flops: int = 8, special: int = 0) ->
 
 
 def _comparison(symbol: str, packet: torch._ops.OpOverloadPacket) -> tuple[OpSpec, ...]:
-    expr = f"{{self}} {symbol} {{other}}"
-    return _elementwise(expr, packet.Tensor, packet.Scalar, operands=Operands.PROMOTED, jumps=True)
+    def compared(self: Expression, other: Expression) -> Expression:
+        return Binary(symbol, self, other)
+
+    return _elementwise(compared, packet.Tensor, packet.Scalar, operands=Operands.PROMOTED, jumps=True)
 
 
 _ARITHMETIC = (
-    *_elementwise("tl.abs({self})", aten.abs.default),
+    *_elementwise(tl.abs, aten.abs.default),
     # Not `-x`: Triton computes 0 - x, which loses the sign of zero.
-    *_elementwise("{self} * -1", aten.neg.default),
+    *_elementwise(lambda self: self * -1, aten.neg.default),
     *_elementwise(_add, aten.add.Tensor, aten.add.Scalar),
     *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar),
     *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar),
-    *_elementwise("{self} * {other}", aten.mul.Tensor, aten.mul.Scalar),
+    *_elementwise(lambda self, other: self * other, aten.mul.Tensor, aten.mul.Scalar),
     *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, rough=_rough_div),
     *_elementwise(_div_mode, aten.div.Tensor_mode, aten.div.Scalar_mode, flops=4, special=1, jumps=True),
     *_elementwise(
-        "fm.floor_divide({self}, {other})",
+        fm.floor_divide,
         aten.floor_divide.default,
         aten.floor_divide.Scalar,
         flops=8,
@@ -283,10 +302,10 @@ _ARITHMETIC = (
         jumps=True,
     ),
     *_elementwise(
-        "fm.fmod({self}, {other})", aten.fmod.Tensor, aten.fmod.Scalar, flops=8, special=1, jumps=True
+        fm.fmod, aten.fmod.Tensor, aten.fmod.Scalar, flops=8, special=1, jumps=True
     ),
     *_elementwise(
-        "fm.remainder({self}, {other})",
+        fm.remainder,
         aten.remainder.Tensor,
         aten.remainder.Scalar,
         aten.remainder.Scalar_Tensor,
@@ -295,26 +314,30 @@ _ARITHMETIC = (
         jumps=True,
     ),
     *_elementwise(_pow, aten.pow.Tensor_Scalar, flops=2, rough=_rough_pow),
-    *_elementwise("fm.pow({self}, {exponent})", aten.pow.Tensor_Tensor, flops=16, special=2),
+    *_elementwise(fm.pow, aten.pow.Tensor_Tensor, flops=16, special=2),
     *_elementwise(
-        "fm.pow({self}, {exponent})", aten.pow.Scalar, flops=16, special=2, rough=_rough_pow_of_scalar
+        fm.pow, aten.pow.Scalar, flops=16, special=2, rough=_rough_pow_of_scalar
     ),
     *_elementwise(_lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3),
     *_elementwise(_addcmul, aten.addcmul.default, flops=2),
     *_elementwise(_addcdiv, aten.addcdiv.default, flops=2, special=1),
-    *_elementwise(_maximum("{self}", "{other}"), aten.maximum.default),
-    *_elementwise(_minimum("{self}", "{other}"), aten.minimum.default),
+    *_elementwise(_maximum, aten.maximum.default),
+    *_elementwise(_minimum, aten.minimum.default),
     # Unlike maximum and minimum these ignore a NaN on one side.
     *_elementwise(
-        "tl.where(({self} >= {other}) | ({other} != {other}), {self}, {other})", aten.fmax.default, flops=3
+        lambda self, other: tl.where((self >= other) | other.ne(other), self, other),
+        aten.fmax.default,
+        flops=3,
     ),
     *_elementwise(
-        "tl.where(({self} <= {other}) | ({other} != {other}), {self}, {other})", aten.fmin.default, flops=3
+        lambda self, other: tl.where((self <= other) | other.ne(other), self, other),
+        aten.fmin.default,
+        flops=3,
     ),
     *_elementwise(_clamp, aten.clamp.default, aten.clamp.Tensor, flops=2),
-    *_elementwise(_maximum("{self}", "{min}"), aten.clamp_min.default, aten.clamp_min.Tensor),
-    *_elementwise(_minimum("{self}", "{max}"), aten.clamp_max.default, aten.clamp_max.Tensor),
-    *_elementwise("fm.copysign({self}, {other})", aten.copysign.Tensor, aten.copysign.Scalar, jumps=True),
+    *_elementwise(lambda self, min: _maximum(self, min), aten.clamp_min.default, aten.clamp_min.Tensor),
+    *_elementwise(lambda self, max: _minimum(self, max), aten.clamp_max.default, aten.clamp_max.Tensor),
+    *_elementwise(fm.copysign, aten.copysign.Tensor, aten.copysign.Scalar, jumps=True),
 )
 
 _COMPARISONS = (
@@ -324,28 +347,28 @@ _COMPARISONS = (
     *_comparison("<=", aten.le),
     *_comparison(">", aten.gt),
     *_comparison(">=", aten.ge),
-    *_elementwise("{self} != {self}", aten.isnan.default, operands=Operands.OWN),
+    *_elementwise(lambda self: self.ne(self), aten.isnan.default, operands=Operands.OWN),
     *_elementwise(
-        '({self} == float("inf")) | ({self} == float("-inf"))',
+        lambda self: self.eq(INFINITY) | self.eq(MINUS_INFINITY),
         aten.isinf.default,
         operands=Operands.OWN,
         flops=3,
         jumps=True,
     ),
     *_elementwise(
-        '({self} > float("-inf")) & ({self} < float("inf"))',
+        lambda self: (self > MINUS_INFINITY) & (self < INFINITY),
         aten.isfinite.default,
         operands=Operands.OWN,
         flops=3,
         jumps=True,
     ),
-    *_elementwise("{self} & {other}", aten.logical_and.default, jumps=True),
-    *_elementwise("{self} | {other}", aten.logical_or.default, jumps=True),
-    *_elementwise("{self} ^ {other}", aten.logical_xor.default, jumps=True),
-    *_elementwise("{self} == 0", aten.logical_not.default, operands=Operands.OWN, jumps=True),
-    *_elementwise("tl.where({condition}, {self}, {other})", aten.where.self, operands=Operands.OWN),
+    *_elementwise(lambda self, other: self & other, aten.logical_and.default, jumps=True),
+    *_elementwise(lambda self, other: self | other, aten.logical_or.default, jumps=True),
+    *_elementwise(lambda self, other: self ^ other, aten.logical_xor.default, jumps=True),
+    *_elementwise(lambda self: self.eq(0), aten.logical_not.default, operands=Operands.OWN, jumps=True),
+    *_elementwise(tl.where, aten.where.self, operands=Operands.OWN),
     *_elementwise(
-        "tl.where({mask}, {value}, {self})",
+        lambda self, mask, value: tl.where(mask, value, self),
         aten.masked_fill.Scalar,
         aten.masked_fill.Tensor,
         operands=Operands.OWN,
@@ -353,9 +376,9 @@ _COMPARISONS = (
 )
 
 _BITS = (
-    *_elementwise("~{self}", aten.bitwise_not.default),
+    *_elementwise(lambda self: Unary("~", self), aten.bitwise_not.default),
     *_elementwise(
-        "{self} & {other}",
+        lambda self, other: self & other,
         aten.bitwise_and.Tensor,
         aten.bitwise_and.Scalar,
         aten.bitwise_and.Scalar_Tensor,
@@ -363,7 +386,7 @@ _BITS = (
         aten.__and__.Scalar,
     ),
     *_elementwise(
-        "{self} | {other}",
+        lambda self, other: self | other,
         aten.bitwise_or.Tensor,
         aten.bitwise_or.Scalar,
         aten.bitwise_or.Scalar_Tensor,
@@ -371,7 +394,7 @@ _BITS = (
         aten.__or__.Scalar,
     ),
     *_elementwise(
-        "{self} ^ {other}",
+        lambda self, other: self ^ other,
         aten.bitwise_xor.Tensor,
         aten.bitwise_xor.Scalar,
         aten.bitwise_xor.Scalar_Tensor,
@@ -379,7 +402,7 @@ _BITS = (
         aten.__xor__.Scalar,
     ),
     *_elementwise(
-        "fm.left_shift({self}, {other})",
+        fm.left_shift,
         aten.bitwise_left_shift.Tensor,
         aten.bitwise_left_shift.Tensor_Scalar,
         aten.bitwise_left_shift.Scalar_Tensor,
@@ -388,7 +411,7 @@ _BITS = (
         flops=4,
     ),
     *_elementwise(
-        "fm.right_shift({self}, {other})",
+        fm.right_shift,
         aten.bitwise_right_shift.Tensor,
         aten.bitwise_right_shift.Tensor_Scalar,
         aten.bitwise_right_shift.Scalar_Tensor,
@@ -399,105 +422,121 @@ _BITS = (
 )
 
 _ROUNDING = (
-    *_elementwise("fm.sign({self})", aten.sign.default, aten.sgn.default, flops=2, jumps=True),
-    *_elementwise("tl.floor({self})", aten.floor.default, jumps=True),
-    *_elementwise("tl.ceil({self})", aten.ceil.default, jumps=True),
-    *_elementwise("libdevice.trunc({self})", aten.trunc.default, jumps=True),
-    *_elementwise("{self} - libdevice.trunc({self})", aten.frac.default, flops=2, jumps=True),
-    *_elementwise("libdevice.nearbyint({self})", aten.round.default, jumps=True),
+    *_elementwise(fm.sign, aten.sign.default, aten.sgn.default, flops=2, jumps=True),
+    *_elementwise(tl.floor, aten.floor.default, jumps=True),
+    *_elementwise(tl.ceil, aten.ceil.default, jumps=True),
+    *_elementwise(libdevice.trunc, aten.trunc.default, jumps=True),
+    *_elementwise(lambda self: self - libdevice.trunc(self), aten.frac.default, flops=2, jumps=True),
+    *_elementwise(libdevice.nearbyint, aten.round.default, jumps=True),
     *_elementwise(_round_decimals, aten.round.decimals, flops=3, special=1, jumps=True),
 )
 
 _FUNCTIONS = (
     # libdevice's exp and not Triton's, whose float32 error grows with |x| to 40 ulp.
     *_elementwise(
-        "libdevice.exp({self})", aten.exp.default, flops=4, special=1, rough="fm.rough_exp({self})"
+        libdevice.exp, aten.exp.default, flops=4, special=1, rough=fm.rough_exp
     ),
-    *_elementwise("libdevice.exp2({self})", aten.exp2.default, special=1),
+    *_elementwise(libdevice.exp2, aten.exp2.default, special=1),
     *_elementwise(
-        "libdevice.expm1({self})", aten.expm1.default, flops=12, special=1, rough="fm.rough_expm1({self})"
+        libdevice.expm1, aten.expm1.default, flops=12, special=1, rough=fm.rough_expm1
     ),
     *_elementwise(
-        "tl.log({self})",
+        tl.log,
         aten.log.default,
         flops=8,
         special=1,
-        rough=f"fm.rough_log2({{self}}) * {math.log(2)!r}",
+        rough=lambda self: fm.rough_log2(self) * math.log(2),
     ),
-    *_elementwise("tl.log2({self})", aten.log2.default, flops=8, special=1, rough="fm.rough_log2({self})"),
+    *_elementwise(tl.log2, aten.log2.default, flops=8, special=1, rough=fm.rough_log2),
     *_elementwise(
-        "libdevice.log10({self})",
+        libdevice.log10,
         aten.log10.default,
         flops=8,
         special=1,
-        rough=f"fm.rough_log2({{self}}) * {math.log10(2)!r}",
+        rough=lambda self: fm.rough_log2(self) * math.log10(2),
     ),
     *_elementwise(
-        "libdevice.log1p({self})", aten.log1p.default, flops=12, special=1, rough="fm.rough_log1p({self})"
+        libdevice.log1p, aten.log1p.default, flops=12, special=1, rough=fm.rough_log1p
     ),
-    *_elementwise("fm.sqrt({self})", aten.sqrt.default, flops=4, special=1, rough="fm.rough_sqrt({self})"),
-    *_elementwise("tl.rsqrt({self})", aten.rsqrt.default, special=1),
-    *_elementwise("fm.div(1.0, {self})", aten.reciprocal.default, flops=4, special=1, rough="1.0 / {self}"),
+    *_elementwise(fm.sqrt, aten.sqrt.default, flops=4, special=1, rough=fm.rough_sqrt),
+    *_elementwise(tl.rsqrt, aten.rsqrt.default, special=1),
     *_elementwise(
-        "fm.sigmoid({self})",
+        lambda self: fm.div(1.0, self),
+        aten.reciprocal.default,
+        flops=4,
+        special=1,
+        rough=lambda self: 1.0 / self,
+    ),
+    *_elementwise(
+        fm.sigmoid,
         aten.sigmoid.default,
         flops=8,
         special=2,
-        rough="fm.rough_sigmoid({self})",
-        coarse="fm.coarse_sigmoid({self})",
+        rough=fm.rough_sigmoid,
+        coarse=fm.coarse_sigmoid,
     ),
     *_elementwise(
-        "fm.tanh({self})",
+        fm.tanh,
         aten.tanh.default,
         flops=12,
         special=2,
-        rough="fm.rough_tanh({self})",
-        coarse="fm.coarse_tanh({self})",
+        rough=fm.rough_tanh,
+        coarse=fm.coarse_tanh,
     ),
-    *_elementwise("libdevice.sin({self})", aten.sin.default, flops=16),
-    *_elementwise("libdevice.cos({self})", aten.cos.default, flops=16),
-    *_elementwise("libdevice.tan({self})", aten.tan.default, flops=24, special=1),
-    *_elementwise("libdevice.asin({self})", aten.asin.default, flops=16, special=1),
-    *_elementwise("libdevice.acos({self})", aten.acos.default, flops=16, special=1),
-    *_elementwise("libdevice.atan({self})", aten.atan.default, flops=16, special=1),
-    *_elementwise("libdevice.sinh({self})", aten.sinh.default, flops=16, special=1),
-    *_elementwise("libdevice.cosh({self})", aten.cosh.default, flops=16, special=1),
-    *_elementwise("libdevice.asinh({self})", aten.asinh.default, flops=16, special=2),
-    *_elementwise("libdevice.acosh({self})", aten.acosh.default, flops=16, special=2),
-    *_elementwise("libdevice.atanh({self})", aten.atanh.default, flops=16, special=2),
-    *_elementwise("fm.atan2({self}, {other})", aten.atan2.default, flops=20, special=1),
-    *_elementwise("fm.hypot({self}, {other})", aten.hypot.default, flops=12, special=1),
-    *_elementwise("tl.erf({self})", aten.erf.default, flops=20, special=1, rough="fm.rough_erf({self})"),
+    *_elementwise(libdevice.sin, aten.sin.default, flops=16),
+    *_elementwise(libdevice.cos, aten.cos.default, flops=16),
+    *_elementwise(libdevice.tan, aten.tan.default, flops=24, special=1),
+    *_elementwise(libdevice.asin, aten.asin.default, flops=16, special=1),
+    *_elementwise(libdevice.acos, aten.acos.default, flops=16, special=1),
+    *_elementwise(libdevice.atan, aten.atan.default, flops=16, special=1),
+    *_elementwise(libdevice.sinh, aten.sinh.default, flops=16, special=1),
+    *_elementwise(libdevice.cosh, aten.cosh.default, flops=16, special=1),
+    *_elementwise(libdevice.asinh, aten.asinh.default, flops=16, special=2),
+    *_elementwise(libdevice.acosh, aten.acosh.default, flops=16, special=2),
+    *_elementwise(libdevice.atanh, aten.atanh.default, flops=16, special=2),
+    *_elementwise(fm.atan2, aten.atan2.default, flops=20, special=1),
+    *_elementwise(fm.hypot, aten.hypot.default, flops=12, special=1),
+    *_elementwise(tl.erf, aten.erf.default, flops=20, special=1, rough=fm.rough_erf),
     *_elementwise(
-        "libdevice.erfc({self})", aten.erfc.default, flops=24, special=2, rough="fm.rough_erfc({self})"
+        libdevice.erfc, aten.erfc.default, flops=24, special=2, rough=fm.rough_erfc
     ),
-    *_elementwise("libdevice.erfinv({self})", aten.erfinv.default, flops=24, special=2),
-    *_elementwise("libdevice.lgamma({self})", aten.lgamma.default, flops=40, special=2),
-    *_elementwise(_maximum("{self}", "0"), aten.relu.default),
+    *_elementwise(libdevice.erfinv, aten.erfinv.default, flops=24, special=2),
+    *_elementwise(libdevice.lgamma, aten.lgamma.default, flops=40, special=2),
+    *_elementwise(lambda self: _maximum(self, Literal(0)), aten.relu.default),
     *_elementwise(
-        "tl.where({self} > 0, {self}, {self} * {negative_slope})", aten.leaky_relu.default, flops=3
+        lambda self, negative_slope: tl.where(self > 0, self, self * negative_slope),
+        aten.leaky_relu.default,
+        flops=3,
     ),
     *_elementwise(
         _elu,
         aten.elu.default,
         flops=16,
         special=1,
-        rough=functools.partial(_elu, expm1="fm.rough_expm1"),
+        rough=functools.partial(_elu, expm1=fm.rough_expm1),
     ),
     *_elementwise(
-        lambda self, min_val="-1", max_val="1": _clamp(self, min_val, max_val), aten.hardtanh.default, flops=2
+        lambda self, min_val=MINUS_ONE, max_val=ONE: _clamp(self, min_val, max_val),
+        aten.hardtanh.default,
+        flops=2,
     ),
 )
 
 _COPIES_AND_CONSTANTS = (
-    *_elementwise("{a}", prims.convert_element_type.default, flops=0),
-    *_elementwise("{self}", aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default, flops=0),
-    *_elementwise("{src}", aten.copy.default, flops=0),
-    *_elementwise("{value}", aten.fill.Scalar, aten.fill.Tensor, flops=0),
-    *_elementwise("{fill_value}", aten.full.default, aten.full_like.default, flops=0),
-    *_elementwise("0", aten.zeros_like.default, flops=0),
-    *_elementwise("1", aten.ones_like.default, flops=0),
-    *_elementwise("{s}", aten.scalar_tensor.default, flops=0),
+    *_elementwise(lambda a, **_: a, prims.convert_element_type.default, flops=0),
+    *_elementwise(
+        lambda self, **_: self,
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.lift_fresh_copy.default,
+        flops=0,
+    ),
+    *_elementwise(lambda src, **_: src, aten.copy.default, flops=0),
+    *_elementwise(lambda value, **_: value, aten.fill.Scalar, aten.fill.Tensor, flops=0),
+    *_elementwise(lambda fill_value, **_: fill_value, aten.full.default, aten.full_like.default, flops=0),
+    *_elementwise(lambda **_: Literal(0), aten.zeros_like.default, flops=0),
+    *_elementwise(lambda **_: Literal(1), aten.ones_like.default, flops=0),
+    *_elementwise(lambda s, **_: s, aten.scalar_tensor.default, flops=0),
     *_elementwise(
         None, aten.arange.start_step, aten.arange.start, aten.arange.default, prims.iota.default, flops=0
     ),

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion_compiler.codegen.assemble import text_of
+from fusion_compiler.codegen.assemble import rewritten
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import TRITON_TYPES
 from fusion_compiler.codegen.names import HEADER, problem
@@ -32,6 +32,7 @@ from fusion_compiler.codegen.regions import whole_block
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import COLS, Index, Load, LoopNest
+from fusion_compiler.ir.syntax import Name, fm, tl
 from fusion_compiler.optimizer.formula import GRAD, Formula, Refused
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
@@ -172,21 +173,21 @@ def _program(
     b.rough = frozenset()  # what is trained by it adds up over many steps
     for i, node in enumerate(loops.nodes):
         if isinstance(node, Load) and node.buffer in numbers:
-            b.env[i] = node.buffer
-    b.define("col", f"tl.arange(0, {BLOCK})")
+            b.env[i] = Name(node.buffer)
+    col = b.define("col", tl.arange(0, BLOCK))
     if masked:
-        b.define("col_inside", f"col < {COUNT}")
-        b.tile = replace(b.tile, col_mask="col_inside")
+        b.tile = replace(b.tile, col_mask=b.define("col_inside", col < Name(COUNT)))
     for i, node in enumerate(loops.nodes):
         if isinstance(node, Load) and node.buffer == clipped:
             build_nodes(b, b.need((i,)))
-            b.env[i] = b.let("clipped", f"{b.env[i]} * {FACTOR}")
+            b.env[i] = b.let("clipped", b.env[i] * Name(FACTOR))
     for value in (store.value for store in loops.stores if store.buffer == rounded):
         build_nodes(b, b.need((value,)))
-        words = f"fm.words_block(seed, first // 4 + tl.arange(0, {BLOCK // 4}), parameter)"
-        b.env[value] = b.let("rounded", f"fm.stochastic({b.env[value]}, {words})")
+        seed, parameter, first = map(Name, RANDOM)
+        words = fm.words_block(seed, first // 4 + tl.arange(0, BLOCK // 4), parameter)
+        b.env[value] = b.let("rounded", fm.stochastic(b.env[value], words))
     whole_block(b)
-    return text_of(b)
+    return rewritten(b).text()
 
 
 def _doc(name: str, bodies: Sequence[_Body]) -> str:

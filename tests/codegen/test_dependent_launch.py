@@ -20,12 +20,13 @@ import fusion_compiler as fc
 from fusion_compiler import api
 from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.passes import launched_dependently
-from fusion_compiler.codegen.tile import Assign, For, If, Line, Load, Statement, Store, Variables
+from fusion_compiler.codegen.tile import Assign, Do, For, If, Range, Statement, Store, Update
 from fusion_compiler.errors import InvalidOptionError
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel, Program, Role
 from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.ir.syntax import Name, fm, tl
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.passes.fuse.dependent import NOTE
@@ -34,6 +35,7 @@ from fusion_compiler.runtime.target import build_of, compile_for, parse_target
 from fusion_compiler.stitch.order import ordered
 from tests.exactness import not_as_close, wide
 from tests.fake_gpu import FakeGpu, use
+from tests.kernel_text import parsed
 
 WAIT = "fm.wait_for_kernels()"
 WIDTH, PLACES = 256, 16
@@ -418,21 +420,29 @@ def test_a_kernel_says_so_to_the_compiler() -> None:
 
 # -- the pass -----------------------------------------------------------------------------------------
 
-POINTERS = frozenset({"x_ptr", "w_ptr", "out_ptr"})
+POINTERS = frozenset(map(Name, ("x_ptr", "w_ptr", "out_ptr")))
 
 
 def moved(*body: Statement, turns: int = 0) -> list[Statement]:
-    return launched_dependently([*body], frozenset({"w_ptr"}), POINTERS, Variables(), turns)
+    return launched_dependently([*body], frozenset({Name("w_ptr")}), POINTERS, turns)
 
 
-COL, X = Assign(("col",), "tl.arange(0, 8)"), Assign(("x",), Load("x_ptr + col"))
-W, END = Assign(("w",), Load("w_ptr + col")), Store("out_ptr + col", "x * w")
-HERE = Line(WAIT)
+def let(name: str, text: str) -> Assign:
+    return Assign((Name(name),), parsed(text))
+
+
+def counted(start: str, end: str, step: int, body: list[Statement], stages: int | None = None) -> For:
+    return For(Name("start"), Range(parsed(start), parsed(end), step, stages), body)
+
+
+COL, X = let("col", "tl.arange(0, 8)"), let("x", "tl.load(x_ptr + col)")
+W, END = let("w", "tl.load(w_ptr + col)"), Store(parsed("out_ptr + col"), parsed("x * w"))
+HERE = Do(fm.wait_for_kernels())
 
 
 def test_constants_move_before_the_wait_with_what_says_where_they_are() -> None:
-    at = Assign(("at",), "col + 8")
-    far = Assign(("w",), Load("w_ptr + at", mask="at < 12"))
+    at = let("at", "col + 8")
+    far = let("w", "tl.load(w_ptr + at, mask=at < 12)")
     assert moved(COL, X, W, END) == [COL, W, HERE, X, END]
     assert moved(COL, X, at, far, END) == [COL, at, far, HERE, X, END]
     assert moved(X, END) == [HERE, X, END]
@@ -441,14 +451,14 @@ def test_constants_move_before_the_wait_with_what_says_where_they_are() -> None:
 @pytest.mark.parametrize(
     "between",
     [
-        [Assign(("w",), Load("w_ptr + x"))],  # where is data
-        [Assign(("w",), Load("w_ptr + col", mask="x > 0"))],
-        [Assign(("i",), Load("w_ptr")), Assign(("w",), Load("w_ptr + i + x"))][1:],
-        [Assign(("w",), "0"), W],  # another value before
-        [W, Line("w += 1")],
-        [For("start", "tl.range(0, 16, 8)", [W])],
-        [Assign(("w",), "fm.load_behind(w_ptr, x)")],
-        [Assign(("w",), "fm.both(w_ptr, x_ptr)")],
+        [let("w", "tl.load(w_ptr + x)")],  # where is data
+        [let("w", "tl.load(w_ptr + col, mask=x > 0)")],
+        [let("i", "tl.load(w_ptr)"), let("w", "tl.load(w_ptr + i + x)")][1:],
+        [let("w", "0"), W],  # another value before
+        [W, Update(Name("w"), "+", parsed("1"))],
+        [counted("0", "16", 8, [W])],
+        [let("w", "fm.load_behind(w_ptr, x)")],
+        [let("w", "fm.both(w_ptr, x_ptr)")],
     ],
     ids=str,
 )
@@ -457,64 +467,63 @@ def test_what_stays_behind_the_wait(between: list[Statement]) -> None:
 
 
 def test_a_loop_of_one_turn_is_none() -> None:
-    at, within = Assign(("start",), "0"), Assign(("col",), "start + tl.arange(0, 8)")
-    loop = For("start", "tl.range(0, 8, 8, num_stages=2)", [within, X, W])
+    at, within = let("start", "0"), let("col", "start + tl.arange(0, 8)")
+    loop = counted("0", "8", 8, stages=2, body=[within, X, W])
     assert moved(loop, END) == [at, within, W, HERE, X, END]
 
 
 def test_a_loop_of_one_turn_stays_before_a_narrower_one() -> None:
     """Triton wants a variable of a loop to have one shape."""
-    within = Assign(("col",), "start + tl.arange(0, 8)")
-    narrow = Assign(("col",), "8 + tl.arange(0, 4)")
-    body = For("start", "tl.range(0, 8, 8)", [within, X]), For("start", "tl.range(8, 12, 4)", [narrow, X])
+    within = let("col", "start + tl.arange(0, 8)")
+    narrow = let("col", "8 + tl.arange(0, 4)")
+    body = counted("0", "8", 8, [within, X]), counted("8", "12", 4, [narrow, X])
     assert moved(*body, END) == [HERE, *body, END]
 
 
-WITHIN = Assign(("col",), "start + tl.arange(0, 8)")
-SUM = Line("total += x * w")
+WITHIN = let("col", "start + tl.arange(0, 8)")
+SUM = Update(Name("total"), "+", parsed("x * w"))
 
 
 def test_first_turns_of_a_loop_are_taken_out_of_it() -> None:
     """Their weights are loaded early; the rest of the loop, and what it adds to, are as they were."""
-    loop = For("start", "tl.range(0, 40, 8, num_stages=3)", [WITHIN, X, W, SUM])
+    loop = counted("0", "40", 8, stages=3, body=[WITHIN, X, W, SUM])
     found = moved(loop, END, turns=2)
     wait = found.index(HERE)
     early, late, rest = found[:wait], found[wait + 1 : -2], found[-2]
-    assert [str(s.value) for s in early if isinstance(s, Assign) and isinstance(s.value, str)] == [
-        "0 + tl.arange(0, 8)", "8 + tl.arange(0, 8)",
-    ]  # fmt: skip
-    names = [s.targets[0] for s in early if isinstance(s, Assign)]
-    assert len({*names}) == 4 and not {"col", "w"} & {*names}, "each has a name of its own"
-    loaded = [s for s in early if isinstance(s, Assign) and isinstance(s.value, Load)]
-    assert [s.value.pointer for s in loaded] == [f"w_ptr + {names[0]}", f"w_ptr + {names[2]}"]
-    sums = [s.text for s in late if isinstance(s, Line)]
+    early = [s for s in early if isinstance(s, Assign)]
+    assert [str(s.value) for s in early[::2]] == ["0 + tl.arange(0, 8)", "8 + tl.arange(0, 8)"]
+    names = [s.targets[0] for s in early]
+    assert len({*names}) == 4 and not {Name("col"), Name("w")} & {*names}, "each has a name of its own"
+    weights = [s.targets[0] for s in early[1::2]]
+    assert [s.value for s in early[1::2]] == [tl.load(Name("w_ptr") + name) for name in names[::2]]
     x = [s.targets[0] for s in late if isinstance(s, Assign)]
-    assert sums == [f"total += {x[i]} * {loaded[i].targets[0]}" for i in range(2)]
-    assert rest == replace(loop, values="tl.range(16, 40, 8, num_stages=3)") and found[-1] == END
+    sums = [s for s in late if isinstance(s, Update)]
+    assert sums == [Update(SUM.target, "+", x[i] * weights[i]) for i in range(2)]
+    assert rest == counted("16", "40", 8, stages=3, body=loop.body) and found[-1] == END
 
 
 def test_a_loop_of_which_no_turn_is_left_is_none() -> None:
-    found = moved(For("start", "tl.range(0, 16, 8)", [WITHIN, X, W, SUM]), END, turns=4)
+    found = moved(counted("0", "16", 8, [WITHIN, X, W, SUM]), END, turns=4)
     assert not any(isinstance(s, For) for s in found)
-    assert Assign(("x",), Load("x_ptr + col")) in found, "the last turn's values are read behind it"
-    assert found.index(Assign(("w",), Load("w_ptr + col"))) < found.index(HERE)
+    assert let("x", "tl.load(x_ptr + col)") in found, "the last turn's values are read behind it"
+    assert found.index(let("w", "tl.load(w_ptr + col)")) < found.index(HERE)
 
 
 def test_what_a_turn_leaves_to_the_next_keeps_its_name() -> None:
     """The largest so far, say: it is read before it is assigned."""
-    largest = Assign(("most",), "tl.maximum(most, x * w)")
-    found = moved(For("start", "tl.range(0, 32, 8)", [WITHIN, X, W, largest]), END, turns=1)
-    (first,) = (s for s in found if isinstance(s, Assign) and s.targets == ("most",))
-    assert str(first.value).startswith("tl.maximum(most, «")
+    largest = let("most", "tl.maximum(most, x * w)")
+    found = moved(counted("0", "32", 8, [WITHIN, X, W, largest]), END, turns=1)
+    (first,) = (s for s in found if isinstance(s, Assign) and s.targets == (Name("most"),))
+    assert str(first.value) == "tl.maximum(most, x * w)"
 
 
 @pytest.mark.parametrize(
     "loop",
     [
-        For("start", "tl.range(0, 32, 8)", [WITHIN, X]),  # of no constants
-        For("start", "tl.range(first, 32, 8)", [WITHIN, W]),
-        For("start", "tl.range(0, size, 8)", [WITHIN, W]),
-        For("start", "tl.range(0, 32, 8)", [WITHIN, W, If("w > 0", [END])]),
+        counted("0", "32", 8, [WITHIN, X]),  # of no constants
+        counted("first", "32", 8, [WITHIN, W]),
+        counted("0", "size", 8, [WITHIN, W]),
+        counted("0", "32", 8, [WITHIN, W, If(parsed("w > 0"), [END])]),
     ],
     ids=str,
 )

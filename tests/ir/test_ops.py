@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.codegen.expression import (
     CONDITIONS,
     TRITON_TYPES,
-    compute_text,
+    computed,
     convert_literal,
-    literal,
 )
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import Compute, Value
 from fusion_compiler.ir.ops import OPS, OpSpec, spec_of
+from fusion_compiler.ir.syntax import Expression, Literal, Name, literal
 from fusion_compiler.passes.lower.space import HELD, compute_dtype
 from fusion_compiler.passes.lower.special import SPECIAL
 from fusion_compiler.runtime.builds import Build, compile_build
@@ -76,13 +76,13 @@ def expression(
     """The text of a call on variables v_<name of the argument>; those named in `numbers` are 3."""
     held = [(name, compute_dtype(v.dtype)) for name, v in values.items() if isinstance(v, torch.Tensor)]
 
-    def operand(number: int) -> tuple[str | None, object, torch.dtype]:
+    def operand(number: int) -> tuple[Expression, torch.dtype]:
         name, dtype = held[number]
         if name in numbers:
-            return None, convert_literal(3, dtype), dtype
-        return f"v_{name}", None, dtype
+            return Literal(cast(float, convert_literal(3, dtype))), dtype
+        return Name(f"v_{name}"), dtype
 
-    return compute_text(node_of(spec, values, out, coarse), operand, rough)
+    return str(computed(node_of(spec, values, out, coarse), operand, rough))
 
 
 def run(

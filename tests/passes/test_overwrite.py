@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from fusion_compiler.codegen.passes import stored_late
-from fusion_compiler.codegen.tile import Assign, For, Load, Statement, Store
+from fusion_compiler.codegen.tile import Assign, For, Range, Statement, Store
+from fusion_compiler.ir.syntax import Name
 from fusion_compiler.stitch import order
 from tests.exactness import not_as_close
+from tests.kernel_text import parsed
 from tests.random_programs.generate import draw
 from tests.random_programs.judge import judge
 
@@ -150,11 +152,13 @@ def test_verification_compares_what_was_there() -> None:
 
 
 def test_a_store_waits_for_loads_of_what_it_lies_over() -> None:
-    a, b, c = Assign(("a",), Load("x + i")), Assign(("b",), "f(a)"), Assign(("c",), Load("x + j"))
-    y, z = Store("y + i", "b"), Store("z + j", "c")
-    body: list[Statement] = [For("i", "range(8)", [a, b, y, c, z]), a, b, y]
-    stored_late(body, {"y": "x"})
-    assert body == [For("i", "range(8)", [a, b, c, y, z]), a, b, y]
+    texts = {"a": "tl.load(x + i)", "b": "f(a)", "c": "tl.load(x + j)"}
+    a, b, c = (Assign((Name(name),), parsed(text)) for name, text in texts.items())
+    y, z = Store(parsed("y + i"), Name("b")), Store(parsed("z + j"), Name("c"))
+    turns = Range(parsed("0"), parsed("8"))
+    body: list[Statement] = [For(Name("i"), turns, [a, b, y, c, z]), a, b, y]
+    stored_late(body, {Name("y"): Name("x")})
+    assert body == [For(Name("i"), turns, [a, b, c, y, z]), a, b, y]
 
 
 def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:

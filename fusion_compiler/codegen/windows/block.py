@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import convert, decompose, dim_text
-from fusion_compiler.codegen.tile import Load as LoadValue
+from fusion_compiler.codegen.expression import convert, decompose
 from fusion_compiler.ir.loops import COLS, ROWS, Load
+from fusion_compiler.ir.syntax import Expression, Variable, every, plus
 
 
 def is_same(b: Builder, node: Load) -> bool:
@@ -29,43 +29,44 @@ def _is_alone(b: Builder, node: Load) -> bool:
     return direct and node.within is None and not b.s.misaligned
 
 
-def loaded_once(b: Builder, number: int, node: Load) -> str:
+def loaded_once(b: Builder, number: int, node: Load) -> Variable:
     """The variable of the one element that each row of the block has: for each lane it were a load."""
-    masks = [b.tile.row_mask] if b.tile.row_mask and ROWS in b.a.groups[number] else []
-    masks += [f"({b.tile.start} < {dim_text(b.a.size(COLS))})"] if b.tile.col_mask else []
-    return _once(b, number, node, masks, lambda k: _axis(b, k))
+    rows = b.tile.row_mask if ROWS in b.a.groups[number] else None
+    inside = None
+    if b.tile.col_mask is not None and b.tile.start is not None:
+        inside = b.tile.start < b.a.size(COLS)
+    return _once(b, number, node, every(rows, inside), lambda k: _axis(b, k))
 
 
-def row_loaded_once(b: Builder, number: int, node: Load) -> str:
+def row_loaded_once(b: Builder, number: int, node: Load) -> Variable:
     """The variable of the one row of elements that all rows of the block have."""
-    masks = [b.tile.col_mask] if b.tile.col_mask else []
-    return _once(b, number, node, masks, lambda k: _row_axis(b, k))
+    return _once(b, number, node, b.tile.col_mask, lambda k: _row_axis(b, k))
 
 
-def _once(b: Builder, number: int, node: Load, masks: list[str], axis: Callable[[int], str]) -> str:
+def _once(
+    b: Builder, number: int, node: Load, mask: Expression | None, axis: Callable[[int], Expression]
+) -> Variable:
     key = ("once", number)
-    if key in b.named:
-        return b.named[key]
-    pointer = f"{b.pointers[node.buffer]} + {b.index(node.index, axis)}"
-    then = convert("{}", b.dtypes[node.buffer], node.dtype)
-    value = LoadValue(pointer, " & ".join(masks) or None, options=b.load_options, then=then)
-    b.named[key] = b.let(f"block_{b.pointers[node.buffer].removesuffix('_ptr')}", value)
+    if key not in b.named:
+        value = b.load_from(plus(b.pointer(node.buffer), b.index(node.index, axis)), mask)
+        value = convert(value, b.dtypes[node.buffer], node.dtype)
+        b.named[key] = b.let(f"block_{b.called(node.buffer)}", value)
     return b.named[key]
 
 
-def _axis(b: Builder, number: int) -> str:
+def _axis(b: Builder, number: int) -> Variable:
     """The variable of an axis, for outer columns that of the block's first lane."""
     axes, first = b.a.axes[COLS], b.a.first[COLS]
     if number < first:
         return b.axis(number)
-    text = decompose(axes, number - first, b.tile.start or "0")
-    return b.once(("block", number), f"block_{b.loops.axes[number].name}", text)
+    value = decompose(axes, number - first, b.tile.start or 0)
+    return b.once(("block", number), f"block_{b.loops.axes[number].name}", value)
 
 
-def _row_axis(b: Builder, number: int) -> str:
+def _row_axis(b: Builder, number: int) -> Variable:
     """The variable of an axis, for outer rows that of the block's first row."""
     if b.loops.axes[number].group == COLS:
         return b.axis(number)
     axes, first = b.a.axes[ROWS], b.a.first[ROWS]
-    text = decompose(axes, number - first, b.tile.first_row or "0")
-    return b.once(("block", number), f"block_{b.loops.axes[number].name}", text)
+    value = decompose(axes, number - first, b.tile.first_row or 0)
+    return b.once(("block", number), f"block_{b.loops.axes[number].name}", value)

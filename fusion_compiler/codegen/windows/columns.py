@@ -3,54 +3,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import decompose, dim_text, index_text
+from fusion_compiler.codegen.expression import decompose, index_of
+from fusion_compiler.codegen.names import own
 from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index
+from fusion_compiler.ir.syntax import Expression, Variable, every, plus
 from fusion_compiler.schedule.analysis import Analysis
 
 
 @dataclass(frozen=True)
 class Columns:
     """name: of the variable with their numbers. axes: the nest's, with the sizes of these columns. lanes: how
-    many of them a tile has. moved: what makes their first number of the tile's first column's, "* 2"."""
+    many of them a tile has. moved: what makes their first number of the tile's first column's. key: what
+    tells columns of one name apart."""
 
     name: str
     axes: tuple[Axis, ...]
     lanes: int
-    moved: str
+    moved: Callable[[Expression], Expression]
+    key: str
 
 
-def address(b: Builder, columns: Columns, buffer: str, index: Index) -> tuple[str, str | None]:
+def address(b: Builder, columns: Columns, buffer: str, index: Index) -> tuple[Expression, Expression | None]:
     """(addresses, mask) of an access; the index is over these columns."""
     name, axes, first = columns.name, columns.axes, b.a.first[COLS]
     over = Analysis(replace(b.loops, axes=axes))
     merged, whole = over.merged(index)
     several = [i for i in range(first, len(axes)) if axes[i].size != 1]
 
-    def variable(number: int) -> str:
+    def variable(number: int) -> Variable | int:
         if number < first:
-            return "row" if number in whole and axes[number].group == ROWS else b.axis(number)
+            return own("row") if number in whole and axes[number].group == ROWS else b.axis(number)
         if number in whole or several == [number]:
             return _numbers(b, columns)
         if number not in several:
-            return "0"
-        own, place = tuple(axes[i] for i in several), several.index(number)
-        key = (f"{name} {columns.moved}", number)
-        return b.once(key, f"{name}_{number - first}", decompose(own, place, _numbers(b, columns)))
+            return 0
+        outer, place = tuple(axes[i] for i in several), several.index(number)
+        value = decompose(outer, place, _numbers(b, columns))
+        return b.once((columns.key, number), f"{name}_{number - first}", value)
 
-    masks = [b.tile.row_mask if ROWS in b.index_groups(index) else None]
-    if b.tile.col_mask:
-        inside = f"{_numbers(b, columns)} < {dim_text(over.size(COLS))}"
-        masks.append(b.once((f"{name}_inside {columns.moved}", 0), f"{name}_inside", inside))
-    pointer = f"{b.pointers[buffer]} + {index_text(merged, variable, b.variable)}"
-    return pointer, " & ".join(m for m in masks if m) or None
+    rows, inside = b.tile.row_mask if ROWS in b.index_groups(index) else None, None
+    if b.tile.col_mask is not None:
+        value = _numbers(b, columns) < over.size(COLS)
+        inside = b.once((f"inside {columns.key}", 0), f"{name}_inside", value)
+    pointer = plus(b.pointer(buffer), index_of(merged, variable, b.variable))
+    return pointer, every(rows, inside)
 
 
-def _numbers(b: Builder, columns: Columns) -> str:
-    lanes = f"tl.arange(0, {columns.lanes})" + ("" if b.tile.flat else "[None, :]")
-    start = b.tile.start
-    if start is not None:
-        lanes = f"{start if start.isidentifier() else f'({start})'} {columns.moved} + {lanes}"
-    return b.once((f"{columns.name} {columns.moved}", -1), columns.name, lanes)
+def _numbers(b: Builder, columns: Columns) -> Variable:
+    start = None if b.tile.start is None else columns.moved(b.tile.start)
+    return b.once((columns.key, -1), columns.name, plus(start, b.lanes(columns.lanes)))

@@ -21,6 +21,7 @@ from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows.columns import Columns, address
 from fusion_compiler.ir.dims import simple
 from fusion_compiler.ir.loops import Index, Load, Store
+from fusion_compiler.ir.syntax import Expression, Var, tl
 
 PAIR = "pair"  # the variable with the element numbers of twice the columns
 
@@ -40,33 +41,33 @@ def load(b: Builder, pair: tuple[int, int]) -> None:
     left = b.loops.nodes[pair[0]]
     assert isinstance(left, Load)
     pointer, mask = _address(b, left.buffer, left.index)
-    shape = f"{b.shape(b.index_groups(left.index))[1:-1]}, 2"
-    base = b.pointers[left.buffer].removesuffix("_ptr")
-    then = f"tl.split({convert(f'{{}}.reshape({shape})', b.dtypes[left.buffer], left.dtype)})"
-    variables = tuple(b.variables.new(base) for _ in pair)
-    b.add(Assign(variables, b.loaded(left, pointer, mask, then), pair[0]))
+    shape = b.shape(b.index_groups(left.index)).items
+    value = b.loaded(left, pointer, mask).reshape(*shape, 2)
+    variables = tuple(Var(b.called(left.buffer)) for _ in pair)
+    b.add(Assign(variables, tl.split(convert(value, b.dtypes[left.buffer], left.dtype)), pair[0]))
     b.env.update(zip(pair, variables, strict=True))
 
 
 def store(b: Builder, left: Store, right: Store) -> None:
     """Two stores as one; the values are built."""
     groups = b.index_groups(left.index)
-    values: list[str] = []
+    values: list[Expression] = []
     for number in (left.value, right.value):
-        text = convert(b.variable(number), b.loops.nodes[number].dtype, b.dtypes[left.buffer])
+        value = convert(b.variable(number), b.loops.nodes[number].dtype, b.dtypes[left.buffer])
         whole = b.a.groups[number] == groups
-        values.append(text if whole else f"tl.broadcast_to({text}, {b.shape(groups)})")
+        values.append(value if whole else tl.broadcast_to(value, b.shape(groups)))
     pointer, mask = _address(b, left.buffer, left.index)
-    b.add(StoreStatement(pointer, f"tl.interleave({', '.join(values)})", mask))
+    b.add(StoreStatement(pointer, tl.interleave(*values), mask))
 
 
 def can_be_stored(b: Builder, left: Store) -> bool:
     return not b.s.misaligned and b.dtypes[left.buffer] is not torch.bool
 
 
-def _address(b: Builder, buffer: str, index: Index) -> tuple[str, str | None]:
+def _address(b: Builder, buffer: str, index: Index) -> tuple[Expression, Expression | None]:
     """(addresses of elements and their right neighbours, mask): the index over twice the columns."""
     last = len(b.loops.axes) - 1
     axes = (*b.loops.axes[:last], replace(b.loops.axes[last], size=simple(b.loops.axes[last].size * 2)))
     terms = tuple((k, c if k != last else 1) for k, c in index.terms)
-    return address(b, Columns(PAIR, axes, 2 * b.tile.lanes, "* 2"), buffer, Index(index.const, terms))
+    columns = Columns(PAIR, axes, 2 * b.tile.lanes, lambda start: start * 2, PAIR)
+    return address(b, columns, buffer, Index(index.const, terms))

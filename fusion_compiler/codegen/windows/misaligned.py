@@ -17,46 +17,50 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import convert, dim_text
-from fusion_compiler.codegen.tile import Expression, If, Store
+from fusion_compiler.codegen.expression import convert
+from fusion_compiler.codegen.names import own
+from fusion_compiler.codegen.tile import If, Store, Update
+from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.loops import COLS, Index, Load
+from fusion_compiler.ir.syntax import Expression, every, fm, plus, tl
 from fusion_compiler.schedule.schedule import WORD, Cols
 
 
-def lead_at(b: Builder, row: str) -> None:
+def lead_at(b: Builder, row: Expression) -> None:
     """Define `lead`, which is that of every row of a program."""
-    lead = f"{row} * {dim_text(b.a.size(COLS))} % {b.s.word}"
-    b.define("lead", f"({lead}).to(tl.int32)" if b.wide else lead)
+    lead = row * b.a.size(COLS) % b.s.word
+    b.define("lead", lead.to(torch.int32) if b.wide else lead)
 
 
 def row_begins(b: Builder) -> None:
     """Define `begin`, the word in which the row begins."""
-    b.define("begin", f"row * {dim_text(b.a.size(COLS))} // {b.s.word} * {b.s.word}")
+    b.define("begin", own("row") * b.a.size(COLS) // b.s.word * b.s.word)
 
 
-def cols_at(b: Builder, start: str | None, lanes: str, inside: bool) -> None:
+def cols_at(b: Builder, start: Expression | None, lanes: Expression, inside: bool) -> None:
     """Define `col` for lanes that are counted from the word in which the row begins.
 
     A loop's blocks follow that word; the tile after it has the word, and what follows the blocks.
     """
-    width, word = b.a.size(COLS), b.s.word
+    width, word, lead = b.a.size(COLS), b.s.word, own("lead")
     assert isinstance(width, int)
     if inside:
-        b.define("lane", f"{start} + {word} + {lanes}")
-        b.define("col", "lane - lead")
+        b.define("col", b.define("lane", plus(start, word, lanes)) - lead)
         return
     looped = b.s.cols is Cols.LOOP
-    b.define("lane", lanes if start is None or looped else f"{start} + {lanes}")
+    lane = b.define("lane", lanes if looped else plus(start, lanes))
     if looped:  # both ends of the row
-        b.line(f"lane += tl.where(lane < {word}, 0, {start})")
-    b.define("col", "lane - lead")
-    b.define("col_inside", f"col.to(tl.uint32) < {width}")  # what is below zero is far beyond
-    b.define("in_words", f"lane < (lead + {width + word - 1}) // {word} * {word}")
+        b.add(Update(lane, "+", tl.where(lane < word, 0, start)))
+    col = b.define("col", lane - lead)
+    b.define("col_inside", col.to(tl.uint32) < width)  # what is below zero is far beyond
+    b.define("in_words", lane < (lead + (width + word - 1)) // word * word)
     if any(moves_words(b, s.index, s.within) for s in b.loops.stores):
-        first, end = f"(lead + {word - 1}) // {word} * {word}", f"(lead + {width}) // {word} * {word}"
-        b.define("whole_words", f"(lane >= {first}) & (lane < {end})")
-    b.tile = replace(b.tile, col_mask="col_inside")
+        first, end = (lead + (word - 1)) // word * word, (lead + width) // word * word
+        b.define("whole_words", (lane >= first) & (lane < end))
+    b.tile = replace(b.tile, col_mask=own("col_inside"))
 
 
 def moves_words(b: Builder, index: Index, within: int | None) -> bool:
@@ -64,9 +68,9 @@ def moves_words(b: Builder, index: Index, within: int | None) -> bool:
     return b.s.misaligned and within is None and b.a.lies_in_rows(index)
 
 
-def load(b: Builder, node: Load, then: str) -> Expression:
-    """Whole words."""
-    return b.loaded(node, _address(b, node.buffer, node.index), _mask(b, "in_words"), then)
+def load(b: Builder, node: Load) -> Expression:
+    """Whole words, in the dtype of the buffer."""
+    return b.loaded(node, _address(b, node.buffer, node.index), _mask(b, own("in_words")))
 
 
 def is_behind(b: Builder, node: Load) -> bool:
@@ -86,42 +90,38 @@ def is_behind(b: Builder, node: Load) -> bool:
 
 def load_behind(b: Builder, node: Load) -> Expression:
     """That load."""
-    pointer = f"{b.pointers[node.buffer]}{_plus(node.index)}"
+    pointer = plus(b.pointer(node.buffer), _const(node.index))
     if b.tile.col_mask is None:
-        text = f"fm.load_behind({pointer}, {b.tile.start} + {WORD}, lead, {b.tile.lanes})"
+        value = fm.load_behind(pointer, plus(b.tile.start, WORD), own("lead"), b.tile.lanes)
     else:
-        width = dim_text(b.a.size(COLS))
-        text = f"fm.load_behind({pointer}, {b.tile.start}, lead, {b.tile.lanes}, {width})[None, :]"
-    return convert(text, b.dtypes[node.buffer], node.dtype)
+        value = fm.load_behind(pointer, b.tile.start, own("lead"), b.tile.lanes, b.a.size(COLS))[None, :]
+    return convert(value, b.dtypes[node.buffer], node.dtype)
 
 
-def store(b: Builder, buffer: str, index: Index, value: str, node: int) -> None:
+def store(b: Builder, buffer: str, index: Index, value: Expression, node: int) -> None:
     """Whole words, and one by one the row's elements in the words at its ends."""
     target = _address(b, buffer, index)
     if b.tile.col_mask is None:
         b.add(Store(target, value, None, node))
         return
-    at_ends = "col_inside ^ whole_words"
-    b.add(Store(target, value, _mask(b, "whole_words"), node))
+    b.add(Store(target, value, _mask(b, own("whole_words")), node))
     with b.inside(_at_an_end(b)):
-        b.add(Store(target, value, _mask(b, f"({at_ends})" if b.tile.row_mask else at_ends), node))
+        b.add(Store(target, value, _mask(b, own("col_inside") ^ own("whole_words")), node))
 
 
-def _address(b: Builder, buffer: str, index: Index) -> str:
+def _address(b: Builder, buffer: str, index: Index) -> Expression:
     """The addresses of the tile's lanes, from the word in which the row begins."""
-    return f"{b.pointers[buffer]} + begin + lane{_plus(index)}"
+    return plus(b.pointer(buffer), own("begin"), own("lane"), _const(index))
 
 
-def _mask(b: Builder, lanes: str) -> str | None:
+def _mask(b: Builder, lanes: Expression) -> Expression | None:
     """Some of a block's lanes in those of its rows that exist; None where every lane lies within the row."""
-    if b.tile.col_mask is None:
-        return None
-    return f"{b.tile.row_mask} & {lanes}" if b.tile.row_mask else lanes
+    return None if b.tile.col_mask is None else every(b.tile.row_mask, lanes)
 
 
-def _plus(index: Index) -> str:
+def _const(index: Index) -> Dim | None:
     """What an access adds to where its row begins."""
-    return f" + {index.const}" if index.const else ""
+    return index.const if index.const else None
 
 
 def _at_an_end(b: Builder) -> If | None:
@@ -131,7 +131,7 @@ def _at_an_end(b: Builder) -> If | None:
     stay in registers until then.
     """
     if b.s.cols is Cols.GRID:
-        last = f"first_col + {b.tile.lanes} >= {dim_text(b.a.size(COLS))}"
-        return If(f"(first_col == 0) | ({last})")
+        first = own("first_col")
+        return If(first.eq(0) | (first + b.tile.lanes >= b.a.size(COLS)))
     shared = b.s.cols is Cols.WHOLE and b.s.splits > 1 and b.s.programs is None
-    return If(f"(part == 0) | (part == {b.s.splits - 1})") if shared else None
+    return If(own("part").eq(0) | own("part").eq(b.s.splits - 1)) if shared else None

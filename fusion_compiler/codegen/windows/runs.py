@@ -14,10 +14,11 @@ from dataclasses import replace
 import torch
 
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.tile import Expression
+from fusion_compiler.codegen.expression import convert
 from fusion_compiler.codegen.windows.columns import Columns, address
 from fusion_compiler.ir.dims import quotient
 from fusion_compiler.ir.loops import COLS, InRange, Load
+from fusion_compiler.ir.syntax import Expression, fm, tl
 
 RUN = "run"  # the variable with the number of each run
 # Integers that say where to read: Triton sees that neighbours load the same one, and with it that their
@@ -48,31 +49,31 @@ def _is_inner(b: Builder, node: Load, within: InRange) -> bool:
     return some and all(key > last for key, _ in within.index.terms)
 
 
-def load(b: Builder, number: int, node: Load, length: int, then: str) -> Expression:
+def load(b: Builder, number: int, node: Load, length: int, dtype: torch.dtype) -> Expression:
     """One load for each run, repeated along it."""
     alike = [i for i, n in enumerate(b.loops.nodes) if isinstance(n, Load) and _of(n) == _of(node)]
     if node.within is None and len(alike) == 1:
-        return loaded(b, node, length, then, length)
-    key = (f"{RUN} {then}", alike[0])
+        return loaded(b, node, length, dtype, length)
+    key = (f"{RUN} {dtype}", alike[0])
     if key not in b.named:
-        name = b.pointers[node.buffer].removesuffix("_ptr")
-        b.named[key] = b.let(name, loaded(b, node, length, then, length), number)
+        b.named[key] = b.let(b.called(node.buffer), loaded(b, node, length, dtype, length), number)
     if node.within is None:
         return b.named[key]
-    return f"tl.where({b.variable(node.within)}, {b.named[key]}, 0)"
+    return tl.where(b.variable(node.within), b.named[key], 0)
 
 
 def _of(node: Load) -> object:
     return node.buffer, node.index, node.dtype
 
 
-def loaded(b: Builder, node: Load, length: int, then: str, times: int) -> Expression:
+def loaded(b: Builder, node: Load, length: int, dtype: torch.dtype, times: int) -> Expression:
     """One element for each run of so many lanes, so many times: its index over columns, of which each is a
     run."""
     axes, outer = b.loops.axes, max(key for key, _ in node.index.terms) + 1
     inner = b.a.within_moving(node.index, COLS)
     served = (quotient(inner, length) or 1, *(1 for _ in axes[outer + 1 :]))
     axes = (*axes[:outer], *(replace(a, size=n) for a, n in zip(axes[outer:], served, strict=True)))
-    columns = Columns(RUN, axes, b.tile.lanes // length, f"// {length}")
-    then = f"fm.repeated({then}, {times})" if times > 1 else then
-    return b.loaded(node, *address(b, columns, node.buffer, node.index), then)
+    columns = Columns(RUN, axes, b.tile.lanes // length, lambda start: start // length, f"{RUN} {length}")
+    value = b.loaded(node, *address(b, columns, node.buffer, node.index))
+    value = convert(value, b.dtypes[node.buffer], dtype)
+    return fm.repeated(value, times) if times > 1 else value
