@@ -310,12 +310,18 @@ def operands(expression: Expression) -> tuple[Expression, ...]:
             return ()
 
 
+def leaves(expression: Expression) -> Iterator[Expression]:
+    """Yield the parts of an expression that have no parts."""
+    parts = operands(expression)
+    if not parts:
+        yield expression
+    for part in parts:
+        yield from leaves(part)
+
+
 def reads(expression: Expression) -> Iterator[Variable]:
     """Yield the variables and parameters in an expression."""
-    if isinstance(expression, Var | Name):
-        yield expression
-    for operand in operands(expression):
-        yield from reads(operand)
+    return (leaf for leaf in leaves(expression) if isinstance(leaf, Var | Name))
 
 
 def renamed(expression: Expression, names: Mapping[Variable, Expression]) -> Expression:
