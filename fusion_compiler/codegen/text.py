@@ -27,18 +27,18 @@ from fusion_compiler.codegen.tile import (
     Value,
     Wait,
     expressions,
-    leaves,
+    names,
     writes,
 )
 from fusion_compiler.ir import syntax
-from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Operand, Var, Variable, fm, tl
+from fusion_compiler.ir.syntax import Expression, Global, Literal, Operand, Var, Variable, fm, tl
 
 
 def module(functions: Sequence[Function]) -> str:
     """Return the text of a kernel's module. Raises ValueError where names break a rule."""
-    names = [function.name for function in functions]
-    if len(set(names)) < len(names) or not GLOBAL.isdisjoint(names):
-        raise ValueError(f"the functions are called {', '.join(names)}, as others are")
+    called = [function.name for function in functions]
+    if len(set(called)) < len(called) or not GLOBAL.isdisjoint(called):
+        raise ValueError(f"the functions are called {', '.join(called)}, as others are")
     return HEADER + "\n\n".join(_Printer(function).printed() for function in functions)
 
 
@@ -52,9 +52,9 @@ class _Printer:
         self.names: dict[Var, str] = {}
         self.lines: list[str] = []
         for statement in function.body:
-            names = (*leaves(statement), *writes(statement))
-            self.taken.update(name.base for name in names if isinstance(name, Name))
-            self.taken.update(name.text for name in names if isinstance(name, Global))
+            for name in (*names(statement), *writes(statement)):
+                if not isinstance(name, Var):
+                    self.taken.add(name.text if isinstance(name, Global) else name.base)
 
     def printed(self) -> str:
         function = self.function

@@ -24,7 +24,7 @@ from typing import cast
 
 from fusion_compiler.ir import syntax
 from fusion_compiler.ir.loops import Reduce
-from fusion_compiler.ir.syntax import Expression, Literal, Name, Var, Variable
+from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable
 
 
 @dataclass(frozen=True)
@@ -170,18 +170,15 @@ def expressions(statement: Statement) -> Iterator[Expression]:
             raise TypeError(statement)
 
 
-def leaves(statement: Statement) -> Iterator[Expression]:
-    """Yield the parts without parts of what a statement computes, those of the blocks in it included."""
-    for value in expressions(statement):
-        yield from syntax.leaves(value)
-    for body in bodies(statement):
-        for inner in body:
-            yield from leaves(inner)
+def names(statement: Statement) -> set[Variable | Global]:
+    """What a statement reads, and the names of the module in it, those of the blocks in it included."""
+    inner = (names(inner) for body in bodies(statement) for inner in body)
+    return set[Variable | Global]().union(*(value.names for value in expressions(statement)), *inner)
 
 
 def reads(statement: Statement) -> set[Variable]:
     """The variables and parameters that a statement reads, those of the blocks in it included."""
-    return {leaf for leaf in leaves(statement) if isinstance(leaf, Var | Name)}
+    return {name for name in names(statement) if not isinstance(name, Global)}
 
 
 def writes(statement: Statement) -> set[Variable]:
