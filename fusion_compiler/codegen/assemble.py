@@ -18,7 +18,7 @@ from fusion_compiler.codegen.axis_map import FIRST, place_batch, place_cols, row
 from fusion_compiler.codegen.builder import NO_OPTIONS, Builder
 from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.finishing import Finishing, finishing_of
-from fusion_compiler.codegen.names import GLOBAL, HEADER, RESERVED, own, problem
+from fusion_compiler.codegen.names import GLOBAL, own
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.partial_reductions import partials_of
 from fusion_compiler.codegen.passes import (
@@ -32,8 +32,8 @@ from fusion_compiler.codegen.regions import passes_over_columns, whole_block
 from fusion_compiler.codegen.sizes import given_names
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.sums_over_rows import Sums
-from fusion_compiler.codegen.text import printed
-from fusion_compiler.codegen.tile import Assign, Do, If, Statement, Store, reads
+from fusion_compiler.codegen.text import module
+from fusion_compiler.codegen.tile import Assign, Do, Function, If, Statement, Store, reads
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.ir.loops import (
@@ -160,15 +160,10 @@ def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
         else:
             home.append(part)
     names = [name] if len(launches) == 1 else [f"{name}_{i}" for i in range(len(launches))]
-    kernels = [
+    return [
         replace(_kernel(group, own, doc), fp_fusion=not any(part.a.rounds_products for part in group))
         for group, own in zip(launches, names, strict=True)
     ]
-    for kernel in kernels:
-        wrong = problem(kernel.source)
-        if wrong is not None:
-            raise ValueError(f"the text of {kernel.name} is no kernel: {wrong}")
-    return kernels
 
 
 def _suit(one: _Assembly, other: _Assembly) -> bool:
@@ -190,12 +185,12 @@ def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
         functions, body, grid = parts[0].program(name, tl.program_id(0))
         return parts[0].kernel(name, doc, functions, body, grid, warps, stages)
     program = own("program")
-    functions, calls = "", list[tuple[Dim, Do]]()
+    functions, calls = list[Function](), list[tuple[Dim, Do]]()
     end: Dim = 0
     for position, part in enumerate(parts):
         inner, body, grid = part.program(f"{name}_{position}", program)
         used = part.used(body)
-        functions += inner + _function(f"{name}_{position}", [program, *used], body)
+        functions += [*inner, Function(f"{name}_{position}", (program, *used), body)]
         number = program if position == 0 else program - end
         end = simple(end + product(grid))
         calls.append((end, Do(Global(f"{name}_{position}")(number, *used))))
@@ -203,7 +198,7 @@ def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
     chosen: list[Statement] = [last]
     for bound, call in reversed(others):
         chosen = [If(program < bound, [call], chosen)]
-    body = Body([Assign((program,), tl.program_id(0)), *chosen], RESERVED)
+    body = [Assign((program,), tl.program_id(0)), *chosen]
     return parts[0].kernel(name, doc, functions, body, (end,), warps, stages)
 
 
@@ -250,11 +245,10 @@ class _Assembly:
         ):
             for i, buffer in enumerate(buffers):
                 parameter = f"{PREFIX[role]}{i}_ptr" if role is not Role.SCRATCH else f"{buffer.name}_ptr"
-                own = Argument(parameter, role, i, buffer.dtype)
+                argument = Argument(parameter, role, i, buffer.dtype)
                 if buffer.over is not None:
-                    given = self.parameters[buffer.over]
-                    own = replace(given, name=parameter)
-                self.parameters[buffer.name] = own
+                    argument = replace(self.parameters[buffer.over], name=parameter)
+                self.parameters[buffer.name] = argument
         for i, symbol in enumerate((*signature.sizes, *(symbol for symbol, _ in signature.derived))):
             self.parameters[f"size {symbol.name}"] = Argument(
                 symbol.name, Role.SIZE, i, torch.int64, aligned=False
@@ -270,13 +264,15 @@ class _Assembly:
         contractions.enter(builder)
         return builder
 
-    def program(self, name: str, number: Expression) -> tuple[str, Body, tuple[Dim, ...]]:
+    def program(
+        self, name: str, number: Expression
+    ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         """(functions that it calls, body, grid); `number` is that of a program."""
         b = self.builder(self.a, self.s)
-        functions = self.made_ahead(b, f"{name}_first")
+        first = self.made_ahead(b, f"{name}_first")
         grid = self.body(b, number)
-        functions += self.last_program(b, f"{name}_last")
-        return functions, rewritten(b, self.finished), grid
+        last = self.last_program(b, f"{name}_last")
+        return [*first, *last], rewritten(b, self.finished), grid
 
     def finished(self, body: list[Statement]) -> list[Statement]:
         """The program: what lies over its inputs is stored late; it waits if launched dependently."""
@@ -291,27 +287,26 @@ class _Assembly:
     def name(self, buffer: str) -> Name:
         return Name(self.parameters[buffer].name)
 
-    def arguments(self, body: Body) -> tuple[Argument, ...]:
-        read = body.reads()
+    def arguments(self, body: Sequence[Statement]) -> tuple[Argument, ...]:
+        read = set[Variable]().union(*map(reads, body))
         return tuple(a for a in self.parameters.values() if Name(a.name) in read)
 
-    def used(self, body: Body) -> list[Name]:
-        return [Name(argument.name) for argument in self.arguments(body)]
+    def used(self, body: Sequence[Statement]) -> tuple[Name, ...]:
+        return tuple(Name(argument.name) for argument in self.arguments(body))
 
     def kernel(
         self,
         name: str,
         doc: str,
-        functions: str,
-        body: Body,
+        functions: Sequence[Function],
+        body: list[Statement],
         grid: tuple[Dim, ...],
         warps: int,
         stages: int,
     ) -> Kernel:
         used = self.arguments(body)
-        head = f"@triton.jit\ndef {name}({', '.join(a.name for a in used)}):\n"
-        quoted = "\n    ".join(doc.splitlines())
-        source = f'{HEADER}{functions}{head}    """{quoted}"""\n{body.text()}\n'
+        function = Function(name, tuple(Name(a.name) for a in used), body, doc)
+        source = module([*functions, function])
         return Kernel(
             name,
             source,
@@ -389,19 +384,19 @@ class _Assembly:
             mask = b.by_one(self.a.groups[number], b.tile.col_mask if wide else None)
             b.add(Store(plus(Name(f"{partial.name}_ptr"), index), sums.folded(b, number), mask))
 
-    def made_ahead(self, b: Builder, name: str) -> str:
+    def made_ahead(self, b: Builder, name: str) -> list[Function]:
         """What makes whole vectors ahead, as a function that the program calls."""
         found = ahead.ahead_of(self.a)
         if found is None:
-            return ""
+            return []
         inner = self.builder(Analysis(found.loops), found.schedule(self.s.num_warps))
         ahead.body(inner, b, found)
         body = rewritten(inner)
         used = self.used(body)
         ahead.enter(b, found, inner, Global(name)(*used))
-        return _function(name, used, body)
+        return [Function(name, used, body)]
 
-    def last_program(self, b: Builder, name: str) -> str:
+    def last_program(self, b: Builder, name: str) -> list[Function]:
         """The program that takes the last ticket runs the finishing part, and puts the counter back.
 
         What the others left is there: the draw releases and acquires, behind a barrier of all threads; the
@@ -410,7 +405,7 @@ class _Assembly:
         """
         late = self.finishing
         if late is None or late.counter is None:
-            return ""
+            return []
         part = _Assembly(Analysis(late.loops), late.schedule, self.signature, self.scratch)
         inner = part.builder(part.a, part.s, {"cache_modifier": Literal(".cg")})
         by_block, block = part.s.cols is Cols.GRID, own("block")
@@ -428,29 +423,12 @@ class _Assembly:
         with b.inside(If(tl.atomic_add(ticket, 1).eq(late.programs * self.s.splits - 1))):
             b.add(Store(ticket, Literal(0)))
             b.do(call)
-        return _function(name, [*blocks, *inner.given.values(), *pointers], body)
+        return [Function(name, (*blocks, *inner.given.values(), *pointers), body)]
 
 
-@dataclass(frozen=True)
-class Body:
-    """The statements of a function, and the names that none of its variables may have."""
-
-    statements: list[Statement]
-    taken: frozenset[str]
-
-    def reads(self) -> set[Variable]:
-        return set[Variable]().union(*map(reads, self.statements))
-
-    def text(self) -> str:
-        return printed(self.statements, self.taken)
-
-
-def _function(name: str, parameters: Sequence[Name], body: Body) -> str:
-    """One that kernels call, and the lines between it and the next."""
-    return f"@triton.jit\ndef {name}({', '.join(map(str, parameters))}):\n{body.text()}\n\n\n"
-
-
-def rewritten(b: Builder, last: Callable[[list[Statement]], list[Statement]] = list) -> Body:
+def rewritten(
+    b: Builder, last: Callable[[list[Statement]], list[Statement]] = list
+) -> list[Statement]:
     """A tile program behind all rewrites; last: one of its own behind the others."""
     in_pairs = b.s.misaligned or right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
     if not b.s.in_passes and not in_pairs:
@@ -458,8 +436,7 @@ def rewritten(b: Builder, last: Callable[[list[Statement]], list[Statement]] = l
         stored_early(b.body, {i: operands_of(n)[0] for i, n in rounded.items()})
     joined(b.body)
     checked_late(b.body)
-    given = (*b.pointers.values(), *(name.base for name in b.given.values()))
-    return Body(last(b.body), RESERVED.union(given, (axis.name for axis in b.loops.axes)))
+    return last(b.body)
 
 
 PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}

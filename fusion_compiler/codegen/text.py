@@ -1,16 +1,23 @@
-"""A tile program as Triton text. Nothing is decided here but the variables' names."""
+"""Tile programs as Triton text. Nothing is decided here but the variables' names.
+
+Whatever breaks a rule of names is refused: a statement reads parameters and variables that were assigned
+before in the same block or around it, and none is assigned that is called as a parameter or as what the
+module or Python knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from fusion_compiler.codegen.monoids import fold
+from fusion_compiler.codegen.names import GLOBAL, HEADER, RESERVED, TAKEN
 from fusion_compiler.codegen.tile import (
     Assign,
     Check,
     Combine,
     Do,
     For,
+    Function,
     If,
     Range,
     Return,
@@ -19,40 +26,83 @@ from fusion_compiler.codegen.tile import (
     Update,
     Value,
     Wait,
+    expressions,
+    names,
+    writes,
 )
 from fusion_compiler.ir import syntax
-from fusion_compiler.ir.syntax import Expression, Literal, Operand, Var, Variable, fm, tl
+from fusion_compiler.ir.syntax import Expression, Global, Literal, Operand, Var, Variable, fm, tl
 
 
-def printed(body: Sequence[Statement], taken: Iterable[str]) -> str:
-    """Return the lines of a function's body; taken: names that are none of its variables'."""
-    printer = _Printer(set(taken))
-    printer.block(body, 1)
-    return "\n".join(printer.lines)
+def module(functions: Sequence[Function]) -> str:
+    """Return the text of a kernel's module. Raises ValueError where names break a rule."""
+    called = [function.name for function in functions]
+    if len(set(called)) < len(called) or not GLOBAL.isdisjoint(called):
+        raise ValueError(f"the functions are called {', '.join(called)}, as others are")
+    return HEADER + "\n\n".join(_Printer(function).printed() for function in functions)
 
 
 class _Printer:
-    def __init__(self, taken: set[str]) -> None:
-        self.taken = taken
+    """Prints one function. taken: names that are none of its variables'. bound: what is assigned here."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.taken = set(RESERVED) | {parameter.base for parameter in function.parameters}
+        self.bound = set[Variable](function.parameters)
         self.names: dict[Var, str] = {}
         self.lines: list[str] = []
+        for statement in function.body:
+            for name in (*names(statement), *writes(statement)):
+                if not isinstance(name, Var):
+                    self.taken.add(name.text if isinstance(name, Global) else name.base)
 
-    def block(self, body: Sequence[Statement], depth: int) -> None:
+    def printed(self) -> str:
+        function = self.function
+        self.lines = ["@triton.jit", f"def {function.name}({', '.join(map(str, function.parameters))}):"]
+        if function.doc is not None:
+            quoted = "\n    ".join(function.doc.split("\n")).replace("\n    \n", "\n\n")
+            self.lines.append(f'    """{quoted}"""')
+        self.block(function.body, 1)
+        return "\n".join([*self.lines, ""])
+
+    def block(self, body: Sequence[Statement], depth: int) -> set[Variable]:
+        """Print a block; return what is assigned behind it, of which blocks around it know nothing."""
+        before = set(self.bound)
         for statement in body:
             self.statement(statement, depth)
+        after, self.bound = self.bound, before
+        return after
 
     def statement(self, statement: Statement, depth: int, prefix: str = "") -> None:
+        for variable in (v for value in expressions(statement) for v in syntax.reads(value)):
+            if variable not in self.bound:
+                raise ValueError(f"{self.function.name} reads {variable} before it is assigned")
         self.lines.append("    " * depth + prefix + self.line(statement))
-        if isinstance(statement, For | If):
-            self.block(statement.body, depth + 1)
         match statement:
-            case If(_, _, [If() as other]):
+            case Assign(targets) | Wait(targets):
+                self.bound.update(map(self.assigned, targets))
+            case For(variable, _, body):
+                before = set(self.bound)
+                self.bound.add(self.assigned(variable))
+                self.block(body, depth + 1)
+                self.bound = before
+            case If(_, body, []):
+                self.block(body, depth + 1)
+            case If(_, body, [If() as other]):
+                self.block(body, depth + 1)
                 self.statement(other, depth, "el")
-            case If(_, _, [_, *_] as otherwise):
+            case If(_, body, otherwise):
+                after = self.block(body, depth + 1)
                 self.lines.append("    " * depth + "else:")
-                self.block(otherwise, depth + 1)
+                self.bound = after & self.block(otherwise, depth + 1)
             case _:
                 pass
+
+    def assigned(self, variable: Variable) -> Variable:
+        """Return a variable that may be assigned."""
+        if variable in self.function.parameters or self.name(variable) in TAKEN:
+            raise ValueError(f"{self.function.name} assigns to {variable}, which is no variable")
+        return variable
 
     def line(self, statement: Statement) -> str:
         match statement:
@@ -84,6 +134,8 @@ class _Printer:
             return variable.base
         if variable not in self.names:
             base = name = variable.base
+            if not base.isidentifier():
+                raise ValueError(f"{self.function.name} has a variable called {base}")
             number = 0
             while name in self.taken:
                 number += 1

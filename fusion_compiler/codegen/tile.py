@@ -24,7 +24,7 @@ from typing import cast
 
 from fusion_compiler.ir import syntax
 from fusion_compiler.ir.loops import Reduce
-from fusion_compiler.ir.syntax import Expression, Literal, Name, Variable
+from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,16 @@ class Return:
 Statement = Assign | Update | Store | For | If | Check | Wait | Do | Return
 
 
+@dataclass(frozen=True)
+class Function:
+    """A function of a kernel's module; the kernel itself has a docstring."""
+
+    name: str
+    parameters: tuple[Name, ...]
+    body: list[Statement]
+    doc: str | None = None
+
+
 def expressions(statement: Statement) -> Iterator[Expression]:
     """Yield the expressions that a statement computes; of a block, those of its header alone."""
     match statement:
@@ -160,10 +170,15 @@ def expressions(statement: Statement) -> Iterator[Expression]:
             raise TypeError(statement)
 
 
+def names(statement: Statement) -> set[Variable | Global]:
+    """What a statement reads, and the names of the module in it, those of the blocks in it included."""
+    inner = (names(inner) for body in bodies(statement) for inner in body)
+    return set[Variable | Global]().union(*(value.names for value in expressions(statement)), *inner)
+
+
 def reads(statement: Statement) -> set[Variable]:
     """The variables and parameters that a statement reads, those of the blocks in it included."""
-    found = {name for value in expressions(statement) for name in syntax.reads(value)}
-    return found.union(*(reads(inner) for body in bodies(statement) for inner in body))
+    return {name for name in names(statement) if not isinstance(name, Global)}
 
 
 def writes(statement: Statement) -> set[Variable]:

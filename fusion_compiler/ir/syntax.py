@@ -106,6 +106,23 @@ class Expression:
     def __str__(self) -> str:
         return printed(self)
 
+    def parts(self) -> tuple[Expression, ...]:
+        """The expressions of which it is directly made."""
+        return ()
+
+    @functools.cached_property
+    def names(self) -> frozenset[Variable | Global]:
+        """The variables, parameters and names of the module in it."""
+        found = set[Variable | Global]()
+        stack: list[Expression] = [self]
+        while stack:
+            part = stack.pop()
+            if isinstance(part, Var | Name | Global):
+                found.add(part)
+            else:
+                stack += part.parts()
+        return frozenset(found)
+
 
 Operand: TypeAlias = (
     "Expression | float | torch.dtype | sympy.Expr | slice | list[int] | tuple[Operand, ...] | None"
@@ -148,6 +165,9 @@ class Call(Expression):
     arguments: tuple[Expression, ...]
     keywords: tuple[tuple[str, Expression], ...] = ()
 
+    def parts(self) -> tuple[Expression, ...]:
+        return (self.function, *self.arguments, *(value for _, value in self.keywords))
+
 
 @dataclass(frozen=True)
 class Member(Expression):
@@ -156,11 +176,17 @@ class Member(Expression):
     value: Expression
     name: str
 
+    def parts(self) -> tuple[Expression, ...]:
+        return (self.value,)
+
 
 @dataclass(frozen=True)
 class Unary(Expression):
     sign: str
     operand: Expression
+
+    def parts(self) -> tuple[Expression, ...]:
+        return (self.operand,)
 
 
 @dataclass(frozen=True)
@@ -171,11 +197,17 @@ class Binary(Expression):
     left: Expression
     right: Expression
 
+    def parts(self) -> tuple[Expression, ...]:
+        return (self.left, self.right)
+
 
 @dataclass(frozen=True)
 class Subscript(Expression):
     value: Expression
     items: tuple[Expression, ...]
+
+    def parts(self) -> tuple[Expression, ...]:
+        return (self.value, *self.items)
 
 
 @dataclass(frozen=True)
@@ -189,6 +221,9 @@ class Items(Expression):
 
     items: tuple[Expression, ...]
     is_tuple: bool = False
+
+    def parts(self) -> tuple[Expression, ...]:
+        return self.items
 
 
 Variable = Var | Name
@@ -291,31 +326,9 @@ def every(*conditions: Expression | None) -> Expression | None:
 # -- reading and rewriting -------------------------------------------------------------------------------
 
 
-def operands(expression: Expression) -> tuple[Expression, ...]:
-    """Return the expressions of which an expression is directly made."""
-    match expression:
-        case Call(function, arguments, keywords):
-            return (function, *arguments, *(value for _, value in keywords))
-        case Member(value):
-            return (value,)
-        case Unary(_, operand):
-            return (operand,)
-        case Binary(_, left, right):
-            return (left, right)
-        case Subscript(value, items):
-            return (value, *items)
-        case Items(items):
-            return items
-        case _:
-            return ()
-
-
 def reads(expression: Expression) -> Iterator[Variable]:
     """Yield the variables and parameters in an expression."""
-    if isinstance(expression, Var | Name):
-        yield expression
-    for operand in operands(expression):
-        yield from reads(operand)
+    return (name for name in expression.names if not isinstance(name, Global))
 
 
 def renamed(expression: Expression, names: Mapping[Variable, Expression]) -> Expression:

@@ -25,14 +25,14 @@ import torch
 
 from fusion_compiler.codegen.assemble import rewritten
 from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.expression import TRITON_TYPES
-from fusion_compiler.codegen.names import HEADER, problem
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.regions import whole_block
+from fusion_compiler.codegen.text import module
+from fusion_compiler.codegen.tile import Assign, Do, Function, If, Statement
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import COLS, Index, Load, LoopNest
-from fusion_compiler.ir.syntax import Name, fm, tl
+from fusion_compiler.ir.syntax import DTYPES, Expression, Global, Name, fm, plus, times, tl
 from fusion_compiler.optimizer.formula import GRAD, Formula, Refused
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
@@ -42,6 +42,7 @@ from fusion_compiler.schedule.schedule import Cols, Schedule
 
 BLOCK, WARPS = 1024, 4  # measured: .99 of the copy bandwidth over one flat tensor (AdamW in bfloat16, H200)
 COUNT, FACTOR = "count", "factor"
+PLACES, BLOCKS, NUMBERS = Name("places_ptr"), Name("blocks_ptr"), Name("numbers_ptr")
 # What stochastic rounding adds to the arguments of a block's program: the key of this step, which parameter
 # it is, and which of its elements is the block's first.
 RANDOM = ("seed", "parameter", "first")
@@ -64,15 +65,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class _Body:
-    """A formula's two functions. tensors: their names there. used: those that it touches. numbers: their
-    names, in order, and what they are. given: what the functions take."""
+    """A formula's two functions, of whole blocks and of what is left. tensors: their names there. used: those
+    that it touches. numbers: their names, in order, and what they are. given: what the functions take."""
 
     name: str
     tensors: tuple[str, ...]
     used: tuple[str, ...]
     numbers: Mapping[str, str]
-    given: str
-    source: str
+    given: tuple[Name, ...]
+    functions: tuple[Function, Function]
 
 
 def kernel_of(
@@ -84,7 +85,7 @@ def kernel_of(
     and the key of random numbers; its grid is the caller's, one program for each row of `blocks`. Raises
     Refused where a dtype has no kernel.
     """
-    if unknown := [d for d in dtypes if d not in TRITON_TYPES]:
+    if unknown := [d for d in dtypes if d not in DTYPES]:
         raise Refused(f"no kernel holds {unknown[0]}")
     alone = len(formulas) == 1
     bodies = [
@@ -104,14 +105,10 @@ def kernel_of(
     scalars = [(number, structure.dtype) for number in numbers]
     scalars += [(seed, torch.int64) for seed in RANDOM[:1] if variant.stochastic]
     arguments += [Argument(n, Role.NUMBER, i, dtype, aligned=False) for i, (n, dtype) in enumerate(scalars)]
-    source = (
-        f"{HEADER}{''.join(body.source for body in bodies)}"
-        f"@triton.jit\ndef {name}({', '.join(argument.name for argument in arguments)}):\n"
-        f"{_doc(name, bodies)}"
-        f"{_entry(dtypes, bodies, variant)}"
+    entry = Function(
+        name, tuple(Name(a.name) for a in arguments), _entry(dtypes, bodies, variant), _doc(name, bodies)
     )
-    wrong = problem(source)
-    assert wrong is None, f"the text of {name} is no kernel: {wrong}"
+    source = module([*(function for body in bodies for function in body.functions), entry])
     return Kernel(name, source, tuple(arguments), (1,), WARPS)
 
 
@@ -127,17 +124,19 @@ def _body(formula: Formula, dtypes: Sequence[torch.dtype], name: str, variant: V
     touched = {home[buffer] for buffer in _buffers(loops) if buffer in home}
     used = tuple(tensor for tensor in tensors if tensor in touched)
     factor = (FACTOR,) if variant.clipped else ()
-    given = ", ".join([*(f"{t}_ptr" for t in used), *numbers, *factor, *RANDOM[: 3 * variant.stochastic]])
+    given = map(Name, [*(f"{t}_ptr" for t in used), *numbers, *factor, *RANDOM[: 3 * variant.stochastic]])
     clipped = tensors[formula.structure.tensors.index(GRAD)] if variant.clipped else None
     rounded = dag.outputs[formula.updated.index(0)] if variant.stochastic else None
+    given = tuple(given)
     block, rest = (
         _program(loops, pointers, held, numbers, masked, clipped, rounded) for masked in (False, True)
     )
-    source = (
-        f"@triton.jit\ndef {name}_block({given}):\n{block}\n\n\n"
-        f"@triton.jit\ndef {name}_rest({given}, {COUNT}):\n{rest}\n\n\n"
+    functions = (
+        Function(f"{name}_block", given, block),
+        Function(f"{name}_rest", (*given, Name(COUNT)), rest),
     )
-    return _Body(name, tuple(tensors), used, dict(zip(numbers, formula.meanings, strict=True)), given, source)
+    meanings = dict(zip(numbers, formula.meanings, strict=True))
+    return _Body(name, tuple(tensors), used, meanings, given, functions)
 
 
 def _loops(dag: OpDag) -> LoopNest:
@@ -166,7 +165,7 @@ def _program(
     masked: bool,
     clipped: str | None,
     rounded: str | None,
-) -> str:
+) -> list[Statement]:
     """The tile program of a block, masked where it may end within. clipped: what is multiplied by the factor.
     rounded: what is rounded at random."""
     b = Builder(Analysis(loops), Schedule(1, BLOCK, Cols.GRID, num_warps=WARPS), pointers, dtypes)
@@ -187,7 +186,7 @@ def _program(
         words = fm.words_block(seed, first // 4 + tl.arange(0, BLOCK // 4), parameter)
         b.env[value] = b.let("rounded", fm.stochastic(b.env[value], words))
     whole_block(b)
-    return rewritten(b).text()
+    return rewritten(b)
 
 
 def _doc(name: str, bodies: Sequence[_Body]) -> str:
@@ -198,45 +197,42 @@ def _doc(name: str, bodies: Sequence[_Body]) -> str:
             lines.append(f"{body.name}:")
         for number, meaning in body.numbers.items():
             lines += textwrap.wrap(f"{number} = {meaning}", 104, subsequent_indent="    ")
-    text = "\n    ".join(lines)
-    return f'    """One step of {name} for a block of one parameter.\n\n    {text}\n    """\n'
+    text = "\n".join(lines)
+    return f"One step of {name} for a block of one parameter.\n\n{text}\n"
 
 
-def _entry(dtypes: Sequence[torch.dtype], bodies: Sequence[_Body], variant: Variant) -> str:
+def _entry(dtypes: Sequence[torch.dtype], bodies: Sequence[_Body], variant: Variant) -> list[Statement]:
     """What finds a program's block and hands it on, with what a block's program is given."""
     tensors = bodies[0].tensors
     width = len(tensors) + 3
-    lines = [
-        "program = tl.program_id(0)",
-        "parameter = tl.load(blocks_ptr + 2 * program)",
-        f"place = places_ptr + parameter.to(tl.int64) * {width}",
-        f"first = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * {BLOCK}",
-        f"{COUNT} = tl.load(place + {width - 3}) - first",
-    ]
+    found: list[Statement] = []
+
+    def let(name: str, value: Expression) -> Name:
+        found.append(Assign((Name(name),), value))
+        return Name(name)
+
+    program = let("program", tl.program_id(0))
+    parameter = let("parameter", tl.load(BLOCKS + times(2, program)))
+    place = let("place", PLACES + parameter.to(torch.int64) * width)
+    first = let("first", tl.load(plus(BLOCKS, times(2, program), 1)).to(torch.int64) * BLOCK)
+    count = let(COUNT, tl.load(place + (width - 3)) - first)
     for at, tensor in enumerate(tensors):
         if any(tensor in body.used for body in bodies):
-            kind = f"tl.pointer_type({TRITON_TYPES[dtypes[at]]})"
-            pointer = f"tl.load(place + {at}).to({kind}) + first"
-            lines.append(f"{tensor}_ptr = {f'tl.multiple_of({pointer}, 16)' if variant.aligned else pointer}")
+            pointer = tl.load(place + at).to(tl.pointer_type(dtypes[at])) + first
+            let(f"{tensor}_ptr", tl.multiple_of(pointer, 16) if variant.aligned else pointer)
     if variant.table:
         most = max(bodies, key=lambda body: len(body.numbers)).numbers
-        lines.append(f"numbers = numbers_ptr + tl.load(place + {width - 2}) * {len(most)}")
-        lines += [f"{number} = tl.load(numbers + {i})" for i, number in enumerate(most)]
+        numbers = let("numbers", NUMBERS + tl.load(place + (width - 2)) * len(most))
+        for i, number in enumerate(most):
+            let(number, tl.load(numbers + i))
     if variant.clipped:
-        lines.append(f"{FACTOR} = tl.load({FACTOR}_ptr)")
+        let(FACTOR, tl.load(Name(f"{FACTOR}_ptr")))
     if len(bodies) == 1:
-        lines += _calls(bodies[0])
-    else:
-        lines.append(f"formula = tl.load(place + {width - 1})")
-        for i, body in enumerate(bodies):
-            lines += [f"if formula == {i}:", *(f"    {line}" for line in _calls(body))]
-    return "".join(f"    {line}\n" for line in lines)
+        return [*found, _call(bodies[0], count)]
+    formula = let("formula", tl.load(place + (width - 1)))
+    return [*found, *(If(formula.eq(i), [_call(body, count)]) for i, body in enumerate(bodies))]
 
 
-def _calls(body: _Body) -> list[str]:
-    return [
-        f"if {COUNT} >= {BLOCK}:",
-        f"    {body.name}_block({body.given})",
-        "else:",
-        f"    {body.name}_rest({body.given}, {COUNT})",
-    ]
+def _call(body: _Body, count: Name) -> If:
+    block, rest = (Global(function.name) for function in body.functions)
+    return If(count >= BLOCK, [Do(block(*body.given))], [Do(rest(*body.given, count))])

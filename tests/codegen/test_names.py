@@ -1,8 +1,9 @@
-"""The names in generated kernels: none stands for two things, and no text that breaks that is handed on."""
+"""The names in generated kernels: none stands for two things, and no program that breaks that is printed."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,41 +12,56 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from fusion_compiler.codegen import emit, nodes
-from fusion_compiler.codegen.names import HEADER, problem
+from fusion_compiler.codegen.text import module
+from fusion_compiler.codegen.tile import Assign, Do, For, Function, If, Range, Statement, Store, Update
 from fusion_compiler.errors import KernelError
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.ir.syntax import Global, Literal, Name, Var
 from tests.exactness import Compiled
 from tests.nests import Nest
 
-KERNEL = HEADER + "@triton.jit\ndef kernel(in0_ptr, out0_ptr):\n    "
-WRONG = {
-    "per_add.to(tl.float32) = 1.0": "line 10 is no Python: cannot assign to function call",
-    "tl.store(out0_ptr, add)": "line 10 reads add before it is assigned",
-    "add += 1": "line 10 adds to what is not assigned",
-    "tl = in0_ptr": "line 10 assigns to tl, which is no variable",
-    "in0_ptr = 3": "line 10 assigns to in0_ptr, which is no variable",
-    "max = tl.load(in0_ptr)": "line 10 assigns to max, which is no variable",
-    "for start in tl.range(0, 4, 1):\n        x = start\n    tl.store(out0_ptr, x)": "line 12 reads x",
-    "if in0_ptr == 0:\n        x = 1\n    tl.store(out0_ptr, x)": "line 12 reads x",
-    "kernel_last(in0_ptr)\n    kernel_last = 1": "line 10 reads kernel_last before it is assigned",
-    "del in0_ptr": "line 10 is no statement of a kernel: del in0_ptr",
-}
+
+def let(variable: Var | Name) -> Assign:
+    return Assign((variable,), Literal(0))
 
 
-@pytest.mark.parametrize("body", WRONG)
-def test_a_text_that_breaks_the_rules_is_refused(body: str) -> None:
-    found = problem(f"{KERNEL}{body}\n\n\ndef kernel_last(in0_ptr):\n    x = 0\n")
-    assert found is not None and found.startswith(WRONG[body])
+POINTER, OUT, X = Name("in0_ptr"), Name("out0_ptr"), Var("add")
+TURNS = Range(Literal(0), Literal(4), 1)
+WRONG: list[tuple[str, list[Statement]]] = [
+    ("has a variable called per_add.to(tl.float32)", [let(Var("per_add.to(tl.float32)"))]),
+    ("reads add before it is assigned", [Store(OUT, Name("add"))]),
+    ("reads add before it is assigned", [Update(X, "+", Literal(1))]),
+    ("assigns to tl, which is no variable", [let(Name("tl"))]),
+    ("assigns to in0_ptr, which is no variable", [let(POINTER)]),
+    ("assigns to max, which is no variable", [let(Name("max"))]),
+    ("reads add before", [For(Name("start"), TURNS, [let(X)]), Store(OUT, X)]),
+    ("reads start before", [For(Name("start"), TURNS, [let(X)]), Store(OUT, Name("start"))]),
+    ("reads add before", [If(POINTER.eq(0), [let(X)]), Store(OUT, X)]),
+    ("reads add before", [If(POINTER.eq(0), [let(X)], [Store(OUT, POINTER)]), Store(OUT, X)]),
+]
+
+
+@pytest.mark.parametrize(("message", "body"), WRONG)
+def test_a_function_that_breaks_the_rules_is_refused(message: str, body: list[Statement]) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"kernel {message}")):
+        module([Function("kernel", (POINTER, OUT), body)])
+
+
+def test_what_both_arms_assign_is_there_behind_them() -> None:
+    body = [If(POINTER.eq(0), [let(X)], [If(POINTER.eq(1), [let(X)], [let(X)])]), Store(OUT, X)]
+    text = module([Function("kernel", (POINTER, OUT), body)])
+    first = "    if in0_ptr == 0:\n        add = 0\n    elif in0_ptr == 1:\n        add = 0\n"
+    assert text.endswith(f"{first}    else:\n        add = 0\n    tl.store(out0_ptr, add)\n")
 
 
 def test_names_of_functions() -> None:
-    good = f"{KERNEL}x = tl.load(in0_ptr)\n    tl.store(out0_ptr, x + float('inf'))\n"
-    assert problem(good) is None
-    assert "called kernel, kernel" in str(problem(good + good.removeprefix(HEADER)))
-    for name in ("fm", "lambda"):
-        assert problem(good.replace("def kernel", f"def {name}")) is not None
+    good = Function("kernel", (POINTER,), [Do(Global("kernel_last")(POINTER)), let(Var("kernel_last"))])
+    assert module([good]).endswith("    kernel_last(in0_ptr)\n    kernel_last_1 = 0\n")
+    for name in ("kernel", "fm", "lambda"):
+        with pytest.raises(ValueError, match=f"called kernel, {name}, as others are"):
+            module([good, replace(good, name=name)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -78,13 +94,13 @@ def test_values_make_way_for_names_that_are_the_same_in_every_kernel(monkeypatch
     buffers = {n: Buffer(n, shapes[n], strides[n], torch.float32) for n in shapes}
     for program in emit.emit((nest.nest(),), "fm", "", buffers, device_spec("h200")):
         source = program.kernels[0].source
-        assert problem(source) is None and "def fm_(" in source
+        assert "def fm_(" in source
         assert "row_1 = " in source and "fm_1 = " in source
 
 
 def test_a_wrong_text_is_an_error_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "base_name", lambda node: "to(tl.float32)")
-    with pytest.raises(KernelError, match=r"failed to be printed: .* line \d+ is no Python: "):
+    with pytest.raises(KernelError, match=r"failed to be printed: .* a variable called to\(tl"):
         fc.compile(lambda x: torch.exp(x * 2), backend="interpret", strict=True)(torch.randn(8))
 
 
