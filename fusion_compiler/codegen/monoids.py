@@ -85,7 +85,7 @@ NEUTRAL_OF = {"logsumexp": "max"}  # scans whose neutral element is another mono
 
 
 def is_logical(reduce: Reduce | Scan) -> bool:
-    """Whether it is of conditions, which tiles hold as zero and one."""
+    """True if it reduces conditions, which tiles hold as zero and one."""
     return isinstance(_neutral(reduce), bool)
 
 

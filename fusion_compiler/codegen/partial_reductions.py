@@ -91,7 +91,7 @@ def _store_pieces(b: Builder, number: int, value: Variable, pieces: Pieces, here
     # A pointer to a block's only piece has the block's shape.
     block = None if b.tile.flat else tl.zeros([1, 1], torch.int32)
     row = own("row") * pieces.count if b.a.axes[ROWS] else block
-    b.add(StoreStatement(plus(b.pointer(partials_name(number)), row, piece), value, mask))
+    b.add(StoreStatement(plus(b.pointers[partials_name(number)], row, piece), value, mask))
 
 
 def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:
