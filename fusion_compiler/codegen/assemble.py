@@ -49,12 +49,7 @@ from fusion_compiler.ir.loops import (
     symbols_of,
 )
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, plus, tl
-from fusion_compiler.schedule.analysis import (
-    Analysis,
-    along_rows_first,
-    ceil_div,
-    rounding_of,
-)
+from fusion_compiler.schedule.analysis import Analysis, along_rows_first, ceil_div, rounding_of
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 

@@ -13,17 +13,7 @@ import torch
 
 from fusion_compiler.ir.loops import Axis, Compute, Index, Value, wrapped
 from fusion_compiler.ir.ops import Operands, spec_of
-from fusion_compiler.ir.syntax import (
-    Expression,
-    Global,
-    Literal,
-    Operand,
-    fm,
-    lift,
-    plus,
-    times,
-    tl,
-)
+from fusion_compiler.ir.syntax import Expression, Global, Literal, Operand, fm, lift, plus, times, tl
 
 CONDITIONS = frozenset({"condition", "mask"})  # operands that choose among the others
 _SMALL = (torch.int8, torch.uint8, torch.int16)

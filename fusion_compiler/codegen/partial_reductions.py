@@ -21,17 +21,7 @@ from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows.block import is_same
 from fusion_compiler.ir.dims import Dim, product, strides_of
 from fusion_compiler.ir.kernel import Buffer
-from fusion_compiler.ir.loops import (
-    COLS,
-    ROWS,
-    Axis,
-    Index,
-    Load,
-    LoopNest,
-    Reduce,
-    row_major,
-    segment_of,
-)
+from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, row_major, segment_of
 from fusion_compiler.ir.syntax import Variable, every, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, Pieces, accumulator_dtype, pieces_of
 from fusion_compiler.schedule.schedule import Cols, Schedule
