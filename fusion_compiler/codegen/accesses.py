@@ -37,7 +37,7 @@ def load(b: Builder, number: int, dtype: torch.dtype) -> Expression:
     if (length := runs.length_of(b, node)) > 1:
         return runs.load(b, number, node, length, dtype)
     at_first = not node.index.terms and node.index.const == 0
-    pointer = b.pointer(node.buffer) if at_first else b.address(node.buffer, node.index)
+    pointer = b.pointers[node.buffer] if at_first else b.address(node.buffer, node.index)
     own = b.index_groups(node.index)
     if node.within is not None and is_of_whole_rows(b, node, b.loops.nodes[node.within]):
         value = as_dtype(b, node, b.loaded(node, pointer, b.mask(own, None)), dtype)

@@ -49,12 +49,7 @@ from fusion_compiler.ir.loops import (
     symbols_of,
 )
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, plus, tl
-from fusion_compiler.schedule.analysis import (
-    Analysis,
-    along_rows_first,
-    ceil_div,
-    rounding_of,
-)
+from fusion_compiler.schedule.analysis import Analysis, along_rows_first, ceil_div, rounding_of
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 
@@ -257,7 +252,7 @@ class _Assembly:
     def builder(
         self, analysis: Analysis, schedule: Schedule, load_options: Mapping[str, Expression] = NO_OPTIONS
     ) -> Builder:
-        pointers = {b: p.name for b, p in self.parameters.items()}
+        pointers = {b: Name(p.name) for b, p in self.parameters.items()}
         pointers |= {name: pointers[buffer.name] for name, buffer in self.named.items()}
         dtypes = {b: p.dtype for b, p in self.parameters.items()}
         builder = Builder(analysis, schedule, pointers, dtypes, load_options, self.empty)
@@ -409,9 +404,8 @@ class _Assembly:
         part = _Assembly(Analysis(late.loops), late.schedule, self.signature, self.scratch)
         inner = part.builder(part.a, part.s, {"cache_modifier": Literal(".cg")})
         by_block, block = part.s.cols is Cols.GRID, own("block")
-        for number, place in late.loads.items():
-            inner.given[place] = Name(f"{b.variable(number).base}_{place}")
-        inner.env |= inner.given
+        loaded = {place: Name(f"{b.variable(n).base}_{place}") for n, place in late.loads.items()}
+        inner.env |= loaded
         part.body(inner, block)
         body = rewritten(inner)
         pointers, blocks = part.used(body), [block] if by_block else []
@@ -423,7 +417,7 @@ class _Assembly:
         with b.inside(If(tl.atomic_add(ticket, 1).eq(late.programs * self.s.splits - 1))):
             b.add(Store(ticket, Literal(0)))
             b.do(call)
-        return [Function(name, (*blocks, *inner.given.values(), *pointers), body)]
+        return [Function(name, (*blocks, *loaded.values(), *pointers), body)]
 
 
 def rewritten(

@@ -90,7 +90,7 @@ class Builder:
         self,
         analysis: Analysis,
         schedule: Schedule,
-        pointers: Mapping[str, str],
+        pointers: Mapping[str, Name],
         dtypes: Mapping[str, torch.dtype],
         load_options: Mapping[str, Expression] = NO_OPTIONS,
         empty: frozenset[str] = frozenset(),
@@ -116,7 +116,6 @@ class Builder:
         self.packed_sums: dict[int, tuple[int, ...]] = {}  # sum along the row -> the pieces that it is one of
         self.ahead: frozenset[int] = frozenset()  # what a function gives that has all they are made of
         self.true = frozenset[int]()  # conditions that hold in the block at hand
-        self.given: dict[int, Name] = {}  # nodes that a function is given, and what its parameters are called
         self.likeness: dict[tuple[int, ...], bool] = {}
 
     # -- statements --------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ class Builder:
         self.body.append(statement)
 
     def let(self, base: str, value: Value, node: int | None = None) -> Var:
-        """A new variable."""
+        """Assign a value to a new variable and return the variable."""
         variable = Var(base)
         self.add(Assign((variable,), value, node))
         return variable
@@ -141,7 +140,7 @@ class Builder:
         self.add(Do(value))
 
     def once(self, key: tuple[str, int], name: str, value: Expression) -> Variable:
-        """A variable that is defined where the blocks now open first need it."""
+        """Return a variable that is defined where the blocks now open first need it."""
         if key not in self.named:
             self.named[key] = self.let(name, value)
         return self.named[key]
@@ -174,14 +173,14 @@ class Builder:
         self.tile = replace(self.tile, last_pass=last)
 
     def loop(self, name: Own, start: Operand, end: Operand, step: int) -> For:
-        """A loop, with the kernel's number of stages."""
+        """Return a loop with the kernel's number of stages."""
         stages = self.s.num_stages if self.s.num_stages > 1 else None
         return For(own(name), Range(lift(start), lift(end), step, stages))
 
     # -- values ------------------------------------------------------------------------------------
 
     def variable(self, number: int) -> Variable:
-        """The variable of a node that is built; of a constant, built now."""
+        """Return the variable of a node that is built; a constant is built now."""
         node = self.loops.nodes[number]
         if number not in self.env and number in self.true:  # which masks leave out, and others read
             node = Constant(True, torch.bool)
@@ -190,7 +189,7 @@ class Builder:
         return self.env[number]
 
     def need(self, numbers: Iterable[int]) -> list[int]:
-        """Those nodes and all that they read, in order, that no open block holds yet."""
+        """Return, in order, the nodes among these and their operands that no open block holds yet."""
         found: set[int] = set()
         stack = list(numbers)
         while stack:
@@ -201,9 +200,9 @@ class Builder:
         return sorted(found)
 
     def operands(self, number: int) -> tuple[int, ...]:
-        """The nodes that a node is made of: of a contraction's sums, the matrix and all vectors.
+        """Return the nodes that a node reads: for the sums of a contraction, the matrix and all vectors.
 
-        There are none where it is a piece of a tile that is there, or made ahead.
+        There are none if the node is a piece of a tile that exists, or is computed ahead.
         """
         made = self.contracted.get(number)
         sums = self.packed_sums.get(number) if made is None else made.sums
@@ -221,19 +220,16 @@ class Builder:
         assert isinstance(reduce, Reduce)
         return reduce
 
-    def pointer(self, buffer: str) -> Name:
-        return Name(self.pointers[buffer])
-
     def called(self, buffer: str) -> str:
-        """What the names of values begin with that are loaded from a buffer."""
-        return self.pointers[buffer].removesuffix("_ptr")
+        """Return the beginning of the names of values that are loaded from a buffer."""
+        return self.pointers[buffer].base.removesuffix("_ptr")
 
     def full(self, value: object, dtype: torch.dtype) -> Expression:
-        """A tile of one element that broadcasts to any other."""
+        """Return a tile of one element, which broadcasts to any other."""
         return tl.full([] if self.tile.flat else [1, 1], cast(Operand, value), dtype)
 
     def lanes(self, count: int) -> Expression:
-        """The numbers from zero on, along the columns of a tile."""
+        """Return the numbers from zero to `count`, along the columns of a tile."""
         return tl.arange(0, count) if self.tile.flat else tl.arange(0, count)[None, :]
 
     def shape(self, groups: frozenset[str]) -> Items:
@@ -245,7 +241,7 @@ class Builder:
     # -- indices -----------------------------------------------------------------------------------
 
     def axis(self, number: int) -> Variable:
-        """The variable of one axis, taken out of its group's element number on first use."""
+        """Return the variable of one axis, computed from its group's element number on first use."""
         axis = self.loops.axes[number]
         base = BASES[axis.group]
         axes = self.a.axes[axis.group]
@@ -258,27 +254,27 @@ class Builder:
         return self.named[key]
 
     def index(self, index: Index, axis: Callable[[int], Expression] | None = None) -> Expression:
-        """Element index. axis: the value of one axis, where that is not each lane's own."""
+        """Return an element index. axis: returns the value of one axis, if that is not each lane's own."""
         merged, whole = self.a.merged(index)
         of = axis or self.axis
         return index_of(merged, lambda k: BASES[whole[k]] if k in whole else of(k), self.place)
 
     def address(self, buffer: str, index: Index) -> Expression:
-        return plus(self.pointer(buffer), self.index(index))
+        return plus(self.pointers[buffer], self.index(index))
 
     def place(self, number: int) -> Expression:
-        """A value that says where to read: times a stride it may leave 32 bits."""
+        """Return a value that is used as an index, in 64 bits: times a stride it may leave 32."""
         return convert(self.variable(number), self.loops.nodes[number].dtype, torch.int64)
 
     def index_groups(self, index: Index) -> frozenset[str]:
-        """What an index varies over within a tile."""
+        """Return the groups of axes over which an index varies within a tile."""
         groups: set[str] = set()
         for key, _ in index.terms:
             groups |= {self.loops.axes[key].group} if key >= 0 else self.a.groups[~key]
         return frozenset(groups - {BATCH})
 
     def mask(self, groups: frozenset[str], within: int | None) -> Expression | None:
-        """Which lanes of an access exist."""
+        """Return the mask of the lanes of an access that exist, or None if all do."""
         masks = ((ROWS, self.tile.row_mask), (COLS, self.tile.col_mask))
         parts: list[Expression | None] = [mask for group, mask in masks if group in groups]
         if within is not None and within not in self.true:
@@ -286,14 +282,14 @@ class Builder:
         return every(*parts)
 
     def by_one(self, groups: frozenset[str], mask: Expression | None) -> Expression | None:
-        """Where a value belongs to the row, one of the programs that share it, or a matrix, stores it."""
+        """Return the mask with which one of several programs that hold the same value stores it."""
         blocks = self.a.matrices and self.s.cols is Cols.GRID
         if COLS in groups or not (self.s.splits > 1 or blocks):
             return mask
         return every(mask, own("first_col" if blocks else "part").eq(0))
 
     def loaded(self, load: Load, pointer: Expression, mask: Expression | None) -> Expression:
-        """A load from some addresses, in the dtype of the buffer."""
+        """Return a load from some addresses, in the dtype of the buffer."""
         held = self.dtypes[load.buffer]
         zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0  # no integer becomes a float8
         whole = self.index_groups(load.index) | self.within_groups(load.within) == frozenset({ROWS, COLS})
@@ -319,11 +315,11 @@ class Builder:
 
     @property
     def col_axis(self) -> int:
-        """The dimension of a tile that lies along the columns."""
+        """The dimension of a tile that lies along its columns."""
         return 0 if self.tile.flat else 1
 
     def along(self, function: Callable[..., Expression], value: Expression) -> Expression:
-        """A function along the row; tiles of several rows keep the dimension."""
+        """Apply a reduction along the row; tiles of several rows keep the dimension."""
         return function(value, axis=0) if self.tile.flat else function(value, axis=1, keep_dims=True)
 
     def fold_cols(self, reduce: Reduce, tile: Expression) -> Expression:
@@ -332,16 +328,16 @@ class Builder:
     def folded(
         self, number: int, tile: Expression, axis: int, keep: bool, alike: object = None
     ) -> Combine:
-        """A tile of a reduction's elements reduced along an axis."""
+        """Return the reduction of a tile of a node's elements along an axis."""
         plain = number in self.a.nan_safe_max
         return Combine(self.reduction(number), (tile,), axis, keep, plain, alike)
 
     def folded_along(self, number: int, tile: Expression, alike: object = None) -> Combine:
-        """The same along the row; tiles of several rows keep the dimension."""
+        """Return the same along the row; tiles of several rows keep the dimension."""
         return self.folded(number, tile, self.col_axis, not self.tile.flat, alike)
 
     def base_of(self, number: int) -> str:
-        """What the name of a reduction begins with."""
+        """Return the beginning of the name of a reduction."""
         reduce = self.reduction(number)
         return f"{'row' if COLS in reduce.over else 'col'}_{reduce.combine}"
 

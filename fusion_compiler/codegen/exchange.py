@@ -49,7 +49,7 @@ def exchange(b: Builder, states: Sequence[Running], names: Sequence[Sequence[Var
         if is_logical(b.reduction(message[0])):
             values = [sent[message[0]].to(torch.int32)]
         first = own("row" if b.tile.flat else "first_row")
-        mail, rows = plus(b.pointer(mailbox(message)), first * (splits * splits)), _rows_left(b)
+        mail, rows = plus(b.pointers[mailbox(message)], first * (splits * splits)), _rows_left(b)
         b.do((fm.send_pair if pair else fm.send)(mail, *values, *lanes, *rows))
         neutrals = [neutral(b.reduction(n)) for n in message]
         take = (fm.receive_pair if pair else fm.receive)(mail, values[0], *lanes, *neutrals, *rows)

@@ -13,21 +13,9 @@ import torch
 
 from fusion_compiler.ir.loops import Axis, Compute, Index, Value, wrapped
 from fusion_compiler.ir.ops import Operands, spec_of
-from fusion_compiler.ir.syntax import (
-    DTYPES,
-    Expression,
-    Global,
-    Literal,
-    Operand,
-    fm,
-    lift,
-    plus,
-    times,
-    tl,
-)
+from fusion_compiler.ir.syntax import Expression, Global, Literal, Operand, fm, lift, plus, times, tl
 
 CONDITIONS = frozenset({"condition", "mask"})  # operands that choose among the others
-TRITON_TYPES = {dtype: f"tl.{name}" for dtype, name in DTYPES.items()}
 _SMALL = (torch.int8, torch.uint8, torch.int16)
 
 
@@ -57,7 +45,7 @@ def convert(value: Expression, have: torch.dtype, want: torch.dtype) -> Expressi
 
 
 def convert_literal(value: object, want: torch.dtype) -> object:
-    """A number in another dtype; integers wrap around."""
+    """Return a number in another dtype; integers wrap around."""
     if want is torch.bool:
         return bool(value)
     if want.is_floating_point and isinstance(value, bool | int | float):
@@ -104,8 +92,8 @@ def computed(
     row = spec.expr
     if rough:
         row = (spec.coarse if node.coarse else None) or spec.rough or spec.expr
-    if isinstance(row, Global):
-        result = row(*(values[a.name] for a in node.target._schema.arguments if a.name in values))
+    if isinstance(row, Global):  # which does not know the schema's names
+        result = row(*(values[a.name] for a in spec.target._schema.arguments if a.name in values))
     else:
         result = row(**values)
     # Triton's functions take a literal as int32, and then the other operand.
@@ -115,7 +103,7 @@ def computed(
 
 
 def scalar(value: object, dtype: torch.dtype, alone: bool = False) -> Expression:
-    """A number in an expression of a dtype, typed where Triton would not see it as one of that dtype.
+    """Return a number of an expression, with its dtype where Triton would not see it as one of that dtype.
 
     Beside a block a number takes the block's type. A function such as tl.maximum gives it its own first, and
     the result the larger of both. alone: there is no block beside it.
@@ -136,7 +124,7 @@ def scalar(value: object, dtype: torch.dtype, alone: bool = False) -> Expression
 
 
 def _own_type(value: float) -> torch.dtype:
-    """The type that Triton gives a number."""
+    """Return the type that Triton gives a number."""
     if isinstance(value, bool):
         return torch.bool
     if isinstance(value, int):
@@ -147,14 +135,14 @@ def _own_type(value: float) -> torch.dtype:
 
 
 def _is_single(value: float) -> bool:
-    """Whether float32 holds a number exactly."""
+    """True if float32 holds a number exactly."""
     if not math.isfinite(value):
         return True
     return abs(value) < 2.0**127 and struct.unpack("f", struct.pack("f", value))[0] == value
 
 
 def _beside(value: object, dtype: torch.dtype) -> torch.dtype:
-    """What a number that is compared with a tensor of some dtype makes of it."""
+    """Return the dtype with which a number joins the promotion of a tensor that it is compared with."""
     if isinstance(value, float) and not dtype.is_floating_point:
         return torch.float32
     return torch.int32 if dtype is torch.bool and value not in (0, 1) else dtype

@@ -11,6 +11,7 @@ all       True      s &= x         tl.min(x) != 0
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,65 +19,48 @@ import torch
 
 from fusion_compiler.codegen.tile import Assign, Statement, Update
 from fusion_compiler.ir.loops import Reduce, Scan
-from fusion_compiler.ir.syntax import (
-    PROPAGATE_NAN,
-    Expression,
-    Global,
-    Literal,
-    Name,
-    Operand,
-    Var,
-    fm,
-    tl,
-)
+from fusion_compiler.ir.syntax import PROPAGATE_NAN, Expression, Literal, Name, Var, fm, tl
 
-Function = Callable[[Expression, int, bool], Expression]  # of a tile, an axis, and whether that stays
+Function = Callable[..., Expression]
 
 
 @dataclass(frozen=True)
 class Monoid:
     """The neutral element, how an element comes to a state, and how a tile is reduced along an axis.
 
-    step: the sign of an augmented assignment, or a function of the state and the element. floats: the fold
-    of floating-point numbers, where that is another.
+    step: the sign of an augmented assignment, or a function of the state and the element. fold: a function of
+    a tile, `axis` and, where the axis stays, `keep_dims`. floats: of a tile, an axis and whether that stays;
+    it folds floating-point numbers.
     """
 
     neutral: float | bool
-    step: str | Global
+    step: str | Function
     fold: Function
-    floats: Global | None = None
-
-
-def _kept(keep: bool) -> dict[str, Operand]:
-    return {"keep_dims": True} if keep else {}
+    floats: Function | None = None
 
 
 MONOIDS: dict[str, Monoid] = {
-    "sum": Monoid(0, "+", lambda x, axis, keep: tl.sum(x, axis=axis, **_kept(keep))),
-    "prod": Monoid(1, "*", lambda x, axis, keep: tl.reduce(x, axis, fm.multiply, **_kept(keep))),
-    "max": Monoid(
-        float("-inf"), tl.maximum, lambda x, axis, keep: tl.max(x, axis=axis, **_kept(keep)), fm.maximum_of
-    ),
-    "min": Monoid(
-        float("inf"), tl.minimum, lambda x, axis, keep: tl.min(x, axis=axis, **_kept(keep)), fm.minimum_of
-    ),
-    "any": Monoid(False, "|", lambda x, axis, keep: tl.max(x, axis=axis, **_kept(keep)).ne(0)),
-    "all": Monoid(True, "&", lambda x, axis, keep: tl.min(x, axis=axis, **_kept(keep)).ne(0)),
+    "sum": Monoid(0, "+", tl.sum),
+    "prod": Monoid(1, "*", lambda x, axis, **keep: tl.reduce(x, axis, fm.multiply, **keep)),
+    "max": Monoid(float("-inf"), tl.maximum, tl.max, fm.maximum_of),
+    "min": Monoid(float("inf"), tl.minimum, tl.min, fm.minimum_of),
+    "any": Monoid(False, "|", lambda x, **along: tl.max(x, **along).ne(0)),
+    "all": Monoid(True, "&", lambda x, **along: tl.min(x, **along).ne(0)),
 }
 
 
-# Scans of a tile x along an axis; r: from its end.
-SCANS: dict[str, Callable[[Expression, int, dict[str, Operand]], Expression]] = {
-    "sum": lambda x, axis, r: tl.cumsum(x, axis, **r),
-    "prod": lambda x, axis, r: tl.cumprod(x, axis, **r),
-    "max": lambda x, axis, r: tl.associative_scan(x, axis, fm.running_larger, **r),
-    "min": lambda x, axis, r: tl.associative_scan(x, axis, fm.running_smaller, **r),
-    "logsumexp": lambda x, axis, r: fm.running_logsumexp(x, axis, **r),
+# Scans of a tile along an axis, with `reverse` from its end.
+SCANS: dict[str, Function] = {
+    "sum": tl.cumsum,
+    "prod": tl.cumprod,
+    "max": lambda x, axis, **reverse: tl.associative_scan(x, axis, fm.running_larger, **reverse),
+    "min": lambda x, axis, **reverse: tl.associative_scan(x, axis, fm.running_smaller, **reverse),
+    "logsumexp": fm.running_logsumexp,
 }
 # What a scan x is behind others that came to c.
-CARRIED: dict[str, Callable[[Expression, Expression], Expression]] = {
-    "sum": lambda c, x: c + x,
-    "prod": lambda c, x: c * x,
+CARRIED: dict[str, Function] = {
+    "sum": operator.add,
+    "prod": operator.mul,
     "max": fm.running_larger,
     "min": fm.running_smaller,
     "logsumexp": fm.add_logarithms,
@@ -85,7 +69,7 @@ NEUTRAL_OF = {"logsumexp": "max"}  # scans whose neutral element is another mono
 
 
 def is_logical(reduce: Reduce | Scan) -> bool:
-    """Whether it is of conditions, which tiles hold as zero and one."""
+    """True if it reduces conditions, which tiles hold as zero and one."""
     return isinstance(_neutral(reduce), bool)
 
 
@@ -111,12 +95,12 @@ def fold(reduce: Reduce, tile: Expression, axis: int, keep: bool, plain: bool = 
     monoid = MONOIDS[reduce.combine]
     if monoid.floats is not None and reduce.dtype.is_floating_point and not plain:
         return monoid.floats(tile, axis, keep)
-    return monoid.fold(tile, axis, keep)
+    return monoid.fold(tile, axis=axis, **({"keep_dims": True} if keep else {}))
 
 
 def scan(node: Scan, tile: Expression, axis: int) -> Expression:
     """Return a tile scanned along one dimension."""
-    return SCANS[node.combine](tile, axis, {"reverse": True} if node.reverse else {})
+    return SCANS[node.combine](tile, axis, **({"reverse": True} if node.reverse else {}))
 
 
 def carry(node: Scan, carried: Expression, tile: Expression) -> Expression:
@@ -129,5 +113,5 @@ def step(reduce: Reduce, state: Var | Name, value: Expression) -> Statement:
     how = MONOIDS[reduce.combine].step
     if isinstance(how, str):
         return Update(state, how, value)
-    nan: dict[str, Operand] = {"propagate_nan": PROPAGATE_NAN} if reduce.dtype.is_floating_point else {}
+    nan = {"propagate_nan": PROPAGATE_NAN} if reduce.dtype.is_floating_point else {}
     return Assign((state,), how(state, value, **nan))

@@ -30,17 +30,7 @@ from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.codegen.windows import block
 from fusion_compiler.codegen.words import word_of
 from fusion_compiler.ir.loops import COLS, ROWS, Load
-from fusion_compiler.ir.syntax import (
-    MINUS_INFINITY,
-    Expression,
-    Literal,
-    Name,
-    Variable,
-    fm,
-    lift,
-    times,
-    tl,
-)
+from fusion_compiler.ir.syntax import MINUS_INFINITY, Expression, Literal, Name, Variable, fm, lift, times, tl
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, part_cols
 from fusion_compiler.schedule.contractions import Contraction
 from fusion_compiler.schedule.schedule import WORD, Cols

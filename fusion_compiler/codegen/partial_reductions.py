@@ -21,17 +21,7 @@ from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows.block import is_same
 from fusion_compiler.ir.dims import Dim, product, strides_of
 from fusion_compiler.ir.kernel import Buffer
-from fusion_compiler.ir.loops import (
-    COLS,
-    ROWS,
-    Axis,
-    Index,
-    Load,
-    LoopNest,
-    Reduce,
-    row_major,
-    segment_of,
-)
+from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, row_major, segment_of
 from fusion_compiler.ir.syntax import Variable, every, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, Pieces, accumulator_dtype, pieces_of
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -91,7 +81,7 @@ def _store_pieces(b: Builder, number: int, value: Variable, pieces: Pieces, here
     # A pointer to a block's only piece has the block's shape.
     block = None if b.tile.flat else tl.zeros([1, 1], torch.int32)
     row = own("row") * pieces.count if b.a.axes[ROWS] else block
-    b.add(StoreStatement(plus(b.pointer(partials_name(number)), row, piece), value, mask))
+    b.add(StoreStatement(plus(b.pointers[partials_name(number)], row, piece), value, mask))
 
 
 def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:

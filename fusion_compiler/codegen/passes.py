@@ -58,7 +58,7 @@ def _sum(statement: Statement) -> Combine | None:
 
 
 def _partner(block: list[Statement], i: int, first: Combine) -> int | None:
-    """The next sum that can be made together with that at `i`: what it is made of does not wait for that."""
+    """Return the position of the next sum that may join the one at `i`, on which it must not depend."""
     for j in range(i + 1, len(block)):
         other = _sum(block[j])
         if other is None or other.alike != first.alike:
@@ -154,7 +154,7 @@ def _kept_together(body: list[Statement]) -> None:
 
 
 def _kept(block: For | If) -> list[tuple[Assign, Check]]:
-    """Of the checks in a block, what is kept of each: how it starts, and what is checked in the end."""
+    """Return, for each check in a block, how what it keeps starts and what is checked in the end."""
     found: list[tuple[Assign, Check]] = []
     for inner in blocks([block]):
         for position, check in enumerate(inner):
@@ -253,7 +253,7 @@ def _ahead(statement: Statement, constants: frozenset[Variable], turns: int) -> 
 
 
 def _own(body: Sequence[Statement]) -> list[Variable]:
-    """What a turn of a loop makes before it reads it, and so leaves to none."""
+    """Return the variables that every iteration of a loop assigns before it reads them."""
     found: dict[Variable, bool] = {}
     for statement in body:
         for name in reads(statement):
@@ -264,7 +264,7 @@ def _own(body: Sequence[Statement]) -> list[Variable]:
 
 
 def _assigned(statement: Statement) -> list[Variable]:
-    """The variables of every assignment in a statement, each as often as it is assigned."""
+    """Return the variables of every assignment in a statement, each as often as it is assigned."""
     if not isinstance(statement, For | If):
         return [*writes(statement)]
     own = [statement.variable] if isinstance(statement, For) else []

@@ -218,7 +218,7 @@ def _address(b: Builder, buffer: str, index: Index, steps: Steps, axis: int, cou
     if steps.last != padded(count) - 1:
         lane = tl.minimum(lane, steps.last)
     rest = None if not index.terms and index.const == 0 else b.index(index)
-    return plus(b.pointer(buffer), lane * steps.step, rest)
+    return plus(b.pointers[buffer], lane * steps.step, rest)
 
 
 def _loaded(b: Builder, nodes: Nodes, first: Load) -> Packed:

@@ -15,12 +15,7 @@ from fusion_compiler.codegen.axis_map import col_end, col_loop, cols_at, start_o
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.exchange import exchange
 from fusion_compiler.codegen.nodes import build_nodes, build_row_values, carry_scans
-from fusion_compiler.codegen.online_reductions import (
-    Running,
-    complete_after,
-    scaled,
-    states_of,
-)
+from fusion_compiler.codegen.online_reductions import Running, complete_after, scaled, states_of
 from fusion_compiler.codegen.partial_reductions import partial_results
 from fusion_compiler.codegen.rematerialize import rematerialize
 from fusion_compiler.codegen.sums_over_rows import Sums

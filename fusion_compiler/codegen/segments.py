@@ -68,7 +68,7 @@ def store(b: Builder, store: Store) -> None:
         return decompose(outer, k - b.a.first[COLS], segment)
 
     mask = every(b.tile.row_mask, segment * length < b.a.size(COLS) if b.tile.col_mask else None)
-    pointer = plus(b.pointer(store.buffer), index_of(merged, variable, b.variable))
+    pointer = plus(b.pointers[store.buffer], index_of(merged, variable, b.variable))
     b.add(StoreStatement(pointer, b.named[NARROW, store.value], mask, store.value))
 
 

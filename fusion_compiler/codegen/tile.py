@@ -9,7 +9,7 @@
                 | Wait(targets, value)            what other programs sent, once it has come
                 | Do(value)                       a call that returns nothing
                 | Return(values)
-    value      := Combine(reduction, tiles, axis) | expression (`syntax.py`)
+    value      := Combine(reduction, tiles, axis) | expression (`ir/syntax.py`)
 
 Variables are objects (`syntax.Var`), whose names are found when the program is printed (`text.py`), so that
 passes (`passes.py`) can move and repeat statements. The few that mean the same in every kernel, `row` and
@@ -29,10 +29,10 @@ from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variabl
 
 @dataclass(frozen=True)
 class Combine:
-    """One tile, or several for which the threads wait for each other once, reduced along an axis.
+    """The reduction of one tile along an axis, or of several tiles with one barrier of the threads.
 
-    keep: the axis stays, of one element. plain: of maxima, NaN need not be kept. alike: what two sums have to
-    have in common to be made together; None where they are not to.
+    keep: the axis stays, with one element. plain: a maximum need not keep NaN. alike: two sums with an equal
+    value here may be reduced together (`passes.joined`); None if this one may not.
     """
 
     reduce: Reduce
@@ -48,7 +48,7 @@ Value = Expression | Combine
 
 @dataclass(frozen=True)
 class Assign:
-    """node: that of the nest which the target holds."""
+    """targets = value. node: the node of the nest whose value the target holds."""
 
     targets: tuple[Variable, ...]
     value: Value
@@ -66,7 +66,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Store:
-    """node: that of the nest which is stored."""
+    """tl.store(pointer, value, mask). node: the node of the nest that is stored."""
 
     pointer: Expression
     value: Expression
@@ -76,8 +76,11 @@ class Store:
 
 @dataclass(frozen=True)
 class Range:
-    """The values of a loop's variable. stages: of software pipelining; None leaves them to the kernel's
-    number. unroll: turns that run together. static: the compiler unrolls the loop."""
+    """The values of a loop's variable.
+
+    stages: of software pipelining; None leaves the kernel's number. unroll: the number of iterations that the
+    compiler unrolls together. static: the compiler unrolls the whole loop.
+    """
 
     start: Expression
     end: Expression
@@ -109,8 +112,10 @@ class If:
 
 @dataclass(frozen=True)
 class Check:
-    """low <= index < high wherever the mask holds. what: whose index it is. zero: a tile of the index's shape
-    and dtype."""
+    """low <= index < high wherever the mask holds; else the program ends in an error.
+
+    what: the operator whose index it is. zero: a tile of zeros of the index's shape and dtype.
+    """
 
     index: Expression
     low: Expression
@@ -122,7 +127,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Wait:
-    """Programs tell each other what they reduced. Statements behind it run when all have."""
+    """Receive what other programs reduced. Later statements run when every program has sent its part."""
 
     targets: tuple[Variable, ...]
     value: Expression
@@ -130,6 +135,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Do:
+    """Call a function that returns nothing."""
+
     value: Expression
 
 
@@ -171,18 +178,18 @@ def expressions(statement: Statement) -> Iterator[Expression]:
 
 
 def names(statement: Statement) -> set[Variable | Global]:
-    """What a statement reads, and the names of the module in it, those of the blocks in it included."""
+    """Return what a statement and the blocks in it read: variables, parameters and names of the module."""
     inner = (names(inner) for body in bodies(statement) for inner in body)
     return set[Variable | Global]().union(*(value.names for value in expressions(statement)), *inner)
 
 
 def reads(statement: Statement) -> set[Variable]:
-    """The variables and parameters that a statement reads, those of the blocks in it included."""
+    """Return the variables and parameters that a statement and the blocks in it read."""
     return {name for name in names(statement) if not isinstance(name, Global)}
 
 
 def writes(statement: Statement) -> set[Variable]:
-    """The variables that a statement assigns, those of the blocks in it included."""
+    """Return the variables that a statement and the blocks in it assign."""
     match statement:
         case Assign(targets) | Wait(targets):
             return set(targets)
@@ -193,7 +200,7 @@ def writes(statement: Statement) -> set[Variable]:
 
 
 def renamed(statement: Statement, names: Mapping[Variable, Expression]) -> Statement:
-    """A statement that is no block, with other expressions in the place of some variables."""
+    """Return a statement without blocks, with other expressions in the place of some variables."""
 
     def new(value: Expression) -> Expression:
         return syntax.renamed(value, names)
@@ -222,7 +229,7 @@ def renamed(statement: Statement, names: Mapping[Variable, Expression]) -> State
 
 
 def bodies(statement: Statement) -> tuple[list[Statement], ...]:
-    """The blocks that lie directly in a statement."""
+    """Return the blocks that lie directly in a statement."""
     match statement:
         case For():
             return (statement.body,)
@@ -233,7 +240,7 @@ def bodies(statement: Statement) -> tuple[list[Statement], ...]:
 
 
 def blocks(body: list[Statement]) -> Iterator[list[Statement]]:
-    """A block and all that lie in it, the inner ones first."""
+    """Yield a block and all blocks in it, the inner ones first."""
     for statement in body:
         for inner in bodies(statement):
             yield from blocks(inner)
@@ -241,7 +248,7 @@ def blocks(body: list[Statement]) -> Iterator[list[Statement]]:
 
 
 def with_operands(body: Sequence[Statement], wanted: Iterable[int]) -> set[int]:
-    """The positions of some statements of a block, and of those before them that they are made of."""
+    """Return the positions of some statements of a block, and of all earlier ones on which they depend."""
     found: set[int] = set()
     stack = list(wanted)
     while stack:

@@ -5,8 +5,8 @@ its operands to a Triton expression) and what it *costs* (operations per output 
 and dtypes never come from here: FakeTensor knows them.
 
 How an expression is filled in. A row's function is called with every argument of the schema, defaults
-included, by its name: a tensor as a tree (`syntax.py`), a number as a `Literal`, anything else as it is.
-A function that kernels import, `tl.floor` say, is called with the arguments in their order. A tensor argument
+included, by its name: a tensor as a tree (`ir/syntax.py`), a number as a `Literal`, anything else as it is.
+A function that kernels import, `tl.floor` say, is called with them in the schema's order. A tensor argument
 may be a literal too (`1 - x` is aten.sub.Tensor(1, x)). Tl functions read a literal as float32, so where the
 result is float64 a number that float32 does not hold is written `tl.full((), 0.1, tl.float64)`. The result is
 then converted to the result's compute dtype.

@@ -118,7 +118,8 @@ def _body(formula: Formula, dtypes: Sequence[torch.dtype], name: str, variant: V
     loops = _loops(dag)
     changed = {out: tensors[at] for out, at in zip(dag.outputs, formula.updated, strict=True)}
     home = {tensor: tensor for tensor in tensors} | changed
-    pointers = {buffer: f"{tensor}_ptr" for buffer, tensor in home.items()} | {n: n for n in numbers}
+    pointers = {buffer: Name(f"{tensor}_ptr") for buffer, tensor in home.items()}
+    pointers |= {number: Name(number) for number in numbers}
     held = dict(zip(tensors, dtypes, strict=True)) | dict.fromkeys(numbers, formula.structure.dtype)
     held |= {out: held[tensor] for out, tensor in changed.items()}
     touched = {home[buffer] for buffer in _buffers(loops) if buffer in home}
@@ -159,7 +160,7 @@ def _buffers(loops: LoopNest) -> set[str]:
 
 def _program(
     loops: LoopNest,
-    pointers: dict[str, str],
+    pointers: dict[str, Name],
     dtypes: dict[str, torch.dtype],
     numbers: Sequence[str],
     masked: bool,

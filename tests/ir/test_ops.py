@@ -20,14 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.codegen.expression import (
     CONDITIONS,
-    TRITON_TYPES,
     computed,
     convert_literal,
 )
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import Compute, Value
 from fusion_compiler.ir.ops import OPS, OpSpec, spec_of
-from fusion_compiler.ir.syntax import Expression, Literal, Name, literal
+from fusion_compiler.ir.syntax import Expression, Literal, Name, lift, literal
 from fusion_compiler.passes.lower.space import HELD, compute_dtype
 from fusion_compiler.passes.lower.special import SPECIAL
 from fusion_compiler.runtime.builds import Build, compile_build
@@ -91,7 +90,7 @@ def run(
     """The row's expression on `values` (schema name -> tensor or number), in the shape and dtype of out."""
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     loads = [
-        f"    v_{name} = tl.load({name}_ptr + i, inside).to({TRITON_TYPES[compute_dtype(tensor.dtype)]})"
+        f"    v_{name} = tl.load({name}_ptr + i, inside).to({lift(compute_dtype(tensor.dtype))})"
         for name, tensor in tensors.items()
     ]
     extent = 1 << max(out.numel() - 1, 0).bit_length()
@@ -322,7 +321,7 @@ def loads_of(values: dict[str, Any]) -> list[str]:
     tensors = {n: v.dtype for n, v in values.items() if isinstance(v, torch.Tensor)}
     return [
         f"    v_{name} = tl.load({'b' if dtype is torch.bool else 'x'}_ptr + i + {k})"
-        f".to({TRITON_TYPES[compute_dtype(dtype)]})"
+        f".to({lift(compute_dtype(dtype))})"
         for k, (name, dtype) in enumerate(tensors.items())
     ]
 
@@ -350,7 +349,7 @@ def test_an_expression_has_the_dtype_of_its_result(dtype: torch.dtype) -> None:
                         text = expression(spec, values, result, *form, numbers)
                         if text not in texts:
                             body += [*([] if texts else loads_of(values)), f"    v = {text}"]
-                            want = TRITON_TYPES[compute_dtype(result)]
+                            want = lift(compute_dtype(result))
                             body.append(f"    tl.static_assert(v.dtype == {want})")
                         texts.add(text)
     assert machine_code(body, dtype, ("cuda", 90, 32))

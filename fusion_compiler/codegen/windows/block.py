@@ -48,7 +48,7 @@ def _once(
 ) -> Variable:
     key = ("once", number)
     if key not in b.named:
-        value = b.load_from(plus(b.pointer(node.buffer), b.index(node.index, axis)), mask)
+        value = b.load_from(plus(b.pointers[node.buffer], b.index(node.index, axis)), mask)
         value = convert(value, b.dtypes[node.buffer], node.dtype)
         b.named[key] = b.let(f"block_{b.called(node.buffer)}", value)
     return b.named[key]

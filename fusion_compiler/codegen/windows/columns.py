@@ -49,7 +49,7 @@ def address(b: Builder, columns: Columns, buffer: str, index: Index) -> tuple[Ex
     if b.tile.col_mask is not None:
         value = _numbers(b, columns) < over.size(COLS)
         inside = b.once((f"inside {columns.key}", 0), f"{name}_inside", value)
-    pointer = plus(b.pointer(buffer), index_of(merged, variable, b.variable))
+    pointer = plus(b.pointers[buffer], index_of(merged, variable, b.variable))
     return pointer, every(rows, inside)
 
 

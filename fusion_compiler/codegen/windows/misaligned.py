@@ -90,7 +90,7 @@ def is_behind(b: Builder, node: Load) -> bool:
 
 def load_behind(b: Builder, node: Load) -> Expression:
     """That load."""
-    pointer = plus(b.pointer(node.buffer), _const(node.index))
+    pointer = plus(b.pointers[node.buffer], _const(node.index))
     if b.tile.col_mask is None:
         value = fm.load_behind(pointer, plus(b.tile.start, WORD), own("lead"), b.tile.lanes)
     else:
@@ -111,7 +111,7 @@ def store(b: Builder, buffer: str, index: Index, value: Expression, node: int) -
 
 def _address(b: Builder, buffer: str, index: Index) -> Expression:
     """The addresses of the tile's lanes, from the word in which the row begins."""
-    return plus(b.pointer(buffer), own("begin"), own("lane"), _const(index))
+    return plus(b.pointers[buffer], own("begin"), own("lane"), _const(index))
 
 
 def _mask(b: Builder, lanes: Expression) -> Expression | None:
