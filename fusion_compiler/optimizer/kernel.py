@@ -125,10 +125,10 @@ def _body(formula: Formula, dtypes: Sequence[torch.dtype], name: str, variant: V
     touched = {home[buffer] for buffer in _buffers(loops) if buffer in home}
     used = tuple(tensor for tensor in tensors if tensor in touched)
     factor = (FACTOR,) if variant.clipped else ()
-    given = map(Name, [*(f"{t}_ptr" for t in used), *numbers, *factor, *RANDOM[: 3 * variant.stochastic]])
+    random = RANDOM if variant.stochastic else ()
+    given = tuple(map(Name, (*(f"{tensor}_ptr" for tensor in used), *numbers, *factor, *random)))
     clipped = tensors[formula.structure.tensors.index(GRAD)] if variant.clipped else None
     rounded = dag.outputs[formula.updated.index(0)] if variant.stochastic else None
-    given = tuple(given)
     block, rest = (
         _program(loops, pointers, held, numbers, masked, clipped, rounded) for masked in (False, True)
     )
