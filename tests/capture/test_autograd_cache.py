@@ -129,7 +129,8 @@ print(json.dumps([str(ours.plan), eager, worst(model)]))
     second, eager, ours = run(3)
     plans = [[t for t in p.splitlines() if not t.startswith("seconds")] for p in (first, other, second)]
     assert plans[0] == plans[1] == plans[2]
-    assert "captured anew" in first and second.count("captured from disk") == 2
+    assert "captured anew" in first + other, "one of them, if the other began late"
+    assert second.count("captured from disk") == 2
     assert ours <= 2 * eager + 1e-9
 
 
