@@ -426,7 +426,7 @@ class Compiler:
         return run, decision
 
     def tuning(self, plan: FusionPlan, runners: Mapping[str, Runner]) -> GraphTuning:
-        """What chooses among the schedules of a graph's kernels where it is recorded."""
+        """Return the search that chooses among the schedules of a graph's kernels when it is recorded."""
         us = times_by(plan, runners)
         return GraphTuning(sorted(us, key=us.__getitem__, reverse=True), self.stages)
 
@@ -513,7 +513,7 @@ class Compiler:
         return found
 
     def backend_for(self, kind: str) -> str:
-        """What runs the clusters of a graph on this kind of device."""
+        """Return the name of the backend that runs the clusters of a graph on this kind of device."""
         if self.options.backend != "auto":
             return self.options.backend
         if kind == "cuda":
@@ -654,7 +654,7 @@ def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Sequence
 
 
 def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:
-    """What the rewrites above autograd did or refused: rule -> text, equal decisions counted."""
+    """Return what the rewrites above autograd did or refused: rule -> text, equal decisions counted."""
     counts = Counter((n.rule, n.applied, n.reason) for n in rewrites)
     notes: dict[str, list[str]] = {}
     for (rule, applied, reason), times in counts.items():

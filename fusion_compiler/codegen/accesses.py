@@ -25,7 +25,7 @@ from fusion_compiler.ir.syntax import Expression, plus, tl
 
 
 def load(b: Builder, number: int, dtype: torch.dtype) -> Expression:
-    """What a load gives, in a dtype; its operands are built."""
+    """Return the value of a load in a dtype. Its operands are built before."""
     node, groups = b.loops.nodes[number], b.a.groups[number]
     assert isinstance(node, Load)
     if node.buffer in b.empty:  # nothing is made of it but what an empty reduction gives

@@ -144,9 +144,8 @@ def _kept_together(body: list[Statement]) -> None:
     for check, places in alike.items():
         wrong = Var("wrong")
         for position, one in places if len(places) > 1 else ():
-            seen = one.index if one.mask is None else tl.where(one.mask, one.index, 0)
             is_first = position == places[0][0]
-            value = one.zero + seen if is_first else fm.last_wrong(wrong, seen, one.low, one.high)
+            value = one.zero + _seen(one) if is_first else _last_wrong(wrong, one)
             body[position] = Assign((wrong,), value)
             ends[places[-1][0]] = replace(check, index=wrong)
     for position in sorted(ends, reverse=True):
@@ -160,10 +159,19 @@ def _kept(block: For | If) -> list[tuple[Assign, Check]]:
         for position, check in enumerate(inner):
             if isinstance(check, Check):
                 wrong = Var("wrong")
-                seen = check.index if check.mask is None else tl.where(check.mask, check.index, 0)
-                inner[position] = Assign((wrong,), fm.last_wrong(wrong, seen, check.low, check.high))
+                inner[position] = Assign((wrong,), _last_wrong(wrong, check))
                 found.append((Assign((wrong,), check.zero), replace(check, index=wrong, mask=None)))
     return found
+
+
+def _last_wrong(wrong: Var, check: Check) -> Expression:
+    """Return the index of a check where it is wrong, else what was wrong before."""
+    return fm.last_wrong(wrong, _seen(check), check.low, check.high)
+
+
+def _seen(check: Check) -> Expression:
+    """Return the index of a check, 0 outside of its mask."""
+    return check.index if check.mask is None else tl.where(check.mask, check.index, 0)
 
 
 def launched_dependently(

@@ -78,8 +78,9 @@ class Pool:
 
     def may_replay(self, recording: Holder) -> bool:
         """True if a replay overwrites nothing that somebody still holds, be it of its own last replay."""
-        self._pending = [other for other in self._pending if other.held]
-        return all(other.held <= recording.beside for other in self._pending)
+        held = [(other, memory) for other in self._pending if (memory := other.held)]
+        self._pending = [other for other, _ in held]
+        return all(memory <= recording.beside for _, memory in held)
 
     def may_capture(self) -> bool:
         """True if no memory is held that a capture would use."""

@@ -19,8 +19,8 @@ from fusion_compiler.runtime.retained import is_kept
 UNASKED = "recorded, as its launches can take longer than what they launch"
 TRIED = "tried: steps with and without CUDA graphs are timed"
 BACKWARD_IS_NOT = "its backward is not recorded, and gives back what is saved as it goes"
-SLOWER_HOST = 2.0  # times what is predicted for launches, on hosts that are slower or busy (2.2 ms for 1.3)
-OPEN_HOST = 4.0  # times that, up to which it is tried
+SLOWER_HOST = 2.0  # launches take as many times the prediction on slow or busy hosts (2.2 ms for 1.3)
+SLOWEST_HOST = 4.0  # the same, for a host on which CUDA graphs may still pay, so that they are tried
 LITTLE = 1 << 26  # bytes that a CUDA graph keeps where only such a host is slower than the device
 TIMED = 3  # steps of each kind, of which the fastest counts
 GAIN = 0.02  # of the time of a step, that CUDA graphs save at least
@@ -66,7 +66,7 @@ class Terms:
     @property
     def is_open(self) -> bool:
         """True if it may pay, as it would on a much slower host: it is tried."""
-        return self._refusal(OPEN_HOST) is None
+        return self._refusal(SLOWEST_HOST) is None
 
     def _refusal(self, slower: float) -> str | None:
         copies = f" and copies of its results {self.copy_us:.0f} us" if self.copy_us >= 1 else ""
@@ -104,11 +104,10 @@ def between_us(marks: tuple[Any, Any]) -> float:
 
 
 class Trial:
-    """Whether CUDA graphs make steps shorter: some are timed without them, then as many with them.
+    """Times steps without CUDA graphs, then as many with them, to decide whether they pay.
 
-    A step is what lies on the device between the first forward behind a backward and the next such forward.
-    Everything else that the caller does is included: the device may also wait while he updates parameters or
-    reads the loss.
+    A step lasts on the device from the first forward after a backward to the next such forward. It includes
+    everything else that the caller does: the device may also wait for an update of the parameters.
     """
 
     def __init__(self, index: int) -> None:
@@ -117,7 +116,7 @@ class Trial:
         self._steps: dict[bool, list[tuple[Any, Any]]] = {False: [], True: []}  # by whether with CUDA graphs
         self._last: Any = None  # the beginning of the step that is under way
         self._replays = 0  # so far, at that beginning
-        self._is_behind = True  # whether a backward has run since
+        self._has_backward = True  # whether a backward has run since
         self.us: dict[bool, float] = {}
 
     def forget(self) -> None:
@@ -125,15 +124,17 @@ class Trial:
         self._last = None
 
     def backward(self) -> None:
-        """A backward is run."""
-        self._is_behind = True
+        """Note that a backward is run."""
+        self._has_backward = True
 
     def forward(self, replays: int) -> bool:
-        """A forward is run. replays: of CUDA graphs so far. Return True once the steps without or with them
-        are timed."""
-        if not self._is_behind:
+        """Note that a forward is run. Return True once the steps of one kind are timed.
+
+        replays: the number of replays of CUDA graphs so far.
+        """
+        if not self._has_backward:
             return False
-        self._is_behind = False
+        self._has_backward = False
         before, self._last = self._last, mark(self._index)
         is_recorded = False in self.us
         was_recorded, self._replays = replays > self._replays, replays
@@ -150,10 +151,10 @@ class Trial:
     @property
     def refusal(self) -> str | None:
         """Return why CUDA graphs do not pay, or None where they do."""
-        with_, without = self.us[True], self.us[False]
-        if with_ <= (1 - GAIN) * without:
-            return None
-        return f"a step takes {without:.0f} us, and with CUDA graphs {with_:.0f} us"
+        return None if self.us[True] <= (1 - GAIN) * self.us[False] else str(self)
+
+    def __str__(self) -> str:
+        return f"a step takes {self.us[False]:.0f} us, and with CUDA graphs {self.us[True]:.0f} us"
 
 
 class Pair:
@@ -188,7 +189,7 @@ class Pair:
             report=report_to(note),
         )
         self._recorder = Recorder(plain, pool, calls)
-        self._recorders = [self._recorder]  # of the forward and the backward
+        self._recorders = {self._recorder: note}  # of the forward and the backward
         replayed = unless(paused, plain, self._recorder)
 
         def forward(arguments: list[Any]) -> Any:
@@ -245,7 +246,7 @@ class Pair:
             report=reported,
         )
         recorder = Recorder(plain, self._pool, calls)
-        self._recorders.append(recorder)
+        self._recorders[recorder] = note
         replayed = unless(lambda: paused() or is_kept(), owning, recorder)
 
         def call(arguments: list[Any]) -> Any:
@@ -270,6 +271,9 @@ class Pair:
             if trial.refusal is not None:
                 self._leave(trial.refusal)
                 self._pool.shrink()
+                return
+            for recorder, note in self._recorders.items():
+                report_to(note, f"recorded: {trial}")(None, recorder.kept)
 
     def _leave(self, reason: str) -> None:
         """Record the forward and the backward no more."""

@@ -91,7 +91,7 @@ class Recording:
         for i in results:
             self._results[i] = None
         large = [] if called_in is None else self._lendable(results, given)
-        self._lent = [(i, value) for i, value in large if not _is_borrowed((i, value))]
+        self._lent = [(i, value) for i, value in large if not _is_borrowed(value)]
         lent = {i for i, _ in self._lent}
         self._outputs = [(i, layout) for i, layout in self._outputs if i not in lent]
         # The copies are made right behind the replay, so that later captures may use this memory.
@@ -142,9 +142,10 @@ class Recording:
         return [(i, value) for i, value in large if shared[value.untyped_storage().data_ptr()] == 1]
 
     def release(self) -> dict[int, Tensor]:
-        """Own the memory of what was saved no more: the backward pass is captured, and reads each saved
-        tensor before it writes anything there. Return the tensors that are saved from now on, by the ids of
-        those that were."""
+        """Stop owning the memory of the saved tensors, since the backward pass that reads them is captured.
+
+        Return the tensors that replace them, which own no memory, by the ids of the replaced ones.
+        """
         ids = [id(value) for value in self.saved]
         aliases = dict(zip(ids, map(unowned, self.saved), strict=True))
         self._results = [aliases.get(id(value), value) for value in self._results]
@@ -171,7 +172,8 @@ class Recording:
     def held(self) -> set[Memory]:
         """Return which of its memory holds results of the last replay that somebody has."""
         saved = {(self.number, SAVED)} if self.is_awaited else set[Memory]()
-        return saved | ({(self.number, LENT)} if any(map(_is_borrowed, self._lent)) else set[Memory]())
+        is_lent = any(_is_borrowed(value) for _, value in self._lent)
+        return saved | ({(self.number, LENT)} if is_lent else set[Memory]())
 
     @property
     def allocated(self) -> set[Memory]:
@@ -252,6 +254,11 @@ class Recorder:
         self.recordings: list[Recording] = []
         pool.register(self)
 
+    @property
+    def kept(self) -> int:
+        """Bytes that the CUDA graphs keep between replays."""
+        return sum(recording.kept for recording in self.recordings)
+
     def give_back(self, reason: str = f"{NO_MEMORY} beside what it kept") -> None:
         """Drop the CUDA graphs, and record no more."""
         if self.recordings:
@@ -313,7 +320,7 @@ class Recorder:
             self._pool, self._run, inputs, static, self._calls.shown, called_in, taken, beside
         )
         self.recordings.append(recording)
-        self._calls.report(None, sum(recording.kept for recording in self.recordings))
+        self._calls.report(None, self.kept)
         return self.recordings[-1]
 
     def _lend_no_more(self) -> None:
@@ -373,9 +380,9 @@ def _lies(tensor: Tensor) -> _Lie:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def _is_borrowed(lent: tuple[int, Tensor]) -> bool:
+def _is_borrowed(result: Tensor) -> bool:
     """Return whether another tensor has the memory of a lent result, or has given it back."""
-    storage = lent[1].untyped_storage()
+    storage = result.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > ALONE or not storage.nbytes()
 
 
