@@ -1,8 +1,10 @@
 """How time is measured, the same way for every contender.
 
-GPU time is the sum of kernel durations that the profiler's tracer records: it holds no gaps, no
+GPU time is the time in which a kernel runs, as the profiler's tracer records it: it holds no gaps, no
 launch cost and no host time, so that a chain of many kernels and a single one compare by the work
-that the device does. Host time and step time are measured with a clock around synchronised calls.
+that the device does. Where kernels overlap, the time counts once: a kernel that is launched while the
+one before still runs waits for it on the device, and that wait is no work.
+Host time and step time are measured with a clock around synchronised calls.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -94,11 +96,11 @@ def device_time(
     events.sort(key=lambda e: e.time_range.start)
     kinds: dict[str, float] = {}
     names: dict[str, float] = {}
-    for event in events:
-        seconds = event.time_range.elapsed_us() / 1e6 / repetitions
+    durations = busy([(event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events])
+    for event, duration in zip(events, durations, strict=True):
+        seconds = duration / repetitions
         kinds[kind_of(event.name)] = kinds.get(kind_of(event.name), 0.0) + seconds
         names[event.name] = names.get(event.name, 0.0) + seconds
-    durations = [event.time_range.elapsed_us() / 1e6 for event in events]
     total = median_by_repetition(durations, repetitions)
     scale = total / sum(kinds.values()) if kinds else 1.0
     return GpuTime(
@@ -107,6 +109,17 @@ def device_time(
         {kind: seconds * scale for kind, seconds in kinds.items()},
         dict(sorted(names.items(), key=lambda item: -item[1])),
     )
+
+
+def busy(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """Return how long each span (begin, end) lasts beyond all spans before it; `spans` are in the order of
+    their beginnings."""
+    durations: list[float] = []
+    latest = -math.inf
+    for begin, end in spans:
+        durations.append(max(0.0, end - max(begin, latest)))
+        latest = max(latest, end)
+    return durations
 
 
 def median_by_repetition(durations: list[float], repetitions: int) -> float:

@@ -39,7 +39,7 @@ from benchmarks.processes import in_turn
 from benchmarks.readme import FIGURES, PLAN, RESULTS, optimizer_page, plan_text, rewritten, text_of
 from benchmarks.record import ROOT, Record, geometric_mean, table
 from benchmarks.sizes import ALL_CASES
-from benchmarks.timing import OverBudgetError, budget, kind_of, median_by_repetition
+from benchmarks.timing import OverBudgetError, budget, busy, kind_of, median_by_repetition
 from benchmarks.workloads import WORKLOADS, Workload, gradient_for, result_of, step
 from tests.versions import not_before
 
@@ -187,6 +187,11 @@ def test_kernel_kinds(name: str, kind: str) -> None:
 def test_median_by_repetition() -> None:
     assert median_by_repetition([1, 2, 10, 20, 1, 3], 3) == 4
     assert median_by_repetition([1, 2, 3], 2) == 3
+
+
+def test_time_in_which_kernels_overlap_counts_once() -> None:
+    assert busy([(0, 2), (3, 5)]) == [2, 2]
+    assert busy([(0, 4), (1, 3), (2, 6), (6, 7)]) == [4, 0, 2, 1]
 
 
 def test_budget_stops_python_code() -> None:

@@ -299,7 +299,8 @@ class Recordings:
                 pays = _pays(terms, pool, gm, form)
                 if (reason := terms(None).refusal) is not None:
                     text = f"{text}, but with the sizes that it was captured with: {reason}"
-            calls = Calls(lambda _: static, None, MOST_FORMS, lambda: needed, report=report_to(note, text))
+            report = report_to(note, lambda: text)
+            calls = Calls(lambda _: static, None, MOST_FORMS, lambda: needed, report=report)
             later = Recorder(run, pool, calls)
         if tuning is not None and (places := repeatable(gm)) is not None:
             later = after_one(_tuned(run, later, tuning, places, index), later)

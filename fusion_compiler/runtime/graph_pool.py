@@ -142,13 +142,14 @@ class Pool:
         unused = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
         return free + unused
 
-    def shrink(self) -> None:
-        """Return memory to the device once graphs were dropped."""
+    def renew(self) -> None:
+        """Return memory to the device once graphs were dropped. The other graphs are captured anew, since
+        what a pool has reserved is free only when all of its graphs are gone."""
         with self.turn:
-            self._pending = [other for other in self._pending if other.held]
-            if not self._pending and not self.kept:
-                self._memory = None
-                torch.cuda.empty_cache()
+            for owner in list(self._owners):
+                owner.recordings.clear()
+            self._leave_memory()
+            torch.cuda.empty_cache()
 
     def give_back(self, device: int | None = None) -> None:
         """Drop all graphs on `device`, or on any, unless one of them is just captured or replayed."""
@@ -163,11 +164,15 @@ class Pool:
         """Drop all graphs. What somebody holds of their results stays valid, and allocated."""
         for owner in list(self._owners):
             owner.give_back()
-        # Memory that is not allocated is the pool's, as long as a graph of it is there.
-        self._pending = [other for other in self._pending if other.is_released and other.is_awaited]
-        self._memory = None  # PyTorch frees a pool whose graphs are gone; the next capture begins another
+        self._leave_memory()
         if not self._pending:
             _watched.discard(self)
+
+    def _leave_memory(self) -> None:
+        """Have the next capture begin a pool. PyTorch frees one whose graphs are gone; memory that is not
+        allocated is the pool's as long as a graph of it is there."""
+        self._pending = [other for other in self._pending if other.is_released and other.is_awaited]
+        self._memory = None
 
     # -- capturing -----------------------------------------------------------------------------------
 

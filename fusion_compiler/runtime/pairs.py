@@ -79,11 +79,11 @@ class Terms:
         return None
 
 
-def report_to(note: Note, text: str = UNASKED) -> Callable[[str | None, int], None]:
-    """Return what notes the reason why a graph is not recorded, or `text` and the bytes that are kept."""
+def report_to(note: Note, text: Callable[[], str] = lambda: UNASKED) -> Callable[[str | None, int], None]:
+    """Return what notes the reason why a graph is not recorded, or `text()` and the bytes that are kept."""
 
     def report(reason: str | None, kept: int) -> None:
-        note(reason or f"{text}; keeps {human_bytes(kept)} between calls")
+        note(reason or f"{text()}; keeps {human_bytes(kept)} between calls")
 
     return report
 
@@ -179,6 +179,7 @@ class Pair:
         self._beside = 0  # bytes that the backward keeps besides what the forward does
         self._refusal = terms.refusal  # why the forward is not recorded now
         self._trial: Trial | None = None
+        self._why = UNASKED  # it is recorded
         calls = Calls(
             static=lambda _: info.static_inputs,
             shown=info.outputs,
@@ -186,7 +187,7 @@ class Pair:
             needed=lambda: terms.peak + self._beside,
             twice=True,
             lends=True,
-            report=report_to(note),
+            report=report_to(note, lambda: self._why),
         )
         self._recorder = Recorder(plain, pool, calls)
         self._recorders = {self._recorder: note}  # of the forward and the backward
@@ -222,7 +223,7 @@ class Pair:
         self._refusal = TRIED if is_open else None
         self._trial = Trial(self._pool.index) if is_open else None
         self._note(self._refusal or UNASKED)
-        report = report_to(note)
+        report = report_to(note, lambda: self._why)
 
         def reported(reason: str | None, kept: int) -> None:
             report(reason, kept)
@@ -270,10 +271,11 @@ class Pair:
             self._trial = None
             if trial.refusal is not None:
                 self._leave(trial.refusal)
-                self._pool.shrink()
+                self._pool.renew()
                 return
+            self._why = f"recorded: {trial}"
             for recorder, note in self._recorders.items():
-                report_to(note, f"recorded: {trial}")(None, recorder.kept)
+                report_to(note, lambda: self._why)(None, recorder.kept)
 
     def _leave(self, reason: str) -> None:
         """Record the forward and the backward no more."""

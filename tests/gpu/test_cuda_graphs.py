@@ -123,8 +123,37 @@ def test_steps_are_timed_with_and_without_cuda_graphs(
     steps_beside_eager(fast, model, 16, "fb")
     model.zero_grad()
     steps_beside_eager(fast, model, 4, "fb")
-    assert all("and with CUDA graphs" in decision for decision in decisions(fast))
+    assert all("and with CUDA graphs" in decision for decision in decisions(fast)), decisions(fast)
     assert all(decision.startswith(RECORDED) == pays for decision in decisions(fast))
+
+
+class Broken(nn.Module):
+    """A small and a large part, with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = Block()
+        self.large = nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.small(x)
+        torch._dynamo.graph_break()
+        return self.large(x)
+
+
+@pytest.mark.filterwarnings("ignore:TorchDynamo breaks the graph")
+def test_others_keep_their_cuda_graphs_where_one_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is the same: they are captured anew, in other memory."""
+    is_large = property(lambda terms: "its launches take 2 us" if terms.peak > 4e6 else None)
+    monkeypatch.setattr(pairs.Terms, "refusal", is_large)
+    monkeypatch.setattr(pairs.Terms, "is_open", True)
+    monkeypatch.setattr(pairs, "GAIN", 0.99)
+    model = Broken().to(CUDA)
+    fast = fc.compile(model)
+    steps_beside_eager(fast, model, 24, "fb")
+    recorded = [decision == UNASKED for decision in decisions(fast)]
+    assert sorted(recorded) == [False, False, True, True], decisions(fast)
+    assert all("and with CUDA graphs" in d for d, r in zip(decisions(fast), recorded, strict=True) if not r)
 
 
 def test_unasked_inference_keeps_every_result() -> None:
