@@ -1,0 +1,614 @@
+"""The tile program of a loop nest whose axes a placement has placed (`schedule.placement`).
+
+The structure of the program follows from the placement:
+
+- A value stands in the innermost loop on whose axis it depends, and its tile has the axes in LANES on which
+  it depends. A tile has one dimension for each axis in LANES; of an axis on which it does not depend, one
+  element, which broadcasts. If only one axis is in LANES, a value that does not depend on it is a scalar.
+- A reduction over a loop's axis is an accumulator before the loop, an update in it, and a value behind it. A
+  reduction over lanes folds them behind the loops.
+- For each element of an unrolled axis the statements are repeated. What they have in common is computed once:
+  an expression is assigned to one variable in each block. Taps of a convolution that read the same element
+  for neighbouring results share the load for that reason.
+- Lanes and loops that reach past the end of an axis are masked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from fusion_compiler.codegen import monoids
+from fusion_compiler.codegen.expression import computed, convert
+from fusion_compiler.codegen.tile import (
+    Assign,
+    Check,
+    Combine,
+    For,
+    Range,
+    Statement,
+    Update,
+    Value,
+)
+from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.ir.dims import Dim, product, quotient
+from fusion_compiler.ir.loops import (
+    Checked,
+    Compute,
+    Constant,
+    Coordinate,
+    Index,
+    InRange,
+    Load,
+    LoopNest,
+    Random,
+    Reduce,
+    Store,
+    operands_of,
+    store_operands,
+)
+from fusion_compiler.ir.loops import Value as Operand
+from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, every, fm, lift, plus, times, tl
+from fusion_compiler.schedule.analysis import accumulator_dtype, rounding_of
+from fusion_compiler.schedule.placement import Leaf, Place, Placement
+
+aten = torch.ops.aten
+KEEP_ZERO = frozenset({aten._to_copy.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor})
+NOWHERE = frozenset[Leaf]()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A value of the tile program. lanes: the leaves whose elements it has side by side. is_block: it has
+    dimensions, be it of one element each; otherwise it is a scalar."""
+
+    value: Expression
+    lanes: frozenset[Leaf] = NOWHERE
+    is_block: bool = False
+
+
+@dataclass
+class Scope:
+    """An open block. loop: the leaf whose loop it is, None for the program. variables: by the expression that
+    was assigned to them. tiles: by the node and the elements of unrolled axes."""
+
+    body: list[Statement]
+    loop: Leaf | None = None
+    variables: dict[Value, Var] = field(default_factory=dict[Value, Var])
+    tiles: dict[object, Tile] = field(default_factory=dict[object, Tile])
+
+
+class Emitter:
+    """Emits one nest. pointers, dtypes: of the buffers, by name. empty: buffers without elements. rough:
+    nodes for which a faster expression of the operator table will do. wide: offsets need 64 bits."""
+
+    def __init__(
+        self,
+        loops: LoopNest,
+        placement: Placement,
+        pointers: Mapping[str, Name],
+        dtypes: Mapping[str, torch.dtype],
+        empty: frozenset[str] = frozenset(),
+        rough: frozenset[int] = frozenset(),
+        wide: bool = False,
+    ) -> None:
+        self.loops, self.placement = loops, placement
+        self.pointers, self.dtypes, self.empty, self.rough, self.wide = pointers, dtypes, empty, rough, wide
+        leaves = placement.leaves(loops.axes)
+        self.leaves = {n: [leaf for leaf in leaves if leaf.axis == n] for n in range(len(loops.axes))}
+        self.lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
+        self.grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
+        self.depends: list[frozenset[Leaf]] = []
+        for node in loops.nodes:
+            found = frozenset[Leaf]().union(*(self.depends[o] for o in operands_of(node)))
+            if isinstance(node, Load | Coordinate | InRange | Random):
+                found |= self.of_index(node.index)
+            elif isinstance(node, Reduce):
+                found -= self.of_axes(node.axes)
+            self.depends.append(found)
+        self.scopes = [Scope([])]
+        self.depth = 0  # of the block to which statements are added
+        self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
+
+    def program(self, number: Expression) -> tuple[list[Statement], tuple[Dim, ...]]:
+        """Return the statements of the program with this number, and the grid."""
+        self.place_grid(number)
+        waiting = list(self.loops.stores)
+        while waiting:
+            around = self.loops_of(self.of_store(waiting[0]))
+            self.store_in(around, [s for s in waiting if self.loops_of(self.of_store(s)) == around])
+            waiting = [s for s in waiting if self.loops_of(self.of_store(s)) != around]
+        return self.scopes[0].body, (product(leaf.extent for leaf in self.grid),)
+
+    # -- leaves ----------------------------------------------------------------------------------------
+
+    def of_axes(self, axes: Iterable[int]) -> frozenset[Leaf]:
+        return frozenset(leaf for axis in axes for leaf in self.leaves[axis])
+
+    def of_index(self, index: Index) -> frozenset[Leaf]:
+        return self.of_axes(key for key, _ in index.terms if key >= 0)
+
+    def of_store(self, store: Store) -> frozenset[Leaf]:
+        return self.of_index(store.index).union(*(self.depends[o] for o in store_operands(store)))
+
+    def placed(self, leaves: Iterable[Leaf], place: Place) -> list[Leaf]:
+        return sorted((leaf for leaf in leaves if leaf.place is place), key=lambda leaf: leaf.order)
+
+    def loops_of(self, leaves: Iterable[Leaf]) -> list[Leaf]:
+        return self.placed(leaves, Place.LOOP)
+
+    def place_grid(self, number: Expression) -> None:
+        """Assign each axis of the grid its element, of which the last varies fastest."""
+        left = number.to(torch.int64) if self.wide else number
+        for leaf in reversed(self.grid):
+            is_first = leaf is self.grid[0]
+            value = left if is_first else left % lift(leaf.extent)
+            self.scopes[0].tiles[leaf] = Tile(self.let(_identifier(leaf.name), value))
+            left = left // lift(leaf.extent)
+
+    def element(self, leaf: Leaf) -> Tile:
+        """Return a leaf's own number: of the program, the iteration, or each lane."""
+        if leaf.place is Place.LOOP:
+            return Tile(Name(_identifier(leaf.name)))
+        if leaf not in self.scopes[0].tiles:
+            lanes = tl.arange(0, leaf.lanes)
+            if len(self.lanes) > 1:
+                lanes = lanes[tuple(slice(None) if other is leaf else None for other in self.lanes)]
+            with self.in_scope(0):
+                lanes = self.let(_identifier(leaf.name), lanes)
+            self.scopes[0].tiles[leaf] = Tile(lanes, frozenset({leaf}), True)
+        return self.scopes[0].tiles[leaf]
+
+    def coordinate(self, axis: int) -> tuple[Tile | None, int]:
+        """Return an axis' element number as a tile, or None, and what unrolled leaves add to it."""
+        leaves = [leaf for leaf in self.leaves[axis] if leaf.place is not Place.UNROLL]
+        offset = sum(self.at[leaf] * leaf.step for leaf in self.leaves[axis] if leaf.place is Place.UNROLL)
+        if not leaves:
+            return None, offset
+        parts = [(self.element(leaf), leaf.step) for leaf in leaves]
+        if len(parts) == 1 and parts[0][1] == 1:
+            return parts[0][0], offset
+        with self.in_scope(self.home(leaves)):
+            value = self.let(self.loops.axes[axis].name, self.sum_of(parts))
+        return self.joined(value, *(tile for tile, _ in parts)), offset
+
+    def sum_of(self, parts: Iterable[tuple[Tile, Dim]], const: Dim = 0) -> Expression:
+        """Return a sum of tiles times numbers; what has fewer dimensions comes first."""
+        ordered = sorted(parts, key=lambda part: (part[0].is_block, len(part[0].lanes)))
+        terms = [times(tile.value) if c == 1 else times(tile.value, c) for tile, c in ordered]
+        if isinstance(const, int):
+            return plus(*terms, const) if const or not terms else plus(*terms)
+        return plus(lift(const), *terms)
+
+    def index(self, index: Index) -> Tile:
+        """Return an element index."""
+        const, parts = index.const, list[tuple[Tile, Dim]]()
+        for key, step in index.terms:
+            base, offset = self.coordinate(key) if key >= 0 else (self.place(~key), 0)
+            const = const + step * offset
+            if base is not None:
+                parts.append((base, step))
+        return self.joined(self.sum_of(parts, const), *(tile for tile, _ in parts))
+
+    def place(self, number: int) -> Tile:
+        """Return a value that is used as an index, in 64 bits: times a stride it may leave 32."""
+        tile = self.tile(number)
+        value = convert(tile.value, self.loops.nodes[number].dtype, torch.int64)
+        return self.joined(value, tile)
+
+    def inside(self, axes: frozenset[int]) -> Tile | None:
+        """Return whether elements lie within these axes, or None if all that the program visits do."""
+        checks: list[Tile] = []
+        for axis in sorted(axes):
+            size, leaves = self.loops.axes[axis].size, self.leaves[axis]
+            several = len(leaves) > 1
+            for leaf in leaves if several else ():
+                if leaf.place is Place.LANES and leaf.lanes != leaf.extent:
+                    checks.append(self.check(leaf.name, self.element(leaf), 0, leaf.extent))
+            covered = product(leaf.extent for leaf in leaves)
+            padded = not several and leaves[0].place is Place.LANES and leaves[0].lanes != size
+            base, offset = self.coordinate(axis)
+            if base is not None and (padded or quotient(size, covered) is None or size == 0):
+                checks.append(self.check(self.loops.axes[axis].name, base, offset, size))
+        values = [check.value for check in checks]
+        return self.joined(cast(Expression, every(*values)), *checks) if checks else None
+
+    def check(self, name: str, base: Tile, offset: int, size: Dim) -> Tile:
+        condition = plus(base.value, offset or None) < lift(size)
+        with self.in_scope(self.home_of(base)):
+            return self.joined(self.let(f"{_identifier(name)}_inside", condition), base)
+
+    # -- statements --------------------------------------------------------------------------------------
+
+    def add(self, statement: Statement) -> None:
+        self.scopes[self.depth].body.append(statement)
+
+    def let(self, base: str, value: Value, node: int | None = None) -> Var:
+        """Return the variable of a value, which is assigned unless an open block has it."""
+        for scope in self.scopes[: self.depth + 1]:
+            if value in scope.variables:
+                return scope.variables[value]
+        variable = self.state(base, value, node)
+        self.scopes[self.depth].variables[value] = variable
+        return variable
+
+    def state(self, base: str, value: Value, node: int | None = None) -> Var:
+        """Assign a value to a variable of its own, which may change."""
+        variable = Var(base)
+        self.add(Assign((variable,), value, node))
+        return variable
+
+    @contextmanager
+    def in_scope(self, depth: int) -> Generator[None]:
+        """Add statements to an outer block, before the one that is open in it."""
+        scopes, before = self.scopes, self.depth
+        self.scopes, self.depth = scopes[: depth + 1], depth
+        yield
+        self.scopes, self.depth = scopes, before
+
+    @contextmanager
+    def inside_loops(self, leaves: Iterable[Leaf]) -> Generator[None]:
+        """Open loops. What is emitted for the blocks around them comes before them."""
+        scopes, before = self.scopes, self.depth
+        opened: list[tuple[Scope, Leaf, Scope]] = []
+        self.scopes = scopes[: before + 1]
+        for leaf in leaves:
+            inner = Scope([], leaf)
+            opened.append((self.scopes[-1], leaf, inner))
+            self.scopes = [*self.scopes, inner]
+        self.depth = len(self.scopes) - 1
+        yield
+        for outer, leaf, inner in reversed(opened):
+            stages = self.placement.num_stages
+            values = Range(lift(0), lift(leaf.extent), stages=stages if stages > 1 else None)
+            outer.body.append(For(Name(_identifier(leaf.name)), values, inner.body))
+        self.scopes, self.depth = scopes, before
+
+    @contextmanager
+    def fixed(self, elements: Mapping[Leaf, int]) -> Generator[None]:
+        before, self.at = self.at, self.at | dict(elements)
+        yield
+        self.at = before
+
+    def variants(self, leaves: Iterable[Leaf]) -> list[dict[Leaf, int]]:
+        """Return every element of the unrolled ones among some leaves."""
+        unrolled = self.placed(leaves, Place.UNROLL)
+        ranges = (range(cast(int, leaf.extent)) for leaf in unrolled)
+        return [dict(zip(unrolled, elements, strict=True)) for elements in itertools.product(*ranges)]
+
+    def home_of(self, tile: Tile) -> int:
+        """Return the depth of the innermost open loop whose variable or block a tile's value is from."""
+        for depth in range(self.depth, 0, -1):
+            scope = self.scopes[depth]
+            own = {v for v in scope.variables.values()} | {cast(Expression, self.element(cast(Leaf, scope.loop)).value)}
+            if not tile.value.names.isdisjoint(own):
+                return depth
+        return 0
+
+    def home(self, leaves: Iterable[Leaf]) -> int:
+        """Return the depth of the innermost open loop among some leaves."""
+        needed = set(leaves)
+        return max((d for d, s in enumerate(self.scopes[: self.depth + 1]) if s.loop in needed), default=0)
+
+    # -- values --------------------------------------------------------------------------------------------
+
+    def joined(self, value: Expression, *tiles: Tile) -> Tile:
+        """Return a value that is computed from some tiles."""
+        lanes = NOWHERE.union(*(tile.lanes for tile in tiles))
+        return Tile(value, lanes, any(tile.is_block for tile in tiles))
+
+    def shape(self, lanes: frozenset[Leaf]) -> Items:
+        return Items(tuple(Literal(leaf.lanes if leaf in lanes else 1) for leaf in self.lanes))
+
+    def key(self, number: int) -> object:
+        unrolled = self.placed(self.depends[number], Place.UNROLL)
+        return number, tuple((leaf, self.at[leaf]) for leaf in unrolled)
+
+    def known(self, number: int) -> Tile | None:
+        key = self.key(number)
+        return next((s.tiles[key] for s in self.scopes[: self.depth + 1] if key in s.tiles), None)
+
+    def tile(self, number: int) -> Tile:
+        """Return the tile of a node, emitted in the outermost block that has all on which it depends."""
+        node = self.loops.nodes[number]
+        if isinstance(node, Constant):
+            return Tile(lift(cast(float, node.value)))
+        tile = self.known(number)
+        if tile is None:
+            with self.in_scope(self.home(self.depends[number])):
+                tile = self.reduced(number, node) if isinstance(node, Reduce) else self.made(number)
+                self.scopes[self.depth].tiles[self.key(number)] = tile
+        return tile
+
+    def made(self, number: int) -> Tile:
+        node = self.loops.nodes[number]
+        match node:
+            case Load():
+                tile, base = self.loaded(node), self.called(node.buffer)
+            case Coordinate():
+                index = self.index(node.index)
+                value = index.value.to(node.dtype) if index.value.names else tl.full([], index.value, node.dtype)
+                tile, base = self.joined(value, index), "position"
+            case InRange():
+                index = self.index(node.index)
+                value = (index.value >= node.low) & (index.value < node.high)
+                tile, base = self.joined(value, index), "inside"
+            case Random():
+                seed, index = self.tile(node.seed), self.index(node.index)
+                function = fm.words if node.dtype is torch.uint32 else fm.uniform
+                tile, base = self.joined(function(seed.value, index.value, node.salt), index), "uniform"
+            case Checked():
+                return self.checked(node)
+            case Compute():
+                tile = self.computed(number, node)
+                base = "rounded" if rounding_of(node) else str(node.target._opname).lstrip("_")
+            case _:
+                raise TypeError(node)
+        if isinstance(tile.value, Var):
+            return tile
+        return Tile(self.let(base, tile.value, number), tile.lanes, tile.is_block)
+
+    def called(self, buffer: str) -> str:
+        return self.pointers[buffer].base.removesuffix("_ptr")
+
+    def loaded(self, node: Load) -> Tile:
+        """Return a load; elements outside of an axis, or where `within` is false, are zero."""
+        index = self.index(node.index)
+        within = [] if node.within is None else [self.tile(node.within)]
+        if node.buffer in self.empty:
+            return self.joined(tl.full(self.shape(index.lanes), 0, node.dtype), index)
+        loose = _axes(node.index) - self.guarded(node)
+        pointer, mask = self.access(node.buffer, index, loose, within)
+        held = self.dtypes[node.buffer]
+        zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0
+        masked = {} if mask is None else {"mask": mask.value, "other": zero}
+        value = tl.load(pointer.value, **masked)
+        return self.joined(convert(value, held, node.dtype), pointer)
+
+    def access(
+        self, buffer: str, place: Tile, axes: frozenset[int], conditions: Iterable[Tile]
+    ) -> tuple[Tile, Tile | None]:
+        """Return the addresses and the mask of an access, which is made inside of some axes where conditions
+        hold; addresses have the shape of their mask."""
+        inside = self.inside(axes)
+        masks = [*([] if inside is None else [inside]), *conditions]
+        mask = self.joined(cast(Expression, every(*(m.value for m in masks))), *masks) if masks else None
+        pointer = plus(self.pointers[buffer], None if place.value == Literal(0) else place.value)
+        if mask is not None and (not mask.lanes <= place.lanes or mask.is_block > place.is_block):
+            lanes = place.lanes | mask.lanes
+            return Tile(plus(pointer, tl.zeros(self.shape(lanes), torch.int32)), lanes, True), mask
+        return Tile(pointer, place.lanes, place.is_block), mask
+
+    def guarded(self, load: Load) -> frozenset[int]:
+        """Return the axes whose ends a load's condition keeps: those of an index that it holds in a range,
+        where they move the address by nothing but this index."""
+        steps = dict(load.index.terms)
+        ranges = [] if load.within is None else list(self.ranges(load.within))
+        found = Counter(axis for index in ranges for axis in _axes(index))
+        guarded = set[int]()
+        for index in ranges:
+            ratios = {quotient(steps.get(axis, 0), c) if isinstance(c, int) else None for axis, c in index.terms}
+            if len(ratios) == 1 and None not in ratios and all(found[axis] == 1 for axis in _axes(index)):
+                guarded |= _axes(index)
+        return frozenset(guarded)
+
+    def ranges(self, condition: int) -> Generator[Index]:
+        """Yield the indices that lie in a range wherever a condition holds."""
+        node = self.loops.nodes[condition]
+        if isinstance(node, InRange):
+            yield node.index
+        elif isinstance(node, Compute) and node.target is aten.logical_and.default:
+            for operand in operands_of(node):
+                yield from self.ranges(operand)
+
+    def checked(self, node: Checked) -> Tile:
+        index = self.tile(node.position)
+        mask = None if node.within is None else self.tile(node.within)
+        lanes = index.lanes | (NOWHERE if mask is None else mask.lanes)
+        zero = tl.full(self.shape(lanes) if index.is_block else [], 0, self.loops.nodes[node.position].dtype)
+        condition = None if mask is None else mask.value
+        self.add(Check(index.value, lift(node.low), lift(node.high), node.what, condition, zero))
+        return self.tile(node.operand)
+
+    def computed(self, number: int, node: Compute) -> Tile:
+        """Return what an operator computes."""
+        numbers = [a.node for _, a in node.operands if isinstance(a, Operand)]
+        tiles = {n: self.tile(n) for n in numbers}
+        literals = [n for n in numbers if isinstance(self.loops.nodes[n], Constant)]
+        if len(literals) == len(numbers) or (len(literals) > 1 and node.target is not aten.where.self):
+            for n in literals:  # two numbers have no type in Triton's functions
+                value = tl.full([], tiles[n].value, self.loops.nodes[n].dtype)
+                tiles[n] = Tile(self.let("constant", value))
+        dtypes = {n: self.loops.nodes[n].dtype for n in numbers}
+        value = computed(node, lambda n: (tiles[n].value, dtypes[n]), number in self.rough)
+        return self.joined(value, *tiles.values())
+
+    # -- reductions ----------------------------------------------------------------------------------------
+
+    def reduced(self, number: int, node: Reduce) -> Tile:
+        """Return a reduction, in loops that it shares with others over the same axes."""
+        around = self.loops_of(self.of_axes(node.axes))
+        if not around:
+            state = None
+            for elements in self.variants(self.of_axes(node.axes)):
+                with self.fixed(elements):
+                    term = self.term(number, node)
+                if state is None:
+                    state = Tile(self.state(node.combine, term.value), term.lanes, term.is_block)
+                else:
+                    self.add(monoids.step(node, cast(Var, state.value), term.value))
+            assert state is not None
+            return self.folded(number, node, state)
+        at = self.at
+        together = [(n, each) for n in self.alike(number, around) for each in self.variants(self.depends[n])]
+        states: list[Tile] = []
+        for n, elements in together:
+            with self.fixed(elements):
+                states.append(self.started(n))
+        with self.inside_loops(around):
+            for (n, elements), state in zip(together, states, strict=True):
+                reduce = self.loops.nodes[n]
+                assert isinstance(reduce, Reduce)
+                for inner in self.variants(self.of_axes(reduce.axes)):
+                    with self.fixed(elements | inner):
+                        term = self.term(n, reduce)
+                    self.add(monoids.step(reduce, cast(Var, state.value), term.value))
+        for (n, elements), state in zip(together, states, strict=True):
+            reduce = self.loops.nodes[n]
+            assert isinstance(reduce, Reduce)
+            with self.fixed(elements):
+                self.scopes[self.depth].tiles[self.key(n)] = self.folded(n, reduce, state)
+        self.at = at
+        found = self.known(number)
+        assert found is not None
+        return found
+
+    def alike(self, number: int, around: list[Leaf]) -> list[int]:
+        """Return the reductions that can share a loop: over the same loops, in the same block, and none reads
+        another that is not there yet."""
+        home, chosen = self.home(self.depends[number]), [number]
+        for n, node in enumerate(self.loops.nodes):
+            if n == number or not isinstance(node, Reduce) or n not in self.needed:
+                continue
+            same = self.loops_of(self.of_axes(node.axes)) == around
+            if not same or self.home(self.depends[n]) != home or not self.is_open(self.depends[n]):
+                continue
+            if any(isinstance(self.loops.nodes[m], Reduce) for m in self.behind(n)):
+                continue
+            chosen.append(n)
+        return sorted(chosen)
+
+    def is_open(self, leaves: Iterable[Leaf]) -> bool:
+        loops = {scope.loop for scope in self.scopes[: self.depth + 1]}
+        return all(leaf in loops for leaf in self.loops_of(leaves))
+
+    def behind(self, number: int) -> set[int]:
+        """Return all nodes of which a node is computed."""
+        found, stack = set[int](), [*operands_of(self.loops.nodes[number])]
+        while stack:
+            n = stack.pop()
+            if n not in found:
+                found.add(n)
+                stack += operands_of(self.loops.nodes[n])
+        return found
+
+    @property
+    def needed(self) -> set[int]:
+        """Return the nodes that stores read."""
+        numbers = {o for store in self.loops.stores for o in store_operands(store)}
+        return numbers.union(*(self.behind(n) for n in numbers))
+
+    def started(self, number: int) -> Tile:
+        """Return an accumulator with the neutral element, a lane for each of the operand's."""
+        node = self.loops.nodes[number]
+        assert isinstance(node, Reduce)
+        lanes = frozenset(self.placed(self.depends[node.operand] | self.of_axes(node.axes), Place.LANES))
+        is_block = bool(lanes) or (len(self.lanes) > 1 and self.operand_is_block(node.operand))
+        shape = self.shape(lanes) if is_block else []
+        value = tl.full(shape, monoids.neutral(node), accumulator_dtype(node))
+        return Tile(self.state(node.combine, value), lanes, is_block)
+
+    def operand_is_block(self, number: int) -> bool:
+        """True if a node's tile has dimensions although it depends on no lanes: a fold left them."""
+        node = self.loops.nodes[number]
+        lanes = self.placed(self.depends[number], Place.LANES)
+        folds = isinstance(node, Reduce) and self.placed(self.of_axes(node.axes), Place.LANES)
+        return bool(lanes or folds) or any(self.operand_is_block(o) for o in operands_of(node))
+
+    def term(self, number: int, node: Reduce) -> Tile:
+        """Return a reduction's operand as it is added: neutral where no element is."""
+        source, tile = self.loops.nodes[node.operand], self.tile(node.operand)
+        if isinstance(source, Constant):
+            tile = Tile(tl.full([], tile.value, source.dtype))
+        if monoids.is_logical(node):
+            value = convert(tile.value, source.dtype, torch.bool).to(torch.int32)
+        else:
+            value = convert(tile.value, source.dtype, node.dtype)
+        folds = frozenset(self.placed(self.of_axes(node.axes), Place.LANES))
+        lanes = tile.lanes | folds
+        if not folds <= tile.lanes:
+            value = tl.broadcast_to(value, self.shape(lanes))
+        zero = {a for a in node.axes if node.combine == "sum" and self.is_zero_outside(node.operand, a)}
+        mask = self.inside(node.axes - zero)
+        if mask is not None:
+            value = tl.where(mask.value, value, monoids.neutral(node))
+        return Tile(value, lanes | (mask.lanes if mask else NOWHERE), tile.is_block or bool(lanes))
+
+    def is_zero_outside(self, number: int, axis: int) -> bool:
+        """True if a node is zero outside of an axis: loads are, and products of such values."""
+        node = self.loops.nodes[number]
+        match node:
+            case Load():
+                return axis in _axes(node.index) - self.guarded(node)
+            case Constant(value):
+                return value == 0
+            case Compute(target, _):
+                zeros = [self.is_zero_outside(o, axis) for o in operands_of(node)]
+                if target is aten.mul.Tensor:
+                    return any(zeros)
+                return target in KEEP_ZERO and bool(zeros) and all(zeros) and len(zeros) == _arity(node)
+            case _:
+                return False
+
+    def folded(self, number: int, node: Reduce, state: Tile) -> Tile:
+        """Return an accumulator whose reduced lanes are folded."""
+        several = len(self.lanes) > 1
+        for leaf in self.placed(self.of_axes(node.axes), Place.LANES):
+            axis = self.lanes.index(leaf)
+            value = self.let(node.combine, Combine(node, (state.value,), axis, several), number)
+            state = Tile(value, state.lanes - {leaf}, several)
+        return state
+
+    # -- stores --------------------------------------------------------------------------------------------
+
+    def store_in(self, around: list[Leaf], stores: list[Store]) -> None:
+        """Emit stores, in the loops on which they depend."""
+        for count in range(len(around)):  # what a loop needs whole is reduced before it
+            for store in stores:
+                for number in sorted(self.behind_store(store)):
+                    outer = self.loops_of(self.depends[number])
+                    if isinstance(self.loops.nodes[number], Reduce) and not outer and count == 0:
+                        for elements in self.variants(self.depends[number]):
+                            with self.fixed(elements):
+                                self.tile(number)
+        if around:
+            with self.inside_loops(around):
+                self.store_in([], stores)
+            return
+        for store in stores:
+            for elements in self.variants(self.of_store(store)):
+                with self.fixed(elements):
+                    self.store(store)
+
+    def behind_store(self, store: Store) -> set[int]:
+        numbers = set(store_operands(store))
+        return numbers.union(*(self.behind(n) for n in numbers))
+
+    def store(self, store: Store) -> None:
+        value, index = self.tile(store.value), self.index(store.index)
+        if isinstance(self.loops.nodes[store.value], Constant):
+            value = Tile(tl.full([], value.value, self.loops.nodes[store.value].dtype))
+        conditions = [] if store.within is None else [self.tile(store.within)]
+        pointer, mask = self.access(store.buffer, index, _axes(store.index), conditions)
+        if value.is_block and not pointer.is_block:
+            pointer = Tile(plus(pointer.value, tl.zeros(self.shape(NOWHERE), torch.int32)), NOWHERE, True)
+        condition = None if mask is None else mask.value
+        self.add(StoreStatement(pointer.value, value.value, condition, store.value))
+
+
+def _identifier(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _axes(index: Index) -> frozenset[int]:
+    return frozenset(key for key, _ in index.terms if key >= 0)
+
+
+def _arity(node: Compute) -> int:
+    return sum(name in ("self", "other") for name, _ in node.operands)
