@@ -6,8 +6,10 @@ Tile programs that do not depend on each other share a launch: each takes its pa
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import sympy
 import torch
@@ -29,7 +31,9 @@ from fusion_compiler.codegen.passes import (
     stored_late,
 )
 from fusion_compiler.codegen.regions import passes_over_columns, whole_block
+from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.sizes import given_names
+from fusion_compiler.codegen.split_reductions import SplitReductions, split_reductions
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.sums_over_rows import Sums
 from fusion_compiler.codegen.text import module
@@ -50,6 +54,7 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first, ceil_div, rounding_of
+from fusion_compiler.schedule.placement import Placement, placed_registers
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 
@@ -82,7 +87,7 @@ def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> 
 
 def build(
     nests: tuple[LoopNest, ...],
-    schedules: tuple[Schedule, ...],
+    schedules: tuple[Schedule | Placement, ...],
     name: str,
     doc: str,
     buffers: Mapping[str, Buffer],
@@ -106,11 +111,17 @@ def build(
         for loops, schedule in zip(nests, schedules, strict=True)
     ]
     numbers, tickets = itertools.count(), itertools.count()
-    finishings = [finishing_of(a, s, numbers, tickets) for a, s in zip(analyses, schedules, strict=True)]
-    partials = [partials_of(a, s, numbers) for a, s in zip(analyses, schedules, strict=True)]
+    both = list(zip(analyses, schedules, strict=True))
+    finishings = [
+        None if isinstance(s, Placement) else finishing_of(a, s, numbers, tickets) for a, s in both
+    ]
+    partials = [
+        split_reductions(a.loops, s, numbers) if isinstance(s, Placement) else partials_of(a, s, numbers)
+        for a, s in both
+    ]
     named = [
         {**parts.partials, **mailboxes(a, s, i)}
-        for i, (a, s, parts) in enumerate(zip(analyses, schedules, partials, strict=True))
+        for i, ((a, s), parts) in enumerate(zip(both, partials, strict=True))
     ]
     scratch = (
         *(b for f in finishings if f is not None for b in f.scratch),
@@ -118,13 +129,16 @@ def build(
     )
     if any(s.splits > 1 for s in schedules):
         constants = None
-    main = [
-        _Assembly(analysis, schedule, signature, scratch, finishing, own, constants)
-        for analysis, schedule, finishing, own in zip(analyses, schedules, finishings, named, strict=True)
-    ]
+    main: list[_Assembly | _Placed] = []
+    for (a, s), finishing, parts, mine in zip(both, finishings, partials, named, strict=True):
+        if isinstance(s, Placement):
+            assert isinstance(parts, SplitReductions)
+            main.append(_Placed(a, s, signature, scratch, parts, constants))
+        else:
+            main.append(_Assembly(a, s, signature, scratch, finishing, mine, constants))
     rest = [(f.loops, f.schedule) for f in finishings if f is not None and f.counter is None]
     rest += [pair for parts in partials for pair in parts.finishings]
-    after = [
+    after: list[_Assembly | _Placed] = [
         _Assembly(Analysis(loops), schedule, signature, scratch, constants=constants)
         for loops, schedule in rest
     ]
@@ -145,9 +159,9 @@ def build(
     )
 
 
-def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
+def _kernels(parts: list[_Assembly | _Placed], name: str, doc: str) -> list[Kernel]:
     """As few launches as the parts allow."""
-    launches: list[list[_Assembly]] = []
+    launches: list[list[_Assembly | _Placed]] = []
     for part in parts:
         home = next((group for group in launches if all(_suit(part, other) for other in group)), None)
         if home is None:
@@ -161,7 +175,7 @@ def _kernels(parts: list[_Assembly], name: str, doc: str) -> list[Kernel]:
     ]
 
 
-def _suit(one: _Assembly, other: _Assembly) -> bool:
+def _suit(one: _Assembly | _Placed, other: _Assembly | _Placed) -> bool:
     """Whether two loop nests lose nothing in one launch.
 
     It has one number of warps, and the registers of its hungriest part for all: what runs with few
@@ -173,7 +187,7 @@ def _suit(one: _Assembly, other: _Assembly) -> bool:
     return alike and more <= max(ENOUGH_REGISTERS, 2 * fewer)
 
 
-def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
+def _kernel(parts: list[_Assembly | _Placed], name: str, doc: str) -> Kernel:
     """One launch: the parts take their shares of the grid in turn."""
     warps, stages = parts[0].s.num_warps, max(part.s.num_stages for part in parts)
     if len(parts) == 1:
@@ -197,7 +211,7 @@ def _kernel(parts: list[_Assembly], name: str, doc: str) -> Kernel:
     return parts[0].kernel(name, doc, functions, body, (end,), warps, stages)
 
 
-def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str, Buffer]:
+def mailboxes(analysis: Analysis, schedule: Schedule | Placement, position: int) -> dict[str, Buffer]:
     """Scratch of programs that share rows: what each sends to each, message by message, for every row.
 
     By the name that the builder knows it under; position: of the loop nest in its cluster.
@@ -214,23 +228,27 @@ def mailboxes(analysis: Analysis, schedule: Schedule, position: int) -> dict[str
     }
 
 
-class _Assembly:
-    """One loop nest under a schedule, with the parameters of the kernels that it may be part of."""
+S = TypeVar("S", Schedule, Placement)
+
+
+class _Part(ABC, Generic[S]):
+    """One loop nest under a schedule, with the parameters of the kernels that it may be part of.
+
+    registers: of a thread, for its tiles.
+    """
+
+    registers: float
 
     def __init__(
         self,
         analysis: Analysis,
-        schedule: Schedule,
+        schedule: S,
         signature: Signature,
         scratch: tuple[Buffer, ...],
-        finishing: Finishing | None = None,
-        named: Mapping[str, Buffer] | None = None,
-        constants: frozenset[str] | None = None,
+        constants: frozenset[str] | None,
     ) -> None:
-        self.a, self.s, self.finishing, self.named = analysis, schedule, finishing, named or {}
-        self.constants = constants
+        self.a, self.s, self.constants = analysis, schedule, constants
         self.signature, self.scratch = signature, scratch
-        self.registers = tile_registers(analysis, schedule)
         self.empty = frozenset(b.name for b in signature.inputs if 0 in b.shape)
         self.parameters: dict[str, Argument] = {}
         for role, buffers in (
@@ -249,25 +267,14 @@ class _Assembly:
                 symbol.name, Role.SIZE, i, torch.int64, aligned=False
             )
 
-    def builder(
-        self, analysis: Analysis, schedule: Schedule, load_options: Mapping[str, Expression] = NO_OPTIONS
-    ) -> Builder:
-        pointers = {b: Name(p.name) for b, p in self.parameters.items()}
-        pointers |= {name: pointers[buffer.name] for name, buffer in self.named.items()}
-        dtypes = {b: p.dtype for b, p in self.parameters.items()}
-        builder = Builder(analysis, schedule, pointers, dtypes, load_options, self.empty)
-        contractions.enter(builder)
-        return builder
+        self.pointers = {b: Name(p.name) for b, p in self.parameters.items()}
+        self.dtypes = {b: p.dtype for b, p in self.parameters.items()}
 
+    @abstractmethod
     def program(
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         """(functions that it calls, body, grid); `number` is that of a program."""
-        b = self.builder(self.a, self.s)
-        first = self.made_ahead(b, f"{name}_first")
-        grid = self.body(b, number)
-        last = self.last_program(b, f"{name}_last")
-        return [*first, *last], rewritten(b, self.finished), grid
 
     def finished(self, body: list[Statement]) -> list[Statement]:
         """The program: what lies over its inputs is stored late; it waits if launched dependently."""
@@ -313,6 +320,41 @@ class _Assembly:
             self.s.registers,
             dependent=self.constants is not None,
         )
+
+
+class _Assembly(_Part[Schedule]):
+    """One loop nest under a schedule of rows and columns."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        schedule: Schedule,
+        signature: Signature,
+        scratch: tuple[Buffer, ...],
+        finishing: Finishing | None = None,
+        named: Mapping[str, Buffer] | None = None,
+        constants: frozenset[str] | None = None,
+    ) -> None:
+        super().__init__(analysis, schedule, signature, scratch, constants)
+        self.finishing, self.named = finishing, named or {}
+        self.registers = tile_registers(analysis, schedule)
+
+    def builder(
+        self, analysis: Analysis, schedule: Schedule, load_options: Mapping[str, Expression] = NO_OPTIONS
+    ) -> Builder:
+        pointers = self.pointers | {name: self.pointers[buffer.name] for name, buffer in self.named.items()}
+        builder = Builder(analysis, schedule, pointers, self.dtypes, load_options, self.empty)
+        contractions.enter(builder)
+        return builder
+
+    def program(
+        self, name: str, number: Expression
+    ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
+        b = self.builder(self.a, self.s)
+        first = self.made_ahead(b, f"{name}_first")
+        grid = self.body(b, number)
+        last = self.last_program(b, f"{name}_last")
+        return [*first, *last], rewritten(b, self.finished), grid
 
     def body(self, b: Builder, program: Expression) -> tuple[Dim, ...]:
         """Build the main part; the grid that it needs."""
@@ -418,6 +460,34 @@ class _Assembly:
             b.add(Store(ticket, Literal(0)))
             b.do(call)
         return [Function(name, (*blocks, *loaded.values(), *pointers), body)]
+
+
+class _Placed(_Part[Placement]):
+    """One loop nest under a placement."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        placement: Placement,
+        signature: Signature,
+        scratch: tuple[Buffer, ...],
+        split: SplitReductions,
+        constants: frozenset[str] | None = None,
+    ) -> None:
+        super().__init__(analysis, placement, signature, scratch, constants)
+        self.split = split
+        self.registers = placed_registers(analysis.loops, placement)
+
+    def program(
+        self, name: str, number: Expression
+    ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
+        wide = self.a.furthest < 0 or self.a.furthest >= 2**31
+        rough = self.a.rough(self.dtypes)
+        emitter = Emitter(self.a.loops, self.s, self.pointers, self.dtypes, self.empty, rough, wide)
+        body, grid = emitter.program(number, self.split)
+        joined(body)
+        checked_late(body)
+        return [], self.finished(body), grid
 
 
 def rewritten(

@@ -46,7 +46,7 @@ def partials_of(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) 
         for kept in dict.fromkeys(analysis.kept(n) for n in analysis.segmented)
     ]
     named = {partials_name(n): buffer for n, buffer in partials.items()}
-    return Partials(named, tuple((nest, _schedule(nest)) for nest in nests))
+    return Partials(named, tuple((nest, schedule_of(nest)) for nest in nests))
 
 
 def partial_results(b: Builder, numbers: Sequence[int]) -> None:
@@ -153,7 +153,8 @@ def _partial_axes(
     return [pair for pair in reduced if pair[0] != 1] or [(1, 1)], steps
 
 
-def _schedule(nest: LoopNest) -> Schedule:
+def schedule_of(nest: LoopNest) -> Schedule:
+    """Return the schedule of a nest that reduces partial results, which lie along its rows."""
     rows = product(a.size for a in nest.axes if a.group == ROWS)
     assert isinstance(rows, int), "segments have a known size"
     height, width, warps = TILE

@@ -10,6 +10,7 @@ The structure of the program follows from the placement:
 - For each element of an unrolled axis the statements are repeated. What they have in common is computed once:
   an expression is assigned to one variable in each block. Taps of a convolution that read the same element
   for neighbouring results share the load for that reason.
+- Programs that share a reduced axis each reduce their part of it (`codegen.split_reductions`).
 - Lanes and loops that reach past the end of an axis are masked.
 """
 
@@ -33,11 +34,11 @@ from fusion_compiler.codegen.tile import (
     For,
     Range,
     Statement,
-    Update,
     Value,
 )
 from fusion_compiler.codegen.tile import Store as StoreStatement
-from fusion_compiler.ir.dims import Dim, product, quotient
+from fusion_compiler.codegen.split_reductions import Partial, SplitReductions
+from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 from fusion_compiler.ir.loops import (
     Checked,
     Compute,
@@ -110,26 +111,36 @@ class Emitter:
             if isinstance(node, Load | Coordinate | InRange | Random):
                 found |= self.of_index(node.index)
             elif isinstance(node, Reduce):
-                found -= self.of_axes(node.axes)
+                found -= self.reduced_leaves(node)
             self.depends.append(found)
         self.scopes = [Scope([])]
         self.depth = 0  # of the block to which statements are added
+        self.wanted: list[int] = []  # nodes that are stored
         self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
 
-    def program(self, number: Expression) -> tuple[list[Statement], tuple[Dim, ...]]:
+    def program(self, number: Expression, split: SplitReductions) -> tuple[list[Statement], tuple[Dim, ...]]:
         """Return the statements of the program with this number, and the grid."""
         self.place_grid(number)
-        waiting = list(self.loops.stores)
+        self.wanted = [*split.kept, *(o for store in split.stores for o in store_operands(store))]
+        waiting = list(split.stores)
         while waiting:
             around = self.loops_of(self.of_store(waiting[0]))
             self.store_in(around, [s for s in waiting if self.loops_of(self.of_store(s)) == around])
             waiting = [s for s in waiting if self.loops_of(self.of_store(s)) != around]
+        for n, partial in split.kept.items():
+            for elements in self.variants(self.depends[n]):
+                with self.fixed(elements):
+                    self.store_partial(n, partial, split.leaves)
         return self.scopes[0].body, (product(leaf.extent for leaf in self.grid),)
 
     # -- leaves ----------------------------------------------------------------------------------------
 
     def of_axes(self, axes: Iterable[int]) -> frozenset[Leaf]:
         return frozenset(leaf for axis in axes for leaf in self.leaves[axis])
+
+    def reduced_leaves(self, node: Reduce) -> frozenset[Leaf]:
+        """Return what each program reduces of a reduction."""
+        return frozenset(leaf for leaf in self.of_axes(node.axes) if leaf.place is not Place.GRID)
 
     def of_index(self, index: Index) -> frozenset[Leaf]:
         return self.of_axes(key for key, _ in index.terms if key >= 0)
@@ -286,8 +297,10 @@ class Emitter:
         """Return the depth of the innermost open loop whose variable or block a tile's value is from."""
         for depth in range(self.depth, 0, -1):
             scope = self.scopes[depth]
-            own = {v for v in scope.variables.values()} | {cast(Expression, self.element(cast(Leaf, scope.loop)).value)}
-            if not tile.value.names.isdisjoint(own):
+            inner: set[Expression] = {*scope.variables.values()}
+            if scope.loop is not None:
+                inner.add(self.element(scope.loop).value)
+            if any(name in inner for name in tile.value.names):
                 return depth
         return 0
 
@@ -333,7 +346,8 @@ class Emitter:
                 tile, base = self.loaded(node), self.called(node.buffer)
             case Coordinate():
                 index = self.index(node.index)
-                value = index.value.to(node.dtype) if index.value.names else tl.full([], index.value, node.dtype)
+                is_known = not index.value.names
+                value = tl.full([], index.value, node.dtype) if is_known else index.value.to(node.dtype)
                 tile, base = self.joined(value, index), "position"
             case InRange():
                 index = self.index(node.index)
@@ -393,7 +407,7 @@ class Emitter:
         found = Counter(axis for index in ranges for axis in _axes(index))
         guarded = set[int]()
         for index in ranges:
-            ratios = {quotient(steps.get(axis, 0), c) if isinstance(c, int) else None for axis, c in index.terms}
+            ratios = {quotient(steps.get(axis, 0), c) for axis, c in index.terms}
             if len(ratios) == 1 and None not in ratios and all(found[axis] == 1 for axis in _axes(index)):
                 guarded |= _axes(index)
         return frozenset(guarded)
@@ -433,10 +447,10 @@ class Emitter:
 
     def reduced(self, number: int, node: Reduce) -> Tile:
         """Return a reduction, in loops that it shares with others over the same axes."""
-        around = self.loops_of(self.of_axes(node.axes))
+        around = self.loops_of(self.reduced_leaves(node))
         if not around:
             state = None
-            for elements in self.variants(self.of_axes(node.axes)):
+            for elements in self.variants(self.reduced_leaves(node)):
                 with self.fixed(elements):
                     term = self.term(number, node)
                 if state is None:
@@ -455,7 +469,7 @@ class Emitter:
             for (n, elements), state in zip(together, states, strict=True):
                 reduce = self.loops.nodes[n]
                 assert isinstance(reduce, Reduce)
-                for inner in self.variants(self.of_axes(reduce.axes)):
+                for inner in self.variants(self.reduced_leaves(reduce)):
                     with self.fixed(elements | inner):
                         term = self.term(n, reduce)
                     self.add(monoids.step(reduce, cast(Var, state.value), term.value))
@@ -476,7 +490,7 @@ class Emitter:
         for n, node in enumerate(self.loops.nodes):
             if n == number or not isinstance(node, Reduce) or n not in self.needed:
                 continue
-            same = self.loops_of(self.of_axes(node.axes)) == around
+            same = self.loops_of(self.reduced_leaves(node)) == around
             if not same or self.home(self.depends[n]) != home or not self.is_open(self.depends[n]):
                 continue
             if any(isinstance(self.loops.nodes[m], Reduce) for m in self.behind(n)):
@@ -500,15 +514,14 @@ class Emitter:
 
     @property
     def needed(self) -> set[int]:
-        """Return the nodes that stores read."""
-        numbers = {o for store in self.loops.stores for o in store_operands(store)}
-        return numbers.union(*(self.behind(n) for n in numbers))
+        """Return the nodes of which the program stores something."""
+        return set(self.wanted).union(*(self.behind(n) for n in self.wanted))
 
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""
         node = self.loops.nodes[number]
         assert isinstance(node, Reduce)
-        lanes = frozenset(self.placed(self.depends[node.operand] | self.of_axes(node.axes), Place.LANES))
+        lanes = frozenset(self.placed(self.depends[node.operand] | self.reduced_leaves(node), Place.LANES))
         is_block = bool(lanes) or (len(self.lanes) > 1 and self.operand_is_block(node.operand))
         shape = self.shape(lanes) if is_block else []
         value = tl.full(shape, monoids.neutral(node), accumulator_dtype(node))
@@ -518,7 +531,7 @@ class Emitter:
         """True if a node's tile has dimensions although it depends on no lanes: a fold left them."""
         node = self.loops.nodes[number]
         lanes = self.placed(self.depends[number], Place.LANES)
-        folds = isinstance(node, Reduce) and self.placed(self.of_axes(node.axes), Place.LANES)
+        folds = isinstance(node, Reduce) and self.placed(self.reduced_leaves(node), Place.LANES)
         return bool(lanes or folds) or any(self.operand_is_block(o) for o in operands_of(node))
 
     def term(self, number: int, node: Reduce) -> Tile:
@@ -530,7 +543,7 @@ class Emitter:
             value = convert(tile.value, source.dtype, torch.bool).to(torch.int32)
         else:
             value = convert(tile.value, source.dtype, node.dtype)
-        folds = frozenset(self.placed(self.of_axes(node.axes), Place.LANES))
+        folds = frozenset(self.placed(self.reduced_leaves(node), Place.LANES))
         lanes = tile.lanes | folds
         if not folds <= tile.lanes:
             value = tl.broadcast_to(value, self.shape(lanes))
@@ -559,7 +572,7 @@ class Emitter:
     def folded(self, number: int, node: Reduce, state: Tile) -> Tile:
         """Return an accumulator whose reduced lanes are folded."""
         several = len(self.lanes) > 1
-        for leaf in self.placed(self.of_axes(node.axes), Place.LANES):
+        for leaf in self.placed(self.reduced_leaves(node), Place.LANES):
             axis = self.lanes.index(leaf)
             value = self.let(node.combine, Combine(node, (state.value,), axis, several), number)
             state = Tile(value, state.lanes - {leaf}, several)
@@ -595,11 +608,34 @@ class Emitter:
         if isinstance(self.loops.nodes[store.value], Constant):
             value = Tile(tl.full([], value.value, self.loops.nodes[store.value].dtype))
         conditions = [] if store.within is None else [self.tile(store.within)]
-        pointer, mask = self.access(store.buffer, index, _axes(store.index), conditions)
+        self.put(value, store.buffer, index, _axes(store.index), conditions, store.value)
+
+    def put(
+        self,
+        value: Tile,
+        buffer: str,
+        place: Tile,
+        axes: frozenset[int],
+        conditions: Iterable[Tile],
+        number: int,
+    ) -> None:
+        """Store a node's tile inside of some axes, where conditions hold."""
+        pointer, mask = self.access(buffer, place, axes, conditions)
+        address = pointer.value
         if value.is_block and not pointer.is_block:
-            pointer = Tile(plus(pointer.value, tl.zeros(self.shape(NOWHERE), torch.int32)), NOWHERE, True)
-        condition = None if mask is None else mask.value
-        self.add(StoreStatement(pointer.value, value.value, condition, store.value))
+            address = plus(address, tl.zeros(self.shape(NOWHERE), torch.int32))
+        self.add(StoreStatement(address, value.value, None if mask is None else mask.value, number))
+
+
+    def store_partial(self, number: int, partial: Partial, shared: tuple[Leaf, ...]) -> None:
+        """Store what the program has reduced, for the kernel that reduces all programs' results."""
+        sizes = tuple(self.loops.axes[k].size for k in partial.axes)
+        index = self.index(Index(0, tuple(zip(partial.axes, strides_of(sizes), strict=True))))
+        steps = strides_of(tuple(leaf.extent for leaf in shared))
+        program = self.sum_of((self.element(leaf), step) for leaf, step in zip(shared, steps, strict=True))
+        width = partial.buffer.stride[0]
+        place = self.joined(plus(program if width == 1 else program * lift(width), index.value), index)
+        self.put(self.tile(number), partial.buffer.name, place, frozenset(partial.axes), (), number)
 
 
 def _identifier(name: str) -> str:

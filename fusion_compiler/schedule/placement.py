@@ -14,11 +14,22 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
+from typing import ClassVar
 
 from fusion_compiler.ir.dims import Dim
-from fusion_compiler.ir.loops import Axis, LoopNest, Reduce
+from fusion_compiler.ir.loops import (
+    Axis,
+    Coordinate,
+    InRange,
+    Load,
+    LoopNest,
+    Random,
+    Reduce,
+    operands_of,
+)
 from fusion_compiler.schedule.analysis import ceil_div
-from fusion_compiler.schedule.shapes import padded
+from fusion_compiler.schedule.shapes import WARP, padded
 
 MOST_COPIES = 256  # of one statement, that unrolled axes make
 
@@ -82,6 +93,10 @@ class Placement:
     num_warps: int = 4
     num_stages: int = 1
     registers: int | None = None
+    splits: ClassVar[int] = 1  # what a `Schedule` says besides
+    early: ClassVar[int] = 0
+    in_passes: ClassVar[bool] = False
+    misaligned: ClassVar[bool] = False
 
     def __str__(self) -> str:
         stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
@@ -136,9 +151,37 @@ def refusal(loops: LoopNest, placement: Placement) -> str | None:
             copies *= leaf.extent if leaf.place is Place.UNROLL else 1
     if copies > MOST_COPIES:
         return f"unrolled axes repeat a statement {copies} times, more than {MOST_COPIES}"
-    on_grid = {leaf.axis: leaf.name for leaf in leaves if leaf.place is Place.GRID}
+    on_grid = {leaf.axis for leaf in leaves if leaf.place is Place.GRID}
+    waits = list[int | None]()
     for number, node in enumerate(loops.nodes):
-        shared = on_grid.keys() & node.axes if isinstance(node, Reduce) else ()
-        if shared:
-            return f"{loops.names[number]} reduces {on_grid[min(shared)]}, which programs share"
+        before = next((w for o in operands_of(node) if (w := waits[o]) is not None), None)
+        if before is not None and isinstance(node, Reduce):
+            return f"{loops.names[number]} needs {loops.names[before]}, which programs share"
+        waits.append(number if isinstance(node, Reduce) and node.axes & on_grid else before)
     return None
+
+
+def axes_of_values(loops: LoopNest) -> tuple[frozenset[int], ...]:
+    """Return the axes of each node's value: those of its index and its operands, less what it reduces."""
+    axes: list[frozenset[int]] = []
+    for node in loops.nodes:
+        of = frozenset[int]().union(*(axes[o] for o in operands_of(node)))
+        if isinstance(node, Load | Coordinate | InRange | Random):
+            of |= {key for key, _ in node.index.terms if key >= 0}
+        axes.append(of - node.axes if isinstance(node, Reduce) else of)
+    return tuple(axes)
+
+
+def placed_registers(loops: LoopNest, placement: Placement) -> float:
+    """Return the 32-bit registers of a thread for the accumulators of a nest's reductions, and two tiles."""
+    leaves = placement.leaves(loops.axes)
+    threads, axes = WARP * placement.num_warps, axes_of_values(loops)
+    tiles = 0.0
+    for number, node in enumerate(loops.nodes):
+        if isinstance(node, Reduce):
+            own = [leaf for leaf in leaves if leaf.axis in axes[number] | axes[node.operand]]
+            kept = [leaf for leaf in leaves if leaf.axis in axes[number] and leaf.place is Place.UNROLL]
+            lanes = prod(leaf.lanes for leaf in own if leaf.place is Place.LANES)
+            tiles += prod(leaf.lanes for leaf in kept) * max(1.0, lanes / threads)
+    widest = prod(leaf.lanes for leaf in leaves if leaf.place is Place.LANES)
+    return tiles + 2 * max(1.0, widest / threads)
