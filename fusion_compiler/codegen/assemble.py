@@ -30,8 +30,8 @@ from fusion_compiler.codegen.passes import (
     stored_early,
     stored_late,
 )
-from fusion_compiler.codegen.regions import passes_over_columns, whole_block
 from fusion_compiler.codegen.placed import Emitter
+from fusion_compiler.codegen.regions import passes_over_columns, whole_block
 from fusion_compiler.codegen.sizes import given_names
 from fusion_compiler.codegen.split_reductions import SplitReductions, split_reductions
 from fusion_compiler.codegen.strength_reduction import shortened

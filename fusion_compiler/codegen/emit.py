@@ -9,13 +9,14 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer, Program
 from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import refusal, schedules
 
 MORE_EARLY = 3  # times as many programs that load constants early as others
 
 
-def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
     """Schedules of one loop nest, best guess first. Raises LookupError if there are none."""
     found = schedules(loops, device)
     if not found:
@@ -53,15 +54,17 @@ def emit(
     return tuple(found)
 
 
-def _of_full_tiles(found: tuple[Schedule, ...], device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Those whose threads have an element each: of others several load the same one, and one of them may
-    write over it before another has."""
-    return tuple(s for s in found if s.block_rows * s.block_cols >= device.warp_size * s.num_warps)
+def _of_full_tiles(
+    found: tuple[Schedule | Placement, ...], device: DeviceSpec
+) -> tuple[Schedule | Placement, ...]:
+    """Keep the schedules that give every thread at least one element. With fewer, several threads load the
+    same element, and one may overwrite it before another has read it."""
+    return tuple(s for s in found if s.elements >= device.warp_size * s.num_warps)
 
 
 def program_of(
     nests: tuple[LoopNest, ...],
-    first: Schedule,
+    first: Schedule | Placement,
     name: str,
     doc: str,
     buffers: Mapping[str, Buffer],
@@ -74,8 +77,8 @@ def program_of(
 
 def _program(
     nests: tuple[LoopNest, ...],
-    first: Schedule,
-    choices: Sequence[tuple[Schedule, ...]],
+    first: Schedule | Placement,
+    choices: Sequence[tuple[Schedule | Placement, ...]],
     name: str,
     doc: str,
     buffers: Mapping[str, Buffer],

@@ -27,6 +27,7 @@ import torch
 
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.expression import computed, convert
+from fusion_compiler.codegen.split_reductions import Partial, SplitReductions
 from fusion_compiler.codegen.tile import (
     Assign,
     Check,
@@ -37,7 +38,6 @@ from fusion_compiler.codegen.tile import (
     Value,
 )
 from fusion_compiler.codegen.tile import Store as StoreStatement
-from fusion_compiler.codegen.split_reductions import Partial, SplitReductions
 from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 from fusion_compiler.ir.loops import (
     Checked,

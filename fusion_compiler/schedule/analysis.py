@@ -15,6 +15,7 @@ from fusion_compiler.ir.loops import (
     BATCH,
     COLS,
     GROUPS,
+    INNER,
     ROWS,
     Compute,
     Constant,
@@ -69,6 +70,11 @@ class Analysis:
     def matrices(self) -> bool:
         """Whether the space is one of matrices, each in a tile of its own."""
         return bool(self.axes[BATCH])
+
+    @property
+    def inner(self) -> bool:
+        """True if some values are reduced over axes of their own: placements run the nest."""
+        return any(axis.group == INNER for axis in self.loops.axes)
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
         """An index in which a group whose axes are contiguous in it goes by its own number, in its last

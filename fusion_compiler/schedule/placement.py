@@ -103,6 +103,13 @@ class Placement:
         limit = f", {self.registers} registers" if self.registers else ""
         return f"{'; '.join(map(str, self.directives))}; {self.num_warps} warps{stages}{limit}"
 
+    @property
+    def elements(self) -> int:
+        """Return the elements of a tile, as far as splits say."""
+        inner = {f"{d.axis}.i": d.inner for d in self.directives if isinstance(d, Split)}
+        places = (d for d in self.directives if isinstance(d, At) and d.place is Place.LANES)
+        return prod(inner.get(place.axis, 1) for place in places)
+
     @staticmethod
     def parse(text: str) -> Placement:
         """Return the placement that prints as `text`. Raises ValueError for any other text."""

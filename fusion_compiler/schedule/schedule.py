@@ -56,6 +56,11 @@ class Schedule:
         return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}{last}{early}"
 
     @property
+    def elements(self) -> int:
+        """Return the elements of a tile."""
+        return self.block_rows * self.block_cols
+
+    @property
     def misaligned(self) -> bool:
         return self.word > 0
 

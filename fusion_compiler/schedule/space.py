@@ -33,10 +33,12 @@ from fusion_compiler.schedule import (
     rows,
     shared_rows,
     wide_rows,
+    windowed,
 )
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline
 from fusion_compiler.schedule.measured import H200
+from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.registers import MOST, tile_registers
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.work import BufferInfo
@@ -52,6 +54,8 @@ NO_BUFFERS: Mapping[str, BufferInfo] = {}
 
 def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     """Why no schedule runs a loop nest on a device; None where some do."""
+    if a.inner:
+        return None if windowed.placements(a.loops, device) else "no placement holds its windows"
     reasons = [kind.refuses(a, device) for kind in _suited(a)]
     return None if None in reasons else reasons[0]
 
@@ -61,12 +65,14 @@ def schedules(
     device: DeviceSpec,
     buffers: Mapping[str, BufferInfo] = NO_BUFFERS,
     hints: Mapping[sympy.Symbol, int] = NO_HINTS,
-) -> tuple[Schedule, ...]:
+) -> tuple[Schedule | Placement, ...]:
     """The legal schedules of a loop nest, best first: what was measured to be fast on this device, then by
     cost. Those whose tiles would crowd a thread's registers come after all others, the most crowded last.
     Empty where `refusal` has a reason. buffers: as far as they are known.
     """
     a = Analysis(loops)
+    if a.inner:
+        return windowed.placements(loops, device, hints)
     kinds = _kinds(a, device)
     known = tuple(dict.fromkeys(s for kind in kinds for s in _runnable(a, kind.measured(a, device), device)))
     more = (s for kind in kinds for s in (*kind.typical(a, device), *kind.others(a, device)))
@@ -89,9 +95,12 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
     """What a loop nest takes under the best of its typical schedules. Raises LookupError without any."""
     if roofline.empty:
         return Cost(0.0, 0, 0, 0, "launch")
-    found = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
-    costs = map(roofline.cost, _runnable(a, found, roofline.device))
-    best = min(costs, key=attrgetter("us"), default=None)
+    if a.inner:
+        best = windowed.cost(a.loops, roofline.device, roofline.buffers, roofline.hints)
+    else:
+        found = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
+        costs = map(roofline.cost, _runnable(a, found, roofline.device))
+        best = min(costs, key=attrgetter("us"), default=None)
     if best is None:
         raise LookupError(refusal(a, roofline.device) or "no schedule")
     return best
