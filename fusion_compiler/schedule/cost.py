@@ -189,8 +189,7 @@ class Roofline:
         buffers: Mapping[str, BufferInfo],
         hints: Mapping[sympy.Symbol, int] = NO_HINTS,
     ) -> None:
-        self.device, self.buffers, self.hints = device, buffers, hints
-        self.work = Work(loops, buffers, hints)
+        self.device, self.work = device, Work(loops, buffers, hints)
         work = self.work
         dram = near = 0.0
         for name in work.reads:

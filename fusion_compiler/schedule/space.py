@@ -95,12 +95,9 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
     """What a loop nest takes under the best of its typical schedules. Raises LookupError without any."""
     if roofline.empty:
         return Cost(0.0, 0, 0, 0, "launch")
-    if a.inner:
-        best = windowed.cost(a.loops, roofline.device, roofline.buffers, roofline.hints)
-    else:
-        found = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
-        costs = map(roofline.cost, _runnable(a, found, roofline.device))
-        best = min(costs, key=attrgetter("us"), default=None)
+    found = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
+    costs = map(roofline.cost, _runnable(a, found, roofline.device))
+    best = min(costs, key=attrgetter("us"), default=None)
     if best is None:
         raise LookupError(refusal(a, roofline.device) or "no schedule")
     return best

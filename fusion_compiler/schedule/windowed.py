@@ -38,7 +38,8 @@ MOST_TAPS = 64  # along one axis
 MOST_UNROLLED = 36  # taps times positions, beyond which the outer taps are a loop
 MOST_REGISTERS = 150  # of a thread, for accumulators
 WAVES = 4  # programs for each multiprocessor that share a filter's gradient
-ISSUE, ISSUE_SPLIT = 1.5, 2.3  # instructions issued for each that is counted, of a convolution and a gradient
+ISSUE, ISSUE_SPLIT = 1.5, 3.4  # instructions issued for each that is counted, of a convolution and a gradient
+LATENCY_US = 8.0  # in which a program waits for the first of its taps, and stores
 PER_LOAD = 9 / 8  # instructions of an element that is loaded: its conversion, and a share of a vector's load
 KEPT = 12  # placements of a nest, best first
 
@@ -250,12 +251,12 @@ def cost(
     device: DeviceSpec,
     buffers: Mapping[str, BufferInfo],
     hints: Mapping[sympy.Symbol, int] = {},
-) -> Cost | None:
-    """Return what a nest with windows takes under its best placement; None if it has no placement."""
+) -> Cost:
+    """Return what a nest with windows takes under its best placement. Raises LookupError if it has none."""
     windows = windows_of(loops)
     best = placements(loops, device, hints)
     if windows is None or not best:
-        return None
+        raise LookupError("no placement holds its windows")
     shapes = {_placement(loops, windows, s): s for s in _shapes(loops, windows, device, hints)}
     shape = shapes[best[0]]
 
@@ -271,5 +272,5 @@ def cost(
     sizes = [hint(axis.size, hints) for axis in loops.axes]
     axes = axes_of_values(loops)
     flops = sum(2 * prod(sizes[k] for k in axes[n.operand]) for n in loops.nodes if isinstance(n, Reduce))
-    us = device.launch_us - device.floor_us + max(device.floor_us, memory + issue) + second
+    us = device.launch_us - device.floor_us + LATENCY_US + memory + issue + second
     return Cost(us, read, written, flops, "memory" if memory > issue else "arithmetic")

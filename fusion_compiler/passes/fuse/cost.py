@@ -18,6 +18,7 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline
 from fusion_compiler.schedule.space import cheapest
@@ -46,7 +47,10 @@ def cost_of(
 
     buffers: every buffer that the nest loads or stores. hints: the sizes to plan for where they are symbolic.
     """
-    return cheapest(analysis or Analysis(loops), Roofline(loops, device, buffers, hints))
+    analysis = analysis or Analysis(loops)
+    if analysis.inner:
+        return windowed.cost(loops, device, buffers, hints)
+    return cheapest(analysis, Roofline(loops, device, buffers, hints))
 
 
 def side_by_side(costs: Sequence[Cost], device: DeviceSpec) -> Cost:
