@@ -11,17 +11,20 @@ The structure of the program follows from the placement:
   an expression is assigned to one variable in each block. Taps of a convolution that read the same element
   for neighbouring results share the load for that reason.
 - Programs that share a reduced axis each reduce their part of it (`codegen.split_reductions`).
+- What is known for some elements of unrolled axes is not computed: of a convolution's gradient with strides,
+  the taps that meet no element are left out.
 - Lanes and loops that reach past the end of an axis are masked.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -56,12 +59,24 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.loops import Value as Operand
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, every, fm, lift, plus, times, tl
-from fusion_compiler.schedule.analysis import accumulator_dtype, rounding_of
+from fusion_compiler.schedule.analysis import accumulator_dtype, operand_of, rounding_of
 from fusion_compiler.schedule.placement import Leaf, Place, Placement
 
 aten = torch.ops.aten
 KEEP_ZERO = frozenset({aten._to_copy.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor})
 NOWHERE = frozenset[Leaf]()
+COMPARISONS: dict[object, Callable[[Any, Any], bool]] = {
+    overload: compare
+    for packet, compare in (
+        (aten.eq, operator.eq), (aten.ne, operator.ne), (aten.lt, operator.lt),
+        (aten.le, operator.le), (aten.gt, operator.gt), (aten.ge, operator.ge),
+    )
+    for overload in (packet.Scalar, packet.Tensor)
+}  # fmt: skip
+DIVISIONS = {
+    aten.remainder.Scalar: "remainder", aten.remainder.Tensor: "remainder",
+    aten.floor_divide.default: "quotient", aten.div.Tensor_mode: "quotient",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -374,7 +389,9 @@ class Emitter:
     def loaded(self, node: Load) -> Tile:
         """Return a load; elements outside of an axis, or where `within` is false, are zero."""
         index = self.index(node.index)
-        within = [] if node.within is None else [self.tile(node.within)]
+        within = [] if node.within is None else self.condition(node.within)
+        if within is None:
+            return Tile(Literal(0))
         if node.buffer in self.empty:
             return self.joined(tl.full(self.shape(index.lanes), 0, node.dtype), index)
         loose = _axes(node.index) - self.guarded(node)
@@ -384,6 +401,16 @@ class Emitter:
         masked = {} if mask is None else {"mask": mask.value, "other": zero}
         value = tl.load(pointer.value, **masked)
         return self.joined(convert(value, held, node.dtype), pointer)
+
+    def condition(self, number: int) -> list[Tile] | None:
+        """Return the conditions that make up a node, without those that hold; None if one does not."""
+        known, node = self.literal(number), self.loops.nodes[number]
+        if known is not None:
+            return [] if known else None
+        if isinstance(node, Compute) and node.target is aten.logical_and.default:
+            parts = [self.condition(o) for o in operands_of(node)]
+            return [tile for part in parts for tile in part or ()]
+        return [self.tile(number)]
 
     def access(
         self, buffer: str, place: Tile, axes: frozenset[int], conditions: Iterable[Tile]
@@ -432,6 +459,13 @@ class Emitter:
 
     def computed(self, number: int, node: Compute) -> Tile:
         """Return what an operator computes."""
+        if (divided := self.divided(node)) is not None:
+            return divided[0] or Tile(tl.full([], divided[1], node.dtype))
+        if node.target is aten.where.self and (condition := operand_of(node, "condition")) is not None:
+            chosen = self.literal(condition)
+            source = None if chosen is None else operand_of(node, "self" if chosen else "other")
+            if source is not None and self.loops.nodes[source].dtype is node.dtype:
+                return self.tile(source)
         numbers = [a.node for _, a in node.operands if isinstance(a, Operand)]
         tiles = {n: self.tile(n) for n in numbers}
         literals = [n for n in numbers if isinstance(self.loops.nodes[n], Constant)]
@@ -443,6 +477,81 @@ class Emitter:
         value = computed(node, lambda n: (tiles[n].value, dtypes[n]), number in self.rough)
         return self.joined(value, *tiles.values())
 
+    # -- what is known ---------------------------------------------------------------------------------
+
+    def literal(self, number: int) -> float | bool | None:
+        """Return what a node is for the elements of unrolled axes that are emitted now, if it is a number."""
+        node = self.loops.nodes[number]
+        match node:
+            case Constant(value):
+                return value
+            case Coordinate(index):
+                return self.whole(index)
+            case InRange(index, low, high):
+                place = self.whole(index)
+                if place is None or not isinstance(low, int) or not isinstance(high, int):
+                    return None
+                return low <= place < high
+            case Compute(aten.logical_and.default):
+                operands = [self.literal(o) for o in operands_of(node)]
+                return False if False in operands else True if all(o is True for o in operands) else None
+            case Compute() if (divided := self.divided(node)) is not None:
+                return divided[1] if divided[0] is None else None
+            case Compute(target, operands) if target in COMPARISONS:
+                left, right = (self.literal(a.node) if isinstance(a, Operand) else a for _, a in operands[:2])
+                known = isinstance(left, int | float) and isinstance(right, int | float)
+                return COMPARISONS[target](left, right) if known else None
+            case _:
+                return None
+
+    def whole(self, index: Index) -> int | None:
+        """Return an index that unrolled axes alone make up."""
+        terms, const = self.terms(index)
+        return const if not terms and isinstance(const, int) else None
+
+    def terms(self, index: Index) -> tuple[list[tuple[Leaf | int, Dim]], Dim]:
+        """Return an index as multiples of leaves that are not unrolled, and of nodes, and the rest."""
+        terms, const = list[tuple[Leaf | int, Dim]](), index.const
+        for key, step in index.terms:
+            for leaf in self.leaves[key] if key >= 0 else ():
+                if leaf.place is Place.UNROLL:
+                    const = const + step * leaf.step * self.at[leaf]
+                else:
+                    terms.append((leaf, step * leaf.step))
+            if key < 0:
+                terms.append((~key, step))
+        return terms, const
+
+    def divided(self, node: Compute) -> tuple[Tile | None, int] | None:
+        """Return a coordinate's quotient or remainder by a number that divides all of its steps but the
+        constant one: a tile, None if it is a number, and that number; None of all else."""
+        operands = dict(node.operands)
+        if node.target not in DIVISIONS or operands.get("rounding_mode", "floor") != "floor":
+            return None
+        by, source = operands.get("other"), operand_of(node, "self")
+        by = self.literal(by.node) if isinstance(by, Operand) else by
+        of = None if source is None else self.loops.nodes[source]
+        if not isinstance(by, int) or by < 1 or not isinstance(of, Coordinate):
+            return None
+        terms, const = self.terms(of.index)
+        if not isinstance(const, int) or any(not isinstance(c, int) or c % by for _, c in terms):
+            return None
+        if DIVISIONS[node.target] == "remainder":
+            return None, const % by
+        if not terms:
+            return None, const // by
+        parts = [(self.element(t) if isinstance(t, Leaf) else self.tile(t), int(c) // by) for t, c in terms]
+        return self.joined(self.sum_of(parts, const // by), *(tile for tile, _ in parts)), 0
+
+    def is_dead(self, number: int) -> bool:
+        """True if a node is a product of an element that is not there."""
+        node = self.loops.nodes[number]
+        if isinstance(node, Load):
+            return node.within is not None and self.literal(node.within) is False
+        if isinstance(node, Compute) and node.target in (aten.mul.Tensor, aten._to_copy.default):
+            return any(self.is_dead(o) for o in operands_of(node))
+        return False
+
     # -- reductions ----------------------------------------------------------------------------------------
 
     def reduced(self, number: int, node: Reduce) -> Tile:
@@ -453,11 +562,12 @@ class Emitter:
             for elements in self.variants(self.reduced_leaves(node)):
                 with self.fixed(elements):
                     term = self.term(number, node)
-                if state is None:
+                if term is not None and state is None:
                     state = Tile(self.state(node.combine, term.value), term.lanes, term.is_block)
-                else:
+                elif term is not None and state is not None:
                     self.add(monoids.step(node, cast(Var, state.value), term.value))
-            assert state is not None
+            if state is None:
+                state = self.started(number)
             return self.folded(number, node, state)
         at = self.at
         together = [(n, each) for n in self.alike(number, around) for each in self.variants(self.depends[n])]
@@ -471,8 +581,8 @@ class Emitter:
                 assert isinstance(reduce, Reduce)
                 for inner in self.variants(self.reduced_leaves(reduce)):
                     with self.fixed(elements | inner):
-                        term = self.term(n, reduce)
-                    self.add(monoids.step(reduce, cast(Var, state.value), term.value))
+                        if (term := self.term(n, reduce)) is not None:
+                            self.add(monoids.step(reduce, cast(Var, state.value), term.value))
         for (n, elements), state in zip(together, states, strict=True):
             reduce = self.loops.nodes[n]
             assert isinstance(reduce, Reduce)
@@ -534,8 +644,10 @@ class Emitter:
         folds = isinstance(node, Reduce) and self.placed(self.reduced_leaves(node), Place.LANES)
         return bool(lanes or folds) or any(self.operand_is_block(o) for o in operands_of(node))
 
-    def term(self, number: int, node: Reduce) -> Tile:
-        """Return a reduction's operand as it is added: neutral where no element is."""
+    def term(self, number: int, node: Reduce) -> Tile | None:
+        """Return a reduction's operand, neutral where no element is; None if it adds nothing."""
+        if node.combine == "sum" and self.is_dead(node.operand):
+            return None
         source, tile = self.loops.nodes[node.operand], self.tile(node.operand)
         if isinstance(source, Constant):
             tile = Tile(tl.full([], tile.value, source.dtype))
@@ -607,7 +719,9 @@ class Emitter:
         value, index = self.tile(store.value), self.index(store.index)
         if isinstance(self.loops.nodes[store.value], Constant):
             value = Tile(tl.full([], value.value, self.loops.nodes[store.value].dtype))
-        conditions = [] if store.within is None else [self.tile(store.within)]
+        conditions = [] if store.within is None else self.condition(store.within)
+        if conditions is None:
+            return
         self.put(value, store.buffer, index, _axes(store.index), conditions, store.value)
 
     def put(
