@@ -17,11 +17,23 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 import sympy
+import torch
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import InRange, Load, LoopNest, Reduce, Store
+from fusion_compiler.ir.loops import (
+    Compute,
+    Constant,
+    Coordinate,
+    InRange,
+    Load,
+    LoopNest,
+    Reduce,
+    Store,
+    Value,
+)
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.schedule.analysis import operand_of
 from fusion_compiler.schedule.placement import (
     At,
     Place,
@@ -34,6 +46,7 @@ from fusion_compiler.schedule.placement import (
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 from fusion_compiler.schedule.work import BufferInfo
 
+REMAINDERS = (torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Tensor)
 MOST_TAPS = 64  # along one axis
 MOST_UNROLLED = 36  # taps times positions, beyond which the outer taps are a loop
 MOST_REGISTERS = 150  # of a thread, for accumulators
@@ -51,7 +64,8 @@ class Windows:
     vector: the axis along which neighbours lie in memory. slide: the position, not the vector, whose elements
     are computed side by side, and its tap; None if there is none. rows: the other positions but the vector.
     taps: all taps. rest: all other axes but the vector. are_reduced: True if the taps are reduced, False if
-    the positions are. stride: of the sliding position, in taps.
+    the positions are. stride: of the sliding position, in taps. phases: of a position, how many neighbours
+    meet different taps, as in the gradient of a convolution with strides: they are unrolled.
     """
 
     vector: int
@@ -61,6 +75,7 @@ class Windows:
     rest: tuple[int, ...]
     are_reduced: bool
     stride: int
+    phases: Mapping[int, int]
 
 
 def windows_of(loops: LoopNest) -> Windows | None:
@@ -96,7 +111,23 @@ def windows_of(loops: LoopNest) -> Windows | None:
     used = {vector, *positions, *pairs}
     rest = tuple(n for n in range(len(loops.axes)) if n not in used)
     stride = 1 if slide is None else pairs[slide[0]][1]
-    return Windows(vector, slide and (slide[1], slide[0]), rows, tuple(pairs), rest, are_reduced, stride)
+    sliding = slide and (slide[1], slide[0])
+    phases = {k: s for k, s in _remainders(loops).items() if k in positions}
+    return Windows(vector, sliding, rows, tuple(pairs), rest, are_reduced, stride, phases)
+
+
+def _remainders(loops: LoopNest) -> dict[int, int]:
+    """Return the axes of coordinates of which a remainder is taken, and by what."""
+    found: dict[int, int] = {}
+    for node in loops.nodes:
+        if isinstance(node, Compute) and node.target in REMAINDERS:
+            source, by = operand_of(node, "self"), dict(node.operands).get("other")
+            by = loops.nodes[by.node] if isinstance(by, Value) else by
+            by = by.value if isinstance(by, Constant) else by
+            of = None if source is None else loops.nodes[source]
+            if isinstance(of, Coordinate) and isinstance(by, int) and by > 1:
+                found |= {key: by for key, _ in of.index.terms if key >= 0}
+    return found
 
 
 @dataclass(frozen=True)
@@ -135,10 +166,11 @@ def _shapes(
 ) -> Iterator[_Shape]:
     size = {n: hint(axis.size, hints) for n, axis in enumerate(loops.axes)}
     taps = prod(size[tap] for tap in w.taps)
+    phase = 1 if w.slide is None else w.phases.get(w.slide[0], 1)
     each = (8, 16) if w.are_reduced else (4, 2, 1)
     blocks = powers(32, 128) if w.are_reduced else powers(16, 64)
     for block in dict.fromkeys(min(b, padded(size[w.vector])) for b in blocks):
-        for unrolled in (1, 2, 4) if w.slide is not None else (1,):
+        for unrolled in dict.fromkeys(phase * n for n in (1, 2, 4) if w.slide is not None or n == 1):
             for warps in (2, 4, 8):
                 for elements in each:
                     lanes = warps * 32 * elements // block
@@ -146,10 +178,12 @@ def _shapes(
                         continue
                     along = ceil(size[w.slide[0]] / unrolled) if w.slide is not None else 1
                     wide = min(lanes, padded(along)) if w.are_reduced else 1
-                    tall = min(lanes // wide, padded(size[w.rows[0]]) if w.rows else 1)
+                    high = size[w.rows[0]] // w.phases.get(w.rows[0], 1) if w.rows else 1
+                    tall = min(lanes // wide, padded(high))
                     if w.are_reduced and tall > 4:
                         continue
-                    looped = w.are_reduced and taps * unrolled > MOST_UNROLLED and len(w.taps) > 1
+                    many = w.are_reduced and taps * unrolled > MOST_UNROLLED and len(w.taps) > 1
+                    looped = many and not w.phases
                     across = ceil(size[w.vector] / block)
                     parts = 1 if w.are_reduced or not w.rest else _parts(size, w, across, device)
                     spread = not w.are_reduced and parts * across < 2 * device.sms
@@ -181,15 +215,19 @@ def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
     else:
         grid += [At(name[n], _outer(loops, n)) for n in w.rest]
     for i, n in enumerate(w.rows):
-        rows = s.rows if i == 0 else 1
+        rows, base = s.rows if i == 0 else 1, name[n]
+        if n in w.phases:
+            grid.append(Split(base, w.phases[n]))
+            unrolled.append(At(f"{base}.i", Place.UNROLL))
+            base = f"{base}.o"
         if rows > 1:
             if s.spread and i == 0:
-                grid = [Split(name[n], rows), At(f"{name[n]}.o", Place.GRID), *grid]
+                grid = [Split(base, rows), At(f"{base}.o", Place.GRID), *grid]
             else:
-                grid += [Split(name[n], rows), At(f"{name[n]}.o", outer)]
-            lanes.append(At(f"{name[n]}.i", Place.LANES))
+                grid += [Split(base, rows), At(f"{base}.o", outer)]
+            lanes.append(At(f"{base}.i", Place.LANES))
         else:
-            grid.append(At(name[n], outer))
+            grid.append(At(base, outer))
     if w.slide is not None:
         base = name[w.slide[0]]
         if s.unrolled > 1:
@@ -229,15 +267,15 @@ def issue_us(
     points = prod(size[n] for n in w.rest)
     points *= s.block * ceil(size[w.vector] / s.block)
     for i, n in enumerate(w.rows):
-        rows = s.rows if i == 0 else 1
+        rows = (s.rows if i == 0 else 1) * w.phases.get(n, 1)
         points *= rows * ceil(size[n] / rows)
-    along = 1
     shared = float(taps)
     if w.slide is not None:
         step = s.unrolled * s.lanes
         points *= step * ceil(size[w.slide[0]] / step)
         along = size[w.slide[1]]
         shared = taps / along * ((s.unrolled - 1) * w.stride + along) / s.unrolled
+    taps, shared = (n / prod(w.phases.values()) for n in (taps, shared))
     tile = s.block * s.lanes * s.rows
     pixels = max(1.0, tile / (8 * 32 * s.num_warps)) * s.unrolled
     beside = taps / pixels if w.are_reduced else 1.0  # the filter's elements, or the gradient's
