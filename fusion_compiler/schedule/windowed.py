@@ -50,11 +50,14 @@ REMAINDERS = (torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Tensor)
 MOST_TAPS = 64  # along one axis
 MOST_UNROLLED = 36  # taps times positions, beyond which the outer taps are a loop
 MOST_REGISTERS = 150  # of a thread, for accumulators
-WAVES = 4  # programs for each multiprocessor that share a filter's gradient
+WARPS = 16  # of each multiprocessor, in all programs that share a filter's gradient
 ISSUE, ISSUE_SPLIT = 1.5, 3.4  # instructions issued for each that is counted, of a convolution and a gradient
 LATENCY_US = 8.0  # in which a program waits for the first of its taps, and stores
 PER_LOAD = 9 / 8  # instructions of an element that is loaded: its conversion, and a share of a vector's load
-KEPT = 12  # placements of a nest, best first
+KEPT = 8  # placements of a nest, best first
+# Times the predicted time of issue, measured on an H200 (2026-11-27): by the vector's elements of a tile, where
+# it has few sliding positions side by side in lanes, and where it has more than four in turn.
+BLOCKS, FEW_LANES, MANY_IN_TURN = {16: 1.2, 32: 1.0, 64: 1.1}, 1.2, 1.15
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def placements(
     for shape in _shapes(loops, windows, device, hints):
         placement = _placement(loops, windows, shape)
         if refusal(loops, placement) is None and placed_registers(loops, placement) <= MOST_REGISTERS:
-            found.setdefault(placement, issue_us(loops, windows, shape, device, hints))
+            found.setdefault(placement, _rank(loops, windows, shape, device, hints))
     return tuple(sorted(found, key=found.__getitem__)[:KEPT])
 
 
@@ -185,15 +188,26 @@ def _shapes(
                     many = w.are_reduced and taps * unrolled > MOST_UNROLLED and len(w.taps) > 1
                     looped = many and not w.phases
                     across = ceil(size[w.vector] / block)
-                    parts = 1 if w.are_reduced or not w.rest else _parts(size, w, across, device)
-                    spread = not w.are_reduced and parts * across < 2 * device.sms
+                    wanted = WARPS * device.sms / (across * warps)
+                    parts = 1 if w.are_reduced or not w.rest else _parts(size, w, wanted)
+                    spread = not w.are_reduced and 2 * parts < wanted
                     yield _Shape(block, unrolled, wide, tall, parts, spread, looped, warps_of(warps, device))
 
 
-def _parts(size: Mapping[int, int], w: Windows, across: int, device: DeviceSpec) -> int:
+def _rank(
+    loops: LoopNest, w: Windows, s: _Shape, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
+) -> float:
+    """Return the time of issue, with what it leaves out of memory's order."""
+    us = issue_us(loops, w, s, device, hints)
+    if not _is_reduced(loops, w.vector):
+        us *= BLOCKS.get(s.block, 1.25)
+    if w.are_reduced and w.slide is not None:
+        us *= FEW_LANES if s.lanes < 4 else MANY_IN_TURN if s.unrolled > 4 else 1
+    return us
+
+
+def _parts(size: Mapping[int, int], w: Windows, wanted: float) -> int:
     """Return the programs that share a reduction over the first other axis: a divisor of its size."""
-    others = prod(size[n] for n in w.rest[1:])
-    wanted = WAVES * device.sms / max(1, across * others)
     count = size[w.rest[0]]
     return max((d for d in range(1, count + 1) if count % d == 0 and d <= wanted), default=1)
 
