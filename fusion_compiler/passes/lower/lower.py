@@ -618,7 +618,7 @@ class Lowering(Builder):
             for candidate in (ROWS, COLS):
                 if count == sizes[candidate]:
                     return frozenset({candidate}), frozenset()
-        elif set(self.group_axes[COLS]) - keys and not batch:
+        elif set(self.group_axes[COLS]) - keys and not batch and op.kind is not Kind.CONTRACTION:
             if simple(count * product(self.space.axes[k] for k in keys)) == both:
                 return frozenset({ROWS, COLS}), frozenset(keys)
         raise Illegal(
