@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -137,15 +138,14 @@ class Emitter:
         """Return the statements of the program with this number, and the grid."""
         self.place_grid(number)
         self.wanted = [*split.kept, *(o for store in split.stores for o in store_operands(store))]
-        waiting = list(split.stores)
-        while waiting:
-            around = self.loops_of(self.of_store(waiting[0]))
-            self.store_in(around, [s for s in waiting if self.loops_of(self.of_store(s)) == around])
-            waiting = [s for s in waiting if self.loops_of(self.of_store(s)) != around]
-        for n, partial in split.kept.items():
-            for elements in self.variants(self.depends[n]):
-                with self.fixed(elements):
-                    self.store_partial(n, partial, split.leaves)
+        stores = [(self.of_store(store), partial(self.store, store)) for store in split.stores]
+        stores += [(self.depends[n], partial(self.store_partial, n, of)) for n, of in split.kept.items()]
+        for around in dict.fromkeys(tuple(self.loops_of(leaves)) for leaves, _ in stores):
+            with self.inside_loops(around):
+                for leaves, store in stores:
+                    for elements in self.variants(leaves) if tuple(self.loops_of(leaves)) == around else ():
+                        with self.fixed(elements):
+                            store()
         return self.scopes[0].body, (product(leaf.extent for leaf in self.grid),)
 
     # -- leaves ----------------------------------------------------------------------------------------
@@ -692,29 +692,6 @@ class Emitter:
 
     # -- stores --------------------------------------------------------------------------------------------
 
-    def store_in(self, around: list[Leaf], stores: list[Store]) -> None:
-        """Emit stores, in the loops on which they depend."""
-        for count in range(len(around)):  # what a loop needs whole is reduced before it
-            for store in stores:
-                for number in sorted(self.behind_store(store)):
-                    outer = self.loops_of(self.depends[number])
-                    if isinstance(self.loops.nodes[number], Reduce) and not outer and count == 0:
-                        for elements in self.variants(self.depends[number]):
-                            with self.fixed(elements):
-                                self.tile(number)
-        if around:
-            with self.inside_loops(around):
-                self.store_in([], stores)
-            return
-        for store in stores:
-            for elements in self.variants(self.of_store(store)):
-                with self.fixed(elements):
-                    self.store(store)
-
-    def behind_store(self, store: Store) -> set[int]:
-        numbers = set(store_operands(store))
-        return numbers.union(*(self.behind(n) for n in numbers))
-
     def store(self, store: Store) -> None:
         value, index = self.tile(store.value), self.index(store.index)
         if isinstance(self.loops.nodes[store.value], Constant):
@@ -741,15 +718,16 @@ class Emitter:
         self.add(StoreStatement(address, value.value, None if mask is None else mask.value, number))
 
 
-    def store_partial(self, number: int, partial: Partial, shared: tuple[Leaf, ...]) -> None:
+    def store_partial(self, number: int, of: Partial) -> None:
         """Store what the program has reduced, for the kernel that reduces all programs' results."""
-        sizes = tuple(self.loops.axes[k].size for k in partial.axes)
-        index = self.index(Index(0, tuple(zip(partial.axes, strides_of(sizes), strict=True))))
-        steps = strides_of(tuple(leaf.extent for leaf in shared))
-        program = self.sum_of((self.element(leaf), step) for leaf, step in zip(shared, steps, strict=True))
-        width = partial.buffer.stride[0]
+        sizes = tuple(self.loops.axes[k].size for k in of.axes)
+        index = self.index(Index(0, tuple(zip(of.axes, strides_of(sizes), strict=True))))
+        steps = strides_of(tuple(leaf.extent for leaf in of.leaves))
+        parts = zip(map(self.element, of.leaves), steps, strict=True)
+        program = self.sum_of(parts)
+        width = of.buffer.stride[0]
         place = self.joined(plus(program if width == 1 else program * lift(width), index.value), index)
-        self.put(self.tile(number), partial.buffer.name, place, frozenset(partial.axes), (), number)
+        self.put(self.tile(number), of.buffer.name, place, frozenset(of.axes), (), number)
 
 
 def _identifier(name: str) -> str:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from fusion_compiler.codegen.finishing import completed
 from fusion_compiler.codegen.partial_reductions import schedule_of
-from fusion_compiler.ir.dims import Dim, product, strides_of
+from fusion_compiler.ir.dims import product, strides_of
 from fusion_compiler.ir.kernel import Buffer
-from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, Store
+from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, Store, row_major
 from fusion_compiler.schedule.analysis import accumulator_dtype, waiting
 from fusion_compiler.schedule.placement import Leaf, Place, Placement, axes_of_values
 from fusion_compiler.schedule.schedule import Schedule
@@ -24,24 +24,27 @@ from fusion_compiler.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Partial:
-    """The partial results of one reduction. axes: those that it keeps, as they lie in the buffer, whose first
-    dimension numbers the programs that share the reduction."""
+    """The partial results of one reduction.
+
+    axes: those that it keeps, as they lie in the buffer, whose first dimension numbers the programs that
+    share the reduction. leaves: of the grid, which number these; the last varies fastest.
+    """
 
     buffer: Buffer
     axes: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
 
 
 @dataclass(frozen=True)
 class SplitReductions:
     """What programs leave to a second kernel.
 
-    kept: partial results, by their reductions. stores: those that wait for none. leaves: of the grid, whose
-    programs share the reductions; the last varies fastest. finishings: the nest that reduces the results.
+    kept: partial results, by their reductions. stores: those that wait for none. finishings: the nests that
+    reduce the results, one for all that keep the same axes.
     """
 
     kept: Mapping[int, Partial]
     stores: tuple[Store, ...]
-    leaves: tuple[Leaf, ...] = ()
     finishings: tuple[tuple[LoopNest, Schedule], ...] = ()
 
     @property
@@ -53,31 +56,31 @@ class SplitReductions:
 def split_reductions(loops: LoopNest, placement: Placement, numbers: Iterator[int]) -> SplitReductions:
     """Return what programs share under a placement. numbers: of which the buffers' names are made."""
     leaves = placement.leaves(loops.axes)
-    reduces = {n: node for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
-    reduced = frozenset[int]().union(*(node.axes for node in reduces.values()))
-    shared = tuple(leaf for leaf in leaves if leaf.place is Place.GRID and leaf.axis in reduced)
-    if not shared:
-        return SplitReductions({}, loops.stores)
-    behind = axes_of_values(loops)
+    on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
-    programs = product(leaf.extent for leaf in shared)
+    behind = axes_of_values(loops)
     partials: dict[int, Partial] = {}
-    for n, node in reduces.items():
-        if node.axes & {leaf.axis for leaf in shared}:
+    for n, node in enumerate(loops.nodes):
+        shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.axis in node.axes)
+        if isinstance(node, Reduce) and shared:
             kept = tuple(sorted(behind[n], key=lambda k: (in_lanes.get(k, -1), k)))
-            shape = (programs, product(loops.axes[k].size for k in kept))
-            name = f"partial_{next(numbers)}"
-            partials[n] = Partial(Buffer(name, shape, strides_of(shape), accumulator_dtype(node)), kept)
+            shape = product(leaf.extent for leaf in shared), product(loops.axes[k].size for k in kept)
+            buffer = Buffer(f"partial_{next(numbers)}", shape, strides_of(shape), accumulator_dtype(node))
+            partials[n] = Partial(buffer, kept, shared)
     late = waiting(loops, partials)
     stores = tuple(store for store in loops.stores if store.value not in late)
-    longest = max((partial.axes for partial in partials.values()), key=len)
-    cols = {k: i for i, k in enumerate(longest, 1)}
-    axes = (Axis("part", programs, ROWS), *(replace(loops.axes[k], group=COLS) for k in longest))
-    loads: dict[int, Load] = {}
-    for n, partial in partials.items():
-        terms: list[tuple[int, Dim]] = [(0, partial.buffer.stride[0])]
-        sizes = tuple(loops.axes[k].size for k in partial.axes)
-        terms += [(cols[k], step) for k, step in zip(partial.axes, strides_of(sizes), strict=True)]
-        loads[n] = Load(partial.buffer.name, Index(0, tuple(sorted(terms))), None, partial.buffer.dtype)
-    nest = completed(loops, loads, axes, ROWS, cols)
-    return SplitReductions(partials, stores, shared, ((nest, schedule_of(nest)),))
+    alike = dict.fromkeys((partial.leaves, partial.axes) for partial in partials.values())
+    nests = (
+        _second(loops, {n: p for n, p in partials.items() if (p.leaves, p.axes) == key}) for key in alike
+    )
+    return SplitReductions(partials, stores, tuple((nest, schedule_of(nest)) for nest in nests))
+
+
+def _second(loops: LoopNest, partials: Mapping[int, Partial]) -> LoopNest:
+    """Return the nest that reduces partial results of the same shape, and computes what waits for them."""
+    first = next(iter(partials.values()))
+    programs, width = first.buffer.shape
+    axes = (Axis("part", programs, ROWS), *(replace(loops.axes[k], group=COLS) for k in first.axes))
+    index = Index(0, ((0, width), *row_major(axes[1:], 1)))
+    loads = {n: Load(p.buffer.name, index, None, p.buffer.dtype) for n, p in partials.items()}
+    return completed(loops, loads, axes, ROWS, {k: i for i, k in enumerate(first.axes, 1)})

@@ -159,12 +159,13 @@ def refusal(loops: LoopNest, placement: Placement) -> str | None:
     if copies > MOST_COPIES:
         return f"unrolled axes repeat a statement {copies} times, more than {MOST_COPIES}"
     on_grid = {leaf.axis for leaf in leaves if leaf.place is Place.GRID}
-    waits = list[int | None]()
+    waits = list[dict[frozenset[int], int]]()  # shared reductions, by the axes that they reduce
     for number, node in enumerate(loops.nodes):
-        before = next((w for o in operands_of(node) if (w := waits[o]) is not None), None)
-        if before is not None and isinstance(node, Reduce):
-            return f"{loops.names[number]} needs {loops.names[before]}, which programs share"
-        waits.append(number if isinstance(node, Reduce) and node.axes & on_grid else before)
+        before = {axes: n for o in operands_of(node) for axes, n in waits[o].items()}
+        if before and (isinstance(node, Reduce) or len(before) > 1):
+            return f"{loops.names[number]} needs {loops.names[min(before.values())]}, which programs share"
+        shared = node.axes & on_grid if isinstance(node, Reduce) else frozenset[int]()
+        waits.append({node.axes: number} if isinstance(node, Reduce) and shared else before)
     return None
 
 

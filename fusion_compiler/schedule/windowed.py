@@ -49,14 +49,15 @@ from fusion_compiler.schedule.work import BufferInfo
 REMAINDERS = (torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Tensor)
 MOST_TAPS = 64  # along one axis
 MOST_UNROLLED = 36  # taps times positions, beyond which the outer taps are a loop
+MOST_ROWS = 4  # of positions in a tile, beside the sliding one
 MOST_REGISTERS = 150  # of a thread, for accumulators
 WARPS = 16  # of each multiprocessor, in all programs that share a filter's gradient
-ISSUE, ISSUE_SPLIT = 1.5, 3.4  # instructions issued for each that is counted, of a convolution and a gradient
+ISSUE, ISSUE_SPLIT = 1.5, 3.4  # instructions issued for each that is counted: of a convolution, a gradient
 LATENCY_US = 8.0  # in which a program waits for the first of its taps, and stores
 PER_LOAD = 9 / 8  # instructions of an element that is loaded: its conversion, and a share of a vector's load
 KEPT = 8  # placements of a nest, best first
-# Times the predicted time of issue, measured on an H200 (2026-11-27): by the vector's elements of a tile, where
-# it has few sliding positions side by side in lanes, and where it has more than four in turn.
+# Times the predicted time of issue, measured on an H200 (2026-11-27): by the vector's elements of a tile,
+# where it has few sliding positions side by side in lanes, and where it has more than four in turn.
 BLOCKS, FEW_LANES, MANY_IN_TURN = {16: 1.2, 32: 1.0, 64: 1.1}, 1.2, 1.15
 
 
@@ -182,9 +183,7 @@ def _shapes(
                     along = ceil(size[w.slide[0]] / unrolled) if w.slide is not None else 1
                     wide = min(lanes, padded(along)) if w.are_reduced else 1
                     high = size[w.rows[0]] // w.phases.get(w.rows[0], 1) if w.rows else 1
-                    tall = min(lanes // wide, padded(high))
-                    if w.are_reduced and tall > 4:
-                        continue
+                    tall = min(lanes // wide, padded(high), MOST_ROWS if w.are_reduced else lanes)
                     many = w.are_reduced and taps * unrolled > MOST_UNROLLED and len(w.taps) > 1
                     looped = many and not w.phases
                     across = ceil(size[w.vector] / block)

@@ -3,7 +3,6 @@ axes, and what the text of their kernels repeats and leaves out."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
@@ -15,10 +14,11 @@ from torch import Tensor
 from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Program
-from fusion_compiler.ir.loops import COLS, INNER, Compute, Coordinate, InRange, Load, LoopNest, Reduce, Value
+from fusion_compiler.ir.loops import COLS, INNER, Compute, Coordinate, InRange, LoopNest, Reduce, Value
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.placement import Placement, refusal
+from fusion_compiler.schedule.shapes import padded
 from tests.hand_made import contiguous
 from tests.nests import TARGETS, Nest
 
@@ -34,7 +34,8 @@ class Windows(Nest):
         return self.push(Reduce(combine, value.node, numbers, torch.float32))
 
     def condition(self, *parts: Value) -> Value:
-        return self.push(Compute(TARGETS["logical_and.default"], (("self", parts[0]), ("other", parts[1])), torch.bool))
+        operands = (("self", parts[0]), ("other", parts[1]))
+        return self.push(Compute(TARGETS["logical_and.default"], operands, torch.bool))
 
     def window(self, name: str, sizes: tuple[int, int], geometry: tuple[int, ...]) -> Value:
         """Load an image [n, *sizes, c] at y * stride - padding + r * dilation, and likewise x."""
@@ -166,8 +167,9 @@ def test_neighbours_share_the_elements_of_their_windows() -> None:
 
 def test_taps_that_meet_no_element_are_left_out() -> None:
     loops = image_gradient(1, 16, 32, (3, 2, 1, 1))
-    text = ("place(n, GRID); split(y, 2); place(y.o, GRID); split(x, 2); place(x.o, LANES); place(c, LANES); "
-            "place(y.i, UNROLL); place(x.i, UNROLL); place(r, UNROLL); place(s, UNROLL); 1 warps")  # fmt: skip
+    text = ("place(n, GRID); split(y, 2); place(y.o, GRID); split(x, 2); place(x.o, LANES); "
+            "place(c, LANES); place(y.i, UNROLL); place(x.i, UNROLL); place(r, UNROLL); "
+            "place(s, UNROLL); 1 warps")  # fmt: skip
     shapes = {"g": (1, 8, 8, 32), "w": (32, 3, 3), "out": (1, 16, 16, 32)}
     (kernel,) = built(loops, Placement.parse(text), shapes).kernels
     assert kernel.source.count("tl.load(in0_ptr") == 4
@@ -193,14 +195,14 @@ def test_reductions_over_any_axes_of_five_share_a_kernel(seed: int) -> None:
         nest.store(f"out{i}", nest.mul(total, nest.constant(2.0)), *kept[i], dtype=torch.float32)
     loops = nest.nest()
     tensor = torch.randn(*sizes.values())
-    shapes = {"x": tuple(tensor.shape)} | {f"out{i}": tuple(sizes[n] for n in k) for i, k in enumerate(kept)}
+    shapes = {f"out{i}": tuple(sizes[n] for n in of) for i, of in enumerate(kept)}
+    shapes["x"] = tuple(tensor.shape)
     tried = 0
-    for places in itertools.islice(iter(lambda: [chosen.choice(["GRID", "LOOP", "LANES"]) for _ in names], None), 40):
-        text = "".join(f"place({n}, {p}); " for n, p in zip(names, places, strict=True))
-        placement = Placement.parse(f"{text}1 warps")
-        if math.prod(1 << (sizes[n] - 1).bit_length() for n, p in zip(names, places, strict=True) if p == "LANES") > 256:
-            continue
-        if refusal(loops, placement) is not None:
+    for _ in range(40):
+        places = {name: chosen.choice(["GRID", "LOOP", "LANES"]) for name in names}
+        placement = Placement.parse("".join(f"place({n}, {p}); " for n, p in places.items()) + "1 warps")
+        lanes = math.prod(padded(sizes[name]) for name, place in places.items() if place == "LANES")
+        if lanes > 256 or refusal(loops, placement) is not None:
             continue
         tried += 1
         results = interpret(built(loops, placement, shapes), [tensor], [])

@@ -28,6 +28,7 @@ from fusion_compiler.ir.loops import (
     Scan,
     groups_of,
     operands_of,
+    over_of,
     renumber,
     renumber_store,
     store_operands,
@@ -84,7 +85,9 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     have their columns.
     """
     matrices = any(a.group == BATCH for a in loops.axes)
-    if matrices or any((isinstance(n, Reduce) and not n.over) or isinstance(n, Scan) for n in loops.nodes):
+    reductions = (n for n in loops.nodes if isinstance(n, Reduce))
+    in_segments = any(not over_of(loops.axes, n) for n in reductions)
+    if matrices or in_segments or any(isinstance(n, Scan) for n in loops.nodes):
         return loops
     normalized = set[str]() if by_memory else _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
@@ -100,12 +103,7 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     if keep:
         return loops
     swap = {ROWS: COLS, COLS: ROWS}
-    axes = tuple(replace(a, group=swap[a.group]) for a in loops.axes)
-    nodes = tuple(
-        replace(n, over=frozenset(swap[g] for g in n.over)) if isinstance(n, Reduce) else n
-        for n in loops.nodes
-    )
-    return replace(loops, axes=axes, nodes=nodes)
+    return replace(loops, axes=tuple(replace(a, group=swap[a.group]) for a in loops.axes))
 
 
 def _axes_of_nodes(loops: LoopNest) -> list[set[int]]:
@@ -126,7 +124,7 @@ def _normalized(loops: LoopNest) -> set[str]:
     for i, node in enumerate(loops.nodes):
         behind = frozenset[str]().union(*(over[o] for o in operands_of(node)))
         found |= behind & groups[i]
-        over.append(behind | node.over if isinstance(node, Reduce) else behind)
+        over.append(behind | over_of(loops.axes, node) if isinstance(node, Reduce) else behind)
     return found
 
 
@@ -213,7 +211,7 @@ def coalesce(loops: LoopNest) -> LoopNest:
     i = 0
     while i + 1 < len(loops.axes):
         outer, inner = loops.axes[i], loops.axes[i + 1]
-        parted = any((i in n.kept) != (i + 1 in n.kept) for n in loops.nodes if isinstance(n, Reduce))
+        parted = any((i in n.axes) != (i + 1 in n.axes) for n in loops.nodes if isinstance(n, Reduce))
         alike = outer.group == inner.group and not parted
         if alike and all(_merges(x, i, inner.size) for x in _all_indices(loops)):
             loops = _merge(loops, i)
@@ -239,7 +237,7 @@ def _merge(loops: LoopNest, outer: int) -> LoopNest:
 
     def rewrite(node: Node) -> Node:
         if isinstance(node, Reduce):
-            return replace(node, kept=frozenset(k - (k > outer) for k in node.kept))
+            return replace(node, axes=frozenset(k - (k > outer) for k in node.axes))
         return (
             replace(node, index=merged(node.index))
             if isinstance(node, Load | Coordinate | InRange | Random)
