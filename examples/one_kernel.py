@@ -93,7 +93,8 @@ def node_text(loops: LoopNest, node: Node) -> str:
         case Constant():
             return repr(node.value)
         case Reduce():
-            return f"{node.combine} of {node.operand} over {' and '.join(sorted(node.over))}"
+            over = " and ".join(loops.axes[k].name for k in sorted(node.axes))
+            return f"{node.combine} of {node.operand} over {over}"
         case Compute():
             given = [
                 (n, a) for n, a in node.operands if isinstance(a, Value | int | float) and a is not False
