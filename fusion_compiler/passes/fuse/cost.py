@@ -65,6 +65,13 @@ def side_by_side(costs: Sequence[Cost], device: DeviceSpec) -> Cost:
     return Cost(us, read, written, sum(c.flops for c in costs), bound)
 
 
+def one_after_the_other(costs: Sequence[Cost]) -> Cost:
+    """Return what some calls take together; the longest says what bounds them."""
+    read, written = sum(c.bytes_read for c in costs), sum(c.bytes_written for c in costs)
+    longest = max(costs, key=lambda c: c.us)
+    return Cost(sum(c.us for c in costs), read, written, sum(c.flops for c in costs), longest.bound)
+
+
 def _roofline(device: DeviceSpec, seconds: float, bytes_moved: float, share: float) -> tuple[float, str]:
     memory = bytes_moved / (device.copy_bandwidth * share)
     us = device.launch_us - device.floor_us + max(device.floor_us, 1e6 * max(seconds, memory))
