@@ -118,7 +118,6 @@ CALLS: dict[OpOverload, Callable[..., Tensor]] = {
 
 def is_depthwise(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
     """True for a convolution of one or two dimensions that convolves each channel with its own kernel."""
-    sizes: Sequence[object] = weight.shape
     same = groups == x.shape[1] == weight.shape[0] and weight.shape[1] == 1
-    known = x.ndim in (3, 4) and all(isinstance(size, int) for size in sizes)
+    known = x.ndim in (3, 4) and all(type(size) is int for size in weight.shape)
     return same and known and not transposed and x.dtype == weight.dtype and x.dtype in DTYPES
