@@ -34,6 +34,7 @@ from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 
 BATCH, ROWS, COLS = "batch", "rows", "cols"
 GROUPS = (BATCH, ROWS, COLS)  # the order of a nest's axes
+INNER = "inner"  # no group: axes behind all others, over which nothing but reductions of some values run
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
+from fusion_compiler.ir import depthwise
 from fusion_compiler.ir.dag import FEW_ROWS, Op
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
@@ -30,6 +31,14 @@ ATTENTION_SHARE = 0.35  # the same for attention: eight causal layers of 4 x 204
 FEW_ROWS_SHARE = 0.68
 # Of such a launch at least: GPT-2 medium's 96 products of a token, of 2 to 8 MB, take 4.3 to 5.2 on an H200.
 FEW_ROWS_US, FEW_ROWS_BYTES = 4.3, 2e6
+# What a library's depthwise convolutions reach at most, of bandwidth and of the float units' rate, the latter
+# with channels first and last: of those measured in 16 bits on an H200 (`ir/convolution_times.py`).
+DEPTHWISE_SHARE = 0.7
+DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
+    depthwise.depthwise: (0.04, 0.2),
+    depthwise.depthwise_input_gradient: (0.03, 0.1),
+    depthwise.depthwise_weight_gradient: (0.02, 0.2),
+}
 MATRIX_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "expert_mm"})
 EAGER_SHARE = 0.9  # of copy bandwidth that an ATen element-wise kernel reaches
 EAGER_NORM_SHARE = 0.65  # the same for its reductions and normalizations
@@ -90,19 +99,25 @@ def _traffic(op: Op, hints: Mapping[sympy.Symbol, int]) -> tuple[int, int]:
 def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Cost:
     """A library call (matrix product, convolution, attention) by roofline, from the op's own flops and bytes.
 
-    16-bit types run on the tensor units, float32 on the float units (PyTorch's default), both at the share of
-    their rate that large ones reach. Causal attention computes half of what its shapes say.
+    16-bit types run on the tensor units, float32 and depthwise convolutions on the float units (PyTorch's
+    default), at the share of their rate that large ones reach. Causal attention computes half of what its
+    shapes say.
     """
     read, written = _traffic(op, hints)
     flops = op.flops // 2 if _is_causal(op) else op.flops
     dtype = op.outputs[0].dtype if op.outputs else torch.float32
-    attention = "attention" in str(op.target)
-    if dtype.itemsize <= 2:
+    attention, share = "attention" in str(op.target), 1.0
+    if op.target in DEPTHWISE_RATES:
+        last, share = op.outputs[0].stride[1] == 1, DEPTHWISE_SHARE
+        rate = 2 * device.fp32_per_s * DEPTHWISE_RATES[op.target][last]
+        if op.target is depthwise.depthwise_input_gradient:  # tries all taps for each element of the image
+            rate /= prod(op.args[-3])  # type: ignore[arg-type]
+    elif dtype.itemsize <= 2:
         rate = device.tensor_flops * (ATTENTION_SHARE if attention else GEMM_SHARE)
     else:
         lanes = device.fp64_per_s if dtype is torch.float64 else device.fp32_per_s
         rate = 2 * lanes * GEMM_SHARE
-    us, bound = _roofline(device, flops / rate, op.bytes, 1.0)
+    us, bound = _roofline(device, flops / rate, op.bytes, share)
     if tokens_of(op, hints) <= FEW_ROWS:
         streamed = device.launch_us + 1e6 * op.bytes / (device.copy_bandwidth * FEW_ROWS_SHARE)
         streamed = max(streamed, FEW_ROWS_US) if op.bytes >= FEW_ROWS_BYTES else streamed
