@@ -29,8 +29,10 @@ _COMBINES: dict[str, Any] = {"sum": torch.sum, "max": torch.amax, "min": torch.a
 
 
 def stored(loops: LoopNest, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the results of a nest by name, as the tensors of `outputs` lie in memory. Fails if an element is not
-    stored once, or if something is loaded from outside of a tensor."""
+    """Return the results of a nest by name, as the tensors of `outputs` lie in memory.
+
+    Fails if an element is not stored once, or if something is loaded from outside of a tensor.
+    """
     values = node_values(loops, inputs)
     results: dict[str, Tensor] = {}
     for name, like in outputs.items():

@@ -108,14 +108,17 @@ class Nest:
         return self.push(Constant(value, torch.float32))
 
     def reduce(self, combine: str, value: Value, *over: str) -> Value:
-        return self.push(Reduce(combine, value.node, frozenset(over or (COLS,)), torch.float32))
+        return self.push(Reduce(combine, value.node, self.axes_in(*over or (COLS,)), torch.float32))
+
+    def axes_in(self, *groups: str) -> frozenset[int]:
+        return frozenset(k for k, (_, group) in enumerate(self.axes.values()) if group in groups)
 
     def scan(self, combine: str, value: Value, reverse: bool = False) -> Value:
         return self.push(Scan(combine, value.node, reverse, torch.float32))
 
     def segments(self, combine: str, value: Value, *kept: str) -> Value:
         numbers = frozenset(list(self.axes).index(name) for name in kept)
-        return self.push(Reduce(combine, value.node, frozenset({ROWS, COLS}), torch.float32, numbers))
+        return self.push(Reduce(combine, value.node, self.axes_in(ROWS, COLS) - numbers, torch.float32))
 
     def mean(self, value: Value) -> Value:
         cols = prod(hint(size) for size, group in self.axes.values() if group == COLS)

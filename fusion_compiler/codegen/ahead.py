@@ -13,7 +13,7 @@ from fusion_compiler.codegen.axis_map import cols_at
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.tile import Assign, Return
-from fusion_compiler.ir.loops import COLS, ROWS, LoopNest, Node, Reduce, operands_of, renumber
+from fusion_compiler.ir.loops import COLS, ROWS, LoopNest, Node, operands_of, renumber
 from fusion_compiler.ir.syntax import Expression, Var
 from fusion_compiler.schedule.ahead import with_operands
 from fusion_compiler.schedule.analysis import Analysis, waiting
@@ -47,9 +47,8 @@ def ahead_of(a: Analysis) -> Ahead | None:
     numbers: dict[int, int] = {}
     nodes: list[Node] = []
     for number in sorted(with_operands(loops, results, ())):
-        node = renumber(loops.nodes[number], numbers)
-        numbers[number] = len(nodes)
-        nodes.append(replace(node, over=frozenset({COLS})) if isinstance(node, Reduce) else node)
+        nodes.append(renumber(loops.nodes[number], numbers))
+        numbers[number] = len(nodes) - 1
     names = tuple(loops.names[i] for i in sorted(numbers))
     return Ahead(results, LoopNest(axes, tuple(nodes), (), names), numbers)
 

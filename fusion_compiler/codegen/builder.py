@@ -338,8 +338,7 @@ class Builder:
 
     def base_of(self, number: int) -> str:
         """Return the beginning of the name of a reduction."""
-        reduce = self.reduction(number)
-        return f"{'row' if COLS in reduce.over else 'col'}_{reduce.combine}"
+        return f"{'row' if COLS in self.a.over(number) else 'col'}_{self.reduction(number).combine}"
 
     # -- what the nest asks for ----------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Node,
     Reduce,
+    axes_in,
     operands_of,
     renumber,
     renumber_index,
@@ -173,7 +174,7 @@ def completed(
             assert isinstance(node, Reduce)
             nodes.append(partials[number])
             names.append("partial")
-            node = Reduce(node.combine, len(nodes) - 1, frozenset({group}), node.dtype)
+            node = Reduce(node.combine, len(nodes) - 1, axes_in(axes, (group,)), node.dtype)
         else:
             node = renumber(node, numbers, moved)
         numbers[number] = len(nodes)

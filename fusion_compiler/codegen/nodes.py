@@ -334,9 +334,9 @@ def _reduce(b: Builder, number: int) -> None:
 
 def _reduce_rows(b: Builder, number: int) -> None:
     """A reduction over the rows of a matrix, or over all of it."""
-    reduce = b.reduction(number)
-    tile = elements(b, reduce, reduce.over)
-    if COLS in reduce.over:
+    reduce, over = b.reduction(number), b.a.over(number)
+    tile = elements(b, reduce, over)
+    if COLS in over:
         tile = b.let(b.base_of(number), b.folded_along(number, tile))
     alike = ("rows", b.a.groups[reduce.operand]) if b.a.is_sum(number) else None
     folded = tile if b.tile.flat else b.folded(number, tile, 0, True, alike)

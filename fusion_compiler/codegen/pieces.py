@@ -86,16 +86,16 @@ def _same_form(b: Builder, nodes: Nodes) -> bool:
             )
         case Reduce():
             rest = [n for n in others if isinstance(n, Reduce)]
-            kinds = {(n.combine, n.over, n.dtype, n.kept) for n in (first, *rest)}
+            kinds = {(n.combine, n.axes, n.dtype) for n in (first, *rest)}
             if len(rest) != len(others) or len(kinds) != 1:
                 return False
             made = b.contracted.get(nodes[0])
             if made is not None:
                 return made.sums == nodes
-            plain = first.combine in FOLDED and first.dtype is torch.float32 and not first.kept
+            plain = first.combine in FOLDED and first.dtype is torch.float32
             plain &= not any(n in b.a.online or n in b.a.moments for n in nodes)
-            operands = tuple(n.operand for n in (first, *rest))
-            along = b.a.groups[operands[0]] == first.over and len(first.over) == 1
+            operands, over = tuple(n.operand for n in (first, *rest)), b.a.over(nodes[0])
+            along = b.a.groups[operands[0]] == over and len(over) == 1
             return plain and along and (b.a.matrices or first.combine == "sum") and alike(b, operands)
         case _:
             return False
@@ -236,10 +236,11 @@ def _loaded(b: Builder, nodes: Nodes, first: Load) -> Packed:
 
 def _reduced(b: Builder, nodes: Nodes, first: Reduce) -> Packed:
     """Over what its pieces vary: they lie along the other axis."""
-    axis = 1 if ROWS in first.over else 0
+    over = b.a.over(nodes[0])
+    axis = 1 if ROWS in over else 0
     operands = tuple(b.reduction(n).operand for n in nodes)
     tile = convert(lying(pack(b, operands), axis), b.loops.nodes[operands[0]].dtype, first.dtype)
-    if (mask := b.mask(first.over, None)) is not None:
+    if (mask := b.mask(over, None)) is not None:
         tile = tl.where(mask, tile, neutral(first))
     return Packed(b.let(b.base_of(nodes[0]), b.folded(nodes[0], tile, 1 - axis, True)), axis)
 

@@ -15,23 +15,23 @@ from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import decompose, index_of
 from fusion_compiler.codegen.names import own
 from fusion_compiler.codegen.tile import Store as StoreStatement
-from fusion_compiler.ir.loops import COLS, ROWS, Axis, Reduce, Store, segment_of
+from fusion_compiler.ir.loops import COLS, ROWS, Axis, Store, segment_of
 from fusion_compiler.ir.syntax import Expression, every, plus, tl
 
 NARROW = "narrow"  # with a node, the variable that has one value for each segment
 
 
-def _tile(b: Builder, reduce: Reduce) -> tuple[list[int], int]:
-    """(shape of the tile of such values, columns of a segment)."""
-    length = segment_of(b.loops, reduce.kept)
+def _tile(b: Builder, number: int) -> tuple[list[int], int]:
+    """(shape of the tile of such values of a reduction, columns of a segment)."""
+    length = segment_of(b.loops, b.a.kept(number))
     assert length is not None
-    rows = [] if b.tile.flat else [b.s.block_rows if ROWS in b.a.groups[reduce.operand] else 1]
+    rows = [] if b.tile.flat else [b.s.block_rows if ROWS in b.a.groups[b.reduction(number).operand] else 1]
     return [*rows, b.tile.lanes // length], length
 
 
 def reduced(b: Builder, number: int, tile: Expression) -> None:
     """The reduction of each segment of a tile."""
-    shape, length = _tile(b, b.reduction(number))
+    shape, length = _tile(b, number)
     folded = b.folded(number, tl.reshape(tile, [*shape, length]), len(shape), keep=False)
     b.named[NARROW, number] = b.let(f"segment_{b.reduction(number).combine}", folded, number)
 
@@ -47,17 +47,17 @@ def spread(b: Builder, number: int, what: int | None = None) -> None:
 
 def is_stored(b: Builder, store: Store) -> bool:
     """Whether one value for each segment is stored."""
-    if store.within is not None or (reduce := b.a.narrow.get(store.value)) is None:
+    if store.within is not None or (number := b.a.narrow.get(store.value)) is None:
         return False
-    last = b.a.first[COLS] + len(_outer(b, reduce))
+    last = b.a.first[COLS] + len(_outer(b, number))
     return all(0 <= k < last for k, _ in store.index.terms)
 
 
 def store(b: Builder, store: Store) -> None:
     """That store, of a value that is built."""
-    reduce = b.a.narrow[store.value]
-    shape, length = _tile(b, reduce)
-    outer = _outer(b, reduce)
+    number = b.a.narrow[store.value]
+    shape, length = _tile(b, number)
+    outer = _outer(b, number)
     merged, whole = b.a.merged(store.index)
     start = None if b.tile.start is None else b.tile.start // length
     segment = b.once(("segment", length), "segment", plus(start, b.lanes(shape[-1])))
@@ -72,6 +72,7 @@ def store(b: Builder, store: Store) -> None:
     b.add(StoreStatement(pointer, b.named[NARROW, store.value], mask, store.value))
 
 
-def _outer(b: Builder, reduce: Reduce) -> tuple[Axis, ...]:
-    """The axes of the columns of which each point is a segment."""
-    return tuple(axis for k, axis in enumerate(b.loops.axes) if axis.group == COLS and k in reduce.kept)
+def _outer(b: Builder, number: int) -> tuple[Axis, ...]:
+    """The axes of the columns of which each point is a segment of a reduction."""
+    kept = b.a.kept(number)
+    return tuple(axis for k, axis in enumerate(b.loops.axes) if axis.group == COLS and k in kept)

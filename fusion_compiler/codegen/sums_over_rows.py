@@ -54,12 +54,12 @@ class Sums:
 
     def folded(self, b: Builder, number: int) -> Expression:
         """An accumulator over row blocks, folded to this program's result: [1, cols], or one element."""
-        reduce, tile = b.reduction(number), self.variables[number]
+        reduce, tile, over = b.reduction(number), self.variables[number], b.a.over(number)
         if b.tile.flat:
-            return fold(reduce, tile, 0, keep=False) if COLS in reduce.over else tile
+            return fold(reduce, tile, 0, keep=False) if COLS in over else tile
         if number in b.a.weighted_columns:  # which has no lanes for rows
             return tile
-        if COLS in reduce.over:
+        if COLS in over:
             return fold(reduce, fold(reduce, tile, 1, keep=True), 0, keep=True)
         return fold(reduce, tile, 0, keep=True)
 
@@ -67,7 +67,7 @@ class Sums:
 def _block(b: Builder, number: int) -> Expression:
     """What a block adds to a sum over rows: its tile, or the sum of it where the rows have no lanes."""
     reduce = b.reduction(number)
-    tile = elements(b, reduce, reduce.over)
+    tile = elements(b, reduce, b.a.over(number))
     if b.tile.flat or ROWS in accumulated_groups(b.a, b.s, number):
         return tile
     tile = fold(reduce, tile, 0, keep=True)

@@ -1,12 +1,12 @@
 """The loop nest: one cluster over one iteration space, before a schedule is chosen.
 
     LoopNest := axes, nodes, stores
-    axis     := name, size, group            group is "batch", "rows" or "cols"
+    axis     := name, size, group            group is "batch", "rows", "cols" or "inner"
     index    := const + sum(coeff * axis) + sum(coeff * value)
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
               | Checked(operand, position, low, high, within)
-              | Compute(target, operands) | Reduce(combine, operand, over, kept)
+              | Compute(target, operands) | Reduce(combine, operand, axes)
               | Scan(combine, operand, reverse) | Counter(first, last) | Total(combine, operand, counter)
     store    := buffer, index, value, within    several to one buffer have elements of their own each
 
@@ -19,11 +19,14 @@ many turns there are is data.
 
 A nest with batch axes is one of matrices, one for each of their points: a tile holds all rows of one, so that
 reductions over its rows and along them may feed each other. Other nests have no batch axes.
+
+Inner axes come behind all others. Only reductions run over them, as those of a convolution do over its taps:
+what is stored does not vary along them, and all other axes of such a nest are columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -35,6 +38,9 @@ from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 BATCH, ROWS, COLS = "batch", "rows", "cols"
 GROUPS = (BATCH, ROWS, COLS)  # the order of a nest's axes
 INNER = "inner"  # no group: axes behind all others, over which nothing but reductions of some values run
+TILE = frozenset({ROWS, COLS})
+SEGMENTS = (8, 16, 32, 64, 128)  # columns: every block of columns has whole ones
+IN_SEGMENTS = ("sum", "max", "min")  # what tiles make of each segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +176,17 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Combine `operand` over whole axis groups.
+    """Combine `operand` over some axes of rows and columns, or over inner ones: the result varies over the
+    others alone.
 
-    kept: axes of these groups that the result keeps: one value for each of their points, which no tile holds
-    as a row or a column. It is only stored. Over no group, it is over the columns that `kept` lacks, the
-    inner ones, and each element of the tile has the value of the segment that it lies in.
+    axes: by number. Those of one element belong to them: a reduction over a group has all of its axes, and
+    one that keeps some axes of the two groups has all others. `over_of` says how tiles make it.
     """
 
     combine: str
     operand: int
-    over: frozenset[str]
+    axes: frozenset[int]
     dtype: torch.dtype
-    kept: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +316,52 @@ def _by_twos(axes: Sequence[Axis], index: Index) -> bool:
     )
 
 
+def axes_in(axes: Sequence[Axis], groups: Collection[str]) -> frozenset[int]:
+    """Return the numbers of the axes of some groups."""
+    return frozenset(k for k, axis in enumerate(axes) if axis.group in groups)
+
+
+def over_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[str]:
+    """Return the groups over which tiles are reduced: those of the axes, where these are whole groups.
+
+    A reduction that keeps a part of a group is over both groups: what it keeps is neither a row nor a column
+    of a tile, and its values are only stored. But one over segments, whole ones of which each tile has, is
+    over no group: each element of the tile has the value of the segment in which it lies. One over inner axes
+    is over these, and each element of the tile has its own.
+    """
+    if is_inner(axes, reduce):
+        return frozenset({INNER})
+    if kept_of(axes, reduce):
+        return frozenset() if _is_over_segments(axes, reduce) else TILE
+    groups = frozenset(axes[k].group for k in reduce.axes)
+    # Axes of one element are left out of nests: a reduction without axes is over the group that has none.
+    return groups or frozenset({ROWS if axes_in(axes, (COLS,)) else COLS})
+
+
+def is_inner(axes: Sequence[Axis], reduce: Reduce) -> bool:
+    """True if a reduction is over inner axes."""
+    return any(axes[k].group == INNER for k in reduce.axes)
+
+
+def kept_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[int]:
+    """Return the axes of rows and columns that a reduction keeps; none where it is over whole groups."""
+    whole = axes_in(axes, {axes[k].group for k in reduce.axes})
+    keeps_none = reduce.axes == whole or is_inner(axes, reduce)
+    return frozenset() if keeps_none else axes_in(axes, TILE) - reduce.axes
+
+
+def _is_over_segments(axes: Sequence[Axis], reduce: Reduce) -> bool:
+    """True if a reduction is over inner columns alone, and over so many of them that tiles make it."""
+    cols = [k for k, axis in enumerate(axes) if axis.group == COLS and axis.size != 1]
+    inner = [k for k in sorted(reduce.axes) if axes[k].size != 1]
+    is_inner = 0 < len(inner) < len(cols) and inner == cols[-len(inner) :]
+    return is_inner and reduce.combine in IN_SEGMENTS and product(axes[k].size for k in inner) in SEGMENTS
+
+
 def partial_reductions(loops: LoopNest) -> frozenset[int]:
-    """Reductions of which a tile has only a part: what they keep is neither a row nor a column of it."""
-    return frozenset(i for i, n in enumerate(loops.nodes) if isinstance(n, Reduce) and n.kept and n.over)
+    """Return the reductions of which a tile has only a part: they keep neither a row nor a column of it."""
+    reductions = ((i, n) for i, n in enumerate(loops.nodes) if isinstance(n, Reduce))
+    return frozenset(i for i, n in reductions if kept_of(loops.axes, n) and over_of(loops.axes, n))
 
 
 def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
@@ -322,9 +370,9 @@ def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
     for node in loops.nodes:
         groups = {g for o in operands_of(node) for g in out[o]}
         if isinstance(node, Load | Coordinate | InRange | Random):
-            groups |= {loops.axes[k].group for k, _ in node.index.terms if k >= 0} - {BATCH}
+            groups |= {loops.axes[k].group for k, _ in node.index.terms if k >= 0} & TILE
         if isinstance(node, Reduce):
-            groups -= node.over
+            groups -= over_of(loops.axes, node)
         if isinstance(node, Scan):
             groups |= {COLS}
         out.append(frozenset(groups))
@@ -332,13 +380,13 @@ def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
 
 
 def axes_of(loops: LoopNest) -> tuple[frozenset[int], ...]:
-    """The axes that each node varies over, as far as loads and coordinates tell: reductions keep theirs."""
+    """The axes that each node varies over, as far as loads and coordinates tell."""
     out: list[frozenset[int]] = []
     for node in loops.nodes:
         found = frozenset[int]().union(*(out[o] for o in operands_of(node)))
         if isinstance(node, Load | Coordinate | InRange | Random):
             found |= {k for k, _ in node.index.terms if k >= 0}
-        out.append(found)
+        out.append(found - node.axes if isinstance(node, Reduce) else found)
     return tuple(out)
 
 
@@ -422,7 +470,7 @@ def longest_piece(segment: int) -> int:
 
 
 def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Node:
-    """A node whose operands, and axes where given, go by new numbers."""
+    """A node whose operands, and axes where given, go by new numbers; reductions lose axes without one."""
     match node:
         case Load():
             within = None if node.within is None else numbers[node.within]
@@ -439,8 +487,8 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
             given = ((n, Value(numbers[a.node]) if isinstance(a, Value) else a) for n, a in node.operands)
             return replace(node, operands=tuple(given))
         case Reduce():
-            kept = node.kept if axes is None else frozenset(axes[k] for k in node.kept)
-            return replace(node, operand=numbers[node.operand], kept=kept)
+            reduced = node.axes if axes is None else frozenset(axes[k] for k in node.axes if k in axes)
+            return replace(node, operand=numbers[node.operand], axes=reduced)
         case Scan():
             return replace(node, operand=numbers[node.operand])
         case Counter():

@@ -18,7 +18,9 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     Total,
+    kept_of,
     operands_of,
+    over_of,
     store_operands,
 )
 
@@ -53,12 +55,15 @@ def _in_place(loops: LoopNest, result: str, given: str) -> bool:
 def _read_first(loops: LoopNest, result: str, given: str) -> bool:
     """Whether all that is made of the loaded elements themselves waits for no reduction that a store of the
     result does not wait for."""
-    if any(isinstance(n, Scan | Counter | Total) or (isinstance(n, Reduce) and n.kept) for n in loops.nodes):
+    reductions = {i: n for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)}
+    if any(isinstance(n, Scan | Counter | Total) for n in loops.nodes):
+        return False
+    if any(kept_of(loops.axes, n) for n in reductions.values()):
         return False
     behind = _reductions_behind(loops)
     stores = [behind[s.value] for s in loops.stores if s.buffer == result]
     first = frozenset.intersection(*stores)
-    if any(ROWS in node.over for i in first if isinstance(node := loops.nodes[i], Reduce)):
+    if any(ROWS in over_of(loops.axes, reductions[i]) for i in first):
         return False  # what waits for a sum over rows may be another kernel's
     reached = {*_loads(loops, given)}
     for number, node in enumerate(loops.nodes):

@@ -22,6 +22,7 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Reduce,
     operands_of,
+    over_of,
 )
 
 MOST_ROWS = 8192  # of a vector, which the threads of a program hold whole
@@ -37,8 +38,8 @@ def made_ahead(loops: LoopNest, groups: Groups, products: Collection[int]) -> fr
     groups: what each node varies over. products: sums over the rows of what vectors weight.
     """
     reductions = {i: n for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)}
-    whole = (i for i, n in reductions.items() if n.over == OVER_ROWS and not n.kept and n.combine in NUMBERS)
-    narrow = {i for i in whole if COLS not in groups[reductions[i].operand]}
+    numbers = (i for i, n in reductions.items() if n.combine in NUMBERS and COLS not in groups[n.operand])
+    narrow = {i for i in numbers if over_of(loops.axes, reductions[i]) == OVER_ROWS}
     if reductions.keys() - narrow - set(products):
         return frozenset()
     weights = with_operands(loops, (reductions[i].operand for i in products), ())

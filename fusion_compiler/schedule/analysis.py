@@ -27,9 +27,12 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     Value,
+    axes_in,
     groups_of,
+    kept_of,
     longest_piece,
     operands_of,
+    over_of,
     partial_reductions,
     renumber,
     renumber_index,
@@ -57,6 +60,7 @@ class Analysis:
     def __init__(self, loops: LoopNest) -> None:
         self.loops = loops
         self.groups = groups_of(loops)
+        self._over = {i: over_of(loops.axes, n) for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)}
         self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in GROUPS}
         batch, rows = len(self.axes[BATCH]), len(self.axes[ROWS])
         self.first = {BATCH: 0, ROWS: batch, COLS: batch + rows}
@@ -162,8 +166,13 @@ class Analysis:
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:
-        """Those over whole groups: any tile of whole segments makes the others."""
-        return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Reduce) and n.over)
+        """Those over groups: any tile of whole segments makes the others."""
+        return tuple(i for i, over in self._over.items() if over)
+
+    @cached_property
+    def in_segments(self) -> tuple[int, ...]:
+        """Reductions over segments of each row."""
+        return tuple(i for i, over in self._over.items() if not over)
 
     @cached_property
     def scans(self) -> tuple[int, ...]:
@@ -176,13 +185,13 @@ class Analysis:
         return frozenset(n.reverse for n in self.loops.nodes if isinstance(n, Scan))
 
     @cached_property
-    def narrow(self) -> Mapping[int, Reduce]:
+    def narrow(self) -> Mapping[int, int]:
         """Values that are the same for all elements of a segment, and a reduction that they come from."""
-        found: dict[int, Reduce] = {}
+        found: dict[int, int] = {}
         for i, node in enumerate(self.loops.nodes):
             operands = operands_of(node)
-            if isinstance(node, Reduce) and not node.over:
-                found[i] = node
+            if i in self.in_segments:
+                found[i] = i
             elif isinstance(node, Compute) and (made_of := [found[o] for o in operands if o in found]):
                 if all(o in found or COLS not in self.groups[o] for o in operands):
                     found[i] = made_of[0]
@@ -191,8 +200,7 @@ class Analysis:
     @cached_property
     def least_cols(self) -> int:
         """Columns of a block: it has whole segments, where reductions are over those."""
-        within = (n for n in self.loops.nodes if isinstance(n, Reduce) and not n.over)
-        return max((segment_of(self.loops, n.kept) or 1 for n in within), default=1)
+        return max((segment_of(self.loops, self.kept(i)) or 1 for i in self.in_segments), default=1)
 
     def is_sum(self, number: int) -> bool:
         """Whether a node adds up float32."""
@@ -274,7 +282,7 @@ class Analysis:
         if self.scans:
             return False
         nodes = self.loops.nodes
-        along = (n for i in self.reductions if isinstance(n := nodes[i], Reduce) and COLS in n.over)
+        along = (n for i in self.reductions if isinstance(n := nodes[i], Reduce) and COLS in self.over(i))
         return isinstance(self.size(COLS), int) and all(accumulator_dtype(n).itemsize == 4 for n in along)
 
     @cached_property
@@ -307,12 +315,10 @@ class Analysis:
     def kept(self, node: int) -> frozenset[int]:
         reduce = self.loops.nodes[node]
         assert isinstance(reduce, Reduce)
-        return reduce.kept
+        return kept_of(self.loops.axes, reduce)
 
     def over(self, node: int) -> frozenset[str]:
-        reduce = self.loops.nodes[node]
-        assert isinstance(reduce, Reduce)
-        return reduce.over
+        return self._over[node]
 
     @cached_property
     def zero_in_missing_rows(self) -> frozenset[int]:
@@ -382,7 +388,8 @@ class Analysis:
                 isinstance(peak, Reduce)
                 and peak.combine == "max"
                 and peak.operand == value
-                and peak.over == reduce.over == frozenset({COLS})
+                and peak.axes == reduce.axes
+                and self.over(number) == frozenset({COLS})
             ):
                 assert top is not None
                 pairs[number] = top
@@ -444,7 +451,7 @@ class Analysis:
                 depth = levels[self.online[i]]
             elif i in self.moments:
                 depth = levels[self.moments[i][0]]
-            elif isinstance(node, Reduce) and COLS in node.over:
+            elif isinstance(node, Reduce) and COLS in self.over(i):
                 depth += 1
             levels.append(depth)
         return tuple(levels)
@@ -605,12 +612,13 @@ def along_rows_first(loops: LoopNest) -> LoopNest:
     numbers: dict[int, int] = {}
     nodes: list[Node] = []
     names: list[str] = []
+    rows, cols = (axes_in(loops.axes, (group,)) for group in (ROWS, COLS))
     for i, node in enumerate(loops.nodes):
         node = renumber(node, numbers)
-        if isinstance(node, Reduce) and node.over == frozenset({ROWS, COLS}) and not node.kept:
-            nodes.append(replace(node, over=frozenset({COLS})))
+        if rows and cols and isinstance(node, Reduce) and node.axes == rows | cols:
+            nodes.append(replace(node, axes=cols))
             names.append(loops.names[i])
-            node = replace(node, operand=len(nodes) - 1, over=frozenset({ROWS}))
+            node = replace(node, operand=len(nodes) - 1, axes=rows)
         numbers[i] = len(nodes)
         nodes.append(node)
         names.append(loops.names[i])

@@ -35,8 +35,10 @@ from fusion_compiler.ir.loops import (
     Scan,
     Total,
     Value,
+    kept_of,
     longest_piece,
     operands_of,
+    over_of,
     partial_reductions,
     right_neighbours,
 )
@@ -232,15 +234,15 @@ class Work:
 
     def _reduce(self, node: Reduce) -> tuple[int, int, int]:
         operand = node.operand
-        over = (ROWS in node.over) | 2 * (COLS in node.over)
+        groups = over_of(self.loops.axes, node)
+        over = (ROWS in groups) | 2 * (COLS in groups)
         self.reduced |= over
         self.ahead += over == 1 and self.varies[operand] == 1
         self.sums_of_columns += over == 1 and self.varies[operand] & 2 != 0
         self.fp32 += self.count[self.varies[operand]]
         axes = self.axes[operand]
-        for axis, group in enumerate(self.group_of):
-            if group & over:
-                axes &= ~(1 << axis)
+        if over:  # of a segment's value each of its elements has one
+            axes &= ~sum(1 << axis for axis in node.axes)
         phase = self.phase[operand]
         if over & 2 or self.matrices:
             if over == 2 and not self.matrices:
@@ -306,7 +308,8 @@ class Work:
         """A partial result for every piece of a row, the sums of which do not exist in the tile."""
         operand = node.operand
         self.fp32 += self.count[3]
-        kept = [(self.sizes[k], self.group_of[k]) for k in node.kept]
+        numbers = kept_of(self.loops.axes, node)
+        kept = [(self.sizes[k], self.group_of[k]) for k in numbers]
         segment = self.count[2] // max(1, prod(size for size, group in kept if group == 2))
         whole = all(group == 1 for _, group in kept)
         piece = min(PIECE, segment if whole else longest_piece(segment))
@@ -316,7 +319,7 @@ class Work:
         self.addends = max(self.addends, partials // max(1, totals))
         if self.phase[operand]:
             self.late |= self.needs[operand]
-        return 0, sum(1 << k for k in node.kept), 0, self.phase[operand]
+        return 0, sum(1 << k for k in numbers), 0, self.phase[operand]
 
     def _together(self, operands: Iterable[int]) -> tuple[int, int, int, int]:
         """(groups, axis bits, needs, phase) of what some nodes make."""

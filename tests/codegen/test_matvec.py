@@ -76,6 +76,22 @@ def test_the_matrix_in_the_other_order(rows: int) -> None:
     check(lambda x, w: x @ w, x, w.t().contiguous(), kernels=1)
 
 
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+def test_products_of_another_width_are_summed_along_their_own(turned: bool, inner: bool) -> None:
+    """As many terms in all, but fewer results of more each: they keep a part of the other's columns."""
+    n, parts, k = 32, 4, 48
+    shape = (parts, n) if inner else (n, parts)
+    (x, w), (z, v) = linear(1, n * parts, k), linear(1, n, k * parts)
+    if turned:
+        w, v = w.t().contiguous().t(), v.t().contiguous().t()
+
+    def added(x: Tensor, w: Tensor, z: Tensor, v: Tensor) -> Tensor:
+        return F.linear(x, w).view(shape) + F.linear(z, v).view((1, n) if inner else (n, 1))
+
+    check(added, x, w, z, v)
+
+
 @pytest.mark.parametrize("columns", [1, 3])
 def test_few_columns(columns: int) -> None:
     check(lambda a, x: a @ x, torch.randn(80, 96), torch.randn(96, columns), kernels=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.device import device_spec
-from fusion_compiler.ir.loops import ROWS, Axis, Index, Load, LoopNest, Reduce, Store
+from fusion_compiler.ir.loops import Axis, Index, Load, LoopNest, Reduce, Store
 from fusion_compiler.schedule.analysis import MOST_TURNS
 from fusion_compiler.schedule.schedule import Cols
 from tests.exactness import Compiled, Schedules, cramped, misaligned_forms
@@ -71,10 +71,10 @@ def sums_over_rows(count: int, width: int, along: bool) -> LoopNest:
     """A sum over the rows of a matrix, with the sum along each row where asked for."""
     axes = (Axis("row", count, "rows"), Axis("col", width, "cols"))
     nodes: list[Any] = [Load("x", Index(0, ((0, width), (1, 1))), None, torch.float32)]
-    nodes.append(Reduce("sum", 0, frozenset({ROWS}), torch.float32))
+    nodes.append(Reduce("sum", 0, frozenset({0}), torch.float32))
     stores = [Store("over", Index(0, ((1, 1),)), 1)]
     if along:
-        nodes.append(Reduce("sum", 0, frozenset({"cols"}), torch.float32))
+        nodes.append(Reduce("sum", 0, frozenset({1}), torch.float32))
         stores.append(Store("along", Index(0, ((0, 1),)), 2))
     return LoopNest(axes, tuple(nodes), tuple(stores), ("x", "over", "along")[: len(nodes)])
 

@@ -131,7 +131,7 @@ def test_statistics_of_one_row_share_a_program() -> None:
     compiled(x(6, 40))
     (cluster,) = compiled.plans[0].clusters
     reductions = [n for n in cluster.loops.nodes if isinstance(n, Reduce)]
-    assert len({r.over for r in reductions}) == 1 and len(reductions) >= 2
+    assert len({r.axes for r in reductions}) == 1 and len(reductions) >= 2
 
 
 def test_views_between_a_value_and_its_copy_cut_no_axis() -> None:

@@ -14,10 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir import dag, depthwise, layout
-from fusion_compiler.ir.loops import COLS, INNER, Load, LoopNest, Reduce
+from fusion_compiler.ir.loops import COLS, INNER, LoopNest, Reduce
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
-from fusion_compiler.passes.lower.space import Illegal
 from tests.convolutions import Depthwise, depthwise_cases
 from tests.nest_values import stored
 

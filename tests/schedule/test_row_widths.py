@@ -68,10 +68,10 @@ class Made:
         return self.node(Compute(aten.mul.Tensor, (("self", a), ("other", b)), self.dtype))
 
     def sum(self, value: Value, *over: str) -> Value:
-        return self.node(Reduce("sum", value.node, frozenset(over), self.dtype))
+        return self.node(Reduce("sum", value.node, frozenset(map((ROWS, COLS).index, over)), self.dtype))
 
     def any(self, value: Value, *over: str) -> Value:
-        return self.node(Reduce("any", value.node, frozenset(over), torch.bool))
+        return self.node(Reduce("any", value.node, frozenset(map((ROWS, COLS).index, over)), torch.bool))
 
     def store(self, value: Value, *axes: int) -> None:
         name, dtype = f"out{len(self.stores)}", self.nodes[value.node].dtype  # type: ignore[union-attr]

@@ -30,7 +30,7 @@ class Columns:
 def address(b: Builder, columns: Columns, buffer: str, index: Index) -> tuple[Expression, Expression | None]:
     """(addresses, mask) of an access; the index is over these columns."""
     name, axes, first = columns.name, columns.axes, b.a.first[COLS]
-    over = Analysis(replace(b.loops, axes=axes))
+    over = Analysis(replace(b.loops, axes=axes, nodes=()))
     merged, whole = over.merged(index)
     several = [i for i in range(first, len(axes)) if axes[i].size != 1]
 

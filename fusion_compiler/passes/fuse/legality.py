@@ -14,7 +14,6 @@ from fusion_compiler.ir.loops import (
     COLS,
     ROWS,
     Load,
-    LoopNest,
     Reduce,
     Scan,
     axes_of,
@@ -80,41 +79,23 @@ def segments(a: Analysis, device: DeviceSpec) -> str | None:
     for i, node in enumerate(loops.nodes):
         before = frozenset[int]().union(*(behind[o] for o in operands_of(node)))
         waits = [n for n in before if n in partial]
-        if waits and (isinstance(node, Reduce) or groups[i] or len({_kept(loops, n) for n in before}) > 1):
+        if waits and (isinstance(node, Reduce) or groups[i] or len({a.kept(n) for n in before}) > 1):
             return f"{loops.names[i]} needs {loops.names[waits[0]]}, of which each row has only a part"
         behind.append(frozenset({i}) if isinstance(node, Reduce) else before)
-        if i in partial and (reason := _no_pieces(loops, i)) is not None:
+        if i in partial and (reason := _no_pieces(a, i)) is not None:
             return reason
     for store in loops.stores:
-        kept = frozenset[int]().union(*(_kept(loops, n) for n in behind[store.value] & partial))
+        kept = frozenset[int]().union(*(a.kept(n) for n in behind[store.value] & partial))
         if kept and (store.within is not None or kept != frozenset(k for k, _ in store.index.terms)):
             return f"{store.buffer} has other elements than the sums that it is made of"
     return None
 
 
-def segment_order(a: Analysis, device: DeviceSpec) -> str | None:
-    """A reduction over segments keeps the outer columns of the order that memory gave them: in another, as of
-    channels-last images whose channels a sum over the pixels keeps, a segment's columns lie apart."""
-    loops = a.loops
-    cols = [k for k, axis in enumerate(loops.axes) if axis.group == COLS]
-    for i, node in enumerate(loops.nodes):
-        if isinstance(node, Reduce) and not node.over:
-            outer = [k for k in cols if k in node.kept]
-            if outer != cols[: len(outer)]:
-                return f"{loops.names[i]} keeps columns inside of those that it reduces"
-    return None
-
-
-def _kept(loops: LoopNest, number: int) -> frozenset[int]:
-    node = loops.nodes[number]
-    return node.kept if isinstance(node, Reduce) else frozenset()
-
-
-def _no_pieces(loops: LoopNest, number: int) -> str | None:
-    name, kept = loops.names[number], _kept(loops, number)
-    if not all(isinstance(a.size, int) and a.size > 0 for a in loops.axes):
+def _no_pieces(a: Analysis, number: int) -> str | None:
+    loops, name, kept = a.loops, a.loops.names[number], a.kept(number)
+    if not all(isinstance(axis.size, int) and axis.size > 0 for axis in loops.axes):
         return f"{name} keeps a part of axes that may be empty"
-    cols = [k for k, a in enumerate(loops.axes) if a.group == COLS]
+    cols = [k for k, axis in enumerate(loops.axes) if axis.group == COLS]
     if any(k in kept and k - 1 in cols and k - 1 not in kept for k in cols):
         return f"{name} keeps columns inside of those that it reduces"
     segment = segment_of(loops, kept)
@@ -144,16 +125,15 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     what that has. Where nothing is reduced, every element of the space is one element of every result.
     """
     loops, groups = a.loops, a.groups
-    whole = (isinstance(n, Reduce) and n.over == frozenset({COLS}) for n in loops.nodes)
-    along_row = bool(a.scans) or any(whole)
+    along_row = bool(a.scans) or any(a.over(i) == frozenset({COLS}) for i in a.reductions)
     present = {axis.group for axis in loops.axes} - ({COLS} if along_row else set())
     if a.matrices:
         present = {BATCH}
     batch = {i for i, axis in enumerate(loops.axes) if axis.group == BATCH}
     reduced: list[frozenset[str]] = []
-    for node in loops.nodes:
+    for i, node in enumerate(loops.nodes):
         over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
-        reduced.append(over | node.over if isinstance(node, Reduce) else over)
+        reduced.append(over | a.over(i) if isinstance(node, Reduce) else over)
     live = {i for i, axis in enumerate(loops.axes) if axis.size != 1}
     empty = {i for i, axis in enumerate(loops.axes) if axis.size == 0}
     perhaps_empty = {
@@ -189,7 +169,6 @@ LAWS: tuple[tuple[str, Law], ...] = (
     ("in place", known_places),
     ("grid", product_rows),
     ("segments", segments),
-    ("segments", segment_order),
     ("fill", fills),
     ("registers", schedule),
 )

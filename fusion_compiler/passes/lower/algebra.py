@@ -11,6 +11,7 @@ import torch
 from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import (
     COLS,
+    INNER,
     ROWS,
     Compute,
     Constant,
@@ -22,7 +23,9 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Value,
     groups_of,
+    kept_of,
     operands_of,
+    over_of,
     renumber,
     renumber_store,
 )
@@ -84,7 +87,10 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
 
 def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) -> tuple[int, int, int] | None:
     """(t, v, n) of a reduction that has the form; n is the row's length."""
-    if not isinstance(node, Reduce) or node.combine != "sum" or node.kept:
+    if not isinstance(node, Reduce) or node.combine != "sum" or kept_of(loops.axes, node):
+        return None
+    over = over_of(loops.axes, node)
+    if INNER in over:  # which of the values vary over them is not known here
         return None
     choice = loops.nodes[_origin(loops, node.operand)]
     if not isinstance(choice, Compute) or choice.target is not aten.where.self:
@@ -95,7 +101,7 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
         return None
     rest = loops.nodes[_origin(loops, other.node)]
     equal = loops.nodes[condition.node]
-    if not isinstance(rest, Constant) or rest.value != 0 or groups[value.node] & node.over:
+    if not isinstance(rest, Constant) or rest.value != 0 or groups[value.node] & over:
         return None
     if not isinstance(equal, Compute) or equal.target is not aten.eq.Tensor:
         return None
@@ -105,8 +111,8 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
         return None
     for here, there in ((a.node, b.node), (b.node, a.node)):
         position = loops.nodes[here]
-        if isinstance(position, Coordinate) and not groups[there] & node.over:
-            size = _counts(loops, position.index, node.over)
+        if isinstance(position, Coordinate) and not groups[there] & over:
+            size = _counts(loops, position.index, node.axes)
             if size is not None:
                 return there, value.node, size
     return None
@@ -117,7 +123,7 @@ def factored_sums(loops: LoopNest) -> LoopNest:
 
     A norm in front of a matrix: both are read in one pass, and nothing of it waits for the row's mean square.
     """
-    if sum(isinstance(n, Reduce) and n.over == ALONG for n in loops.nodes) < 2:
+    if sum(isinstance(n, Reduce) and over_of(loops.axes, n) == ALONG for n in loops.nodes) < 2:
         return loops
     groups, waiting, new = groups_of(loops), _waiting(loops), _Rebuilt(loops)
     changed = False
@@ -158,7 +164,7 @@ def _waiting(loops: LoopNest) -> set[int]:
     """The nodes that wait for a reduction along the columns."""
     found: set[int] = set()
     for number, node in enumerate(loops.nodes):
-        reduces = isinstance(node, Reduce) and node.over == ALONG
+        reduces = isinstance(node, Reduce) and over_of(loops.axes, node) == ALONG
         if reduces or not found.isdisjoint(operands_of(node)):
             found.add(number)
     return found
@@ -177,7 +183,7 @@ def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
 def _weighs(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -> bool:
     """Whether a reduction is a sum along rows of a matrix, or of one and its scales, which lie in memory so,
     each element times what is the same in all of them."""
-    if node.combine != "sum" or node.kept or node.over != ALONG:
+    if node.combine != "sum" or over_of(loops.axes, node) != ALONG:
         return False
     stack, leaves = [node.operand], list[int]()
     while stack:
@@ -186,7 +192,7 @@ def _weighs(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -
         stack.extend(factors)
         leaves += () if factors else (number,)
     wide = [n for n in leaves if groups[n] == frozenset({ROWS, COLS})]
-    if not wide or not all(groups[n] <= node.over for n in leaves if n not in wide):
+    if not wide or not all(groups[n] <= ALONG for n in leaves if n not in wide):
         return False
     return not any(_runs_along_rows(loops, n) for matrix in wide for n in _behind(loops, matrix))
 
@@ -221,11 +227,11 @@ def _origin(loops: LoopNest, number: int) -> int:
     return number
 
 
-def _counts(loops: LoopNest, index: Index, over: frozenset[str]) -> int | None:
+def _counts(loops: LoopNest, index: Index, reduced: frozenset[int]) -> int | None:
     """The number of positions, where `index` counts the reduced axes 0, 1, 2, ... exactly once each."""
-    axes = [i for i, a in enumerate(loops.axes) if a.group in over]
+    axes = sorted(reduced)
     terms = dict(index.terms)
-    if index.const != 0 or set(terms) != set(axes):
+    if index.const != 0 or terms.keys() != reduced:
         return None
     step: Dim = 1
     while axes:  # the innermost first: the one that the index follows in these steps

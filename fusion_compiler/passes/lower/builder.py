@@ -16,6 +16,7 @@ from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, not_above, simple
 from fusion_compiler.ir.index import Extents, divided
 from fusion_compiler.ir.loops import (
+    Axis,
     Compute,
     Constant,
     Coordinate,
@@ -32,10 +33,11 @@ aten = torch.ops.aten
 
 
 class Builder(ABC):
-    """nodes, names: of the program so far, in SSA order. extents: of the axes that indices go by."""
+    """nodes, names: of the program so far, in SSA order. extents: of the axes that indices go by, the nest's
+    first."""
 
-    def __init__(self, dag: OpDag, extents: tuple[Dim, ...]) -> None:
-        self.dag, self.extents = dag, Extents(extents)
+    def __init__(self, dag: OpDag, axes: tuple[Axis, ...], extents: tuple[Dim, ...]) -> None:
+        self.dag, self.axes, self.extents = dag, axes, Extents(extents)
         self.nodes: list[Node] = []
         self.names: list[str] = []
         self.numbering: dict[Node, int] = {}

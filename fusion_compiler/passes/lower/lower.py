@@ -42,6 +42,7 @@ from fusion_compiler.ir.loops import (
     GROUPS,
     INNER,
     ROWS,
+    TILE,
     Axis,
     Compute,
     Constant,
@@ -52,6 +53,7 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Store,
     Value,
+    axes_in,
 )
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.put import put
@@ -77,8 +79,6 @@ from fusion_compiler.passes.lower.space import (
 from fusion_compiler.passes.lower.special import SPECIAL, looked_up, put_place
 
 aten = torch.ops.aten
-SEGMENTS = (8, 16, 32, 64, 128)  # columns: every block of columns has whole ones
-IN_SEGMENTS = ("sum", "max", "min")
 # Beside a product what is reduced may lie across its rows, of each of which a program has its own value.
 UNROLLED: dict[str | None, OpOverload] = {
     "sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default,
@@ -154,7 +154,9 @@ class Lowering(Builder):
     def __init__(
         self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding
     ) -> None:
-        super().__init__(dag, space.extents)
+        groups = space.axis_groups
+        axes = tuple(Axis(f"a{i}", size, groups[i]) for i, size in enumerate(space.axes))
+        super().__init__(dag, axes, space.extents)
         self.ops, self.outputs, self.space = ops, outputs, space
         self.rounder = Rounder(self, rounding)
         self.inside = set(ops)
@@ -164,7 +166,6 @@ class Lowering(Builder):
         self.reduced: dict[tuple[str, Dim | None], tuple[Coords, int]] = {}
         self.inner: dict[str, Coords] = {}  # what sums over windows count, behind the space's axes
         self.terms: Counter[str] = Counter()  # of what is unrolled
-        groups = space.axis_groups
         live = [i for i, size in enumerate(space.axes) if size != 1]
         self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in GROUPS}
         columns = scans.Columns.of(space.axes, self.group_axes[COLS], self.group_axes[ROWS])
@@ -191,11 +192,7 @@ class Lowering(Builder):
                     "space", f"{name} is {list(shape)}, and the others' space is {list(self.space.axes)}"
                 )
             stores += [self.store(name, own, piece=i) for i, own in enumerate(self.pieces(coords))]
-        groups = self.space.axis_groups
-        axes = [Axis(f"a{i}", s, groups[i]) for i, s in enumerate(self.space.axes)]
-        if self.inner:
-            axes += [Axis(f"a{i}", s, INNER) for i, s in enumerate(self.extents.axes)][len(axes) :]
-        return LoopNest(tuple(axes), tuple(self.nodes), tuple(stores), tuple(self.names))
+        return LoopNest(self.axes, tuple(self.nodes), tuple(stores), tuple(self.names))
 
     def store(self, name: str, coords: Coords, within: int | None = None, piece: int = 0) -> Store:
         """piece: the number of the piece that the coordinates are in."""
@@ -414,12 +411,15 @@ class Lowering(Builder):
         if self.space.index_split is not None:
             raise Illegal("space", f"{key} sums over windows, and is not made in pieces")
         if key not in self.inner:
-            first = len(self.extents.axes)
-            long = [size for size in sizes if size != 1]
-            numbers = iter(range(first, first + len(long)))
-            self.extents.axes = (*self.extents.axes, *long)
-            self.inner[key] = tuple(ZERO if size == 1 else axis(next(numbers)) for size in sizes)
+            self.inner[key] = tuple(ZERO if size == 1 else axis(self.inner_axis(size)) for size in sizes)
         return self.inner[key]
+
+    def inner_axis(self, size: Dim) -> int:
+        """Return the number of a new axis, behind all others."""
+        number = len(self.axes)
+        self.axes += (Axis(f"a{number}", size, INNER),)
+        self.extents.axes += (size,)
+        return number
 
     def is_window(self, coords: Coords) -> bool:
         """True for coordinates that move along inner axes."""
@@ -522,19 +522,18 @@ class Lowering(Builder):
             return node
         wanted = [d for d in kept_dims if piece is None or split is None or d not in split.dims]
         at = dict(zip(kept_dims, kept, strict=True))
-        over, kept_axes = self.reduced_groups(
+        axes = self.reduced_axes(
             op, tuple(at[d] for d in wanted), tuple(shape[d] for d in wanted), tuple(shape[d] for d in dims)
         )
-        axes = tuple(sorted(i for g in over for i in self.group_axes[g] if i not in kept_axes))
-        inner = self.spread_like_operand(op, axes, reduced)
+        live = tuple(i for i in sorted(axes) if self.axes[i].size != 1)
+        inner = self.spread_like_operand(op, live, reduced)
         full: list[Index] = [ZERO] * len(shape)
         for d, c in zip(kept_dims, kept, strict=True):
             full[d] = c
         for d, c in zip(dims, inner, strict=True):
             full[d] = c
         position = flatten(inner, strides_of(tuple(shape[d] for d in dims)))
-        over = frozenset() if self.in_segments(op, kept_axes) else over
-        node = self.combine(op, tuple(full), over, kept_axes, position)
+        node = self.combine(op, tuple(full), axes, position)
         self.reduced[op.name, piece] = (coords, node)
         return node
 
@@ -603,7 +602,7 @@ class Lowering(Builder):
                     inner = tuple(piece[d] for d in dims)
                     sizes = tuple(product(self.space.factors[d]) for d in dims)
                     position = flatten(inner, strides_of(sizes))
-                    return self.combine(op, piece, over, frozenset(), position)
+                    return self.combine(op, piece, axes_in(self.axes, over), position)
         raise Illegal("rows", f"{op.name} does not keep whole axes")
 
     def spread_like_operand(self, op: Op, axes: tuple[int, ...], reduced: Reduced) -> Coords:
@@ -617,14 +616,14 @@ class Lowering(Builder):
                 return inner
         return self.spread(axes, sizes)
 
-    def reduced_groups(
+    def reduced_axes(
         self, op: Op, kept: Coords, kept_shape: tuple[Dim, ...], reduced: tuple[Dim, ...]
-    ) -> tuple[frozenset[str], frozenset[int]]:
-        """Which axis groups a reduction at these coordinates runs over, and which axes of them it keeps."""
+    ) -> frozenset[int]:
+        """The axes that a reduction at these coordinates runs over."""
         if self.is_piece(kept):
             assert self.along is not None
             if simple(product(reduced)) == product(self.space.axes[i] for i in self.group_axes[self.along]):
-                return frozenset({self.along}), frozenset()
+                return axes_in(self.axes, (self.along,))
         batch = set(self.group_axes[BATCH])
         keys = {k for c in kept for k, _ in c.terms}
         if not is_bijection(kept, kept_shape, self.extents) or not batch <= keys:
@@ -635,51 +634,37 @@ class Lowering(Builder):
         both = simple(sizes[ROWS] * sizes[COLS])
         for candidate, kept_group in ((COLS, ROWS), (ROWS, COLS)):
             if keys == set(self.group_axes[kept_group]) and count == sizes[candidate]:
-                return frozenset({candidate}), frozenset()
+                return axes_in(self.axes, (candidate,))
         if not keys:
             if count == both:
-                return frozenset({ROWS, COLS}), frozenset()
+                return axes_in(self.axes, TILE)
             for candidate in (ROWS, COLS):
                 if count == sizes[candidate]:
-                    return frozenset({candidate}), frozenset()
-        elif set(self.group_axes[COLS]) - keys and not batch:
+                    return axes_in(self.axes, (candidate,))
+        elif set(self.group_axes[COLS]) - keys and not batch and keeps_parts(op):
             if simple(count * product(self.space.axes[k] for k in keys)) == both:
-                return frozenset({ROWS, COLS}), frozenset(keys)
+                return axes_in(self.axes, TILE) - keys
         raise Illegal(
             "rows",
             f"{op.name} reduces {count} elements of {sizes[ROWS]} rows x {sizes[COLS]}: no whole axis",
         )
 
-    def in_segments(self, op: Op, kept: frozenset[int]) -> bool:
-        """Whether a reduction keeps every row, and of the columns the outer ones: any tile of some whole
-        segments of a row makes it."""
-        spec, sizes = spec_of(op.target), self.space.axes
-        if spec is None:  # a product
-            return False
-        rows, cols = ([k for k in self.group_axes[g] if sizes[k] != 1] for g in (ROWS, COLS))
-        outer = [k for k in cols if k in kept]
-        length = product(sizes[k] for k in cols[len(outer) :])
-        whole = kept.issuperset(rows) and bool(outer) and outer == cols[: len(outer)]
-        return whole and spec.combine in IN_SEGMENTS and length in SEGMENTS
-
-    def combine(
-        self, op: Op, coords: Coords, over: frozenset[str], kept: frozenset[int], position: Index
-    ) -> int:
+    def combine(self, op: Op, coords: Coords, axes: frozenset[int], position: Index) -> int:
         """The reduction node; argmax and argmin as the first position that holds the extremum."""
         if op.kind is Kind.CONTRACTION:
-            return self.combine_product(op, coords, over)
+            return self.combine_product(op, coords, axes)
         spec = spec_of(op.target)
         assert spec is not None and spec.combine is not None
         value = self.value(op.first, coords, None)
         dtype = compute_dtype(op.outputs[0].dtype)
-        small = self.counts_in_32_bits(over)
+        small = self.counts_in_32_bits(axes)
         if spec.combine == "sum" and dtype is torch.int64 and self.nodes[value].dtype is torch.bool and small:
-            return self.widened(Reduce("sum", value, over, torch.int32, kept), op.name)
+            return self.widened(Reduce("sum", value, axes, torch.int32), op.name)
         if spec.combine not in ("argmax", "argmin"):
-            node = self.emit(Reduce(spec.combine, value, over, dtype, kept), op.name)
+            node = self.emit(Reduce(spec.combine, value, axes, dtype), op.name)
             return self.rounder.rounded(op, node)
         operand_dtype = self.nodes[value].dtype
-        best = self.emit(Reduce(spec.combine[3:], value, over, operand_dtype, kept), f"{op.name}_value")
+        best = self.emit(Reduce(spec.combine[3:], value, axes, operand_dtype), f"{op.name}_value")
         hit = self.emit(
             Compute(aten.eq.Tensor, (("self", Value(value)), ("other", Value(best))), torch.bool),
             f"{op.name}_hit",
@@ -697,9 +682,9 @@ class Lowering(Builder):
         never = self.emit(Constant(torch.iinfo(integer).max, integer), "never")
         first = (("condition", Value(hit)), ("self", Value(here)), ("other", Value(never)))
         candidates = self.emit(Compute(aten.where.self, first, integer), f"{op.name}_candidate")
-        return self.widened(Reduce("min", candidates, over, integer, kept), op.name)
+        return self.widened(Reduce("min", candidates, axes, integer), op.name)
 
-    def combine_product(self, op: Op, coords: Coords, over: frozenset[str]) -> int:
+    def combine_product(self, op: Op, coords: Coords, axes: frozenset[int]) -> int:
         """alpha * sum(left * right) + beta * added, at [.., m, k, n]."""
         found = product_of(self.dag, op)
         assert found is not None
@@ -711,7 +696,7 @@ class Lowering(Builder):
             right = looked_up(self, op, found.right, (ZERO, k, n), [(m,)], None)
         dtype = compute_dtype(op.outputs[0].dtype)
         term = self.computed(aten.mul.Tensor, left, right, dtype, f"{op.name}_terms")
-        node = self.emit(Reduce("sum", term, over, dtype), op.name)
+        node = self.emit(Reduce("sum", term, axes, dtype), op.name)
         if found.alpha != 1:
             alpha = self.constant(found.alpha, dtype, "alpha")
             node = self.computed(aten.mul.Tensor, node, alpha, dtype, op.name)
@@ -729,9 +714,9 @@ class Lowering(Builder):
         operands = (("self", Value(left)), ("other", Value(right)), *more)
         return self.emit(Compute(target, operands, dtype), name)
 
-    def counts_in_32_bits(self, over: frozenset[str]) -> bool:
-        """Whether the elements of some axis groups can be counted in int32, which programs can exchange."""
-        count = product(self.space.axes[i] for g in over for i in self.group_axes[g])
+    def counts_in_32_bits(self, axes: frozenset[int]) -> bool:
+        """Whether the elements along some axes can be counted in int32, which programs can exchange."""
+        count = product(self.axes[i].size for i in axes)
         return isinstance(count, int) and count < 2**31
 
     def widened(self, reduce: Reduce, name: str) -> int:
@@ -745,6 +730,12 @@ def _reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:
     if keepdim:
         return tuple(ZERO if d in dims else c for d, c in enumerate(coords))
     return tuple(c for d, c in enumerate(coords) if d not in dims)
+
+
+def keeps_parts(op: Op) -> bool:
+    """Whether a reduction may keep a part of the columns: products, and places of extrema, keep none."""
+    spec = spec_of(op.target)
+    return spec is not None and spec.combine not in ("argmax", "argmin")
 
 
 def spec_is_pointwise(op: Op) -> bool:

@@ -18,7 +18,7 @@ from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, not_above, product, simple, strides_of
 from fusion_compiler.ir.index import axis, combine, shifted
-from fusion_compiler.ir.loops import COLS, Compute, Coordinate, Index, InRange, Reduce, Scan, Value
+from fusion_compiler.ir.loops import COLS, Compute, Coordinate, Index, InRange, Reduce, Scan, Value, axes_in
 from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype, scanned_dim
@@ -161,7 +161,7 @@ def _picked(build: Builder, op: Op, value: int, place: Index, number: int) -> in
     dtype = build.nodes[value].dtype
     here = build.emit(InRange(place, number, number + 1), f"{op.name}_here")
     alone = build.choose(here, value, build.constant(0, dtype, "zero"), dtype, f"{op.name}_alone")
-    return build.emit(Reduce("sum", alone, frozenset({COLS}), dtype), f"{op.name}_picked")
+    return build.emit(Reduce("sum", alone, axes_in(build.axes, (COLS,)), dtype), f"{op.name}_picked")
 
 
 def _of_one(build: Builder, op: Op, value: int) -> int:
