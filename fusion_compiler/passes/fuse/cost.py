@@ -7,6 +7,7 @@ and eager's kernels have a roofline of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf, prod
 
 import sympy
@@ -17,7 +18,8 @@ from fusion_compiler.ir import depthwise
 from fusion_compiler.ir.dag import FEW_ROWS, Op
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import LoopNest
+from fusion_compiler.ir.loops import INNER, Compute, LoopNest, Reduce, axes_in, axes_of
+from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline
@@ -55,7 +57,24 @@ def cost_of(
 
     buffers: every buffer that the nest loads or stores. hints: the sizes to plan for where they are symbolic.
     """
-    return cheapest(analysis or Analysis(loops), Roofline(loops, device, buffers, hints))
+    cost = cheapest(analysis or Analysis(loops), Roofline(loops, device, buffers, hints))
+    again = work_in_windows(loops, hints)
+    return replace(cost, us=cost.us + 1e6 * again / device.fp32_per_s) if again else cost
+
+
+def work_in_windows(loops: LoopNest, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> int:
+    """Return the operations on what sums over windows read, beside the sums themselves: of an element as many
+    as there are windows that read it, although neighbours in a program may share them."""
+    inner, total = axes_in(loops.axes, (INNER,)), 0
+    if not inner:
+        return 0
+    sums = {node.operand for node in loops.nodes if isinstance(node, Reduce)}
+    for number, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops), strict=True)):
+        if isinstance(node, Compute) and axes & inner and node.dtype.is_floating_point:
+            spec = None if number in sums else spec_of(node.target)
+            times = prod(hint(loops.axes[k].size, hints) for k in axes)
+            total += 0 if spec is None else spec.flops * times
+    return total
 
 
 def side_by_side(costs: Sequence[Cost], device: DeviceSpec) -> Cost:
