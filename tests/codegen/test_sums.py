@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import Axis, Index, Load, LoopNest, Reduce, Store
 from fusion_compiler.schedule.analysis import MOST_TURNS
 from fusion_compiler.schedule.schedule import Cols
-from tests.exactness import Compiled, Schedules, cramped, misaligned_forms
+from tests.exactness import Compiled, Schedules, cramped, misaligned_forms, not_as_close, wide
 
 
 def norm_and_variance(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,6 +66,22 @@ def test_variances_of_float64_are_made_in_float64(width: int) -> None:
         return x.var(-1)
 
     torch.testing.assert_close(Compiled(variance)(x), variance(x), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(("count", "width"), [(512, 64), (64, 1000)])
+@pytest.mark.parametrize("behind", [lambda v: v.exp().sum(), lambda v: torch.softmax(v, 0)])
+def test_what_follows_a_sum_over_rows_has_reductions_of_vectors_whole(
+    behind: Callable[[Tensor], Tensor], count: int, width: int
+) -> None:
+    def columns(x: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(x, 1).sum(0) * behind(v)
+
+    def total(x: Tensor, v: Tensor) -> Tensor:
+        return (torch.softmax(x, 1) * v).sum() * behind(v).sum()
+
+    inputs = torch.randn(count, width), torch.randn(width)
+    for f in (columns, total):
+        assert not_as_close(Compiled(f)(*inputs), f(*inputs), f(*wide(inputs))) is None
 
 
 def sums_over_rows(count: int, width: int, along: bool) -> LoopNest:

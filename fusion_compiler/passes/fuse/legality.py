@@ -33,6 +33,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
 )
 from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.schedule.ahead import with_operands
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.space import refusal
 
@@ -59,15 +60,21 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
-    """Only stores may follow a sum over all rows; a program that went on would wait for every other."""
+    """Only stores may follow a sum over all rows; a program that went on would wait for every other. Nor may
+    these need another reduction: the programs that add up the rows have a block of columns each."""
     loops, groups, late = a.loops, a.groups, a.after_rows
     for i in sorted(late):
         waits = any(o in late for o in operands_of(loops.nodes[i]))
         if waits and (isinstance(loops.nodes[i], Reduce | Scan) or ROWS in groups[i]):
             return f"{loops.names[i]} needs a reduction over all rows before it is complete"
-    for store in loops.stores:
-        if store.value in late and any(k >= 0 and loops.axes[k].group == ROWS for k, _ in store.index.terms):
+    stores = [s for s in loops.stores if s.value in late]
+    for store in stores:
+        if any(k >= 0 and loops.axes[k].group == ROWS for k, _ in store.index.terms):
             return f"{store.buffer} repeats a reduction over all rows in each of them"
+    needed = with_operands(loops, (o for s in stores for o in store_operands(s)), a.across_rows)
+    for i in sorted(needed.difference(a.across_rows)):
+        if isinstance(loops.nodes[i], Reduce | Scan):
+            return f"{loops.names[i]} is not known where a reduction over all rows is complete"
     return None
 
 
@@ -171,8 +178,8 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def windows(a: Analysis, device: DeviceSpec) -> str | None:
-    """Sums over windows stand beside nothing that needs whole rows, and what they read is cheap: it is computed
-    for each of them."""
+    """Sums over windows stand beside nothing that needs whole rows, and what they read is cheap: each of them
+    computes it."""
     loops, inner = a.loops, axes_in(a.loops.axes, (INNER,))
     if not inner:
         return None
