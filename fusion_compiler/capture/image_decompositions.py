@@ -88,7 +88,7 @@ def convolution_backward(
 
 def _is_depthwise(x: Tensor, weight: Tensor, geometry: Sequence[Any]) -> bool:
     *_, transposed, _, groups = geometry
-    return depthwise.IS_FUSED and depthwise.is_depthwise(x, weight, transposed, groups)
+    return depthwise.is_depthwise(x, weight, transposed, groups)
 
 
 def _per_dimension(x: Tensor, geometry: Sequence[Any]) -> list[list[int]]:

@@ -19,8 +19,6 @@ from torch._ops import OpOverload
 
 from fusion_compiler.ir.channel_order import order_of_result
 
-# The one switch: capture takes depthwise convolutions apart into these operators only if it is on.
-IS_FUSED = False
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of which a library's results lie as these do
 
 _aten = torch.ops.aten

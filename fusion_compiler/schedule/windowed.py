@@ -31,6 +31,7 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Store,
     Value,
+    axes_of,
 )
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule.analysis import operand_of
@@ -39,7 +40,6 @@ from fusion_compiler.schedule.placement import (
     Place,
     Placement,
     Split,
-    axes_of_values,
     placed_registers,
     refusal,
 )
@@ -52,7 +52,7 @@ MOST_UNROLLED = 36  # taps times positions, beyond which the outer taps are a lo
 MOST_ROWS = 4  # of positions in a tile, beside the sliding one
 MOST_REGISTERS = 150  # of a thread, for accumulators
 WARPS = 16  # of each multiprocessor, in all programs that share a filter's gradient
-ISSUE, ISSUE_SPLIT = 1.5, 3.4  # instructions issued for each that is counted: of a convolution, a gradient
+ISSUE, ISSUE_SPLIT = 1.5, 2.5  # instructions issued for each that is counted: of a convolution, a gradient
 LATENCY_US = 8.0  # in which a program waits for the first of its taps, and stores
 PER_LOAD = 9 / 8  # instructions of an element that is loaded: its conversion, and a share of a vector's load
 KEPT = 8  # placements of a nest, best first
@@ -173,6 +173,8 @@ def _shapes(
     phase = 1 if w.slide is None else w.phases.get(w.slide[0], 1)
     each = (8, 16) if w.are_reduced else (4, 2, 1)
     blocks = powers(32, 128) if w.are_reduced else powers(16, 64)
+    if w.slide is None:
+        blocks = powers(128, 1024)
     for block in dict.fromkeys(min(b, padded(size[w.vector])) for b in blocks):
         for unrolled in dict.fromkeys(phase * n for n in (1, 2, 4) if w.slide is not None or n == 1):
             for warps in (2, 4, 8):
@@ -321,7 +323,7 @@ def cost(
     issue = issue_us(loops, windows, shape, device, hints)
     second = device.launch_us if shape.parts > 1 or shape.spread else 0.0
     sizes = [hint(axis.size, hints) for axis in loops.axes]
-    axes = axes_of_values(loops)
+    axes = axes_of(loops)
     flops = sum(2 * prod(sizes[k] for k in axes[n.operand]) for n in loops.nodes if isinstance(n, Reduce))
     us = device.launch_us - device.floor_us + LATENCY_US + memory + issue + second
     return Cost(us, read, written, flops, "memory" if memory > issue else "arithmetic")

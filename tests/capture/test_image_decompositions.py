@@ -194,11 +194,6 @@ def test_operands_in_two_orders_are_copied_by_the_graph() -> None:
         assert our.stride() == operand.stride()
 
 
-@pytest.fixture
-def depthwise_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(depthwise, "IS_FUSED", True)
-
-
 def geometry_of(case: Depthwise) -> tuple[Any, ...]:
     return *case.geometry, False, [0] * len(case.size), case.channels
 
@@ -214,7 +209,6 @@ def with_bias(geometry: tuple[Any, ...]) -> Callable[..., Any]:
     return passes
 
 
-@pytest.mark.usefixtures("depthwise_is_fused")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_depthwise_convolution_and_its_gradients_are_operators_of_their_own(dtype: torch.dtype) -> None:
     for case in depthwise_cases(6):
@@ -229,7 +223,6 @@ def test_a_depthwise_convolution_and_its_gradients_are_operators_of_their_own(dt
             torch.testing.assert_close(our.double(), true, rtol=0, atol=allowed)
 
 
-@pytest.mark.usefixtures("depthwise_is_fused")
 @pytest.mark.parametrize("wanted", [[True, False], [False, True], [False, False]], ids=str)
 def test_only_the_gradients_that_are_wanted_are_computed(wanted: list[bool]) -> None:
     (case,) = depthwise_cases(1)
@@ -244,7 +237,6 @@ def test_only_the_gradients_that_are_wanted_are_computed(wanted: list[bool]) -> 
     assert [target in targets(apart) for target in expected] == wanted
 
 
-@pytest.mark.usefixtures("depthwise_is_fused")
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("faster", ["", "forward", "dgrad", "wgrad", "forward dgrad wgrad"])
 def test_each_depthwise_pass_runs_in_its_faster_order(
@@ -270,16 +262,12 @@ def test_each_depthwise_pass_runs_in_its_faster_order(
         assert our.stride() == like.stride() or our.shape[1] == 1
 
 
-def test_depthwise_convolutions_stay_as_they_are_where_no_cluster_holds_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_depthwise_convolutions_stay_as_they_are_on_a_cpu() -> None:
     x, weight = image(2, 4, 7, 9), image(4, 1, 3, 3)
     geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 4)
 
     def conv(x: Tensor, weight: Tensor) -> Tensor:
         return aten.convolution.default(x, weight, None, *geometry)
 
-    assert targets(on_cuda(conv, x, weight)) == [aten.convolution.default]
-    monkeypatch.setattr(depthwise, "IS_FUSED", True)
     assert targets(on_cuda(conv, x, weight)) == [depthwise.depthwise]
     assert targets(make_fx(conv, decomposition_table=TABLE)(x, weight)) == [aten.convolution.default]

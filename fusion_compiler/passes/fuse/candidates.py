@@ -47,6 +47,7 @@ CHOOSING = 0.85
 # sixteen rows of the matrix for each of them, of which a small matrix has too few to keep a device busy.
 MOST_ROWS_CUT = contractions.LEAST - 1
 LIBRARY_MARGIN = 0.9  # of a library's time that a product's cluster may take: both are predicted
+WINDOWS_MARGIN = 1.0  # the same of a depthwise convolution, with which other operators of the cluster fuse
 
 
 @dataclass(frozen=True)
@@ -410,7 +411,8 @@ class Candidates:
         op = self.dag.op(name)
         if op.kind is Kind.CONTRACTION:
             ours, library = candidate.cost.us, contraction_cost(op, self.device, self.hints).us
-            if ours > LIBRARY_MARGIN * library:
+            margin = WINDOWS_MARGIN if op.target in depthwise.CALLS else LIBRARY_MARGIN
+            if ours > margin * library:
                 raise Illegal("library", f"it takes {library:.1f} us, a cluster {ours:.1f} us")
         return candidate
 
