@@ -55,6 +55,8 @@ WARPS = 16  # of each multiprocessor, in all programs that share a filter's grad
 ISSUE, ISSUE_SPLIT = 1.5, 2.5  # instructions issued for each that is counted: of a convolution, a gradient
 LATENCY_US = 8.0  # in which a program waits for the first of its taps, and stores
 PER_LOAD = 9 / 8  # instructions of an element that is loaded: its conversion, and a share of a vector's load
+REFUSAL = "no tile holds what its windows read"
+NO_HINTS: Mapping[sympy.Symbol, int] = {}
 KEPT = 8  # placements of a nest, best first
 # Times the predicted time of issue, measured on an H200 (2026-11-27): by the vector's elements of a tile,
 # where it has few sliding positions side by side in lanes, and where it has more than four in turn.
@@ -151,18 +153,33 @@ class _Shape:
 
 
 def placements(
-    loops: LoopNest, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = {}
+    loops: LoopNest, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
 ) -> tuple[Placement, ...]:
     """Return placements of a nest with windows, best first by prediction; none if it has no windows."""
+    legal = (placement for placement, _ in _legal(loops, windows_of(loops), device, hints))
+    return tuple(itertools.islice(dict.fromkeys(legal), KEPT))
+
+
+def best(
+    loops: LoopNest, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
+) -> tuple[Windows, _Shape] | None:
+    """Return the windows of a nest and the shape of its best placement; None if it has none."""
     windows = windows_of(loops)
+    found = next(_legal(loops, windows, device, hints), None)
+    return None if windows is None or found is None else (windows, found[1])
+
+
+def _legal(
+    loops: LoopNest, windows: Windows | None, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
+) -> Iterator[tuple[Placement, _Shape]]:
+    """Yield the placements that run a nest, best first, with their shapes."""
     if windows is None:
-        return ()
-    found: dict[Placement, float] = {}
-    for shape in _shapes(loops, windows, device, hints):
+        return
+    shapes = dict.fromkeys(_shapes(loops, windows, device, hints))
+    for shape in sorted(shapes, key=lambda shape: _rank(loops, windows, shape, device, hints)):
         placement = _placement(loops, windows, shape)
         if refusal(loops, placement) is None and placed_registers(loops, placement) <= MOST_REGISTERS:
-            found.setdefault(placement, _rank(loops, windows, shape, device, hints))
-    return tuple(sorted(found, key=found.__getitem__)[:KEPT])
+            yield placement, shape
 
 
 def _shapes(
@@ -303,15 +320,13 @@ def cost(
     loops: LoopNest,
     device: DeviceSpec,
     buffers: Mapping[str, BufferInfo],
-    hints: Mapping[sympy.Symbol, int] = {},
+    hints: Mapping[sympy.Symbol, int] = NO_HINTS,
 ) -> Cost:
     """Return what a nest with windows takes under its best placement. Raises LookupError if it has none."""
-    windows = windows_of(loops)
-    best = placements(loops, device, hints)
-    if windows is None or not best:
-        raise LookupError("no placement holds its windows")
-    shapes = {_placement(loops, windows, s): s for s in _shapes(loops, windows, device, hints)}
-    shape = shapes[best[0]]
+    found = best(loops, device, hints)
+    if found is None:
+        raise LookupError(REFUSAL)
+    windows, shape = found
 
     def moved(names: set[str]) -> int:
         infos = (buffers[name] for name in names)
