@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 import sympy
@@ -34,7 +34,7 @@ from fusion_compiler.ir.loops import (
     axes_of,
 )
 from fusion_compiler.ir.plan_data import Cost
-from fusion_compiler.schedule.analysis import operand_of
+from fusion_compiler.schedule.analysis import MOST_TURNS, operand_of
 from fusion_compiler.schedule.placement import (
     At,
     Place,
@@ -65,13 +65,14 @@ BLOCKS, FEW_LANES, MANY_IN_TURN = {16: 1.2, 32: 1.0, 64: 1.1}, 1.2, 1.15
 
 @dataclass(frozen=True)
 class Windows:
-    """What a nest's windows look like. Numbers are those of axes.
+    """What a nest's windows look like; numbers are those of axes.
 
     vector: the axis along which neighbours lie in memory. slide: the position, not the vector, whose elements
     are computed side by side, and its tap; None if there is none. rows: the other positions but the vector.
-    taps: all taps. rest: all other axes but the vector. are_reduced: True if the taps are reduced, False if
-    the positions are. stride: of the sliding position, in taps. phases: of a position, how many neighbours
-    meet different taps, as in the gradient of a convolution with strides: they are unrolled.
+    taps: all taps. rest: all other axes but the vector. parted: of them, those that are reduced. are_reduced:
+    True if the taps are reduced, False if the positions are. stride: of the sliding position, in taps.
+    phases: of a position, how many neighbours meet different taps, as in the gradient of a convolution with
+    strides: they are unrolled.
     """
 
     vector: int
@@ -79,6 +80,7 @@ class Windows:
     rows: tuple[int, ...]
     taps: tuple[int, ...]
     rest: tuple[int, ...]
+    parted: tuple[int, ...]
     are_reduced: bool
     stride: int
     phases: Mapping[int, int]
@@ -116,10 +118,11 @@ def windows_of(loops: LoopNest) -> Windows | None:
     rows = tuple(p for p in positions if p != vector and (slide is None or p != slide[1]))
     used = {vector, *positions, *pairs}
     rest = tuple(n for n in range(len(loops.axes)) if n not in used)
+    parted = tuple(n for n in rest if n in reduced)
     stride = 1 if slide is None else pairs[slide[0]][1]
     sliding = slide and (slide[1], slide[0])
     phases = {k: s for k, s in _remainders(loops).items() if k in positions}
-    return Windows(vector, sliding, rows, tuple(pairs), rest, are_reduced, stride, phases)
+    return Windows(vector, sliding, rows, tuple(pairs), rest, parted, are_reduced, stride, phases)
 
 
 def _remainders(loops: LoopNest) -> dict[int, int]:
@@ -138,9 +141,12 @@ def _remainders(loops: LoopNest) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """block: of the vector's elements. unrolled: sliding positions side by side. lanes: of the sliding
-    position. rows: of the first other position. parts: programs that share a reduction over the first other
-    axis. spread: as many more share one over the first other position. looped: the outer taps are a loop."""
+    """How a tile covers a nest with windows.
+
+    block: of the vector's elements. unrolled: sliding positions side by side. lanes: of the sliding position.
+    rows: of the first other position. parts: programs that share a reduction over the first of the parted
+    axes. spread: as many more share one over the first other position. looped: the outer taps are a loop.
+    """
 
     block: int
     unrolled: int
@@ -205,11 +211,10 @@ def _shapes(
                     tall = min(lanes // wide, padded(high), MOST_ROWS if w.are_reduced else lanes)
                     many = w.are_reduced and taps * unrolled > MOST_UNROLLED and len(w.taps) > 1
                     looped = many and not w.phases
-                    across = ceil(size[w.vector] / block)
-                    wanted = WARPS * device.sms / (across * warps)
-                    parts = 1 if w.are_reduced or not w.rest else _parts(size, w, wanted)
-                    spread = not w.are_reduced and 2 * parts < wanted
-                    yield _Shape(block, unrolled, wide, tall, parts, spread, looped, warps_of(warps, device))
+                    shape = _Shape(block, unrolled, wide, tall, 1, False, looped, warps_of(warps, device))
+                    shape = shape if w.are_reduced else _shared(loops, size, w, shape, device)
+                    if shape is not None:
+                        yield shape
 
 
 def _rank(
@@ -224,10 +229,25 @@ def _rank(
     return us
 
 
-def _parts(size: Mapping[int, int], w: Windows, wanted: float) -> int:
-    """Return the programs that share a reduction over the first other axis: a divisor of its size."""
-    count = size[w.rest[0]]
-    return max((d for d in range(1, count + 1) if count % d == 0 and d <= wanted), default=1)
+def _shared(
+    loops: LoopNest, size: Mapping[int, int], w: Windows, s: _Shape, device: DeviceSpec
+) -> _Shape | None:
+    """Return a shape whose reductions programs share: enough to fill the device, and so that no lane adds up
+    more than `MOST_TURNS` terms one after the other. None if there is none."""
+    across = ceil(size[w.vector] / s.block)
+    is_reduced = _is_reduced(loops, w.vector)
+    wanted = WARPS * device.sms / (s.num_warps * (1 if is_reduced else across))
+    wanted /= prod(size[n] for n in w.rest if n not in w.parted)
+    count = size[w.parted[0]] if w.parted else 1
+    turns = prod(size[n] for n in w.parted[1:]) * (across if is_reduced else 1)
+    turns *= size[w.slide[0]] if w.slide is not None else 1
+    blocks = ceil(size[w.rows[0]] / s.rows) if w.rows else 1
+    for spread in (False, True):
+        for parts in (d for d in range(1, count + 1) if count % d == 0):
+            enough = parts * (blocks if spread else 1) >= wanted or (spread and parts == count)
+            if enough and turns * (count // parts) * (1 if spread else blocks) <= MOST_TURNS:
+                return replace(s, parts=parts, spread=spread and blocks > 1)
+    return None
 
 
 def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
@@ -236,16 +256,16 @@ def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
     grid: list[Split | At] = []
     lanes: list[Split | At] = []
     unrolled: list[Split | At] = []
-    if not w.are_reduced and w.rest:
-        parted, *others = w.rest
-        grid += [Split(name[parted], loops.axes[parted].size // s.parts), At(f"{name[parted]}.o", Place.GRID)]  # type: ignore[operator]
-        grid += [At(name[n], Place.GRID) for n in others if not _is_reduced(loops, n)]
-        vector = [Split(name[w.vector], s.block), At(f"{name[w.vector]}.o", _outer(loops, w.vector))]
+    vector = [Split(name[w.vector], s.block), At(f"{name[w.vector]}.o", _outer(loops, w.vector))]
+    grid += [At(name[n], Place.GRID) for n in w.rest if n not in w.parted]
+    if not w.are_reduced:
+        for n in w.parted[:1]:
+            size = loops.axes[n].size
+            assert isinstance(size, int), "parts of a reduction have a known size"
+            grid += [Split(name[n], size // s.parts), At(f"{name[n]}.o", Place.GRID)]
         grid += vector
-        grid += [At(f"{name[parted]}.i", Place.LOOP)]
-        grid += [At(name[n], Place.LOOP) for n in others if _is_reduced(loops, n)]
-    else:
-        grid += [At(name[n], _outer(loops, n)) for n in w.rest]
+        grid += [At(f"{name[n]}.i", Place.LOOP) for n in w.parted[:1]]
+    grid += [At(name[n], Place.LOOP) for n in (w.parted if w.are_reduced else w.parted[1:])]
     for i, n in enumerate(w.rows):
         rows, base = s.rows if i == 0 else 1, name[n]
         if n in w.phases:
@@ -271,8 +291,8 @@ def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
             lanes.append(At(f"{base}.i", Place.LANES))
         else:
             grid.append(At(base, outer))
-    if w.are_reduced or not w.rest:
-        grid += [Split(name[w.vector], s.block), At(f"{name[w.vector]}.o", _outer(loops, w.vector))]
+    if w.are_reduced:
+        grid += vector
     lanes.append(At(f"{name[w.vector]}.i", Place.LANES))
     kept = {w.slide[1]} if w.slide is not None else {w.taps[-1]}
     taps: list[Split | At] = [
