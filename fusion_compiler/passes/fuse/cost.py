@@ -34,8 +34,9 @@ FEW_ROWS_SHARE = 0.68
 # Of such a launch at least: GPT-2 medium's 96 products of a token, of 2 to 8 MB, take 4.3 to 5.2 on an H200.
 FEW_ROWS_US, FEW_ROWS_BYTES = 4.3, 2e6
 # What a library's depthwise convolutions reach at most, of bandwidth and of the float units' rate, the latter
-# with channels first and last: of those measured in 16 bits on an H200 (`ir/convolution_times.py`).
-DEPTHWISE_SHARE = 0.7
+# with channels first and last, and what they take at least: of those that were measured in 16 bits on an H200
+# (`ir/convolution_times.py`).
+DEPTHWISE_SHARE, DEPTHWISE_US = 0.7, 4.0
 DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
     depthwise.depthwise: (0.04, 0.2),
     depthwise.depthwise_input_gradient: (0.03, 0.1),
@@ -137,6 +138,7 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
         lanes = device.fp64_per_s if dtype is torch.float64 else device.fp32_per_s
         rate = 2 * lanes * GEMM_SHARE
     us, bound = _roofline(device, flops / rate, op.bytes, share)
+    us = max(us, DEPTHWISE_US) if op.target in DEPTHWISE_RATES else us
     if tokens_of(op, hints) <= FEW_ROWS:
         streamed = device.launch_us + 1e6 * op.bytes / (device.copy_bandwidth * FEW_ROWS_SHARE)
         streamed = max(streamed, FEW_ROWS_US) if op.bytes >= FEW_ROWS_BYTES else streamed
