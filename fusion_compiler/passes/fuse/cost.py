@@ -34,15 +34,15 @@ FEW_ROWS_SHARE = 0.68
 # Of such a launch at least: GPT-2 medium's 96 products of a token, of 2 to 8 MB, take 4.3 to 5.2 on an H200.
 FEW_ROWS_US, FEW_ROWS_BYTES = 4.3, 2e6
 # What a library's depthwise convolutions reach at most, of bandwidth and of the float units' rate, the latter
-# with channels first and last, and what they take at least: of those that were measured in 16 bits on an H200
-# (`ir/convolution_times.py`).
-DEPTHWISE_SHARE, DEPTHWISE_US = 0.7, 4.0
+# with channels first and last: of those measured in 16 bits on an H200 (`ir/convolution_times.py`).
+DEPTHWISE_SHARE = 0.7
 DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
     depthwise.depthwise: (0.04, 0.2),
     depthwise.depthwise_input_gradient: (0.03, 0.1),
     depthwise.depthwise_weight_gradient: (0.02, 0.2),
 }
 MATRIX_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "expert_mm"})
+DEPTHWISE_US = 4.0  # of such a call at least, of a single image
 EAGER_SHARE = 0.9  # of copy bandwidth that an ATen element-wise kernel reaches
 EAGER_NORM_SHARE = 0.65  # the same for its reductions and normalizations
 
