@@ -106,12 +106,12 @@ def graph(function: Function, *args: Tensor) -> dag.OpDag:
 
 def outputs(built: dag.OpDag) -> tuple[str, ...]:
     """The ops whose results the graph returns, or views of them."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name in built.outputs:
         while layout.is_view(built.op(name)):
             name = built.op(name).first
-        found[name] = None
-    return tuple(found)
+        names[name] = None
+    return tuple(names)
 
 
 def ops_of(built: dag.OpDag) -> tuple[str, ...]:
@@ -286,10 +286,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
 def test_clusters_hold_no_more_beside_windows(name: str) -> None:
     function, reason = REFUSED[name]
     try:
-        found = law(function, *CASE.tensors(torch.float32))
+        refusal = law(function, *CASE.tensors(torch.float32))
     except Illegal as error:
-        found = (error.rule, error.reason)
-    assert found is not None and reason in found[1]
+        refusal = (error.rule, error.reason)
+    assert refusal is not None and reason in refusal[1]
 
 
 @pytest.mark.parametrize("name", PASSES)
