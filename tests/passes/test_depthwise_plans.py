@@ -215,5 +215,5 @@ def test_a_library_is_predicted_as_it_was_measured() -> None:
             for name, *ours, first, last in rows:
                 ratios[name].append(ours[last < first] / min(first, last))
     for of_pass in ratios.values():
-        assert len(of_pass) > 20 and all(0.25 < ratio < 1.6 for ratio in of_pass)
+        assert len(of_pass) > 20 and all(0.25 < ratio < 2.2 for ratio in of_pass)
         assert 0.5 < sorted(of_pass)[len(of_pass) // 2] < 1.2
