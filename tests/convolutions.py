@@ -42,10 +42,10 @@ class Depthwise:
         """Image, kernel, and gradient of the result."""
         generator = torch.Generator().manual_seed(self.seed)
         shapes = ((self.batch, self.channels, *self.size), (self.channels, 1, *self.kernel), self.result)
-        made = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         x, weight, gradient = (
             t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-            for t, last in zip(made, self.last, strict=True)
+            for t, last in zip(values, self.last, strict=True)
         )
         return x, weight, gradient
 

@@ -95,13 +95,13 @@ def _loaded(node: Load, tensor: Tensor, place: Tensor, values: list[Tensor]) -> 
 
 
 def _computed(node: Compute, values: list[Tensor]) -> Tensor:
-    given: dict[str, Any] = {n: values[a.node] if isinstance(a, Value) else a for n, a in node.operands}
+    operands: dict[str, Any] = {n: values[a.node] if isinstance(a, Value) else a for n, a in node.operands}
     if node.target is torch.ops.aten._to_copy.default:
-        rounding = str(given.get("rounding", "")).removeprefix("torch.")
-        value = given["self"].to(getattr(torch, rounding)) if rounding else given["self"]
+        rounding = str(operands.get("rounding", "")).removeprefix("torch.")
+        value = operands["self"].to(getattr(torch, rounding)) if rounding else operands["self"]
         return value.to(_wide(node.dtype))
     names = [argument.name for argument in node.target._schema.arguments]
-    return node.target(**{n: _number(v) for n, v in given.items() if n in names}).to(_wide(node.dtype))
+    return node.target(**{n: _number(v) for n, v in operands.items() if n in names}).to(_wide(node.dtype))
 
 
 def _number(value: Any) -> Any:

@@ -101,17 +101,17 @@ def _depthwise_gradients(
     orders: Sequence[torch.memory_format], wanted: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of image and weight that are wanted, each computed in its order of `orders`."""
-    found: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     image = (depthwise.depthwise_input_gradient, weight, x, x.shape)
     kernel = (depthwise.depthwise_weight_gradient, x, weight, weight.shape[2:])
     for (operator, other, like, size), order, wish in zip((image, kernel), orders, wanted[:2], strict=True):
         if not wish:
-            found.append(None)
+            gradients.append(None)
             continue
         operands = _in_order((gradient, other), order) or (gradient, other)
         result = operator(*operands, size, *_per_dimension(x, geometry))
-        found.append(_returned(result, like, order, suggest_memory_format(like)))
-    return found
+        gradients.append(_returned(result, like, order, suggest_memory_format(like)))
+    return gradients
 
 
 def _bias_gradient(gradient: Tensor) -> Tensor:

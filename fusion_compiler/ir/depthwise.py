@@ -29,10 +29,10 @@ def _convolve(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
     """Return the sums of x[n, c, stride * i - padding + dilation * r] * weight[c, 0, r] over r."""
-    made = _aten.convolution.default(
+    sums = _aten.convolution.default(
         _wide(x), _wide(weight), None, stride, padding, dilation, False, [0] * len(stride), x.shape[1]
     )
-    return _stored(made, x, weight)
+    return _stored(sums, x, weight)
 
 
 def _input_gradient(
@@ -41,8 +41,8 @@ def _input_gradient(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of x, which has the shape `size`."""
     like = gradient if gradient.shape == torch.Size(size) else _empty(size, gradient, weight)
-    found = _backward(gradient, like, weight, (stride, padding, dilation), [True, False, False])
-    return _stored(found[0], gradient, weight)
+    gradients = _backward(gradient, like, weight, (stride, padding, dilation), [True, False, False])
+    return _stored(gradients[0], gradient, weight)
 
 
 def _weight_gradient(
@@ -51,8 +51,8 @@ def _weight_gradient(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the weight [c, 1, *kernel]."""
     like = _empty((x.shape[1], 1, *kernel), gradient, x)
-    found = _backward(gradient, x, like, (stride, padding, dilation), [False, True, False])
-    return _stored(found[1], gradient, x)
+    gradients = _backward(gradient, x, like, (stride, padding, dilation), [False, True, False])
+    return _stored(gradients[1], gradient, x)
 
 
 def _backward(
@@ -65,15 +65,17 @@ def _backward(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return `x` in the dtype in which its products are added up. On a GPU the library does so itself."""
+    """Return `x` in the dtype in which its products are added up; a GPU's library takes 16 bits itself."""
     return x if x.is_cuda else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _stored(made: Tensor, x: Tensor, other: Tensor) -> Tensor:
-    return made.to(x.dtype).contiguous(memory_format=order_of_result(x, other))
+def _stored(sums: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    """Return sums as eager stores them, in the operands' dtype and order; a GPU's library does so itself."""
+    return sums if sums.is_cuda else sums.to(x.dtype).contiguous(memory_format=order_of_result(x, other))
 
 
 def _empty(size: Sequence[int], x: Tensor, other: Tensor) -> Tensor:
+    """Return an uninitialized tensor as `_stored` returns one."""
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=order_of_result(x, other))
 
 
@@ -106,7 +108,7 @@ depthwise_input_gradient = _define(
 depthwise_weight_gradient = _define(
     "depthwise_weight_gradient", "Tensor gradient, Tensor x, SymInt[] kernel", _weight_gradient, _empty_weight
 )
-# The functions that do the same without PyTorch's dispatcher, in a third of the host's time.
+# The functions behind the operators: to call them costs the host less than PyTorch's dispatcher does.
 CALLS: dict[OpOverload, Callable[..., Tensor]] = {
     depthwise: _convolve,
     depthwise_input_gradient: _input_gradient,
@@ -116,6 +118,6 @@ CALLS: dict[OpOverload, Callable[..., Tensor]] = {
 
 def is_depthwise(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
     """True for a convolution of one or two dimensions that convolves each channel with its own kernel."""
-    same = groups == x.shape[1] == weight.shape[0] and weight.shape[1] == 1
-    known = x.ndim in (3, 4) and all(type(size) is int for size in weight.shape)
-    return same and known and not transposed and x.dtype == weight.dtype and x.dtype in DTYPES
+    alone = groups == x.shape[1] == weight.shape[0] and weight.shape[1] == 1
+    has_form = x.ndim in (3, 4) and not transposed and all(type(size) is int for size in weight.shape)
+    return alone and has_form and x.dtype == weight.dtype and x.dtype in DTYPES

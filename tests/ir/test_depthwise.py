@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.ir import dag, depthwise
 from fusion_compiler.ir.channel_order import order_of_result
-from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ir.ops import Kind, is_always_held
 from tests.convolutions import Depthwise, depthwise_cases
 from tests.exactness import not_as_close
 
@@ -54,9 +54,9 @@ def test_fake_results_have_the_strides_of_real_ones(dtype: torch.dtype) -> None:
 def test_a_result_has_channels_last_if_an_operand_has() -> None:
     for case in depthwise_cases(20):
         x, weight, gradient = case.tensors(torch.float32)
-        made = results(case, x, weight, gradient)
+        values = results(case, x, weight, gradient)
         orders = [order_of_result(*pair) for pair in ((x, weight), (gradient, weight), (gradient, x))]
-        assert all(y.is_contiguous(memory_format=f) for y, f in zip(made, orders, strict=True))
+        assert all(y.is_contiguous(memory_format=f) for y, f in zip(values, orders, strict=True))
 
 
 def steps(x: Tensor) -> list[Any]:
@@ -97,3 +97,9 @@ def test_only_a_kernel_for_each_channel_is_depthwise() -> None:
     assert not depthwise.is_depthwise(x, torch.randn(4, 2, 3, 3), False, 2)
     assert not depthwise.is_depthwise(x.double(), weight.double(), False, 4)
     assert not depthwise.is_depthwise(torch.randn(2, 4, 5, 5, 5), torch.randn(4, 1, 3, 3, 3), False, 4)
+
+
+def test_a_library_may_be_called_for_contractions_alone() -> None:
+    aten = torch.ops.aten
+    assert is_always_held(aten.add.Tensor) and is_always_held(aten.sum.dim_IntList)
+    assert not any(map(is_always_held, (*depthwise.CALLS, aten.mm.default, aten.convolution.default)))

@@ -43,6 +43,7 @@ DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
     depthwise.depthwise_weight_gradient: (0.02, 0.13),
 }
 MATRIX_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "expert_mm"})
+DEPTHWISE_US = 4.0  # of such a call at least, of a single image
 EAGER_SHARE = 0.9  # of copy bandwidth that an ATen element-wise kernel reaches
 EAGER_NORM_SHARE = 0.65  # the same for its reductions and normalizations
 
@@ -140,6 +141,7 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
         lanes = device.fp64_per_s if dtype is torch.float64 else device.fp32_per_s
         rate = 2 * lanes * GEMM_SHARE
     us, bound = _roofline(device, flops / rate, op.bytes, share)
+    us = max(us, DEPTHWISE_US) if op.target in DEPTHWISE_RATES else us
     if tokens_of(op, hints) <= FEW_ROWS:
         streamed = device.launch_us + 1e6 * op.bytes / (device.copy_bandwidth * FEW_ROWS_SHARE)
         streamed = max(streamed, FEW_ROWS_US) if op.bytes >= FEW_ROWS_BYTES else streamed

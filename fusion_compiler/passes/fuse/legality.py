@@ -184,8 +184,8 @@ def windows(a: Analysis, device: DeviceSpec) -> str | None:
     if not inner:
         return None
     for i, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops), strict=True)):
-        whole = isinstance(node, Reduce) and not is_inner(loops.axes, node)
-        if whole or isinstance(node, Scan | Counter):
+        over_rows = isinstance(node, Reduce) and not is_inner(loops.axes, node)
+        if over_rows or isinstance(node, Scan | Counter):
             return f"{loops.names[i]} needs whole rows, of which sums over windows have none"
         if axes & inner and (isinstance(node, Reduce | Random) or _is_expensive(node)):
             return f"{loops.names[i]} would be computed again for each window that reads it"

@@ -113,9 +113,9 @@ class Builder(ABC):
     ) -> tuple[Index, int | None, bool]:
         """Of `length` elements that lie at 0, step, 2 * step, ...: (number of the one that lies at `index`,
         node that holds whether one does, and `within`; whether none ever does)."""
-        known = divided(index, step)
-        if known is not None:  # all lie as far from an element
-            number, away = known
+        everywhere = divided(index, step)
+        if everywhere is not None:  # all lie as far from an element
+            number, away = everywhere
             inside, partial = self.in_range(number, 0, length, within)
             return number, inside, bool(away) or (inside is None and partial)
         inside, partial = self.in_range(index, 0, simple((length - 1) * step + 1), within)

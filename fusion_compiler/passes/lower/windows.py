@@ -69,8 +69,8 @@ def _sizes(build: Builder, name: str) -> tuple[Dim, ...]:
 
 def _geometry(op: Op) -> Sequence[Sequence[int]]:
     """Return stride, padding and dilation, with a number for each dimension."""
-    given: Any = op.args[-3:]
-    return given
+    sizes: Any = op.args[-3:]
+    return sizes
 
 
 def _places(op: Op, windows: Iterable[Index], taps: Iterable[Index]) -> list[Index]:
