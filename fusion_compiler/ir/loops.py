@@ -358,12 +358,6 @@ def _is_over_segments(axes: Sequence[Axis], reduce: Reduce) -> bool:
     return is_inner and reduce.combine in IN_SEGMENTS and product(axes[k].size for k in inner) in SEGMENTS
 
 
-def partial_reductions(loops: LoopNest) -> frozenset[int]:
-    """Return the reductions of which a tile has only a part: they keep neither a row nor a column of it."""
-    reductions = ((i, n) for i, n in enumerate(loops.nodes) if isinstance(n, Reduce))
-    return frozenset(i for i, n in reductions if kept_of(loops.axes, n) and over_of(loops.axes, n))
-
-
 def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
     """The axis groups that each node varies over within a tile: rows, columns, both or none."""
     out: list[frozenset[str]] = []

@@ -28,7 +28,6 @@ from fusion_compiler.ir.loops import (
     is_inner,
     longest_piece,
     operands_of,
-    partial_reductions,
     segment_of,
     store_operands,
 )
@@ -89,8 +88,7 @@ def product_rows(a: Analysis, device: DeviceSpec) -> str | None:
 def segments(a: Analysis, device: DeviceSpec) -> str | None:
     """A reduction that keeps some rows' axes and the outer columns' leaves a partial result for each piece of
     each row, of sizes known to the code; only stores may follow it."""
-    loops, groups = a.loops, a.groups
-    partial = partial_reductions(loops)
+    loops, groups, partial = a.loops, a.groups, frozenset(a.segmented)
     if not partial:
         return None
     behind: list[frozenset[int]] = []  # reductions that a value is made of
