@@ -361,8 +361,7 @@ class Emitter:
                 tile, base = self.loaded(node), self.called(node.buffer)
             case Coordinate():
                 index = self.index(node.index)
-                is_known = not index.value.names
-                value = tl.full([], index.value, node.dtype) if is_known else index.value.to(node.dtype)
+                value = index.value.to(node.dtype) if index.is_block else tl.full([], index.value, node.dtype)
                 tile, base = self.joined(value, index), "position"
             case InRange():
                 index = self.index(node.index)
