@@ -565,6 +565,7 @@ class Emitter:
                     state = Tile(self.state(node.combine, term.value), term.lanes, term.is_block)
                 elif term is not None and state is not None:
                     self.add(monoids.step(node, cast(Var, state.value), term.value))
+                    state = self.joined(state.value, state, term)
             if state is None:
                 state = self.started(number)
             return self.folded(number, node, state)
