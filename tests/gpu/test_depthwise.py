@@ -22,7 +22,7 @@ SHAPES = [
 @pytest.fixture(autouse=True)
 def whole_float32() -> Any:
     """cuDNN multiplies in TF32 otherwise."""
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
 
