@@ -562,7 +562,9 @@ class Emitter:
                 with self.fixed(elements):
                     term = self.term(number, node)
                 if term is not None and state is None:
-                    state = Tile(self.state(node.combine, term.value), term.lanes, term.is_block)
+                    single = len(self.variants(self.reduced_leaves(node))) == 1
+                    first = term.value if single else self.state(node.combine, term.value)
+                    state = Tile(first, term.lanes, term.is_block)
                 elif term is not None and state is not None:
                     self.add(monoids.step(node, cast(Var, state.value), term.value))
                     state = self.joined(state.value, state, term)

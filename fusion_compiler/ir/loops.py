@@ -20,8 +20,11 @@ many turns there are is data.
 A nest with batch axes is one of matrices, one for each of their points: a tile holds all rows of one, so that
 reductions over its rows and along them may feed each other. Other nests have no batch axes.
 
-Inner axes come behind all others. Only reductions run over them, as those of a convolution do over its taps:
-what is stored does not vary along them, and all other axes of such a nest are columns.
+Inner axes come behind all others, which are columns then. A nest has them for one of two reasons:
+- its accesses move along windows, as those of a convolution do: reductions run over the taps, and what is stored
+  does not vary along them (`schedule.windowed`);
+- its reductions are over different axes. Inner are all that some reduction is over, or that some result lacks, and
+  a tile holds them, so that reductions may feed each other; what is stored may vary along them (`schedule.tiles`).
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ GROUPS = (BATCH, ROWS, COLS)  # the order of a nest's axes
 INNER = "inner"  # no group: axes behind all others, over which nothing but reductions of some values run
 TILE = frozenset({ROWS, COLS})
 SEGMENTS = (8, 16, 32, 64, 128)  # columns: every block of columns has whole ones
+LARGEST_TILE = 1 << 15  # elements: 64 for each thread of 16 warps, of every tensor that it holds
 IN_SEGMENTS = ("sum", "max", "min")  # what tiles make of each segment
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from fusion_compiler.ir.loops import (
     BATCH,
+    INNER,
     ROWS,
     Counter,
     Load,
@@ -18,6 +19,7 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     Total,
+    axes_in,
     kept_of,
     operands_of,
     over_of,
@@ -49,6 +51,7 @@ def _in_place(loops: LoopNest, result: str, given: str) -> bool:
         and all({key for key, _ in place.terms} >= wide for place in places)
         and not any(key < 0 for place in places for key, _ in place.terms)
         and not any(axis.group == BATCH for axis in loops.axes)
+        and not any(axes_in(loops.axes, (INNER,)) & {key for key, _ in place.terms} for place in places)
     )
 
 

@@ -21,6 +21,7 @@ from fusion_compiler.ir.loops import (
     Constant,
     Coordinate,
     Index,
+    InRange,
     Load,
     LoopNest,
     Node,
@@ -76,8 +77,16 @@ class Analysis:
 
     @property
     def inner(self) -> bool:
-        """True if some values are reduced over axes of their own: placements run the nest."""
+        """True if placements run the nest."""
         return any(axis.group == INNER for axis in self.loops.axes)
+
+    @property
+    def in_windows(self) -> bool:
+        """True if reductions run over windows: whether an element is inside says a place along an inner axis
+        and another one together."""
+        inner = axes_in(self.loops.axes, (INNER,))
+        ranges = (n.index.terms for n in self.loops.nodes if isinstance(n, InRange))
+        return any(len({k in inner for k, _ in terms}) == 2 for terms in ranges)
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
         """An index in which a group whose axes are contiguous in it goes by its own number, in its last

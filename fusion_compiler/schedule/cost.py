@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 
 import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule.contractions import takes_tiles
+from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.work import BufferInfo, Vectors, Work
 
@@ -95,8 +97,15 @@ def _vectors(vectors: Vectors, blocks: int, device: DeviceSpec) -> tuple[float, 
     return 1e6 * (blocks - 1) * arithmetic, 1e6 * (blocks - 1) * near
 
 
-def _run(work: Work, s: Schedule, device: DeviceSpec) -> Run:
+def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
     batch, rows, cols = work.shape
+    if isinstance(s, Placement):
+        leaves = s.leaves(work.loops.axes)
+        programs = prod(hint(leaf.extent, work.hints) for leaf in leaves if leaf.place is Place.GRID)
+        elements = prod(leaf.lanes for leaf in leaves if leaf.place is Place.LANES)
+        resident = _resident(work, s, device, elements)
+        share = resident / (resident + STALL) / _slowdown(s, device, BLOCK_ELEMENTS, elements=elements)
+        return Run(programs, share, slots=resident * device.sms)
     if work.matrices:
         resident = _resident(work, s, device)
         share = resident / (resident + STALL) / _slowdown(s, device, BLOCK_ELEMENTS)
@@ -157,17 +166,24 @@ def _share_in_turn(s: Schedule, programs: int, device: DeviceSpec) -> float:
     return share * drawn / _slowdown(s, device, TURN_ELEMENTS)
 
 
-def _slowdown(s: Schedule, device: DeviceSpec, beside: float, enough: int = ENOUGH_REDUCED) -> float:
-    """Of threads with few elements each: `beside` as many go by before and after them."""
-    each = s.block_rows * s.block_cols / (device.warp_size * s.num_warps)
+def _slowdown(
+    s: Schedule | Placement,
+    device: DeviceSpec,
+    beside: float,
+    enough: int = ENOUGH_REDUCED,
+    elements: int | None = None,
+) -> float:
+    """Of threads with few elements each: `beside` as many go by before and after them. elements: of a tile."""
+    each = (elements or s.elements) / (device.warp_size * s.num_warps)
     return 1 + max(0.0, beside / each - beside / enough)
 
 
-def _resident(work: Work, s: Schedule, device: DeviceSpec) -> int:
-    """Programs that a multiprocessor holds at once."""
+def _resident(work: Work, s: Schedule | Placement, device: DeviceSpec, elements: int | None = None) -> int:
+    """Programs that a multiprocessor holds at once. elements: of a tile."""
     threads = device.warp_size * s.num_warps
-    kept = max(1, (work.early & work.late).bit_count()) if s.cols is Cols.WHOLE else 1
-    registers = s.block_rows * s.block_cols * kept * work.row_bytes // 4 + threads * OVERHEAD_REGISTERS
+    holds_all = isinstance(s, Placement) or s.cols is Cols.WHOLE
+    kept = max(1, (work.early & work.late).bit_count()) if holds_all else 1
+    registers = (elements or s.elements) * kept * work.row_bytes // 4 + threads * OVERHEAD_REGISTERS
     if s.registers is not None:
         registers = min(registers, s.registers * threads)
     fit = min(device.registers_per_sm // registers, device.max_threads_per_sm // threads)
@@ -213,7 +229,7 @@ class Roofline:
         """Whether there is nothing to launch."""
         return not self.work.count[3]
 
-    def us(self, schedule: Schedule) -> float:
+    def us(self, schedule: Schedule | Placement) -> float:
         """Of one kernel with what finishes it; nothing where there is nothing to launch."""
         if self.empty:
             return 0.0
@@ -221,7 +237,7 @@ class Roofline:
         memory, arithmetic = self._demands(schedule, self._memory_us(run)[0])
         return self._us(self._body_us(run, memory, arithmetic))
 
-    def cost(self, schedule: Schedule) -> Cost:
+    def cost(self, schedule: Schedule | Placement) -> Cost:
         """The same with its traffic and what bounds it."""
         if self.empty:
             return Cost(0.0, 0, 0, 0, "launch")
@@ -238,17 +254,19 @@ class Roofline:
         flops = work.fp32 + work.fp64 + work.special + work.integer
         return Cost(us, int(self.dram + extra), int(self.written), flops, bound)
 
-    def _run(self, schedule: Schedule) -> Run:
+    def _run(self, schedule: Schedule | Placement) -> Run:
         run = _run(self.work, schedule, self.device)
-        unused = self.work.beside(schedule.block_rows)
+        unused = 0.0 if isinstance(schedule, Placement) else self.work.beside(schedule.block_rows)
         return replace(run, unused=unused) if unused else run
 
     def _us(self, body: float) -> float:
         return self.device.launch_us - self.device.floor_us + max(self.device.floor_us, body)
 
-    def _demands(self, schedule: Schedule, memory: float) -> tuple[float, float]:
+    def _demands(self, schedule: Schedule | Placement, memory: float) -> tuple[float, float]:
         """Microseconds of (memory, arithmetic): with what is read and made again for each block of the rows
         of a product's matrix, without the sums that tensor units make."""
+        if isinstance(schedule, Placement):
+            return memory, self.arithmetic_us
         on_units = schedule.cols is Cols.LOOP and takes_tiles(schedule)
         own = self.beside_units_us if on_units else self.arithmetic_us
         if self.vectors is None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import BATCH, COLS, ROWS
+from fusion_compiler.ir.loops import BATCH, COLS, LARGEST_TILE, ROWS
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.contractions import SMALLEST, contractions_of
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
 
-LARGEST = 1 << 15  # elements of a tile: 64 a thread of 16 warps, for each tensor that is held
 NARROWEST = 16  # columns of a block of tall matrices: whole sectors
 EACH = (32, 16, 64)  # elements that a thread has, best first
 MOST_WARPS = 16
@@ -29,8 +28,8 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     if not isinstance(rows, int) or not isinstance(cols, int):
         return f"matrices of {rows} x {cols} elements are of no known size"
     least = padded(cols) if _is_whole(a) else min(padded(cols), NARROWEST)
-    if padded(rows) * least > LARGEST:
-        return f"matrices of {rows} x {cols} elements do not fit in registers ({LARGEST})"
+    if padded(rows) * least > LARGEST_TILE:
+        return f"matrices of {rows} x {cols} elements do not fit in registers ({LARGEST_TILE})"
     return None
 
 
@@ -42,9 +41,9 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     rows, width = padded(hint(a.size(ROWS))), padded(hint(a.size(COLS)))
     if _is_whole(a):
-        fair = min(rows, width) // SMALLEST if contractions_of(a) else LARGEST
+        fair = min(rows, width) // SMALLEST if contractions_of(a) else LARGEST_TILE
         return tuple(dict.fromkeys(_tile(rows, width, Cols.WHOLE, each, device, fair) for each in EACH))
-    blocks = [c for c in (32, 64, 128) if c <= width and rows * c <= LARGEST] or [min(width, NARROWEST)]
+    blocks = [c for c in (32, 64, 128) if c <= width and rows * c <= LARGEST_TILE] or [min(width, NARROWEST)]
     points = hint(a.size(BATCH))
     blocks.sort(key=lambda c: points * width // c < device.sms)  # enough programs first
     return tuple(dict.fromkeys(_tile(rows, c, Cols.GRID, each, device) for c in blocks for each in EACH[:2]))
@@ -60,7 +59,7 @@ def _is_whole(a: Analysis) -> bool:
 
 
 def _tile(
-    rows: int, cols: int, covered: Cols, each: int, device: DeviceSpec, fair: int = LARGEST
+    rows: int, cols: int, covered: Cols, each: int, device: DeviceSpec, fair: int = LARGEST_TILE
 ) -> Schedule:
     """fair: warps that have something of their own to multiply; more of them do the same again. The first
     shape has no more, others have as many times that as they have fewer elements a thread."""

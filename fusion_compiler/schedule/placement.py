@@ -17,8 +17,10 @@ from enum import StrEnum
 from math import prod
 from typing import ClassVar
 
+import torch
+
 from fusion_compiler.ir.dims import Dim
-from fusion_compiler.ir.loops import Axis, LoopNest, Reduce, axes_of, operands_of
+from fusion_compiler.ir.loops import Axis, Constant, LoopNest, Reduce, axes_of, operands_of
 from fusion_compiler.schedule.analysis import ceil_div
 from fusion_compiler.schedule.shapes import WARP, padded
 
@@ -158,6 +160,25 @@ def refusal(loops: LoopNest, placement: Placement) -> str | None:
         shared = node.axes & on_grid if isinstance(node, Reduce) else frozenset[int]()
         waits.append({node.axes: number} if isinstance(node, Reduce) and shared else before)
     return None
+
+
+def held_registers(loops: LoopNest, placement: Placement) -> float:
+    """Return the most 32-bit registers of a thread that hold values of a tile at the same time, if nodes are
+    computed in their order and results are stored in the end."""
+    leaves = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.LANES]
+    threads, last = WARP * placement.num_warps, dict[int, int]()
+    for number, node in enumerate(loops.nodes):
+        last |= dict.fromkeys(operands_of(node), number)
+    last |= dict.fromkeys((store.value for store in loops.stores), len(loops.nodes))
+    held, most = dict[int, float](), 0.0
+    for number, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops), strict=True)):
+        if not isinstance(node, Constant):
+            lanes = prod(leaf.lanes for leaf in leaves if leaf.axis in axes)
+            size = 1 if node.dtype is torch.bool else node.dtype.itemsize
+            held[number] = max(1.0, lanes / threads) * size / 4
+        most = max(most, sum(held.values()))
+        held = {n: registers for n, registers in held.items() if last.get(n, -1) > number}
+    return most
 
 
 def placed_registers(loops: LoopNest, placement: Placement) -> float:

@@ -32,6 +32,7 @@ from fusion_compiler.schedule import (
     persistent_rows,
     rows,
     shared_rows,
+    tiles,
     wide_rows,
     windowed,
 )
@@ -55,7 +56,9 @@ NO_BUFFERS: Mapping[str, BufferInfo] = {}
 def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     """Why no schedule runs a loop nest on a device; None where some do."""
     if a.inner:
-        return None if windowed.best(a.loops, device) else windowed.REFUSAL
+        if a.in_windows:
+            return None if windowed.best(a.loops, device) else windowed.REFUSAL
+        return tiles.refuses(a.loops)
     reasons = [kind.refuses(a, device) for kind in _suited(a)]
     return None if None in reasons else reasons[0]
 
@@ -71,8 +74,11 @@ def schedules(
     Empty where `refusal` has a reason. buffers: as far as they are known.
     """
     a = Analysis(loops)
-    if a.inner:
+    if a.in_windows:
         return windowed.placements(loops, device, hints)
+    if a.inner:
+        roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
+        return tiles.placements(loops, roofline, hints)
     kinds = _kinds(a, device)
     known = tuple(dict.fromkeys(s for kind in kinds for s in _runnable(a, kind.measured(a, device), device)))
     more = (s for kind in kinds for s in (*kind.typical(a, device), *kind.others(a, device)))
@@ -95,8 +101,13 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
     """What a loop nest takes under the best of its typical schedules. Raises LookupError without any."""
     if roofline.empty:
         return Cost(0.0, 0, 0, 0, "launch")
-    found = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
-    costs = map(roofline.cost, _runnable(a, found, roofline.device))
+    found: Iterable[Schedule | Placement]
+    if a.inner:
+        found = tiles.placements(a.loops, roofline, roofline.work.hints)[:1]
+    else:
+        typical = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
+        found = _runnable(a, typical, roofline.device)
+    costs = map(roofline.cost, found)
     best = min(costs, key=attrgetter("us"), default=None)
     if best is None:
         raise LookupError(refusal(a, roofline.device) or "no schedule")

@@ -20,6 +20,7 @@ from fusion_compiler.ir.dims import Dim, hint
 from fusion_compiler.ir.loops import (
     BATCH,
     COLS,
+    INNER,
     ROWS,
     Checked,
     Compute,
@@ -56,6 +57,7 @@ RIGHT_SHIFTS = (
 )
 TAKES_BITS = frozenset({*AND, *RIGHT_SHIFTS, torch.ops.aten.where.self})
 BITS = {BATCH: 0, ROWS: 1, COLS: 2}
+IN_TILES = {COLS: 0, INNER: 2}  # of nests with inner axes, which count as columns, and the others as a batch
 SECTOR = 32  # bytes: the smallest piece of device memory that is moved
 PIECE = 4096  # columns of a row that a program adds up before it stores what they come to, at most
 SCAN_OPERATIONS = 8  # of an element: with those of its thread, and of the threads with each other
@@ -104,7 +106,8 @@ class Work:
         self.hints = hints
         sizes = (axis.size for axis in loops.axes)  # those that are estimated may come out below zero
         self.sizes = [size if type(size) is int else max(0, hint(size, hints)) for size in sizes]
-        self.group_of = [BITS[axis.group] for axis in loops.axes]
+        bits = IN_TILES if any(axis.group == INNER for axis in loops.axes) else BITS
+        self.group_of = [bits[axis.group] for axis in loops.axes]
         shape = [1, 1, 1]
         for size, group in zip(self.sizes, self.group_of, strict=True):
             shape[group] *= size
@@ -238,6 +241,12 @@ class Work:
         self.sums_of_columns += over == 1 and self.varies[operand] & 2 != 0
         self.fp32 += self.count[self.varies[operand]]
         axes = self.axes[operand]
+        if INNER in groups:
+            axes &= ~sum(1 << axis for axis in node.axes)
+            self.early |= self.needs[operand]
+            self.phases = max(self.phases, self.phase[operand] + 1)
+            is_wide = any(axes >> axis & 1 and bit == 2 for axis, bit in enumerate(self.group_of))
+            return 2 * is_wide, axes, 0, self.phase[operand] + 1
         if over:  # of a segment's value each of its elements has one
             axes &= ~sum(1 << axis for axis in node.axes)
         phase = self.phase[operand]

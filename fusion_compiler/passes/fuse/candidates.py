@@ -187,26 +187,26 @@ class Candidates:
         """The fastest loop nest of a set of ops, and what it takes. Raises Illegal."""
         splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
         try:
-            return self.fastest(ops, outputs, splits, matrices=False)
+            return self.fastest(ops, outputs, splits, in_tile=False)
         except Illegal as error:  # they do not fit into rows, each made by itself
             for cut in cuts_of(self.dag, ops, MOST_ROWS_CUT):
                 with contextlib.suppress(Illegal):
-                    return self.form(ops, outputs, cut, matrices=False)
+                    return self.form(ops, outputs, cut, in_tile=False)
             with contextlib.suppress(Illegal):
-                return self.fastest(ops, outputs, matrix_splits_of(self.dag, ops), matrices=True)
+                return self.fastest(ops, outputs, matrix_splits_of(self.dag, ops), in_tile=True)
             raise Illegal(error.rule, error.reason) from None
 
     def fastest(
-        self, ops: tuple[str, ...], outputs: tuple[str, ...], splits: Iterable[IndexSplit], matrices: bool
+        self, ops: tuple[str, ...], outputs: tuple[str, ...], splits: Iterable[IndexSplit], in_tile: bool
     ) -> tuple[LoopNest, Cost]:
         """The fastest loop nest of a set of ops, in pieces by some split or in one. Raises Illegal."""
         found: list[tuple[float, tuple[LoopNest, Cost]]] = []
         for split in splits:
             with contextlib.suppress(Illegal):
-                pieces = self.form(ops, outputs, split, matrices)
+                pieces = self.form(ops, outputs, split, in_tile)
                 found.append((pieces[1].us, pieces))
         try:
-            whole = self.form(ops, outputs, None, matrices)
+            whole = self.form(ops, outputs, None, in_tile)
             found.append((whole[1].us / CHOOSING, whole))
         except Illegal:  # of several refusals this one is reported
             if not found:
@@ -218,7 +218,7 @@ class Candidates:
         ops: tuple[str, ...],
         outputs: tuple[str, ...],
         split: IndexSplit | None,
-        matrices: bool,
+        in_tile: bool,
     ) -> tuple[LoopNest, Cost]:
         """One loop nest of a set of ops, checked and priced. Raises Illegal."""
         self.refuse_reading(ops)
@@ -228,7 +228,7 @@ class Candidates:
             ops,
             outputs,
             index_split=split,
-            matrices=matrices,
+            in_tile=in_tile,
             stored=stored,
             like_eager=self.rounded,
             effort=self.effort,

@@ -176,16 +176,16 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def windows(a: Analysis, device: DeviceSpec) -> str | None:
-    """Sums over windows stand beside nothing that needs whole rows, and what they read is cheap: each of them
-    computes it."""
+    """Sums over inner axes stand beside nothing that needs whole rows. What those over windows read is cheap:
+    each window computes it."""
     loops, inner = a.loops, axes_in(a.loops.axes, (INNER,))
     if not inner:
         return None
     for i, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops), strict=True)):
         over_rows = isinstance(node, Reduce) and not is_inner(loops.axes, node)
         if over_rows or isinstance(node, Scan | Counter):
-            return f"{loops.names[i]} needs whole rows, of which sums over windows have none"
-        if axes & inner and (isinstance(node, Reduce | Random) or _is_expensive(node)):
+            return f"{loops.names[i]} needs whole rows, of which sums over inner axes have none"
+        if a.in_windows and axes & inner and (isinstance(node, Reduce | Random) or _is_expensive(node)):
             return f"{loops.names[i]} would be computed again for each window that reads it"
     return None
 

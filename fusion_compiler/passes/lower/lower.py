@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -71,9 +71,9 @@ from fusion_compiler.passes.lower.space import (
     Space,
     anchor_space,
     compute_dtype,
+    free_space,
     is_reduction,
     largest,
-    matrix_space,
     reduced_by,
 )
 from fusion_compiler.passes.lower.special import SPECIAL, looked_up, put_place
@@ -97,19 +97,19 @@ def lower(
     outputs: tuple[str, ...],
     *,
     index_split: IndexSplit | None = None,
-    matrices: bool = False,
+    in_tile: bool = False,
     stored: frozenset[str] = frozenset(),
     like_eager: bool = False,
     effort: Effort | None = None,
 ) -> LoopNest:
     """The loop nest of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
-    a split is given, or over matrices. Raises Illegal.
+    a split is given, or over a tile that holds whatever is reduced. Raises Illegal.
 
     stored: ops whose results this program or another one stores. like_eager: numerics="eager".
     effort: where what it takes is counted.
     """
     rounding = Rounding(stored.union(outputs), like_eager)
-    space = (matrix_space if matrices else anchor_space)(dag, ops, outputs, index_split)
+    space = (free_space if in_tile else anchor_space)(dag, ops, outputs, index_split)
     for _ in range(24):
         attempt = Lowering(dag, ops, outputs, space, rounding)
         try:
@@ -192,7 +192,16 @@ class Lowering(Builder):
                     "space", f"{name} is {list(shape)}, and the others' space is {list(self.space.axes)}"
                 )
             stores += [self.store(name, own, piece=i) for i, own in enumerate(self.pieces(coords))]
-        return LoopNest(self.axes, tuple(self.nodes), tuple(stores), tuple(self.names))
+        axes = self.tile_axes(stores) if self.space.is_free else self.axes
+        return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
+
+    def tile_axes(self, stores: list[Store]) -> tuple[Axis, ...]:
+        """Return the axes of a free space. Inner are those that some reduction reduces, or that some result
+        does not have: a program that holds them computes it once."""
+        everywhere = set.intersection(*({k for k, _ in store.index.terms} for store in stores))
+        reduced = frozenset[int]().union(*(n.axes for n in self.nodes if isinstance(n, Reduce)))
+        kept = everywhere - reduced
+        return tuple(a if k in kept else replace(a, group=INNER) for k, a in enumerate(self.axes))
 
     def store(self, name: str, coords: Coords, within: int | None = None, piece: int = 0) -> Store:
         """piece: the number of the piece that the coordinates are in."""
@@ -264,7 +273,7 @@ class Lowering(Builder):
             if shape == tuple(product(f) for f in self.space.factors):
                 groups = {self.space.groups[d] for d in dims if shape[d] != 1}
                 kept = {self.space.groups[d] for d in range(len(shape)) if d not in dims and shape[d] != 1}
-                if not groups & kept:
+                if self.space.is_free or not groups & kept:
                     self.value(op.name, _reduced_coords(op, identity, dims), None)
                     return
 
@@ -522,9 +531,15 @@ class Lowering(Builder):
             return node
         wanted = [d for d in kept_dims if piece is None or split is None or d not in split.dims]
         at = dict(zip(kept_dims, kept, strict=True))
-        axes = self.reduced_axes(
-            op, tuple(at[d] for d in wanted), tuple(shape[d] for d in wanted), tuple(shape[d] for d in dims)
-        )
+        if self.space.is_free:
+            axes = self.free_axes(op, reduced, kept)
+        else:
+            axes = self.reduced_axes(
+                op,
+                tuple(at[d] for d in wanted),
+                tuple(shape[d] for d in wanted),
+                tuple(shape[d] for d in dims),
+            )
         live = tuple(i for i in sorted(axes) if self.axes[i].size != 1)
         inner = self.spread_like_operand(op, live, reduced)
         full: list[Index] = [ZERO] * len(shape)
@@ -615,6 +630,21 @@ class Lowering(Builder):
             if keys == set(axes) and is_bijection(inner, sizes, self.extents):
                 return inner
         return self.spread(axes, sizes)
+
+    def free_axes(self, op: Op, reduced: Reduced, kept: Coords) -> frozenset[int]:
+        """Return the axes of a free space that a reduction runs over: those along which its operand lies in
+        the dimensions that it reduces, or all others than the result's."""
+        sizes = tuple(reduced.shape[d] for d in reduced.dims)
+        where = self.place_of_operand(op.first)
+        keys = {k for c in kept for k, _ in c.terms}
+        if where is None:
+            axes = frozenset(self.group_axes[COLS]) - keys
+        else:
+            axes = frozenset(k for d in reduced.dims for k, _ in where[d].terms)
+        is_whole = simple(product(self.space.axes[k] for k in axes)) == simple(product(sizes))
+        if not is_whole or axes & keys or not is_bijection(kept, tuple(reduced.shape[d] for d in reduced.kept), self.extents):
+            raise Illegal("rows", f"{op.name} does not keep whole axes")
+        return axes
 
     def reduced_axes(
         self, op: Op, kept: Coords, kept_shape: tuple[Dim, ...], reduced: tuple[Dim, ...]

@@ -192,7 +192,7 @@ def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
 
     live = {k for i in _all_indices(loops) for k, _ in i.terms if k >= 0}
     reduced = frozenset[int]().union(*(n.axes for n in loops.nodes if isinstance(n, Reduce)))
-    idle = axes_in(loops.axes, (INNER,)) - reduced  # of reductions that are dead
+    idle = axes_in(loops.axes, (INNER,)) - reduced - live  # of reductions that are dead
     keep = [i for i, a in enumerate(loops.axes) if i not in idle and (i in live or a.size != 1)]
     free = [i for i in keep if loops.axes[i].group not in scanned]
     steps = dict.fromkeys(keep, (0, 0)) | {i: (-stride(i, True), -stride(i, False)) for i in free}

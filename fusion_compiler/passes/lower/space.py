@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fusion_compiler.ir import depthwise, layout
 from fusion_compiler.ir.dag import Op, OpDag
-from fusion_compiler.ir.dims import Dim, numel, simple, strides_of
+from fusion_compiler.ir.dims import Dim, numel, product, simple, strides_of
 from fusion_compiler.ir.index import ZERO, axis, combine
-from fusion_compiler.ir.loops import BATCH, COLS, ROWS, Index
+from fusion_compiler.ir.loops import BATCH, COLS, LARGEST_TILE, ROWS, Index
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.writes import stored_shape
 from fusion_compiler.passes.lower.index_splits import MOST_PIECES, IndexSplit
@@ -48,12 +48,13 @@ class Space:
 
     index_split: where the anchor is one of several pieces of a larger tensor, all of which every element
     makes. The number of the piece, along each dimension that is split, is then a key behind the axes', and no
-    axis.
+    axis. is_free: reductions may be over any axes, of which no group says anything.
     """
 
     factors: tuple[tuple[Dim, ...], ...]
     groups: tuple[str, ...]
     index_split: IndexSplit | None = None
+    is_free: bool = False
 
     @property
     def axes(self) -> tuple[Dim, ...]:
@@ -82,7 +83,7 @@ class Space:
                 position -= 1
             found.append(factors)
             position += len(factors)
-        return Space(tuple(found), self.groups, self.index_split)
+        return replace(self, factors=tuple(found))
 
     def identity(self) -> Coords:
         """Coordinates of the anchor: one index a dimension."""
@@ -190,9 +191,29 @@ def anchor_space(
     return Space(split.factors, groups, split)
 
 
-def matrix_space(
+def free_space(
     dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], split: IndexSplit | None = None
 ) -> Space:
+    """Return the space of the largest tensor that is reduced, whose reductions may be over any of its axes:
+    a tile holds all axes that some of them reduce.
+
+    split: the tensor is made in pieces, of which the space is one; they are matrices then. Raises Illegal
+    where all reduce the same, or scans and products are beside them.
+    """
+    if split is not None:
+        return matrix_space(dag, ops, split)
+    reductions = [reduced_by(dag, dag.op(n)) for n in ops if is_reduction(dag.op(n))]
+    alike = {(r.shape, frozenset(d for d in r.dims if r.shape[d] != 1)) for r in reductions}
+    if len(alike) < 2 or any(dag.op(n).kind in (Kind.SCAN, Kind.CONTRACTION) for n in ops):
+        raise Illegal("space", "only reductions over different axes need a tile that holds all of these")
+    for terms in [product(r.shape[d] for d in r.dims) for r in reductions]:
+        if not isinstance(terms, int) or terms > LARGEST_TILE:
+            raise Illegal("size", f"a tile of {terms} elements is too large ({LARGEST_TILE})")
+    shape = max((r.shape for r in reductions), key=numel)
+    return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), is_free=True)
+
+
+def matrix_space(dag: OpDag, ops: tuple[str, ...], split: IndexSplit) -> Space:
     """The space of matrices whose rows are reduced by some ops and whose columns by others, or are not there
     for them; what is left numbers the matrices. Raises Illegal where these ops have no such space.
 
@@ -202,8 +223,6 @@ def matrix_space(
     space = _matrices(dag, ops)
     if space is None:
         raise Illegal("space", "what these ops reduce are no rows and columns of matrices")
-    if split is None:
-        return space
     if split.shape != space.axes or space.groups[split.dim] != BATCH:
         raise Illegal("space", f"the pieces of {list(split.shape)} are no matrices")
     return Space(split.factors, space.groups, split)

@@ -1,0 +1,181 @@
+"""Nests whose reductions are over different axes: a tile holds the axes that are reduced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusion_compiler as fc
+from fusion_compiler.ir.loops import INNER, LARGEST_TILE
+from fusion_compiler.schedule.placement import Placement
+from tests.exactness import Compiled, not_as_close, wide
+
+
+def sinkhorn(x: Tensor) -> Tensor:
+    """Rows, then columns, then rows again sum to one."""
+    e = (x - x.amax((-2, -1), keepdim=True)).exp()
+    e = e / e.sum(-1, keepdim=True)
+    e = e / e.sum(-2, keepdim=True)
+    return e / e.sum(-1, keepdim=True)
+
+
+def doubly_centred(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, cols = x.mean(-1, keepdim=True), x.mean(-2, keepdim=True)
+    centred = x - rows - cols + x.mean((-2, -1), keepdim=True)
+    return centred, centred.square().sum((-2, -1), keepdim=True)
+
+
+def pooled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns weighted by how large their row is: a sum over rows of what a reduction along them gives."""
+    scores = x.square().sum(-1, keepdim=True)
+    shares = (scores - scores.amax(-2, keepdim=True)).exp()
+    return (shares * x).sum(-2, keepdim=True), shares.sum(-2, keepdim=True)
+
+
+def weighted(x: Tensor) -> Tensor:
+    """One of the sums has no columns."""
+    shares = x[..., :1].sigmoid()
+    return (shares * x).sum(-2, keepdim=True) / shares.sum(-2, keepdim=True)
+
+
+PROGRAMS: tuple[Callable[[Tensor], object], ...] = (sinkhorn, doubly_centred, pooled, weighted)
+
+
+def checked(f: Callable[[Tensor], object], x: Tensor, number: int = 0) -> Compiled:
+    """Return a compiled function whose results are as close to float64 as eager's."""
+    fast = Compiled(f, number)
+    with torch.no_grad():
+        ours, eager, exact = fast(x), f(x), f(wide(x))
+    tuples = (list(r) if isinstance(r, tuple | list) else [r] for r in (ours, eager, exact))
+    for our, theirs, truth in zip(*tuples, strict=True):
+        assert not (problem := not_as_close(our, theirs, truth)), problem
+    return fast
+
+
+def in_one_tile(fast: Compiled) -> bool:
+    """True if one kernel computes all of a program under a placement of tiles."""
+    (runner,) = fast.compiler.runners.values()
+    (cluster,) = fast.plans[0].clusters
+    return any(axis.group == INNER for axis in cluster.loops.axes) and len(runner.candidates[0].kernels) == 1
+
+
+@pytest.mark.sample(20)
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("shape", [(3, 2, 16, 32), (5, 7, 24), (4, 1, 33)], ids=str)
+@pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
+def test_every_placement(
+    f: Callable[[Tensor], object], shape: tuple[int, ...], number: int
+) -> None:
+    checked(f, torch.randn(shape), number)
+
+
+@pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_one_kernel_for_all_of_it(f: Callable[[Tensor], object], dtype: torch.dtype) -> None:
+    assert in_one_tile(checked(f, torch.randn(6, 3, 24, 40, dtype=dtype)))
+
+
+def test_infinities_and_nan() -> None:
+    x = torch.randn(7, 6, 16)
+    x[0, 0, 0], x[1, 1, 1], x[2] = float("inf"), float("nan"), float("-inf")
+    for f in PROGRAMS:
+        checked(f, x)
+
+
+def chain(seed: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return a function of a tensor of five dimensions: three reductions over different ones of them, each of
+    what the one before it has changed."""
+    dice = random.Random(seed)
+    dims = list[tuple[int, ...]]()
+    while len(dims) < 3:
+        drawn = tuple(sorted(dice.sample(range(1, 5), dice.randint(1, 3))))
+        if drawn not in dims:
+            dims.append(drawn)
+    kinds = [dice.choice(("sum", "amax", "mean", "amin", "logsumexp")) for _ in dims]
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        y, reduced = x, list[Tensor]()
+        for kind, over in zip(kinds, dims, strict=True):
+            value = getattr(torch, kind)(y, over, keepdim=True)
+            y = torch.tanh(y - value)
+            reduced.append(value)
+        return (y, *reduced)
+
+    return function
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 2, 4, 1, 3), (4, 3, 2, 1, 0)], ids=str)
+@pytest.mark.parametrize("seed", range(30))
+def test_reductions_over_any_of_five_dimensions_are_one_kernel(
+    seed: int, order: tuple[int, ...], number: int
+) -> None:
+    """order: of the dimensions in memory."""
+    sizes = (3, 4, 5, 2, 8)
+    x = torch.randn([sizes[d] for d in order]).permute([order.index(d) for d in range(5)])
+    assert in_one_tile(checked(chain(seed), x, number))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_of_reductions_over_any_dimensions(seed: int) -> None:
+    f, results = chain(seed), list[list[Tensor]]()
+    x = torch.randn(2, 4, 3, 2, 8)
+    weights = [torch.randn_like(r) for r in f(x)]
+    for function, dtype in ((Compiled(f), torch.float32), (f, torch.float32), (f, torch.float64)):
+        leaf = x.detach().to(dtype).requires_grad_()
+        outs: Any = function(leaf)
+        loss = sum((out * w.to(dtype)).sum() for out, w in zip(outs, weights, strict=True))
+        results.append([*outs, *torch.autograd.grad(loss, leaf)])
+    for ours, eager, truth in zip(*results, strict=True):
+        assert not (problem := not_as_close(ours, eager, truth)), problem
+
+
+def test_a_norm_over_channels_of_a_norm_over_pixels() -> None:
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        y = F.instance_norm(x)
+        return F.layer_norm(y.transpose(1, 2), (x.shape[1],), w)
+
+    x, w = torch.randn(3, 16, 20), torch.randn(16)
+    fast = Compiled(block)
+    ours, eager, truth = fast(x, w), block(x, w), block(x.double(), w.double())
+    assert not (problem := not_as_close(ours, eager, truth)), problem
+    assert in_one_tile(fast)
+
+
+def test_a_tile_that_is_too_large_is_several_kernels() -> None:
+    side = 256
+    assert side * side > LARGEST_TILE
+    fast = checked(sinkhorn, torch.randn(2, side, side))
+    assert len(fast.plans[0].clusters) > 1
+    assert not any(a.group == INNER for c in fast.plans[0].clusters for a in c.loops.axes)
+
+
+def test_neighbours_in_memory_are_beside_each_other_in_a_tile() -> None:
+    """Kept elements that lie side by side are lanes: no program gathers single elements."""
+    fast = checked(lambda x: sinkhorn(x.permute(2, 0, 1)), torch.randn(8, 8, 64))
+    (runner,) = fast.compiler.runners.values()
+    placement = runner.candidates[0].schedule
+    assert placement.split(";")[-2] == " place(col.i, LANES)" or " place(col, LANES)" in placement
+
+
+def test_unknown_sizes_of_what_is_kept() -> None:
+    fast: Any = fc.compile(sinkhorn, backend="interpret", strict=True)
+    with torch.no_grad():
+        for n in (3, 5, 17):
+            x = torch.randn(n, 12, 9)
+            torch._dynamo.mark_dynamic(x, 0)
+            assert not (problem := not_as_close(fast(x), sinkhorn(x), sinkhorn(x.double()))), problem
+
+
+def test_a_placement_is_what_the_plan_shows() -> None:
+    fast = checked(sinkhorn, torch.randn(64, 16, 32))
+    (runner,) = fast.compiler.runners.values()
+    for candidate in runner.candidates:
+        assert str(Placement.parse(candidate.schedule)) == candidate.schedule
