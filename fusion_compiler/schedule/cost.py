@@ -105,6 +105,9 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
         elements = prod(leaf.lanes for leaf in leaves if leaf.place is Place.LANES)
         resident = _resident(work, s, device, elements)
         share = resident / (resident + STALL) / _slowdown(s, device, BLOCK_ELEMENTS, elements=elements)
+        innermost = max((leaf for leaf in leaves if leaf.place is Place.LANES), key=lambda leaf: leaf.order)
+        if innermost.lanes < hint(work.loops.axes[innermost.axis].size, work.hints):
+            share /= 1 + RUN_ELEMENTS / innermost.lanes
         return Run(programs, share, slots=resident * device.sms)
     if work.matrices:
         resident = _resident(work, s, device)

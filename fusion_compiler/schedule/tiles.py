@@ -23,7 +23,7 @@ from fusion_compiler.schedule.placement import At, Place, Placement, Split, held
 from fusion_compiler.schedule.registers import MOST
 from fusion_compiler.schedule.shapes import padded
 
-ELEMENTS = (16, 32, 8, 64)  # of a tile, for each thread
+ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread, best first
 TILES = (1024, 2048, 4096)  # elements: smaller tiles take several elements of kept axes
 MOST_WARPS = 16
 KEPT = 8  # placements of a nest, best first
@@ -50,8 +50,11 @@ def placements(
     if refuses(loops) is not None:
         return ()
     legal = (p for p in dict.fromkeys(_candidates(loops, hints)) if refusal(loops, p) is None)
-    registers = {p: max(0.0, held_registers(loops, p) - MOST) for p in legal}
-    return tuple(sorted(registers, key=lambda p: (registers[p], roofline.us(p))))[:KEPT]
+    crowded = {p: max(0.0, held_registers(loops, p) - MOST) for p in legal}
+    times = dict[tuple[Split | At, ...], float]()  # of each shape, with as many elements a thread as are best
+    for p in crowded:
+        times.setdefault(p.directives, roofline.us(p))
+    return tuple(sorted(crowded, key=lambda p: (crowded[p], times[p.directives])))[:KEPT]
 
 
 def _least(loops: LoopNest) -> int:

@@ -633,14 +633,16 @@ class Lowering(Builder):
 
     def free_axes(self, op: Op, reduced: Reduced, kept: Coords) -> frozenset[int]:
         """Return the axes of a free space that a reduction runs over: those along which its operand lies in
-        the dimensions that it reduces, or all others than the result's."""
+        the dimensions that it reduces, or those of the same dimensions of the space."""
         sizes = tuple(reduced.shape[d] for d in reduced.dims)
         where = self.place_of_operand(op.first)
+        if where is None and len(reduced.shape) == len(self.space.factors):
+            where = self.space.identity()
         keys = {k for c in kept for k, _ in c.terms}
         if where is None:
             axes = frozenset(self.group_axes[COLS]) - keys
         else:
-            axes = frozenset(k for d in reduced.dims for k, _ in where[d].terms)
+            axes = frozenset(k for d in reduced.dims for k, _ in where[d].terms if reduced.shape[d] != 1)
         is_whole = simple(product(self.space.axes[k] for k in axes)) == simple(product(sizes))
         if not is_whole or axes & keys or not is_bijection(kept, tuple(reduced.shape[d] for d in reduced.kept), self.extents):
             raise Illegal("rows", f"{op.name} does not keep whole axes")

@@ -209,8 +209,12 @@ def free_space(
     for terms in [product(r.shape[d] for d in r.dims) for r in reductions]:
         if not isinstance(terms, int) or terms > LARGEST_TILE:
             raise Illegal("size", f"a tile of {terms} elements is too large ({LARGEST_TILE})")
-    shape = max((r.shape for r in reductions), key=numel)
-    return Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), is_free=True)
+    largest = max(reductions, key=lambda r: numel(r.shape))
+    dims = [d for _, d in alike]
+    innermost = next((d for d, s in enumerate(largest.stride) if s == 1 and largest.shape[d] != 1), None)
+    if any(d != dims[0] for d in dims) and innermost not in frozenset[int]().union(*dims):
+        raise Illegal("space", "neighbours in memory would be in different tiles")
+    return Space(tuple((s,) for s in largest.shape), tuple(COLS for _ in largest.shape), is_free=True)
 
 
 def matrix_space(dag: OpDag, ops: tuple[str, ...], split: IndexSplit) -> Space:
