@@ -23,7 +23,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -61,11 +61,14 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.loops import Value as Operand
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, every, fm, lift, plus, times, tl
 from fusion_compiler.schedule.analysis import accumulator_dtype, operand_of, rounding_of
-from fusion_compiler.schedule.placement import Leaf, Place, Placement
+from fusion_compiler.schedule.placement import Leaf, Place, Placement, Product, products_of
 
 aten = torch.ops.aten
 KEEP_ZERO = frozenset({aten._to_copy.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor})
 NOWHERE = frozenset[Leaf]()
+CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+# What bfloat16 holds in one number.
+ONE = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
 COMPARISONS: dict[object, Callable[[Any, Any], bool]] = {
     overload: compare
     for packet, compare in (
@@ -121,6 +124,7 @@ class Emitter:
         self.leaves = {n: [leaf for leaf in leaves if leaf.axis == n] for n in range(len(loops.axes))}
         self.lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
         self.grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
+        self.products = products_of(loops, placement)
         self.depends: list[frozenset[Leaf]] = []
         for node in loops.nodes:
             found = frozenset[Leaf]().union(*(self.depends[o] for o in operands_of(node)))
@@ -138,6 +142,7 @@ class Emitter:
         """Return the statements of the program with this number, and the grid."""
         self.place_grid(number)
         self.wanted = [*split.kept, *(o for store in split.stores for o in store_operands(store))]
+        self.load_first()
         stores = [(self.of_store(store), partial(self.store, store)) for store in split.stores]
         stores += [(self.depends[n], partial(self.store_partial, n, of)) for n, of in split.kept.items()]
         for around in dict.fromkeys(tuple(self.loops_of(leaves)) for leaves, _ in stores):
@@ -147,6 +152,18 @@ class Emitter:
                         with self.fixed(elements):
                             store()
         return self.scopes[0].body, (product(leaf.extent for leaf in self.grid),)
+
+    def load_first(self) -> None:
+        """Load what whole tiles are computed of before anything is reduced: compilers move no load over a
+        reduction, for which threads wait. Programs with loops load as they go."""
+        lanes = frozenset(self.lanes)
+        several = any(leaf.place in (Place.LOOP, Place.UNROLL) for n in self.leaves.values() for leaf in n)
+        held = {self.source(n) for product in self.products.values() for n in (product.matrix, product.vectors)}
+        for number in () if several else sorted(self.needed):
+            node = self.loops.nodes[number]
+            is_plain = isinstance(node, Load) and node.within is None and not operands_of(node)
+            if is_plain and len(self.depends[number] & lanes) > 1:
+                self.loaded_as_held(node) if number in held and self.held(number) in ONE else self.tile(number)
 
     # -- leaves ----------------------------------------------------------------------------------------
 
@@ -385,8 +402,9 @@ class Emitter:
     def called(self, buffer: str) -> str:
         return self.pointers[buffer].base.removesuffix("_ptr")
 
-    def loaded(self, node: Load) -> Tile:
-        """Return a load; elements outside of an axis, or where `within` is false, are zero."""
+    def loaded(self, node: Load, as_held: bool = False) -> Tile:
+        """Return a load; elements outside of an axis, or where `within` is false, are zero. as_held: in the
+        buffer's dtype."""
         index = self.index(node.index)
         within = [] if node.within is None else self.condition(node.within)
         if within is None:
@@ -399,7 +417,11 @@ class Emitter:
         zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0
         masked = {} if mask is None else {"mask": mask.value, "other": zero}
         value = tl.load(pointer.value, **masked)
-        return self.joined(convert(value, held, node.dtype), pointer)
+        return self.joined(value if as_held else convert(value, held, node.dtype), pointer)
+
+    def loaded_as_held(self, node: Load) -> Tile:
+        tile = self.loaded(node, as_held=True)
+        return replace(tile, value=self.let(self.called(node.buffer), tile.value))
 
     def condition(self, number: int) -> list[Tile] | None:
         """Return the conditions that make up a node, without those that hold; None if one does not."""
@@ -556,6 +578,8 @@ class Emitter:
     def reduced(self, number: int, node: Reduce) -> Tile:
         """Return a reduction, in loops that it shares with others over the same axes."""
         around = self.loops_of(self.reduced_leaves(node))
+        if number in self.products:
+            return self.product(number, self.products[number])
         if not around:
             state = None
             for elements in self.variants(self.reduced_leaves(node)):
@@ -594,6 +618,58 @@ class Emitter:
         found = self.known(number)
         assert found is not None
         return found
+
+    def product(self, number: int, of: Product) -> Tile:
+        """Return a sum of products that tensor cores make.
+
+        They multiply bfloat16. A float32 goes in as the sum of two or three of them, so that what is left out is
+        less than eager's own roundings; what a matrix holds in fewer bits goes in as it is.
+        """
+        matrix, vectors = (self.factor(n, side, of.terms) for n, side in ((of.matrix, of.rows), (of.vectors, of.few)))
+        is_exact = number not in self.rough
+        terms = 1 if self.held(of.matrix) in ONE else 2
+        parts_of_vectors = 1 if self.held(of.vectors) in ONE else 3 if is_exact else 2
+        parts = 4 if parts_of_vectors > 2 else max(terms, parts_of_vectors)
+        zeros = tl.zeros([of.rows.lanes, of.few.lanes * parts], torch.float32)
+        value: Expression = self.let("products", fm.contract(matrix, vectors, zeros, terms, parts_of_vectors, parts), number)
+        if parts > 1:
+            value = self.let("products", fm.contracted(value, parts))
+        if of.few.order < of.rows.order:
+            value = tl.trans(value)
+        lanes = frozenset({of.rows, of.few})
+        return Tile(self.let("product", tl.reshape(value, self.shape(lanes))), lanes, True)
+
+    def factor(self, number: int, side: Leaf, terms: Leaf) -> Expression:
+        """Return a factor's tile [side, terms], zero where no term is; of what bfloat16 holds as it was loaded."""
+        source = self.loops.nodes[self.source(number)]
+        if isinstance(source, Load) and self.held(number) in ONE:
+            tile = self.loaded_as_held(source)
+        else:
+            tile = self.tile(number)
+        axes = frozenset({side.axis, terms.axis})
+        zero = {axis for axis in axes if self.is_zero_outside(number, axis)}
+        value, mask = tile.value, self.inside(axes - zero)
+        if mask is not None:
+            value = tl.where(mask.value, value, 0.0)
+        if not tile.is_block or tile.lanes != {side, terms}:
+            value = tl.broadcast_to(value, self.shape(frozenset({side, terms})))
+        ordered = sorted((side, terms), key=lambda leaf: leaf.order)
+        value = tl.reshape(value, Items(tuple(Literal(leaf.lanes) for leaf in ordered)))
+        return value if ordered[0] is side else tl.trans(value)
+
+    def source(self, number: int) -> int:
+        """Return the node whose number this one is, in another dtype."""
+        node = self.loops.nodes[number]
+        if isinstance(node, Compute) and node.target in CONVERSIONS and rounding_of(node) is None:
+            (number,) = operands_of(node)
+        return number
+
+    def held(self, number: int) -> torch.dtype | None:
+        """Return the dtype in which a value lies in memory, or to which it is rounded; None if it is computed."""
+        node = self.loops.nodes[self.source(number)]
+        if rounding_of(node) == str(torch.bfloat16):
+            return torch.bfloat16
+        return self.dtypes[node.buffer] if isinstance(node, Load) else None
 
     def alike(self, number: int, around: list[Leaf]) -> list[int]:
         """Return the reductions that can share a loop: over the same loops, in the same block, and none reads
@@ -677,8 +753,9 @@ class Emitter:
                 return value == 0
             case Compute(target, _):
                 zeros = [self.is_zero_outside(o, axis) for o in operands_of(node)]
-                if target is aten.mul.Tensor:
-                    return any(zeros)
+                if target is aten.mul.Tensor:  # zero times infinity is none
+                    finite = [isinstance(self.loops.nodes[o], Constant) for o in operands_of(node)]
+                    return any(zeros) and all(map(operator.or_, zeros, finite))
                 return target in KEEP_ZERO and bool(zeros) and all(zeros) and len(zeros) == _arity(node)
             case _:
                 return False
@@ -686,7 +763,7 @@ class Emitter:
     def folded(self, number: int, node: Reduce, state: Tile) -> Tile:
         """Return an accumulator whose reduced lanes are folded."""
         several = len(self.lanes) > 1
-        for leaf in self.placed(self.reduced_leaves(node), Place.LANES):
+        for leaf in reversed(self.placed(self.reduced_leaves(node), Place.LANES)):  # neighbours first
             axis = self.lanes.index(leaf)
             value = self.let(node.combine, Combine(node, (state.value,), axis, several), number)
             state = Tile(value, state.lanes - {leaf}, several)

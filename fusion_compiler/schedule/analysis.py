@@ -82,11 +82,14 @@ class Analysis:
 
     @property
     def in_windows(self) -> bool:
-        """True if reductions run over windows: whether an element is inside says a place along an inner axis
-        and another one together."""
+        """True if reductions run over windows: an inner axis and another one together say whether an element
+        is inside of an image, all reductions have the same axes, and what is stored does not vary along them."""
         inner = axes_in(self.loops.axes, (INNER,))
         ranges = (n.index.terms for n in self.loops.nodes if isinstance(n, InRange))
-        return any(len({k in inner for k, _ in terms}) == 2 for terms in ranges)
+        moves = any(len({k in inner for k, _ in terms}) == 2 for terms in ranges)
+        stored = {k for store in self.loops.stores for k, _ in store.index.terms}
+        reductions = (n for n in self.loops.nodes if isinstance(n, Reduce))
+        return moves and not inner & stored and all(n.axes == inner for n in reductions)
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
         """An index in which a group whose axes are contiguous in it goes by its own number, in its last

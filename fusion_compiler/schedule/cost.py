@@ -19,10 +19,10 @@ import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import LoopNest
+from fusion_compiler.ir.loops import Load, LoopNest, operands_of
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule.contractions import takes_tiles
-from fusion_compiler.schedule.placement import Place, Placement
+from fusion_compiler.schedule.placement import Place, Placement, products_of, tile_sizes
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.work import BufferInfo, Vectors, Work
 
@@ -102,13 +102,14 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
     if isinstance(s, Placement):
         leaves = s.leaves(work.loops.axes)
         programs = prod(hint(leaf.extent, work.hints) for leaf in leaves if leaf.place is Place.GRID)
-        elements = prod(leaf.lanes for leaf in leaves if leaf.place is Place.LANES)
+        elements = max(tile_sizes(work.loops, s))
         resident = _resident(work, s, device, elements)
         share = resident / (resident + STALL) / _slowdown(s, device, BLOCK_ELEMENTS, elements=elements)
         innermost = max((leaf for leaf in leaves if leaf.place is Place.LANES), key=lambda leaf: leaf.order)
         if innermost.lanes < hint(work.loops.axes[innermost.axis].size, work.hints):
             share /= 1 + RUN_ELEMENTS / innermost.lanes
-        return Run(programs, share, slots=resident * device.sms)
+        again = _loaded_again(work, s, programs, device)
+        return Run(programs, share, slots=resident * device.sms, messages=again)
     if work.matrices:
         resident = _resident(work, s, device)
         share = resident / (resident + STALL) / _slowdown(s, device, BLOCK_ELEMENTS)
@@ -149,6 +150,16 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
     filled = cols / (ceil(cols / s.block_cols) * s.block_cols)  # of the blocks
     share = LOOPED * filled / _slowdown(s, device, BLOCK_ELEMENTS)
     return Run(programs, share, passes - 1, min(programs, slots) * s.block_rows, slots, after)
+
+
+def _loaded_again(work: Work, s: Placement, programs: int, device: DeviceSpec) -> int:
+    """Return the bytes that programs load of what others load too: from L2."""
+    sizes, seen, moved = tile_sizes(work.loops, s), set[object](), 0.0
+    for node, size in zip(work.loops.nodes, sizes, strict=True):
+        if isinstance(node, Load) and (node.buffer, node.index) not in seen:
+            seen.add((node.buffer, node.index))
+            moved += programs * size * work.buffers[node.buffer].itemsize
+    return max(0, int(moved - sum(work.bytes_of(work.reads, name, device) for name in work.reads)))
 
 
 def _last_us(work: Work, s: Schedule, groups: int, device: DeviceSpec) -> float:
@@ -269,7 +280,10 @@ class Roofline:
         """Microseconds of (memory, arithmetic): with what is read and made again for each block of the rows
         of a product's matrix, without the sums that tensor units make."""
         if isinstance(schedule, Placement):
-            return memory, self.arithmetic_us
+            terms = (self.work.axes[operands_of(node)[0]] for n in products_of(self.work.loops, schedule) for node in [self.work.loops.nodes[n]])
+            sizes = self.work.sizes
+            elsewhere = sum(2 * prod(size for k, size in enumerate(sizes) if bits >> k & 1) for bits in terms)
+            return memory, _arithmetic_us(self.work, self.device, elsewhere) if elsewhere else self.arithmetic_us
         on_units = schedule.cols is Cols.LOOP and takes_tiles(schedule)
         own = self.beside_units_us if on_units else self.arithmetic_us
         if self.vectors is None:

@@ -5,6 +5,8 @@
     place(a, LOOP)      each program goes through the axis in a loop; the first one is the outermost loop
     place(a, LANES)     a tile holds the axis; of several, the last one lies innermost in the tile
     place(a, UNROLL)    the program's text is repeated for each element
+    unit(r, TENSOR_CORE)  tensor cores make the reduction r, a sum of products of two tiles that have the axes which
+                        it reduces in common, and no other
 
 `str` prints a placement and `parse` reads it back. `refusal` says why a nest cannot run under a placement.
 """
@@ -20,10 +22,12 @@ from typing import ClassVar
 import torch
 
 from fusion_compiler.ir.dims import Dim
-from fusion_compiler.ir.loops import Axis, Constant, LoopNest, Reduce, axes_of, operands_of
+from fusion_compiler.ir.loops import Axis, Compute, Constant, LoopNest, Reduce, axes_of, operands_of
 from fusion_compiler.schedule.analysis import ceil_div
 from fusion_compiler.schedule.shapes import WARP, padded
 
+MUL = torch.ops.aten.mul.Tensor
+SMALLEST = 16  # rows and terms of a product that tensor cores take
 MOST_COPIES = 256  # of one statement, that unrolled axes make
 
 
@@ -56,6 +60,21 @@ class At:
         return f"place({self.axis}, {self.place})"
 
 
+class Unit(StrEnum):
+    TENSOR_CORE = "TENSOR_CORE"
+
+
+@dataclass(frozen=True)
+class On:
+    """Have a unit other than the threads make a reduction, by its name."""
+
+    axis: str
+    unit: Unit
+
+    def __str__(self) -> str:
+        return f"unit({self.axis}, {self.unit})"
+
+
 @dataclass(frozen=True)
 class Leaf:
     """A part of an axis that is placed as one.
@@ -82,7 +101,7 @@ class Leaf:
 class Placement:
     """Directives, with what a launch needs besides: threads, stages of loops, registers of a thread."""
 
-    directives: tuple[Split | At, ...]
+    directives: tuple[Split | At | On, ...]
     num_warps: int = 4
     num_stages: int = 1
     registers: int | None = None
@@ -106,9 +125,10 @@ class Placement:
     @staticmethod
     def parse(text: str) -> Placement:
         """Return the placement that prints as `text`. Raises ValueError for any other text."""
-        directives: list[Split | At] = []
-        for word, axis, value in re.findall(r"(split|place)\(([\w.]+), (\w+)\)", text):
-            directives.append(Split(axis, int(value)) if word == "split" else At(axis, Place(value)))
+        directives: list[Split | At | On] = []
+        for word, name, value in re.findall(r"(split|place|unit)\(([\w.]+), (\w+)\)", text):
+            kinds = {"split": lambda: Split(name, int(value)), "unit": lambda: On(name, Unit(value))}
+            directives.append(kinds.get(word, lambda: At(name, Place(value)))())
         counts = {word: int(number) for number, word in re.findall(r"(\d+) (warps|stages|registers)", text)}
         placement = Placement(
             tuple(directives), counts.get("warps", 4), counts.get("stages", 1), counts.get("registers")
@@ -123,6 +143,8 @@ class Placement:
         parts = {axis.name: (number, axis.size, 1) for number, axis in enumerate(axes)}
         leaves: list[Leaf] = []
         for position, directive in enumerate(self.directives):
+            if isinstance(directive, On):
+                continue
             if directive.axis not in parts:
                 raise ValueError(f"{directive}: there is no axis {directive.axis} left to place")
             number, extent, step = parts.pop(directive.axis)
@@ -143,6 +165,10 @@ def refusal(loops: LoopNest, placement: Placement) -> str | None:
         leaves = placement.leaves(loops.axes)
     except ValueError as error:
         return str(error)
+    for directive in placement.directives:
+        numbers = [n for n, name in enumerate(loops.names) if isinstance(directive, On) and name == directive.axis]
+        if isinstance(directive, On) and not any(product_of(loops, n, leaves) for n in numbers):
+            return f"{directive}: {directive.axis} is no sum of products of two tiles"
     copies = 1
     for leaf in leaves:
         if leaf.place in (Place.LANES, Place.UNROLL):
@@ -162,20 +188,76 @@ def refusal(loops: LoopNest, placement: Placement) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Product:
+    """A reduction that is a product of a matrix [rows, terms] and vectors [few, terms]: nodes, and the leaves
+    in LANES that are their dimensions."""
+
+    matrix: int
+    vectors: int
+    rows: Leaf
+    few: Leaf
+    terms: Leaf
+
+
+def product_of(loops: LoopNest, number: int, leaves: tuple[Leaf, ...]) -> Product | None:
+    """Return the product of tiles that a reduction is, or None if it is none."""
+    node = loops.nodes[number]
+    term = loops.nodes[node.operand] if isinstance(node, Reduce) else None
+    if not isinstance(node, Reduce) or node.combine != "sum" or node.dtype is not torch.float32:
+        return None
+    factors = operands_of(term) if isinstance(term, Compute) and term.target is MUL else ()
+    if len(set(factors)) != 2:
+        return None
+    axes, lanes = axes_of(loops), [leaf for leaf in leaves if leaf.place is Place.LANES]
+    tiles = [{leaf for leaf in lanes if leaf.axis in axes[factor]} for factor in factors]
+    terms, own = tiles[0] & tiles[1], [tiles[0] - tiles[1], tiles[1] - tiles[0]]
+    reduced = {leaf for leaf in leaves if leaf.axis in node.axes}
+    if reduced != terms or [len(terms), *map(len, own)] != [1, 1, 1]:
+        return None
+    (few, vectors), (rows, matrix) = sorted(
+        ((next(iter(leaf)), factor) for leaf, factor in zip(own, factors, strict=True)),
+        key=lambda side: side[0].lanes,
+    )
+    terms_leaf = next(iter(terms))
+    if min(rows.lanes, terms_leaf.lanes) < SMALLEST:
+        return None
+    return Product(matrix, vectors, rows, few, terms_leaf)
+
+
+def products_of(loops: LoopNest, placement: Placement) -> dict[int, Product]:
+    """Return the reductions that tensor cores make under a placement."""
+    names = {d.axis for d in placement.directives if isinstance(d, On)}
+    if not names:
+        return {}
+    leaves = placement.leaves(loops.axes)
+    products = ((n, product_of(loops, n, leaves)) for n, name in enumerate(loops.names) if name in names)
+    return {n: product for n, product in products if product is not None}
+
+
+def tile_sizes(loops: LoopNest, placement: Placement) -> list[int]:
+    """Return the elements of each node's tile; none of terms that tensor cores add up."""
+    leaves = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.LANES]
+    sizes = [prod(leaf.lanes for leaf in leaves if leaf.axis in axes) for axes in axes_of(loops)]
+    for number in products_of(loops, placement):
+        sizes[operands_of(loops.nodes[number])[0]] = 0
+    return sizes
+
+
 def held_registers(loops: LoopNest, placement: Placement) -> float:
     """Return the most 32-bit registers of a thread that hold values of a tile at the same time, if nodes are
     computed in their order and results are stored in the end."""
-    leaves = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.LANES]
+    unrolled = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.UNROLL]
+    copies = [prod(leaf.lanes for leaf in unrolled if leaf.axis in axes) for axes in axes_of(loops)]
     threads, last = WARP * placement.num_warps, dict[int, int]()
     for number, node in enumerate(loops.nodes):
         last |= dict.fromkeys(operands_of(node), number)
     last |= dict.fromkeys((store.value for store in loops.stores), len(loops.nodes))
     held, most = dict[int, float](), 0.0
-    for number, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops), strict=True)):
-        if not isinstance(node, Constant):
-            lanes = prod(leaf.lanes for leaf in leaves if leaf.axis in axes)
+    for number, (node, lanes) in enumerate(zip(loops.nodes, tile_sizes(loops, placement), strict=True)):
+        if not isinstance(node, Constant) and lanes:
             size = 1 if node.dtype is torch.bool else node.dtype.itemsize
-            held[number] = max(1.0, lanes / threads) * size / 4
+            held[number] = copies[number] * max(1.0, lanes / threads) * size / 4
         most = max(most, sum(held.values()))
         held = {n: registers for n, registers in held.items() if last.get(n, -1) > number}
     return most

@@ -4,29 +4,56 @@
     place(r, GRID); place(g, LANES); place(c, LANES)
 
 What the reductions keep is spread over programs. Where tiles are small, or where neighbours in memory lie along a
-kept axis, a tile also has some elements of these.
+kept axis, a tile also has some elements of these. What is kept and shares a large operand, as the few queries of a
+head share its keys, is unrolled, or tensor cores multiply the operand by all of them at once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 
 import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint, no_less
-from fusion_compiler.ir.loops import INNER, LARGEST_TILE, Index, Load, LoopNest, Store
+from fusion_compiler.ir.loops import (
+    INNER,
+    LARGEST_TILE,
+    Compute,
+    Index,
+    Load,
+    LoopNest,
+    Store,
+    axes_in,
+    operands_of,
+)
 from fusion_compiler.schedule.cost import Roofline
-from fusion_compiler.schedule.placement import At, Place, Placement, Split, held_registers, refusal
+from fusion_compiler.schedule.placement import (
+    SMALLEST,
+    At,
+    On,
+    Place,
+    Placement,
+    Split,
+    Unit,
+    held_registers,
+    product_of,
+    refusal,
+)
 from fusion_compiler.schedule.registers import MOST
 from fusion_compiler.schedule.shapes import padded
+from fusion_compiler.schedule.work import BufferInfo
 
-ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread, best first
+ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread
 TILES = (1024, 2048, 4096)  # elements: smaller tiles take several elements of kept axes
 MOST_WARPS = 16
 KEPT = 8  # placements of a nest, best first
+MOST_UNROLLED, MOST_SHARING = 8, 16  # elements of a kept axis that share an operand: unrolled, on tensor cores
+LEAST_SHARING = 3  # that tensor cores multiply faster than threads: one or two take no longer than to load
+HALF = 2  # bytes of an element that tensor cores take as one or two numbers
 NO_HINTS: Mapping[sympy.Symbol, int] = {}
 
 
@@ -49,12 +76,9 @@ def placements(
     """Return placements of a nest, best first by prediction; none where `refuses` has a reason."""
     if refuses(loops) is not None:
         return ()
-    legal = (p for p in dict.fromkeys(_candidates(loops, hints)) if refusal(loops, p) is None)
+    legal = (p for p in dict.fromkeys(_candidates(loops, hints, roofline.work.buffers)) if refusal(loops, p) is None)
     crowded = {p: max(0.0, held_registers(loops, p) - MOST) for p in legal}
-    times = dict[tuple[Split | At, ...], float]()  # of each shape, with as many elements a thread as are best
-    for p in crowded:
-        times.setdefault(p.directives, roofline.us(p))
-    return tuple(sorted(crowded, key=lambda p: (crowded[p], times[p.directives])))[:KEPT]
+    return tuple(sorted(crowded, key=lambda p: (crowded[p], roofline.us(p))))[:KEPT]
 
 
 def _least(loops: LoopNest) -> int:
@@ -65,7 +89,8 @@ def _least(loops: LoopNest) -> int:
 def _is_injective(loops: LoopNest, index: Index) -> bool:
     """True if no two elements of a tile have the same index, as far as sizes are known."""
     reach = 0
-    terms = [(abs(hint(step)), no_less(loops.axes[key].size)) for key, step in index.terms if key >= 0]
+    inner = axes_in(loops.axes, (INNER,))
+    terms = [(abs(hint(step)), no_less(loops.axes[key].size)) for key, step in index.terms if key in inner]
     for step, size in sorted(terms, key=lambda term: term[0]):
         if step <= reach and size != 1:
             return False
@@ -73,11 +98,58 @@ def _is_injective(loops: LoopNest, index: Index) -> bool:
     return True
 
 
-def _candidates(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> Iterator[Placement]:
+def _shared_axis(loops: LoopNest) -> int | None:
+    """Return a kept axis of few elements that a load of a whole tile lacks, or None."""
+    inner = axes_in(loops.axes, (INNER,))
+    for k, axis in enumerate(loops.axes):
+        if axis.group != INNER and isinstance(axis.size, int) and 1 < axis.size <= MOST_SHARING:
+            loads = ({key for key, _ in n.index.terms} for n in loops.nodes if isinstance(n, Load))
+            if any(keys >= inner and k not in keys for keys in loads):
+                return k
+    return None
+
+
+def _sharing(
+    loops: LoopNest, order: list[int], shared: int, buffers: Mapping[str, BufferInfo]
+) -> Iterator[Placement]:
+    """Yield placements whose programs have all elements of an axis that share an operand."""
+    size, least = hint(loops.axes[shared].size), _least(loops)
+    ones = {k: 1 for k, axis in enumerate(loops.axes) if axis.group != INNER}
+    lanes = _placement(loops, [shared, *(k for k in order if k != shared)], ones | {shared: padded(size)}, 1)
+    leaves = lanes.leaves(loops.axes)
+    products = {n: p for n in range(len(loops.nodes)) if (p := product_of(loops, n, leaves)) is not None}
+    if size >= LEAST_SHARING and products and all(_is_short(loops, p.matrix, buffers) for p in products.values()):
+        units = tuple(On(loops.names[n], Unit.TENSOR_CORE) for n in products)
+        fair = min(min(p.rows.lanes, p.terms.lanes) for p in products.values()) // SMALLEST
+        for each in ELEMENTS[:3]:
+            warps = max(1, min(MOST_WARPS, least // (32 * each), fair * ELEMENTS[0] // each))
+            yield replace(lanes, directives=(*lanes.directives, *units), num_warps=warps)
+    elif size <= MOST_UNROLLED:
+        name = loops.axes[shared].name
+        for each in ELEMENTS:
+            placement = _placement(loops, order, ones, max(1, min(MOST_WARPS, least // (32 * each))))
+            at = (At(name, Place.UNROLL) if d == At(name, Place.GRID) else d for d in placement.directives)
+            yield replace(placement, directives=tuple(at))
+
+
+def _is_short(loops: LoopNest, number: int, buffers: Mapping[str, BufferInfo]) -> bool:
+    """True if a value is loaded, perhaps converted, from a buffer of at most two bytes an element."""
+    node = loops.nodes[number]
+    if isinstance(node, Compute) and len(operands_of(node)) == 1:
+        node = loops.nodes[operands_of(node)[0]]
+    return isinstance(node, Load) and buffers[node.buffer].itemsize <= HALF
+
+
+def _candidates(
+    loops: LoopNest, hints: Mapping[sympy.Symbol, int], buffers: Mapping[str, BufferInfo]
+) -> Iterator[Placement]:
     order = _by_stride(loops)
     kept = [k for k in order if loops.axes[k].group != INNER]
     least = _least(loops)
     is_kept = bool(order) and loops.axes[order[-1]].group != INNER  # neighbours in memory lie along a kept axis
+    shared = _shared_axis(loops)
+    if shared is not None:
+        yield from _sharing(loops, order, shared, buffers)
     for elements in TILES:
         room = max(1, min(max(elements, least * (16 if is_kept else 1)), LARGEST_TILE) // least)
         lanes = dict[int, int]()  # of kept axes, from the innermost one

@@ -106,7 +106,8 @@ class Work:
         self.hints = hints
         sizes = (axis.size for axis in loops.axes)  # those that are estimated may come out below zero
         self.sizes = [size if type(size) is int else max(0, hint(size, hints)) for size in sizes]
-        bits = IN_TILES if any(axis.group == INNER for axis in loops.axes) else BITS
+        self.tile = sum(1 << k for k, axis in enumerate(loops.axes) if axis.group == INNER)  # bits of inner axes
+        bits = IN_TILES if self.tile else BITS
         self.group_of = [bits[axis.group] for axis in loops.axes]
         shape = [1, 1, 1]
         for size, group in zip(self.sizes, self.group_of, strict=True):
@@ -151,7 +152,7 @@ class Work:
         pairs = right_neighbours(loops.axes, enumerate(loops.stores)) if several else {}
         for number, store in enumerate(loops.stores):
             varies, axes, _ = self._index(store.index)
-            self.moves += self.count[varies]
+            self.moves += self._points(varies, axes)
             run = 2 if number in pairs or number in pairs.values() else 1
             self._touch(True, store.buffer, store.index, axes, store.within, run)
             if self.phase[store.value]:
@@ -176,7 +177,7 @@ class Work:
                     self.inside[number] = self.inside.get(number, 1.0) * self.inside[n]
         self._add(varies, axes, needs, phase)
         flops, special = _weights(node.target)
-        count = self.count[varies]
+        count = self._points(varies, axes)
         dtype = node.dtype
         self.of_rows += flops + special if varies == 1 else 0
         if dtype is torch.float64:
@@ -192,13 +193,14 @@ class Work:
         varies = axes = needs = phase = 0
         if type(node) is Load:
             varies, axes, phase = self._index(node.index)
-            self.moves += self.count[varies]
+            self.moves += self._points(varies, axes)
             if len(self.varies) in self.in_turns:  # of each row one that has it
                 whole = hint(self.buffers[node.buffer].numel, self.hints)
                 self.reads[node.buffer] = self.reads.get(node.buffer, 0.0) + whole
             else:
                 self._touch(False, node.buffer, node.index, axes, node.within)
-            if self.count[varies] == self.count[3]:
+            is_tile = not self.tile & ~axes if self.tile else self.count[varies] == self.count[3]
+            if is_tile:
                 needs = 1 << len(self.tile_loads)
                 self.tile_loads.append(node.buffer)
             if node.dtype is torch.float64:
@@ -224,6 +226,13 @@ class Work:
                 self.inside[len(self.varies)] = self._part(node)
         self._add(varies, axes, needs, phase)
 
+    def _points(self, varies: int, axes: int) -> int:
+        """Return how often a value is computed, or moved: once a point of the groups over which it varies; in
+        tiles of any axes once a point of its own ones."""
+        if not self.tile:
+            return self.count[varies]
+        return prod(size for k, size in enumerate(self.sizes) if axes >> k & 1)
+
     def _add(self, varies: int, axes: int, needs: int, phase: int) -> None:
         self.varies.append(varies)
         self.axes.append(axes)
@@ -239,14 +248,13 @@ class Work:
         self.reduced |= over
         self.ahead += over == 1 and self.varies[operand] == 1
         self.sums_of_columns += over == 1 and self.varies[operand] & 2 != 0
-        self.fp32 += self.count[self.varies[operand]]
         axes = self.axes[operand]
+        self.fp32 += self._points(self.varies[operand], axes)
         if INNER in groups:
             axes &= ~sum(1 << axis for axis in node.axes)
             self.early |= self.needs[operand]
             self.phases = max(self.phases, self.phase[operand] + 1)
-            is_wide = any(axes >> axis & 1 and bit == 2 for axis, bit in enumerate(self.group_of))
-            return 2 * is_wide, axes, 0, self.phase[operand] + 1
+            return 2 * bool(axes & self.tile), axes, 0, self.phase[operand] + 1
         if over:  # of a segment's value each of its elements has one
             axes &= ~sum(1 << axis for axis in node.axes)
         phase = self.phase[operand]

@@ -32,7 +32,7 @@ from fusion_compiler.passes.lower.index_splits import IndexSplit, index_splits_o
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.products import cuts_of, has_few_rows, product_of, splits_of
 from fusion_compiler.passes.lower.simplify import simplify
-from fusion_compiler.passes.lower.space import Illegal, matrix_splits_of
+from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule import contractions
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.work import BufferInfo
@@ -193,7 +193,7 @@ class Candidates:
                 with contextlib.suppress(Illegal):
                     return self.form(ops, outputs, cut, in_tile=False)
             with contextlib.suppress(Illegal):
-                return self.fastest(ops, outputs, matrix_splits_of(self.dag, ops), in_tile=True)
+                return self.form(ops, outputs, None, in_tile=True)
             raise Illegal(error.rule, error.reason) from None
 
     def fastest(
