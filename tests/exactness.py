@@ -97,12 +97,11 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
     """Blocks of two rows and four columns, and three programs, for every kind that fits, so that small
     tensors meet every loop, mask and partial sum: one of each kind that the program allows.
 
-    Wide rows are cut into at most 256 blocks. A matrix has all its rows in a tile.
+    Wide rows are cut into at most 256 blocks. Nests under placements have small tiles as they are.
     """
     analysis = Analysis(loops)
-    if analysis.matrices:
-        own = schedules_of(loops, name, device)
-        return tuple(replace(s, block_cols=4, num_warps=1) if s.cols is Cols.GRID else s for s in own)
+    if analysis.inner:
+        return schedules_of(loops, name, device)
     few = max(4, analysis.least_cols, 1 << (hint(analysis.size(COLS)) // 256).bit_length())
     kinds: dict[Schedule, None] = {}
     along = any(COLS in analysis.over(i) for i in analysis.reductions)

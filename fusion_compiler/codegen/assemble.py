@@ -16,7 +16,7 @@ import torch
 
 from fusion_compiler.codegen import ahead, contractions
 from fusion_compiler.codegen.accesses import store_one
-from fusion_compiler.codegen.axis_map import FIRST, place_batch, place_cols, row_loop, rows_at
+from fusion_compiler.codegen.axis_map import FIRST, place_cols, row_loop, rows_at
 from fusion_compiler.codegen.builder import NO_OPTIONS, Builder
 from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.finishing import Finishing, finishing_of
@@ -41,7 +41,6 @@ from fusion_compiler.codegen.tile import Assign, Do, Function, If, Statement, St
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.ir.loops import (
-    BATCH,
     COLS,
     ROWS,
     Load,
@@ -361,10 +360,6 @@ class _Assembly(_Part[Schedule]):
         s = self.s
         blocks = ceil_div(self.a.size(ROWS), s.block_rows)
         share = blocks if s.programs is None else s.programs  # programs along the rows
-        batch: Dim = 1
-        if self.a.matrices:
-            batch = self.a.size(BATCH)
-            program = place_batch(b, program)
         number, grid = place_cols(b, program, share)
         build_nodes(b, self.finishing.loads if self.finishing is not None else ())
         if s.programs is not None:
@@ -377,7 +372,7 @@ class _Assembly(_Part[Schedule]):
             self.block(b, Sums())
             sums = Sums.of_tile(b)
         self.finish(b, sums, number)
-        return (product((batch, *grid)),) if self.a.matrices else grid
+        return grid
 
     def block(self, b: Builder, sums: Sums) -> None:
         if self.s.in_passes:

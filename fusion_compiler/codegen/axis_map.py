@@ -1,6 +1,5 @@
 """Where a program's tiles lie: each group of axes over the grid, over a loop, and over lanes.
 
-    batch     := one point a program, which is a matrix
     rows      := one block of rows a program, or a loop over blocks by a fixed number of programs
     cols      := the whole row in the tile, a grid over column blocks, or a loop over them; the last by
                  one program, or, as the first, by several that share the row
@@ -31,9 +30,9 @@ FIRST = Literal(0)  # the number of the only program
 def place_cols(b: Builder, program: Expression, share: Dim) -> tuple[Expression, tuple[Dim, ...]]:
     """Define `col` but for a loop over columns; (the program's number along the rows, the grid).
 
-    program: its number in the grid, or 0 of a matrix that has one. share: programs along the rows.
+    program: its number in the grid. share: programs along the rows.
     """
-    number = program.to(torch.int64) if b.wide and program != FIRST else program
+    number = program.to(torch.int64) if b.wide else program
     if b.s.splits > 1:
         return _place_part(b, number, share)
     if b.s.cols is Cols.GRID:
@@ -43,14 +42,6 @@ def place_cols(b: Builder, program: Expression, share: Dim) -> tuple[Expression,
     if b.s.cols is Cols.WHOLE:
         cols_at(b, None)
     return number, (share,)
-
-
-def place_batch(b: Builder, program: Expression) -> Expression:
-    """Define `batch`; the program's number among those of the matrix."""
-    blocks = ceil_div(b.a.size(COLS), b.s.block_cols) if b.s.cols is Cols.GRID else 1
-    number = program.to(torch.int64) if b.wide else program
-    b.define("batch", number if blocks == 1 else number // blocks)
-    return FIRST if blocks == 1 else program % blocks
 
 
 def _place_part(b: Builder, program: Expression, share: Dim) -> tuple[Expression, tuple[Dim, ...]]:

@@ -19,7 +19,6 @@ from fusion_compiler.codegen.monoids import fold
 from fusion_compiler.codegen.names import Own, own
 from fusion_compiler.codegen.tile import Assign, Combine, Do, For, If, Range, Statement, Value
 from fusion_compiler.ir.loops import (
-    BATCH,
     COLS,
     ROWS,
     Constant,
@@ -48,7 +47,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.contractions import Contraction
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
-BASES = {BATCH: own("batch"), ROWS: own("row"), COLS: own("col")}  # a group's element number
+BASES = {ROWS: own("row"), COLS: own("col")}  # a group's element number
 ALONG = frozenset({COLS})
 NO_OPTIONS: Mapping[str, Expression] = {}
 
@@ -271,7 +270,7 @@ class Builder:
         groups: set[str] = set()
         for key, _ in index.terms:
             groups |= {self.loops.axes[key].group} if key >= 0 else self.a.groups[~key]
-        return frozenset(groups - {BATCH})
+        return frozenset(groups)
 
     def mask(self, groups: frozenset[str], within: int | None) -> Expression | None:
         """Return the mask of the lanes of an access that exist, or None if all do."""
@@ -283,10 +282,9 @@ class Builder:
 
     def by_one(self, groups: frozenset[str], mask: Expression | None) -> Expression | None:
         """Return the mask with which one of several programs that hold the same value stores it."""
-        blocks = self.a.matrices and self.s.cols is Cols.GRID
-        if COLS in groups or not (self.s.splits > 1 or blocks):
+        if COLS in groups or self.s.splits == 1:
             return mask
-        return every(mask, own("first_col" if blocks else "part").eq(0))
+        return every(mask, own("part").eq(0))
 
     def loaded(self, load: Load, pointer: Expression, mask: Expression | None) -> Expression:
         """Return a load from some addresses, in the dtype of the buffer."""

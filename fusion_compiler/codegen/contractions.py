@@ -52,7 +52,7 @@ def enter(b: Builder) -> None:
     for c in found:
         b.tiles[c.sums] = lambda c=c: _build(b, c)
         b.made |= dict.fromkeys(c.sums, lambda c=c: _by_themselves(b, c.sums))
-    if b.a.matrices or b.a.weighted_columns:
+    if b.a.weighted_columns:
         return
     groups, _ = pieces.together(b, b.stores_of("main"))
     for nodes in (*(c.vectors for c in found if pieces.alike(b, c.vectors)), *(g.values for g in groups)):

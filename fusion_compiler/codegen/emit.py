@@ -8,6 +8,7 @@ from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer, Program
 from fusion_compiler.ir.loops import Load, LoopNest
+from fusion_compiler.schedule import tiles
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.schedule import Schedule
@@ -40,6 +41,8 @@ def emit(
     gets on with them is seen in their midst alone.
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
+    itemsizes = {buffer.name: buffer.dtype.itemsize for buffer in buffers.values()}
+    choices = [_exact(loops, found, itemsizes) for loops, found in zip(nests, choices, strict=True)]
     if not constants:
         choices = [tuple(s for s in found if not s.early) for found in choices]
     loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}
@@ -52,6 +55,15 @@ def emit(
     if all(plain) and all(program.word for program in found):
         found.append(_program(nests, plain[0][0], plain, name, doc, buffers, constants))
     return tuple(found)
+
+
+def _exact(
+    loops: LoopNest, schedules: tuple[Schedule | Placement, ...], itemsizes: Mapping[str, int]
+) -> tuple[Schedule | Placement, ...]:
+    """Keep the schedules that multiply on tensor cores nothing that has more bits than these take."""
+    return tuple(
+        s for s in schedules if isinstance(s, Schedule) or tiles.with_short_products(loops, (s,), itemsizes)
+    )
 
 
 def _of_full_tiles(

@@ -25,7 +25,6 @@ from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.dims import Dim, simple, smaller
 from fusion_compiler.ir.loops import (
-    BATCH,
     COLS,
     ROWS,
     Compute,
@@ -96,7 +95,7 @@ def _same_form(b: Builder, nodes: Nodes) -> bool:
             plain &= not any(n in b.a.online or n in b.a.moments for n in nodes)
             operands, over = tuple(n.operand for n in (first, *rest)), b.a.over(nodes[0])
             along = b.a.groups[operands[0]] == over and len(over) == 1
-            return plain and along and (b.a.matrices or first.combine == "sum") and alike(b, operands)
+            return plain and along and first.combine == "sum" and alike(b, operands)
         case _:
             return False
 
@@ -250,7 +249,7 @@ def _computed(b: Builder, nodes: Nodes) -> Packed:
     operands = list(_operands(b, nodes))
     operands = [t for t in operands if not isinstance(b.loops.nodes[t[0]], Constant)]
     tiles = [pack(b, t) for t in operands]
-    groups = b.a.groups[nodes[0]] - {BATCH}
+    groups = b.a.groups[nodes[0]]
     axes = [t.axis for t in tiles if t.axis is not None]
     axis = _axis(b, nodes) if groups else axes[0]
     before = dict(b.env)

@@ -62,11 +62,11 @@ from fusion_compiler.ir.loops import Value as Operand
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, every, fm, lift, plus, times, tl
 from fusion_compiler.schedule.analysis import accumulator_dtype, operand_of, rounding_of
 from fusion_compiler.schedule.placement import Leaf, Place, Placement, Product, products_of
+from fusion_compiler.schedule.tiles import CONVERSIONS
 
 aten = torch.ops.aten
 KEEP_ZERO = frozenset({aten._to_copy.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor})
 NOWHERE = frozenset[Leaf]()
-CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 # What bfloat16 holds in one number.
 ONE = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
 COMPARISONS: dict[object, Callable[[Any, Any], bool]] = {
@@ -158,12 +158,15 @@ class Emitter:
         reduction, for which threads wait. Programs with loops load as they go."""
         lanes = frozenset(self.lanes)
         several = any(leaf.place in (Place.LOOP, Place.UNROLL) for n in self.leaves.values() for leaf in n)
-        held = {self.source(n) for product in self.products.values() for n in (product.matrix, product.vectors)}
+        factors = {self.source(n) for p in self.products.values() for n in (p.matrix, p.vectors)}
         for number in () if several else sorted(self.needed):
             node = self.loops.nodes[number]
-            is_plain = isinstance(node, Load) and node.within is None and not operands_of(node)
-            if is_plain and len(self.depends[number] & lanes) > 1:
-                self.loaded_as_held(node) if number in held and self.held(number) in ONE else self.tile(number)
+            if not isinstance(node, Load) or operands_of(node) or len(self.depends[number] & lanes) < 2:
+                continue
+            if number in factors and self.held(number) in ONE:
+                self.loaded_as_held(node)
+            else:
+                self.tile(number)
 
     # -- leaves ----------------------------------------------------------------------------------------
 
@@ -622,16 +625,16 @@ class Emitter:
     def product(self, number: int, of: Product) -> Tile:
         """Return a sum of products that tensor cores make.
 
-        They multiply bfloat16. A float32 goes in as the sum of two or three of them, so that what is left out is
-        less than eager's own roundings; what a matrix holds in fewer bits goes in as it is.
+        They multiply bfloat16. A float32 goes in as the sum of two or three of them, so that what is left
+        out is less than eager's own roundings; what a matrix holds in fewer bits goes in as it is.
         """
-        matrix, vectors = (self.factor(n, side, of.terms) for n, side in ((of.matrix, of.rows), (of.vectors, of.few)))
-        is_exact = number not in self.rough
-        terms = 1 if self.held(of.matrix) in ONE else 2
-        parts_of_vectors = 1 if self.held(of.vectors) in ONE else 3 if is_exact else 2
-        parts = 4 if parts_of_vectors > 2 else max(terms, parts_of_vectors)
+        matrix, vectors = self.factor(of.matrix, of.rows, of.terms), self.factor(of.vectors, of.few, of.terms)
+        of_matrix = 1 if self.held(of.matrix) in ONE else 2
+        of_vectors = 1 if self.held(of.vectors) in ONE else 2 if number in self.rough else 3
+        parts = 4 if of_vectors > 2 else max(of_matrix, of_vectors)
         zeros = tl.zeros([of.rows.lanes, of.few.lanes * parts], torch.float32)
-        value: Expression = self.let("products", fm.contract(matrix, vectors, zeros, terms, parts_of_vectors, parts), number)
+        contracted = fm.contract(matrix, vectors, zeros, of_matrix, of_vectors, parts)
+        value: Expression = self.let("products", contracted, number)
         if parts > 1:
             value = self.let("products", fm.contracted(value, parts))
         if of.few.order < of.rows.order:
@@ -640,19 +643,19 @@ class Emitter:
         return Tile(self.let("product", tl.reshape(value, self.shape(lanes))), lanes, True)
 
     def factor(self, number: int, side: Leaf, terms: Leaf) -> Expression:
-        """Return a factor's tile [side, terms], zero where no term is; of what bfloat16 holds as it was loaded."""
+        """Return a factor's tile [side, terms], zero where no term is. What bfloat16 holds stays as it is."""
         source = self.loops.nodes[self.source(number)]
         if isinstance(source, Load) and self.held(number) in ONE:
             tile = self.loaded_as_held(source)
         else:
             tile = self.tile(number)
-        axes = frozenset({side.axis, terms.axis})
+        axes, leaves = frozenset({side.axis, terms.axis}), frozenset({side, terms})
         zero = {axis for axis in axes if self.is_zero_outside(number, axis)}
         value, mask = tile.value, self.inside(axes - zero)
         if mask is not None:
             value = tl.where(mask.value, value, 0.0)
-        if not tile.is_block or tile.lanes != {side, terms}:
-            value = tl.broadcast_to(value, self.shape(frozenset({side, terms})))
+        if tile.lanes != leaves:
+            value = tl.broadcast_to(value, self.shape(leaves))
         ordered = sorted((side, terms), key=lambda leaf: leaf.order)
         value = tl.reshape(value, Items(tuple(Literal(leaf.lanes) for leaf in ordered)))
         return value if ordered[0] is side else tl.trans(value)
@@ -660,12 +663,13 @@ class Emitter:
     def source(self, number: int) -> int:
         """Return the node whose number this one is, in another dtype."""
         node = self.loops.nodes[number]
-        if isinstance(node, Compute) and node.target in CONVERSIONS and rounding_of(node) is None:
+        while isinstance(node, Compute) and node.target in CONVERSIONS and rounding_of(node) is None:
             (number,) = operands_of(node)
+            node = self.loops.nodes[number]
         return number
 
     def held(self, number: int) -> torch.dtype | None:
-        """Return the dtype in which a value lies in memory, or to which it is rounded; None if it is computed."""
+        """Return the dtype in which a value lies in memory or to which it is rounded; None of others."""
         node = self.loops.nodes[self.source(number)]
         if rounding_of(node) == str(torch.bfloat16):
             return torch.bfloat16
@@ -795,7 +799,6 @@ class Emitter:
         if value.is_block and not pointer.is_block:
             address = plus(address, tl.zeros(self.shape(NOWHERE), torch.int32))
         self.add(StoreStatement(address, value.value, None if mask is None else mask.value, number))
-
 
     def store_partial(self, number: int, of: Partial) -> None:
         """Store what the program has reduced, for the kernel that reduces all programs' results."""

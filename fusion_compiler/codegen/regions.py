@@ -43,7 +43,7 @@ def whole_block(b: Builder) -> None:
 def _matrices(b: Builder, roots: Sequence[int]) -> list[int]:
     """The loads of matrices, which what is reduced before would keep waiting; all, where it is ahead."""
     whole, nodes = frozenset({ROWS, COLS}), b.loops.nodes
-    if not b.a.weighted and not b.a.products and not b.a.matrices:
+    if not b.a.weighted and not b.a.products:
         return []
     loads = (n for n in b.need(roots) if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
     return [n for n in loads if b.ahead or b.a.groups[n] == whole]

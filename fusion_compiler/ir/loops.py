@@ -1,7 +1,7 @@
 """The loop nest: one cluster over one iteration space, before a schedule is chosen.
 
     LoopNest := axes, nodes, stores
-    axis     := name, size, group            group is "batch", "rows", "cols" or "inner"
+    axis     := name, size, group            group is "rows", "cols" or "inner"
     index    := const + sum(coeff * axis) + sum(coeff * value)
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
@@ -17,14 +17,12 @@ varies over; a tile holds it as [ROWS, COLS], [ROWS, 1], [1, COLS] or [1, 1].
 What depends on a Counter has a value for each of its turns, and is read by nothing but a Total of it: how
 many turns there are is data.
 
-A nest with batch axes is one of matrices, one for each of their points: a tile holds all rows of one, so that
-reductions over its rows and along them may feed each other. Other nests have no batch axes.
-
 Inner axes come behind all others, which are columns then. A nest has them for one of two reasons:
-- its accesses move along windows, as those of a convolution do: reductions run over the taps, and what is stored
-  does not vary along them (`schedule.windowed`);
-- its reductions are over different axes. Inner are all that some reduction is over, or that some result lacks, and
-  a tile holds them, so that reductions may feed each other; what is stored may vary along them (`schedule.tiles`).
+- its accesses move along windows, as those of a convolution do: reductions run over the taps, and what is
+  stored does not vary along them (`schedule.windowed`);
+- its reductions are over different axes. Inner are all that some reduction is over, or that some result
+  lacks, and a tile holds them, so that reductions may feed each other; what is stored may vary along them
+  (`schedule.tiles`).
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ from torch._ops import OpOverload
 
 from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 
-BATCH, ROWS, COLS = "batch", "rows", "cols"
-GROUPS = (BATCH, ROWS, COLS)  # the order of a nest's axes
+ROWS, COLS = "rows", "cols"
+GROUPS = (ROWS, COLS)  # the order of a nest's axes
 INNER = "inner"  # no group: axes behind all others, over which nothing but reductions of some values run
 TILE = frozenset({ROWS, COLS})
 SEGMENTS = (8, 16, 32, 64, 128)  # columns: every block of columns has whole ones

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fusion_compiler.ir.loops import (
-    BATCH,
     INNER,
     ROWS,
     Counter,
@@ -50,7 +49,6 @@ def _in_place(loops: LoopNest, result: str, given: str) -> bool:
         and all(n.within is None and n.index in places for n in loads)
         and all({key for key, _ in place.terms} >= wide for place in places)
         and not any(key < 0 for place in places for key, _ in place.terms)
-        and not any(axis.group == BATCH for axis in loops.axes)
         and not any(axes_in(loops.axes, (INNER,)) & {key for key, _ in place.terms} for place in places)
     )
 

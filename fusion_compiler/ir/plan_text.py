@@ -17,7 +17,7 @@ import networkx as nx
 from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.dag import OpDag, Source
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import BATCH, GROUPS, INNER, axes_in
+from fusion_compiler.ir.loops import GROUPS, INNER, axes_in
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Cluster, Leftover, PlanData, Rejected
 from fusion_compiler.ir.recurrent import LAYERS
@@ -127,14 +127,12 @@ def library_calls(plan: PlanData) -> Counter[str]:
 
 
 def iteration_space(cluster: Cluster) -> str:
-    """Return "16384 rows x 4096", "512 x 64 rows x 128" for as many matrices, "512 tiles of 8 x 64 x 128", or
-    "4096 elements of 9 terms", which is without terms where nothing is reduced. Of loop nests that share a launch it is the first's, with
-    the number of others."""
+    """Return "16384 rows x 4096", "512 tiles of 8 x 64 x 128", or "4096 elements of 9 terms", which is
+    without terms where nothing is reduced. Of loop nests that share a launch it is the first's, with the
+    number of others."""
     more = f", +{len(cluster.horizontal)}" if cluster.horizontal else ""
-    batch, rows, cols = (prod(a.size for a in cluster.loops.axes if a.group == group) for group in GROUPS)
+    rows, cols = (prod(a.size for a in cluster.loops.axes if a.group == group) for group in GROUPS)
     groups = {axis.group for axis in cluster.loops.axes}
-    if BATCH in groups:
-        return f"{batch} x {rows} rows x {cols}{more}"
     if INNER in groups:
         inner = axes_in(cluster.loops.axes, (INNER,))
         stored = {key for store in cluster.loops.stores for key, _ in store.index.terms}

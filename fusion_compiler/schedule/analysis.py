@@ -12,7 +12,6 @@ from torch.utils._sympy.functions import FloorDiv
 
 from fusion_compiler.ir.dims import Dim, hint, no_less, product, quotient
 from fusion_compiler.ir.loops import (
-    BATCH,
     COLS,
     GROUPS,
     INNER,
@@ -63,17 +62,11 @@ class Analysis:
         self.groups = groups_of(loops)
         self._over = {i: over_of(loops.axes, n) for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)}
         self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in GROUPS}
-        batch, rows = len(self.axes[BATCH]), len(self.axes[ROWS])
-        self.first = {BATCH: 0, ROWS: batch, COLS: batch + rows}
+        self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}
         self.sizes = {g: product(a.size for a in self.axes[g]) for g in GROUPS}
 
     def size(self, group: str) -> Dim:
         return self.sizes[group]
-
-    @property
-    def matrices(self) -> bool:
-        """Whether the space is one of matrices, each in a tile of its own."""
-        return bool(self.axes[BATCH])
 
     @property
     def inner(self) -> bool:
@@ -82,8 +75,8 @@ class Analysis:
 
     @property
     def in_windows(self) -> bool:
-        """True if reductions run over windows: an inner axis and another one together say whether an element
-        is inside of an image, all reductions have the same axes, and what is stored does not vary along them."""
+        """True if reductions run over windows. An inner axis and another one together say whether an element
+        is inside of an image, all reductions have the same axes, and no result varies along these."""
         inner = axes_in(self.loops.axes, (INNER,))
         ranges = (n.index.terms for n in self.loops.nodes if isinstance(n, InRange))
         moves = any(len({k in inner for k, _ in terms}) == 2 for terms in ranges)
@@ -252,14 +245,14 @@ class Analysis:
     def weighted(self) -> frozenset[int]:
         """Sums along the row of what a vector weights, where rows are only reduced: each is the product of a
         matrix and that vector."""
-        if self.stores_rows or self.matrices:
+        if self.stores_rows:
             return frozenset()
         return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i))
 
     @cached_property
     def products(self) -> frozenset[int]:
         """Sums over the rows of what a vector weights: products whose matrix lies in memory the other way."""
-        if self.reads_rows or self.matrices:
+        if self.reads_rows:
             return frozenset()
         return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i, ROWS))
 
@@ -311,8 +304,6 @@ class Analysis:
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
         """Reductions over the rows: complete only when every program is done."""
-        if self.matrices:
-            return ()
         apart = {*self.segmented, *self.ahead}
         return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in apart)
 
@@ -381,7 +372,7 @@ class Analysis:
         """sum(exp(x - max(x))): the sum's node -> the max's (Milakov and Gimelshein, 2018)."""
         nodes = self.loops.nodes
         pairs: dict[int, int] = {}
-        for number in () if self.matrices else self.reductions:
+        for number in self.reductions:
             reduce = nodes[number]
             assert isinstance(reduce, Reduce)
             power = nodes[reduce.operand]
@@ -418,7 +409,7 @@ class Analysis:
         users = Counter(o for n in self.loops.nodes for o in operands_of(n))
         users.update(o for s in self.loops.stores for o in store_operands(s))
         found: dict[int, tuple[int, int]] = {}
-        for number in () if self.matrices else self.reductions:
+        for number in self.reductions:
             pair = self._mean_of_squares(number)
             if pair is not None and users[pair[0]] == 1 and pair not in found.values():
                 found[number] = pair

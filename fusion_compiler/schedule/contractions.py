@@ -53,7 +53,7 @@ def contractions_of(a: Analysis) -> tuple[Contraction, ...]:
 def _factors(a: Analysis, number: int) -> Iterator[tuple[int, int, str]]:
     """(matrix, vector, the group along which their product is summed), where a reduction is such a sum."""
     weighted = number in a.weighted or number in a.weighted_columns
-    if not weighted and not (a.matrices and a.is_sum(number)):
+    if not weighted:
         return
     over = a.over(number)
     (operand,) = operands_of(a.loops.nodes[number])
@@ -82,7 +82,7 @@ def contracts(a: Analysis, s: Schedule) -> bool:
     if a.weighted_columns:  # in a loop a thread adds up what it has by itself, and waits for no other
         return s.programs is None
     size = a.size(COLS)
-    return a.matrices or (s.cols is Cols.LOOP and isinstance(size, int) and size % s.block_cols == 0)
+    return s.cols is Cols.LOOP and isinstance(size, int) and size % s.block_cols == 0
 
 
 def takes_tiles(s: Schedule) -> bool:

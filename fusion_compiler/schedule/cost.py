@@ -98,7 +98,7 @@ def _vectors(vectors: Vectors, blocks: int, device: DeviceSpec) -> tuple[float, 
 
 
 def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
-    batch, rows, cols = work.shape
+    _, rows, cols = work.shape
     if isinstance(s, Placement):
         leaves = s.leaves(work.loops.axes)
         programs = prod(hint(leaf.extent, work.hints) for leaf in leaves if leaf.place is Place.GRID)
@@ -110,10 +110,6 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
             share /= 1 + RUN_ELEMENTS / innermost.lanes
         again = _loaded_again(work, s, programs, device)
         return Run(programs, share, slots=resident * device.sms, messages=again)
-    if work.matrices:
-        resident = _resident(work, s, device)
-        share = resident / (resident + STALL) / _slowdown(s, device, BLOCK_ELEMENTS)
-        return Run(batch * ceil(cols / s.block_cols), share, slots=resident * device.sms)
     blocks = ceil(rows / s.block_rows)
     groups = blocks if s.programs is None else min(blocks, s.programs)
     programs = groups * (ceil(cols / s.block_cols) if s.cols is Cols.GRID else s.splits)
@@ -187,7 +183,8 @@ def _slowdown(
     enough: int = ENOUGH_REDUCED,
     elements: int | None = None,
 ) -> float:
-    """Of threads with few elements each: `beside` as many go by before and after them. elements: of a tile."""
+    """Return how much longer threads with few elements take: `beside` as many go by before and after them.
+    elements: of a tile."""
     each = (elements or s.elements) / (device.warp_size * s.num_warps)
     return 1 + max(0.0, beside / each - beside / enough)
 
@@ -280,10 +277,10 @@ class Roofline:
         """Microseconds of (memory, arithmetic): with what is read and made again for each block of the rows
         of a product's matrix, without the sums that tensor units make."""
         if isinstance(schedule, Placement):
-            terms = (self.work.axes[operands_of(node)[0]] for n in products_of(self.work.loops, schedule) for node in [self.work.loops.nodes[n]])
-            sizes = self.work.sizes
-            elsewhere = sum(2 * prod(size for k, size in enumerate(sizes) if bits >> k & 1) for bits in terms)
-            return memory, _arithmetic_us(self.work, self.device, elsewhere) if elsewhere else self.arithmetic_us
+            loops, work = self.work.loops, self.work
+            terms = [work.axes[o] for n in products_of(loops, schedule) for o in operands_of(loops.nodes[n])]
+            on_cores = 2 * sum(work.points(axes) for axes in terms)  # a multiplication and an addition
+            return memory, _arithmetic_us(work, self.device, on_cores) if on_cores else self.arithmetic_us
         on_units = schedule.cols is Cols.LOOP and takes_tiles(schedule)
         own = self.beside_units_us if on_units else self.arithmetic_us
         if self.vectors is None:

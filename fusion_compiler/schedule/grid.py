@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
-from fusion_compiler.schedule import matrices, misaligned, rows, wide_rows
+from fusion_compiler.schedule import misaligned, rows, wide_rows
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -31,8 +31,6 @@ REGISTERS = 255  # that a thread can have
 
 def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Every combination of extents, warps, programs and stages that `a` allows, in no order of merit."""
-    if a.matrices:
-        return matrices.typical(a, device)
     found: dict[Schedule, None] = {}
     width, count = padded(hint(a.size(COLS))), padded(hint(a.size(ROWS)))
     for cols, block_cols, splits in _coverings(a, width, device):

@@ -5,8 +5,8 @@
     place(a, LOOP)      each program goes through the axis in a loop; the first one is the outermost loop
     place(a, LANES)     a tile holds the axis; of several, the last one lies innermost in the tile
     place(a, UNROLL)    the program's text is repeated for each element
-    unit(r, TENSOR_CORE)  tensor cores make the reduction r, a sum of products of two tiles that have the axes which
-                        it reduces in common, and no other
+    unit(r, TENSOR_CORE)  tensor cores make the reduction r: a sum of products of two tiles that have the axes
+                        which it reduces in common, and no others
 
 `str` prints a placement and `parse` reads it back. `refusal` says why a nest cannot run under a placement.
 """
@@ -68,11 +68,11 @@ class Unit(StrEnum):
 class On:
     """Have a unit other than the threads make a reduction, by its name."""
 
-    axis: str
+    reduction: str
     unit: Unit
 
     def __str__(self) -> str:
-        return f"unit({self.axis}, {self.unit})"
+        return f"unit({self.reduction}, {self.unit})"
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,13 @@ class Placement:
         """Return the placement that prints as `text`. Raises ValueError for any other text."""
         directives: list[Split | At | On] = []
         for word, name, value in re.findall(r"(split|place|unit)\(([\w.]+), (\w+)\)", text):
-            kinds = {"split": lambda: Split(name, int(value)), "unit": lambda: On(name, Unit(value))}
-            directives.append(kinds.get(word, lambda: At(name, Place(value)))())
+            match word:
+                case "split":
+                    directives.append(Split(name, int(value)))
+                case "unit":
+                    directives.append(On(name, Unit(value)))
+                case _:
+                    directives.append(At(name, Place(value)))
         counts = {word: int(number) for number, word in re.findall(r"(\d+) (warps|stages|registers)", text)}
         placement = Placement(
             tuple(directives), counts.get("warps", 4), counts.get("stages", 1), counts.get("registers")
@@ -166,9 +171,10 @@ def refusal(loops: LoopNest, placement: Placement) -> str | None:
     except ValueError as error:
         return str(error)
     for directive in placement.directives:
-        numbers = [n for n, name in enumerate(loops.names) if isinstance(directive, On) and name == directive.axis]
-        if isinstance(directive, On) and not any(product_of(loops, n, leaves) for n in numbers):
-            return f"{directive}: {directive.axis} is no sum of products of two tiles"
+        if isinstance(directive, On):
+            numbers = (n for n, name in enumerate(loops.names) if name == directive.reduction)
+            if not any(product_of(loops, n, leaves) for n in numbers):
+                return f"{directive}: {directive.reduction} is no sum of products of two tiles"
     copies = 1
     for leaf in leaves:
         if leaf.place in (Place.LANES, Place.UNROLL):
@@ -227,7 +233,7 @@ def product_of(loops: LoopNest, number: int, leaves: tuple[Leaf, ...]) -> Produc
 
 def products_of(loops: LoopNest, placement: Placement) -> dict[int, Product]:
     """Return the reductions that tensor cores make under a placement."""
-    names = {d.axis for d in placement.directives if isinstance(d, On)}
+    names = {d.reduction for d in placement.directives if isinstance(d, On)}
     if not names:
         return {}
     leaves = placement.leaves(loops.axes)

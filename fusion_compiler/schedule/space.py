@@ -27,7 +27,6 @@ from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule import (
     columns,
     flat,
-    matrices,
     misaligned,
     persistent_rows,
     rows,
@@ -45,7 +44,6 @@ from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.work import BufferInfo
 
 KINDS: tuple[ModuleType, ...] = (flat, columns, shared_rows, persistent_rows, rows, wide_rows)
-OF_MATRICES: tuple[ModuleType, ...] = (matrices,)
 MOST_THREADS = 1024  # of a program, on any device
 LEADING = 4  # of the ranking, that have misaligned forms
 # Of the time that the model predicts, what is taken to be true of a schedule that was fast on another device.
@@ -116,11 +114,11 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
 
 def fits(kind: ModuleType, a: Analysis, device: DeviceSpec) -> bool:
     """Whether a kind has schedules for a loop nest."""
-    return kind in (OF_MATRICES if a.matrices else KINDS) and kind.suits(a) and not kind.refuses(a, device)
+    return kind in KINDS and kind.suits(a) and not kind.refuses(a, device)
 
 
 def _suited(a: Analysis) -> list[ModuleType]:
-    return [kind for kind in (OF_MATRICES if a.matrices else KINDS) if kind.suits(a)]
+    return [kind for kind in KINDS if kind.suits(a)]
 
 
 def _kinds(a: Analysis, device: DeviceSpec) -> list[ModuleType]:

@@ -1,11 +1,12 @@
-"""Placements of nests whose reductions are over different axes: a tile holds all axes that some of them reduce.
+"""Placements of nests whose reductions are over different axes: a tile holds all that some of them reduce.
 
     v = sum(x * x, {g, c});  a = max(abs(x * rsqrt(v)), {c})
     place(r, GRID); place(g, LANES); place(c, LANES)
 
-What the reductions keep is spread over programs. Where tiles are small, or where neighbours in memory lie along a
-kept axis, a tile also has some elements of these. What is kept and shares a large operand, as the few queries of a
-head share its keys, is unrolled, or tensor cores multiply the operand by all of them at once.
+Programs share the axes that all reductions keep. Where tiles are small, or where neighbours in memory lie
+along a kept axis, a tile also has some elements of these. A kept axis whose elements share a large operand,
+as the few queries of a head share its keys, is unrolled, or tensor cores multiply the operand by all of them
+at once.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dataclasses import replace
 from math import prod
 
 import sympy
+import torch
 
-from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint, no_less
 from fusion_compiler.ir.loops import (
     INNER,
@@ -30,6 +31,7 @@ from fusion_compiler.ir.loops import (
     axes_in,
     operands_of,
 )
+from fusion_compiler.schedule.analysis import rounding_of
 from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placement import (
     SMALLEST,
@@ -41,19 +43,20 @@ from fusion_compiler.schedule.placement import (
     Unit,
     held_registers,
     product_of,
+    products_of,
     refusal,
 )
 from fusion_compiler.schedule.registers import MOST
 from fusion_compiler.schedule.shapes import padded
-from fusion_compiler.schedule.work import BufferInfo
 
 ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread
 TILES = (1024, 2048, 4096)  # elements: smaller tiles take several elements of kept axes
 MOST_WARPS = 16
 KEPT = 8  # placements of a nest, best first
-MOST_UNROLLED, MOST_SHARING = 8, 16  # elements of a kept axis that share an operand: unrolled, on tensor cores
+MOST_UNROLLED, MOST_SHARING = 8, 16  # elements that share an operand: unrolled, on tensor cores
 LEAST_SHARING = 3  # that tensor cores multiply faster than threads: one or two take no longer than to load
 HALF = 2  # bytes of an element that tensor cores take as one or two numbers
+CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 NO_HINTS: Mapping[sympy.Symbol, int] = {}
 
 
@@ -76,9 +79,26 @@ def placements(
     """Return placements of a nest, best first by prediction; none where `refuses` has a reason."""
     if refuses(loops) is not None:
         return ()
-    legal = (p for p in dict.fromkeys(_candidates(loops, hints, roofline.work.buffers)) if refusal(loops, p) is None)
+    candidates = dict.fromkeys(_candidates(loops, hints))
+    legal = (placement for placement in candidates if refusal(loops, placement) is None)
     crowded = {p: max(0.0, held_registers(loops, p) - MOST) for p in legal}
-    return tuple(sorted(crowded, key=lambda p: (crowded[p], roofline.us(p))))[:KEPT]
+    first = sorted(crowded, key=lambda p: (crowded[p], not products_of(loops, p), roofline.us(p)))[:KEPT]
+    return with_short_products(loops, tuple(first), {n: b.itemsize for n, b in roofline.work.buffers.items()})
+
+
+def with_short_products(
+    loops: LoopNest, placements: tuple[Placement, ...], itemsizes: Mapping[str, int]
+) -> tuple[Placement, ...]:
+    """Return the placements in which tensor cores make only products whose matrix has at most two bytes an
+    element: it is rounded to bfloat16, or comes from such a buffer. itemsizes: of buffers, in bytes."""
+
+    def is_short(number: int) -> bool:
+        node = loops.nodes[number]
+        if isinstance(node, Compute) and node.target in CONVERSIONS:
+            return rounding_of(node) == str(torch.bfloat16) or is_short(operands_of(node)[0])
+        return isinstance(node, Load) and itemsizes[node.buffer] <= HALF
+
+    return tuple(p for p in placements if all(is_short(of.matrix) for of in products_of(loops, p).values()))
 
 
 def _least(loops: LoopNest) -> int:
@@ -109,22 +129,20 @@ def _shared_axis(loops: LoopNest) -> int | None:
     return None
 
 
-def _sharing(
-    loops: LoopNest, order: list[int], shared: int, buffers: Mapping[str, BufferInfo]
-) -> Iterator[Placement]:
+def _sharing(loops: LoopNest, order: list[int], shared: int) -> Iterator[Placement]:
     """Yield placements whose programs have all elements of an axis that share an operand."""
     size, least = hint(loops.axes[shared].size), _least(loops)
     ones = {k: 1 for k, axis in enumerate(loops.axes) if axis.group != INNER}
     lanes = _placement(loops, [shared, *(k for k in order if k != shared)], ones | {shared: padded(size)}, 1)
     leaves = lanes.leaves(loops.axes)
     products = {n: p for n in range(len(loops.nodes)) if (p := product_of(loops, n, leaves)) is not None}
-    if size >= LEAST_SHARING and products and all(_is_short(loops, p.matrix, buffers) for p in products.values()):
+    if size >= LEAST_SHARING and products:
         units = tuple(On(loops.names[n], Unit.TENSOR_CORE) for n in products)
         fair = min(min(p.rows.lanes, p.terms.lanes) for p in products.values()) // SMALLEST
         for each in ELEMENTS[:3]:
             warps = max(1, min(MOST_WARPS, least // (32 * each), fair * ELEMENTS[0] // each))
             yield replace(lanes, directives=(*lanes.directives, *units), num_warps=warps)
-    elif size <= MOST_UNROLLED:
+    if size <= MOST_UNROLLED:
         name = loops.axes[shared].name
         for each in ELEMENTS:
             placement = _placement(loops, order, ones, max(1, min(MOST_WARPS, least // (32 * each))))
@@ -132,24 +150,14 @@ def _sharing(
             yield replace(placement, directives=tuple(at))
 
 
-def _is_short(loops: LoopNest, number: int, buffers: Mapping[str, BufferInfo]) -> bool:
-    """True if a value is loaded, perhaps converted, from a buffer of at most two bytes an element."""
-    node = loops.nodes[number]
-    if isinstance(node, Compute) and len(operands_of(node)) == 1:
-        node = loops.nodes[operands_of(node)[0]]
-    return isinstance(node, Load) and buffers[node.buffer].itemsize <= HALF
-
-
-def _candidates(
-    loops: LoopNest, hints: Mapping[sympy.Symbol, int], buffers: Mapping[str, BufferInfo]
-) -> Iterator[Placement]:
+def _candidates(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> Iterator[Placement]:
     order = _by_stride(loops)
     kept = [k for k in order if loops.axes[k].group != INNER]
     least = _least(loops)
-    is_kept = bool(order) and loops.axes[order[-1]].group != INNER  # neighbours in memory lie along a kept axis
+    is_kept = bool(order) and loops.axes[order[-1]].group != INNER  # where neighbours in memory lie
     shared = _shared_axis(loops)
     if shared is not None:
-        yield from _sharing(loops, order, shared, buffers)
+        yield from _sharing(loops, order, shared)
     for elements in TILES:
         room = max(1, min(max(elements, least * (16 if is_kept else 1)), LARGEST_TILE) // least)
         lanes = dict[int, int]()  # of kept axes, from the innermost one
@@ -186,7 +194,7 @@ def _by_stride(loops: LoopNest) -> list[int]:
             terms = [(k, abs(hint(step))) for k, step in access.index.terms if k >= 0]
             for k, step in terms:
                 votes[k, step] += prod(hint(loops.axes[n].size) for n, _ in terms)
-    steps = {k: 0 for k in range(len(loops.axes))}
+    steps = dict.fromkeys(range(len(loops.axes)), 0)
     for (k, step), _ in sorted(votes.items(), key=lambda item: item[1]):
         steps[k] = step  # of the most elements, which come last
     return sorted(steps, key=lambda k: (-steps[k], k))

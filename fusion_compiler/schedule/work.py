@@ -18,7 +18,6 @@ from fusion_compiler.ir import ops
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint
 from fusion_compiler.ir.loops import (
-    BATCH,
     COLS,
     INNER,
     ROWS,
@@ -56,7 +55,7 @@ RIGHT_SHIFTS = (
     torch.ops.aten.bitwise_right_shift.Tensor_Scalar,
 )
 TAKES_BITS = frozenset({*AND, *RIGHT_SHIFTS, torch.ops.aten.where.self})
-BITS = {BATCH: 0, ROWS: 1, COLS: 2}
+BITS = {ROWS: 1, COLS: 2}
 IN_TILES = {COLS: 0, INNER: 2}  # of nests with inner axes, which count as columns, and the others as a batch
 SECTOR = 32  # bytes: the smallest piece of device memory that is moved
 PIECE = 4096  # columns of a row that a program adds up before it stores what they come to, at most
@@ -95,7 +94,7 @@ class Work:
     """One pass over a nest: what each node varies over and needs, and what the whole nest does.
 
     Groups are bits: 1 rows, 2 cols; `count[groups]` is how many tile elements such a value has. `shape` is
-    matrices, rows, cols, of one matrix where there are none. Per node:
+    what tiles of any axes keep (1 elsewhere), rows, cols. Per node:
     `varies` (groups), `axes` (bits), `needs` (bits of the tile loads that it is computed from since the
     last reduction) and `phase` (reductions in a chain before it).
     """
@@ -106,14 +105,13 @@ class Work:
         self.hints = hints
         sizes = (axis.size for axis in loops.axes)  # those that are estimated may come out below zero
         self.sizes = [size if type(size) is int else max(0, hint(size, hints)) for size in sizes]
-        self.tile = sum(1 << k for k, axis in enumerate(loops.axes) if axis.group == INNER)  # bits of inner axes
+        self.tile = sum(1 << k for k, axis in enumerate(loops.axes) if axis.group == INNER)  # bits
         bits = IN_TILES if self.tile else BITS
         self.group_of = [bits[axis.group] for axis in loops.axes]
         shape = [1, 1, 1]
         for size, group in zip(self.sizes, self.group_of, strict=True):
             shape[group] *= size
         batch, rows, cols = self.shape = shape
-        self.matrices = 0 in self.group_of
         self.count = (batch, batch * rows, batch * cols, batch * rows * cols)
         self.varies: list[int] = []
         self.axes: list[int] = []
@@ -152,7 +150,7 @@ class Work:
         pairs = right_neighbours(loops.axes, enumerate(loops.stores)) if several else {}
         for number, store in enumerate(loops.stores):
             varies, axes, _ = self._index(store.index)
-            self.moves += self._points(varies, axes)
+            self.moves += self.points(axes) if self.tile else self.count[varies]
             run = 2 if number in pairs or number in pairs.values() else 1
             self._touch(True, store.buffer, store.index, axes, store.within, run)
             if self.phase[store.value]:
@@ -177,7 +175,7 @@ class Work:
                     self.inside[number] = self.inside.get(number, 1.0) * self.inside[n]
         self._add(varies, axes, needs, phase)
         flops, special = _weights(node.target)
-        count = self._points(varies, axes)
+        count = self.points(axes) if self.tile else self.count[varies]
         dtype = node.dtype
         self.of_rows += flops + special if varies == 1 else 0
         if dtype is torch.float64:
@@ -193,7 +191,7 @@ class Work:
         varies = axes = needs = phase = 0
         if type(node) is Load:
             varies, axes, phase = self._index(node.index)
-            self.moves += self._points(varies, axes)
+            self.moves += self.points(axes) if self.tile else self.count[varies]
             if len(self.varies) in self.in_turns:  # of each row one that has it
                 whole = hint(self.buffers[node.buffer].numel, self.hints)
                 self.reads[node.buffer] = self.reads.get(node.buffer, 0.0) + whole
@@ -226,11 +224,8 @@ class Work:
                 self.inside[len(self.varies)] = self._part(node)
         self._add(varies, axes, needs, phase)
 
-    def _points(self, varies: int, axes: int) -> int:
-        """Return how often a value is computed, or moved: once a point of the groups over which it varies; in
-        tiles of any axes once a point of its own ones."""
-        if not self.tile:
-            return self.count[varies]
+    def points(self, axes: int) -> int:
+        """Return the elements of some axes, given as bits."""
         return prod(size for k, size in enumerate(self.sizes) if axes >> k & 1)
 
     def _add(self, varies: int, axes: int, needs: int, phase: int) -> None:
@@ -249,7 +244,7 @@ class Work:
         self.ahead += over == 1 and self.varies[operand] == 1
         self.sums_of_columns += over == 1 and self.varies[operand] & 2 != 0
         axes = self.axes[operand]
-        self.fp32 += self._points(self.varies[operand], axes)
+        self.fp32 += self.points(axes) if self.tile else self.count[self.varies[operand]]
         if INNER in groups:
             axes &= ~sum(1 << axis for axis in node.axes)
             self.early |= self.needs[operand]
@@ -258,8 +253,8 @@ class Work:
         if over:  # of a segment's value each of its elements has one
             axes &= ~sum(1 << axis for axis in node.axes)
         phase = self.phase[operand]
-        if over & 2 or self.matrices:
-            if over == 2 and not self.matrices:
+        if over & 2:
+            if over == 2:
                 self.sums.append(operand)
             phase += 1
             self.early |= self.needs[operand]

@@ -71,9 +71,7 @@ def in_one_tile(fast: Compiled) -> bool:
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("shape", [(3, 2, 16, 32), (5, 7, 24), (4, 1, 33)], ids=str)
 @pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
-def test_every_placement(
-    f: Callable[[Tensor], object], shape: tuple[int, ...], number: int
-) -> None:
+def test_every_placement(f: Callable[[Tensor], object], shape: tuple[int, ...], number: int) -> None:
     checked(f, torch.randn(shape), number)
 
 
@@ -151,6 +149,49 @@ def test_a_norm_over_channels_of_a_norm_over_pixels() -> None:
     fast = Compiled(block)
     ours, eager, truth = fast(x, w), block(x, w), block(x.double(), w.double())
     assert not (problem := not_as_close(ours, eager, truth)), problem
+
+
+def scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    s = (q[:, :, None] * k[:, None]).sum(-1, keepdim=True)
+    peak = s.amax(-2, keepdim=True)
+    return peak, (s - peak).exp().sum(-2, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("queries", "keys", "size"), [(4, 32, 16), (3, 40, 24), (2, 32, 16), (16, 16, 64)])
+def test_queries_of_a_head_share_the_load_of_its_keys(
+    queries: int, keys: int, size: int, dtype: torch.dtype
+) -> None:
+    q, k = torch.randn(3, queries, size).to(dtype), torch.randn(3, keys, size).to(dtype)
+    fast = Compiled(scores)
+    with torch.no_grad():
+        results = fast(q, k), scores(q, k), scores(q.double(), k.double())
+    for ours, eager, truth in zip(*results, strict=True):
+        assert not (problem := not_as_close(ours, eager, truth)), problem
+    (runner,) = fast.compiler.runners.values()
+    placements = [candidate.schedule for candidate in runner.candidates]
+    on_cores = queries > 2 and dtype is not torch.float32
+    assert any("TENSOR_CORE" in placement for placement in placements) == on_cores
+    if not on_cores and queries <= 8:
+        assert any("UNROLL" in placement for placement in placements)
+
+
+def test_what_is_not_there_is_no_infinity_times_zero() -> None:
+    """Lanes behind the last key hold no number of their own: exp(0 - peak) is infinite for such a peak."""
+
+    def weighted_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = (q[:, :, None] * k[:, None]).sum(-1, keepdim=True)
+        p = (s - s.amax(-2, keepdim=True)).exp()
+        return (p * v[:, None]).sum(-2)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = (torch.randn(2, n, 16) for n in (4, 19, 19))
+        inputs = [(-9.0 - x.abs()).to(dtype) if i < 2 else x.to(dtype) for i, x in enumerate((q, -k, v))]
+        inputs[0] = -inputs[0]
+        fast = Compiled(weighted_values)
+        ours, eager = fast(*inputs), weighted_values(*inputs)
+        truth = weighted_values(*(x.double() for x in inputs))
+        assert not (problem := not_as_close(ours, eager, truth)), problem
 
 
 def test_a_tile_that_is_too_large_is_several_kernels() -> None:

@@ -7,9 +7,9 @@ import sympy
 import torch
 
 from fusion_compiler.ir.dims import Dim
-from fusion_compiler.ir.loops import BATCH, COLS, ROWS, TILE, Axis, Reduce, axes_in, kept_of, over_of
+from fusion_compiler.ir.loops import COLS, ROWS, TILE, Axis, Reduce, axes_in, kept_of, over_of
 
-NAMES = {"b": BATCH, "r": ROWS, "c": COLS}
+NAMES = {"r": ROWS, "c": COLS}
 PARTIAL, IN_SEGMENTS = TILE, frozenset[str]()
 ANY = sympy.Symbol("s0", integer=True, positive=True)
 
@@ -26,8 +26,6 @@ def axes_of(text: str) -> tuple[Axis, ...]:
         ("r4 c8", {1}, {COLS}),
         ("r4 c8", {0}, {ROWS}),
         ("r4 c8", {0, 1}, TILE),
-        ("b2 r4 c8", {1, 2}, TILE),
-        ("b2 r4 c8", {1}, {ROWS}),
         ("r4 c1", {1}, {COLS}),  # axes of one element are axes
         ("r1 c8", {0}, {ROWS}),
         ("r1 c8", {1}, {COLS}),

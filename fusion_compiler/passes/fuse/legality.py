@@ -12,7 +12,6 @@ import torch
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import (
-    BATCH,
     COLS,
     INNER,
     ROWS,
@@ -38,7 +37,6 @@ from fusion_compiler.schedule.space import refusal
 
 aten = torch.ops.aten
 MOST_OPS = 96
-SUMS_OF_A_QUERY = 4  # reductions: its scores, their maximum, the sum of their exponentials, that of values
 MOST_ALIKE = 4  # times as many in a product of several rows, for compilers' sake
 MOST_BUFFERS = 24
 LEAST_PIECE = 16  # columns of a partial sum: what is stored of each is little beside what was read
@@ -51,8 +49,7 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
     loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
     # A product has the same for each of its rows: people read them once.
-    alike = len(a.reductions) // SUMS_OF_A_QUERY if a.matrices else len(a.weighted or a.products)
-    most = MOST_OPS * max(1, min(alike, MOST_ALIKE))
+    most = MOST_OPS * max(1, min(len(a.weighted or a.products), MOST_ALIKE))
     if len(loops.nodes) > most:
         return f"{len(loops.nodes)} operations are more than {most}"
     return f"{len(buffers)} tensors are more than {MOST_BUFFERS}" if len(buffers) > MOST_BUFFERS else None
@@ -144,9 +141,6 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     loops, groups = a.loops, a.groups
     along_row = bool(a.scans) or any(a.over(i) == frozenset({COLS}) for i in a.reductions)
     present = {axis.group for axis in loops.axes} - ({COLS} if along_row else set()) - {INNER}
-    if a.matrices:
-        present = {BATCH}
-    batch = {i for i, axis in enumerate(loops.axes) if axis.group == BATCH}
     reduced: list[frozenset[str]] = []
     for i, node in enumerate(loops.nodes):
         over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
@@ -165,8 +159,6 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
             return f"{store.buffer} has elements where the space has none, or may have none"
         if not any(reduced) and live - along:
             return f"{store.buffer} would be computed again for every element that it is broadcast to"
-        if batch - along:
-            return f"{store.buffer} would be computed again for every matrix"
         moves = {loops.axes[k].group for k in along} | groups[store.value]
         if present - moves - reduced[store.value]:
             return (

@@ -37,7 +37,6 @@ from fusion_compiler.ir.index import (
 )
 from fusion_compiler.ir.layout import Cut
 from fusion_compiler.ir.loops import (
-    BATCH,
     COLS,
     GROUPS,
     INNER,
@@ -109,7 +108,7 @@ def lower(
     effort: where what it takes is counted.
     """
     rounding = Rounding(stored.union(outputs), like_eager)
-    space = (free_space if in_tile else anchor_space)(dag, ops, outputs, index_split)
+    space = free_space(dag, ops) if in_tile else anchor_space(dag, ops, outputs, index_split)
     for _ in range(24):
         attempt = Lowering(dag, ops, outputs, space, rounding)
         try:
@@ -163,7 +162,7 @@ class Lowering(Builder):
         self.memo: dict[tuple[str, Coords, int | None], int] = {}
         self.placed: dict[str, Coords] = {}  # where a value was computed first
         self.known: dict[int, int] = {}  # of the axes, in the part at hand
-        self.reduced: dict[tuple[str, Dim | None], tuple[Coords, int]] = {}
+        self.reduced: dict[str, tuple[Coords, int]] = {}
         self.inner: dict[str, Coords] = {}  # what sums over windows count, behind the space's axes
         self.terms: Counter[str] = Counter()  # of what is unrolled
         live = [i for i, size in enumerate(space.axes) if size != 1]
@@ -177,7 +176,7 @@ class Lowering(Builder):
         stores: list[Store] = []
         self.seed_anchor()
         for name in self.ops:  # reductions first: they fix where everything upstream lies
-            if is_reduction(self.dag.op(name)) and not any(name == made for made, _ in self.reduced):
+            if is_reduction(self.dag.op(name)) and name not in self.reduced:
                 coords = self.place(name)
                 for piece in self.pieces(coords) if coords is not None else ():
                     self.value(name, piece, None)
@@ -265,8 +264,7 @@ class Lowering(Builder):
         for op in sorted(reductions, key=lambda op: op.kind is not Kind.CONTRACTION):
             reduced, split = reduced_by(self.dag, op), self.space.index_split
             shape, dims = reduced.shape, reduced.dims
-            unrolled = reduced.is_product or self.group_axes[BATCH]
-            if unrolled and split is not None and split.shape == shape:
+            if reduced.is_product and split is not None and split.shape == shape:
                 for piece in self.pieces(self.space.whole()):
                     self.value(op.name, _reduced_coords(op, piece, dims), None)
                 return
@@ -365,8 +363,7 @@ class Lowering(Builder):
         size = product(shape)
         every = tuple(sorted(i for axes in self.group_axes.values() for i in axes))
         kept = sorted((ROWS, COLS), key=lambda g: g == self.along)  # results of products lie along the other
-        parts = [tuple(sorted((*self.group_axes[BATCH], *self.group_axes[g]))) for g in kept]
-        for axes in (every, *parts):
+        for axes in (every, *(self.group_axes[g] for g in kept)):
             sizes = tuple(self.space.axes[i] for i in axes)
             if product(sizes) == size:
                 try:
@@ -503,9 +500,8 @@ class Lowering(Builder):
     # -- reductions -----------------------------------------------------------------------------
 
     def reduce(self, op: Op, coords: Coords, within: int | None) -> int:
-        piece = self.piece_of(op, coords)
-        if (op.name, piece) in self.reduced and not self.is_piece(coords):
-            where, node = self.reduced[op.name, piece]
+        if op.name in self.reduced and not self.is_piece(coords):
+            where, node = self.reduced[op.name]
             if self.here(where) != coords:
                 raise Illegal("rows", f"{op.name} is needed at rows other than the one being reduced")
             return node
@@ -527,19 +523,13 @@ class Lowering(Builder):
             one = dict(zip(kept_dims, kept, strict=True))
             source = tuple(one.get(d, ZERO) for d in range(len(shape)))
             node = self.of_one(op, self.value(op.first, source, None))
-            self.reduced[op.name, piece] = (coords, node)
+            self.reduced[op.name] = (coords, node)
             return node
-        wanted = [d for d in kept_dims if piece is None or split is None or d not in split.dims]
-        at = dict(zip(kept_dims, kept, strict=True))
         if self.space.is_free:
             axes = self.free_axes(op, reduced, kept)
         else:
-            axes = self.reduced_axes(
-                op,
-                tuple(at[d] for d in wanted),
-                tuple(shape[d] for d in wanted),
-                tuple(shape[d] for d in dims),
-            )
+            kept_shape = tuple(shape[d] for d in kept_dims)
+            axes = self.reduced_axes(op, kept, kept_shape, tuple(shape[d] for d in dims))
         live = tuple(i for i in sorted(axes) if self.axes[i].size != 1)
         inner = self.spread_like_operand(op, live, reduced)
         full: list[Index] = [ZERO] * len(shape)
@@ -549,7 +539,7 @@ class Lowering(Builder):
             full[d] = c
         position = flatten(inner, strides_of(tuple(shape[d] for d in dims)))
         node = self.combine(op, tuple(full), axes, position)
-        self.reduced[op.name, piece] = (coords, node)
+        self.reduced[op.name] = (coords, node)
         return node
 
     def here(self, coords: Coords) -> Coords:
@@ -582,13 +572,6 @@ class Lowering(Builder):
             total = value
         assert total is not None
         return self.rounder.rounded(op, total)
-
-    def piece_of(self, op: Op, coords: Coords) -> Dim | None:
-        """Of matrices that are made together, which one these coordinates are in; None where all have it."""
-        split, shape = self.space.index_split, op.outputs[0].shape
-        if split is None or not self.group_axes[BATCH] or len(shape) != len(split.shape):
-            return None
-        return coords[split.dim].const if shape[split.dim] == split.shape[split.dim] else None
 
     def is_piece(self, kept: Coords) -> bool:
         """Whether a reduction is of one row of those that products have, each piece's its own."""
@@ -644,7 +627,8 @@ class Lowering(Builder):
         else:
             axes = frozenset(k for d in reduced.dims for k, _ in where[d].terms if reduced.shape[d] != 1)
         is_whole = simple(product(self.space.axes[k] for k in axes)) == simple(product(sizes))
-        if not is_whole or axes & keys or not is_bijection(kept, tuple(reduced.shape[d] for d in reduced.kept), self.extents):
+        kept_shape = tuple(reduced.shape[d] for d in reduced.kept)
+        if not is_whole or axes & keys or not is_bijection(kept, kept_shape, self.extents):
             raise Illegal("rows", f"{op.name} does not keep whole axes")
         return axes
 
@@ -656,11 +640,9 @@ class Lowering(Builder):
             assert self.along is not None
             if simple(product(reduced)) == product(self.space.axes[i] for i in self.group_axes[self.along]):
                 return axes_in(self.axes, (self.along,))
-        batch = set(self.group_axes[BATCH])
         keys = {k for c in kept for k, _ in c.terms}
-        if not is_bijection(kept, kept_shape, self.extents) or not batch <= keys:
+        if not is_bijection(kept, kept_shape, self.extents):
             raise Illegal("rows", f"{op.name} does not keep whole axes")
-        keys -= batch
         sizes = {g: product(self.space.axes[i] for i in axes) for g, axes in self.group_axes.items()}
         count = product(reduced)
         both = simple(sizes[ROWS] * sizes[COLS])
@@ -673,7 +655,7 @@ class Lowering(Builder):
             for candidate in (ROWS, COLS):
                 if count == sizes[candidate]:
                     return axes_in(self.axes, (candidate,))
-        elif set(self.group_axes[COLS]) - keys and not batch and keeps_parts(op):
+        elif set(self.group_axes[COLS]) - keys and keeps_parts(op):
             if simple(count * product(self.space.axes[k] for k in keys)) == both:
                 return axes_in(self.axes, TILE) - keys
         raise Illegal(

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from fusion_compiler.ir.dims import Dim, hint, simple
 from fusion_compiler.ir.loops import (
-    BATCH,
     COLS,
     GROUPS,
     INNER,
@@ -37,7 +36,7 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.passes.lower.algebra import factored_sums, one_hot_sums
 
-NAMES = {BATCH: "batch", ROWS: "row", COLS: "col", INNER: "inner"}
+NAMES = {ROWS: "row", COLS: "col", INNER: "inner"}
 ORDER = (*GROUPS, INNER)
 LEAST_TILE = 16  # elements along which a transposing tile has to run to touch whole sectors
 LONG_ROW = 8192  # elements of which a last tile that is not full wastes little
@@ -84,10 +83,10 @@ def accesses(loops: LoopNest) -> list[Index]:
 def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     """Columns are what is reduced and broadcast back, else the group of most contiguous accesses.
 
-    Segments of rows are segments of columns, whatever else there is, and scans run along columns. Matrices
-    have their columns, as has everything beside inner axes.
+    Segments of rows are segments of columns, whatever else there is, and scans run along columns. Everything
+    beside inner axes is columns.
     """
-    fixed = any(a.group in (BATCH, INNER) for a in loops.axes)
+    fixed = any(a.group == INNER for a in loops.axes)
     reductions = (n for n in loops.nodes if isinstance(n, Reduce))
     in_segments = any(not over_of(loops.axes, n) for n in reductions)
     if fixed or in_segments or any(isinstance(n, Scan) for n in loops.nodes):

@@ -10,10 +10,10 @@ from fusion_compiler.ir import depthwise, layout
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, numel, product, simple, strides_of
 from fusion_compiler.ir.index import ZERO, axis, combine
-from fusion_compiler.ir.loops import BATCH, COLS, LARGEST_TILE, ROWS, Index
+from fusion_compiler.ir.loops import COLS, LARGEST_TILE, ROWS, Index
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.writes import stored_shape
-from fusion_compiler.passes.lower.index_splits import MOST_PIECES, IndexSplit
+from fusion_compiler.passes.lower.index_splits import IndexSplit
 from fusion_compiler.passes.lower.products import product_of
 
 Coords = tuple[Index, ...]
@@ -191,17 +191,12 @@ def anchor_space(
     return Space(split.factors, groups, split)
 
 
-def free_space(
-    dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], split: IndexSplit | None = None
-) -> Space:
+def free_space(dag: OpDag, ops: tuple[str, ...]) -> Space:
     """Return the space of the largest tensor that is reduced, whose reductions may be over any of its axes:
     a tile holds all axes that some of them reduce.
 
-    split: the tensor is made in pieces, of which the space is one; they are matrices then. Raises Illegal
-    where all reduce the same, or scans and products are beside them.
+    Raises Illegal where all reduce the same, or scans and products are beside them.
     """
-    if split is not None:
-        return matrix_space(dag, ops, split)
     reductions = [reduced_by(dag, dag.op(n)) for n in ops if is_reduction(dag.op(n))]
     alike = {(r.shape, frozenset(d for d in r.dims if r.shape[d] != 1)) for r in reductions}
     if len(alike) < 2 or any(dag.op(n).kind in (Kind.SCAN, Kind.CONTRACTION) for n in ops):
@@ -215,63 +210,6 @@ def free_space(
     if any(d != dims[0] for d in dims) and innermost not in frozenset[int]().union(*dims):
         raise Illegal("space", "neighbours in memory would be in different tiles")
     return Space(tuple((s,) for s in largest.shape), tuple(COLS for _ in largest.shape), is_free=True)
-
-
-def matrix_space(dag: OpDag, ops: tuple[str, ...], split: IndexSplit) -> Space:
-    """The space of matrices whose rows are reduced by some ops and whose columns by others, or are not there
-    for them; what is left numbers the matrices. Raises Illegal where these ops have no such space.
-
-    Found are reductions of tensors with the dimensions of the largest one. split: along one of those that
-    number the matrices, of which one program then makes several.
-    """
-    space = _matrices(dag, ops)
-    if space is None:
-        raise Illegal("space", "what these ops reduce are no rows and columns of matrices")
-    if split.shape != space.axes or space.groups[split.dim] != BATCH:
-        raise Illegal("space", f"the pieces of {list(split.shape)} are no matrices")
-    return Space(split.factors, space.groups, split)
-
-
-def _matrices(dag: OpDag, ops: tuple[str, ...]) -> Space | None:
-    found = [dag.op(n) for n in ops if dag.op(n).kind is Kind.REDUCTION]
-    if len(found) < 2 or any(dag.op(n).kind in (Kind.SCAN, Kind.CONTRACTION) for n in ops):
-        return None
-    read = [reduced_by(dag, op) for op in found]
-    source = max(read, key=lambda r: numel(r.shape))
-    shape, rank = source.shape, len(source.shape)
-    if any(len(r.shape) != rank for r in read):
-        return None
-    sets = {frozenset(d for d in r.dims if shape[d] != 1) for r in read} - {frozenset()}
-    groups = [s for s in sets if not any(other < s for other in sets)]
-    if len(groups) == 1:
-        groups.append(frozenset(d for r in read for d, s in enumerate(r.shape) if s != shape[d]))
-    if len(groups) != 2 or groups[0] & groups[1]:
-        return None
-    contiguous = next((d for d, s in enumerate(source.stride) if s == 1 and shape[d] != 1), rank - 1)
-    rows, cols = sorted(groups, key=lambda dims: contiguous in dims)
-    if contiguous not in cols:  # neighbours in memory would be in different matrices
-        return None
-    own = tuple(ROWS if d in rows else COLS if d in cols else BATCH for d in range(rank))
-    numbered = any(g == BATCH and s != 1 for g, s in zip(own, shape, strict=True))
-    return Space(tuple((s,) for s in shape), own) if numbered else None
-
-
-def matrix_splits_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:
-    """Where several matrices have an operand in common: one program that makes them all loads it once."""
-    space = _matrices(dag, ops)
-    if space is None:
-        return ()
-    shape = space.axes
-    made = (op for op in map(dag.op, ops) if op.outputs[0].shape == shape)
-    read = [dag.op(n).outputs[0].shape for op in made for n in op.inputs if dag.op(n).outputs]
-    tile = [d for d, g in enumerate(space.groups) if g != BATCH]
-    whole = [s for s in read if len(s) == len(shape) and all(s[d] == shape[d] for d in tile)]
-    found: list[IndexSplit] = []
-    for d, count in enumerate(shape):
-        few = d not in tile and isinstance(count, int) and 1 < count <= MOST_PIECES
-        if few and any(s[d] == 1 for s in whole):
-            found.append(IndexSplit(shape, d, int(count)))
-    return tuple(found)
 
 
 def _long(shape: tuple[Dim, ...]) -> list[Dim]:
