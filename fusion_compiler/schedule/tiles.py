@@ -79,8 +79,11 @@ def placements(
     """Return placements of a nest, best first by prediction; none where `refuses` has a reason."""
     if refuses(loops) is not None:
         return ()
-    candidates = dict.fromkeys(_candidates(loops, hints))
-    legal = (placement for placement in candidates if refusal(loops, placement) is None)
+    legal = (
+        placement
+        for placement in dict.fromkeys(candidates(loops, hints))
+        if refusal(loops, placement) is None
+    )
     crowded = {p: max(0.0, held_registers(loops, p) - MOST) for p in legal}
     first = sorted(crowded, key=lambda p: (crowded[p], not products_of(loops, p), roofline.us(p)))[:KEPT]
     return with_short_products(loops, tuple(first), {n: b.itemsize for n, b in roofline.work.buffers.items()})
@@ -150,7 +153,8 @@ def _sharing(loops: LoopNest, order: list[int], shared: int) -> Iterator[Placeme
             yield replace(placement, directives=tuple(at))
 
 
-def _candidates(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> Iterator[Placement]:
+def candidates(loops: LoopNest, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Iterator[Placement]:
+    """Yield placements of a nest that may be fast, without a check that they can run it."""
     order = _by_stride(loops)
     kept = [k for k in order if loops.axes[k].group != INNER]
     least = _least(loops)
