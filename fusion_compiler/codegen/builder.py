@@ -28,8 +28,8 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Store,
     Total,
-    before_turns,
     operands_of,
+    turn_invariants,
 )
 from fusion_compiler.ir.syntax import (
     Expression,
@@ -213,7 +213,7 @@ class Builder:
         if (floats := floats_of(self.loops, number)) is not None:
             return floats.operands()
         node = self.loops.nodes[number]
-        return before_turns(self.loops, node) if isinstance(node, Total) else operands_of(node)
+        return turn_invariants(self.loops, node) if isinstance(node, Total) else operands_of(node)
 
     def reduction(self, number: int) -> Reduce:
         reduce = self.loops.nodes[number]

@@ -36,7 +36,7 @@ from fusion_compiler.ir.loops import (
     Total,
     Value,
     kept_of,
-    longest_piece,
+    largest_aligned_block,
     operands_of,
     over_of,
     right_neighbours,
@@ -310,7 +310,7 @@ class Work:
         kept = [(self.sizes[k], self.group_of[k]) for k in numbers]
         segment = self.count[2] // max(1, prod(size for size, group in kept if group == 2))
         whole = all(group == 1 for _, group in kept)
-        piece = min(PIECE, segment if whole else longest_piece(segment))
+        piece = min(PIECE, segment if whole else largest_aligned_block(segment))
         partials, totals = self.count[1] * -(-self.count[2] // max(1, piece)), prod(size for size, _ in kept)
         self.partials += partials
         self.totals = max(self.totals, totals)
