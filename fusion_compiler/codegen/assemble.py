@@ -19,7 +19,7 @@ from fusion_compiler.codegen.accesses import store_one
 from fusion_compiler.codegen.axis_map import FIRST, place_batch, place_cols, row_loop, rows_at
 from fusion_compiler.codegen.builder import NO_OPTIONS, Builder
 from fusion_compiler.codegen.exchange import mailbox, messages
-from fusion_compiler.codegen.finishing import Finishing, finishing_of
+from fusion_compiler.codegen.finishing import SecondStage, second_stage_of
 from fusion_compiler.codegen.names import GLOBAL, own
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.partial_reductions import partials_of
@@ -113,7 +113,7 @@ def build(
     numbers, tickets = itertools.count(), itertools.count()
     both = list(zip(analyses, schedules, strict=True))
     finishings = [
-        None if isinstance(s, Placement) else finishing_of(a, s, numbers, tickets) for a, s in both
+        None if isinstance(s, Placement) else second_stage_of(a, s, numbers, tickets) for a, s in both
     ]
     partials = [
         split_reductions(a.loops, s, numbers) if isinstance(s, Placement) else partials_of(a, s, numbers)
@@ -331,7 +331,7 @@ class _Assembly(_Part[Schedule]):
         schedule: Schedule,
         signature: Signature,
         scratch: tuple[Buffer, ...],
-        finishing: Finishing | None = None,
+        finishing: SecondStage | None = None,
         named: Mapping[str, Buffer] | None = None,
         constants: frozenset[str] | None = None,
     ) -> None:

@@ -326,15 +326,15 @@ class Builder:
         return fold(reduce, tile, self.col_axis, keep=not self.tile.flat)
 
     def folded(
-        self, number: int, tile: Expression, axis: int, keep: bool, alike: object = None
+        self, number: int, tile: Expression, axis: int, keep: bool, join_key: object = None
     ) -> Combine:
         """Return the reduction of a tile of a node's elements along an axis."""
         plain = number in self.a.nan_safe_max
-        return Combine(self.reduction(number), (tile,), axis, keep, plain, alike)
+        return Combine(self.reduction(number), (tile,), axis, keep, plain, join_key)
 
-    def folded_along(self, number: int, tile: Expression, alike: object = None) -> Combine:
+    def folded_along(self, number: int, tile: Expression, join_key: object = None) -> Combine:
         """Return the same along the row; tiles of several rows keep the dimension."""
-        return self.folded(number, tile, self.col_axis, not self.tile.flat, alike)
+        return self.folded(number, tile, self.col_axis, not self.tile.flat, join_key)
 
     def base_of(self, number: int) -> str:
         """Return the beginning of the name of a reduction."""

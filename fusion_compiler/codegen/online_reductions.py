@@ -86,8 +86,8 @@ class Plain:
         """A tile along the row; two sums of float32 are made together (`passes.joined`)."""
         adds = type(self) is Plain and b.a.is_sum(self.total)
         form = (b.a.groups[b.reduction(self.total).operand], word_of(b, self.total))  # of the tile
-        alike = ("state", b.a.level[self.total], *form) if adds else None
-        return Combine(b.reduction(self.total), (tile,), b.col_axis, not b.tile.flat, alike=alike)
+        join_key = ("state", b.a.level[self.total], *form) if adds else None
+        return Combine(b.reduction(self.total), (tile,), b.col_axis, not b.tile.flat, join_key=join_key)
 
 
 @dataclass(frozen=True)
