@@ -32,7 +32,7 @@ from fusion_compiler.codegen.passes import (
 )
 from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.regions import passes_over_columns, whole_block
-from fusion_compiler.codegen.sizes import given_names
+from fusion_compiler.codegen.sizes import name_sizes
 from fusion_compiler.codegen.split_reductions import SplitReductions, split_reductions
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.sums_over_rows import Sums
@@ -103,7 +103,7 @@ def build(
     """
     name = f"{name}_" if name in GLOBAL else name
     signature = signature_of(nests, buffers)
-    nests, names = given_names(nests)
+    nests, names = name_sizes(nests)
     signature = replace(signature, derived=tuple((symbol, size) for size, symbol in names.items()))
     nests = tuple(shortened(loops, buffers) for loops in nests)
     analyses = [

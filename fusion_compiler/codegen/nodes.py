@@ -246,12 +246,12 @@ def _random(b: Builder, node: Random) -> Expression:
     """Return random numbers, with one Philox call per four adjacent columns where possible."""
     words = node.dtype is torch.uint32
     seed = b.variable(node.seed)
-    merged, exact = b.a.merged(node.index)
+    merged, merged_axes = b.a.merged(node.index)
     cols = range(b.a.first[COLS], len(b.loops.axes))
     column_terms = [(k, c) for k, c in merged.terms if k in cols]
     others = tuple((k, quotient(c, 4)) for k, c in node.index.terms if k not in cols)
     first = quotient(node.index.const, 4)
-    by_col = column_terms == [(cols[-1], 1)] and (len(cols) == 1 or cols[-1] in exact) if cols else False
+    by_col = bool(cols) and column_terms == [(cols[-1], 1)] and (len(cols) == 1 or cols[-1] in merged_axes)
     if by_col and first is not None and b.tile.lanes >= 4 and all(c is not None for _, c in others):
         rest = Index(first, tuple((k, c) for k, c in others if c is not None))
         start, quarter = b.tile.start, b.lanes(b.tile.lanes // 4)
