@@ -755,37 +755,37 @@ def apart(words, dtype: tl.constexpr, count: tl.constexpr):
     return tl.reshape(pieces, [count]).to(dtype, bitcast=True)
 
 
-# Polls before a waiting program fails: minutes, as one poll takes 0.7 us.
+# How often a program looks for messages before it ends in an error: for minutes, as a look takes 0.7 us.
 PATIENCE = tl.constexpr(1 << 28)
-UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation produces, so that no message is zero
+UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it every message differs from zero
 
 
 @triton.jit
 def send(mail, value, part, parts, splits: tl.constexpr, rows=1, apart: tl.constexpr = 1):
-    """Send a row's value to every program that shares the row, including this one.
+    """Leave a row's value for every one of the programs that share it, this one included.
 
-    mail: int64 [splits, splits] of this row, by receiver and sender; zero before and after.
-    value: a number of 32 bits, or [n, 1] for n rows at a distance of `apart`.
-    part: the number of this program. parts: all numbers, 0, 1, ... up to a power of two.
-    rows: how many rows exist from the first on.
-    A message is the value with a mark above it, in one store, so that no ordering is needed (the status words
-    of Merrill and Garland's decoupled look-back, 2016). The programs of one row run at the same time, which
-    the launcher ensures (`binding.Entry.apart`).
+    mail: int64 [splits, splits] of this row, by receiver and sender, zero before and after. value: a number
+    of 32 bits. part: this program's number; parts: all numbers, 0, 1, ... to a power of two. A value of
+    [n, 1] is that of n rows, each so many rows `apart` from the next; rows: how many exist from the first on.
+
+    A message is the value with a mark above it, in one store, so that nothing has to be ordered (the status
+    words of Merrill and Garland's decoupled look-back, 2016). The programs of one row run at the same time:
+    the launcher sees to it (`binding.Entry.apart`).
     """
     post(mail, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), part, parts, splits, rows, apart)
 
 
 @triton.jit
 def send_pair(mail, first, second, part, parts, splits: tl.constexpr, rows=1, apart: tl.constexpr = 1):
-    """Send two float32 values in one message, which leaves no bit for a mark. See `send`."""
-    first = tl.where(first == first, first, float("nan"))  # the user's NaN may have any bits
+    """The same for two float32 values in one message, where no bit is left for a mark."""
+    first = tl.where(first == first, first, float("nan"))  # a NaN of the user's may be any
     low, high = (first.to(tl.uint32, bitcast=True) ^ UNSENT).to(tl.int64), second.to(tl.uint32, bitcast=True)
     post(mail, low | (high.to(tl.int64) << 32), part, parts, splits, rows, apart)
 
 
 @triton.jit
 def post(mail, message, part, parts, splits: tl.constexpr, rows, apart: tl.constexpr):
-    """Send the message of one row, or of each row, to all parts."""
+    """The message of one row, or of each, to all parts."""
     if len(message.shape) == 2:
         for r in tl.static_range(message.shape[0]):
             one = tl.sum(tl.sum(tl.where(row_numbers(message.shape[0]) == r, message, 0), axis=0), axis=0)
@@ -800,22 +800,21 @@ def post(mail, message, part, parts, splits: tl.constexpr, rows, apart: tl.const
 
 @triton.jit
 def row_numbers(count: tl.constexpr):
-    """Return the rows of a block, as a column."""
+    """The rows of a block, as a column."""
     return tl.arange(0, count)[:, None]
 
 
 @triton.jit
 def with_row(values, r: tl.constexpr, value):
-    """Return values, [rows, 1], with row r replaced."""
+    """values, [rows, 1], with another one in row r."""
     return tl.where(row_numbers(values.shape[0]) == r, value, values)
 
 
 @triton.jit
 def receive(mail, value, part, parts, splits: tl.constexpr, neutral, rows=1, apart: tl.constexpr = 1):
-    """Return the values that the programs have sent, in the type of `value`; `neutral` beyond the last
-    program.
+    """What each of the programs has sent, in the type of `value`; `neutral` past the last.
 
-    If `value` has several rows, the result is a tuple with one entry per row.
+    Where `value` is that of several rows: a tuple of that for each of them.
     """
     messages = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
     if len(value.shape) == 2:
@@ -829,7 +828,7 @@ def receive(mail, value, part, parts, splits: tl.constexpr, neutral, rows=1, apa
 
 @triton.jit
 def opened(messages, value, inside, neutral):
-    """Return the values in messages."""
+    """The values in messages."""
     return tl.where(inside, messages.to(tl.uint32).to(value.dtype, bitcast=True), neutral)
 
 
@@ -837,7 +836,7 @@ def opened(messages, value, inside, neutral):
 def receive_pair(
     mail, value, part, parts, splits: tl.constexpr, neutral, other_neutral, rows=1, apart: tl.constexpr = 1
 ):
-    """Return pairs of float32 values that the programs have sent. See `receive`."""
+    """The same for two float32 values."""
     messages = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
     if len(value.shape) == 2:
         theirs = ()
@@ -851,7 +850,7 @@ def receive_pair(
 
 @triton.jit
 def opened_pair(messages, inside, neutral, other_neutral):
-    """Return the pairs of values in messages."""
+    """The pairs of values in messages."""
     first = (messages.to(tl.uint32) ^ UNSENT).to(tl.float32, bitcast=True)
     second = (messages >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
     return tl.where(inside, first, neutral), tl.where(inside, second, other_neutral)
@@ -859,49 +858,47 @@ def opened_pair(messages, inside, neutral, other_neutral):
 
 @triton.jit
 def collected(mail, value, inside, splits: tl.constexpr, rows, apart: tl.constexpr):
-    """Wait for all messages, empty the mailboxes and return the messages; 1 where none is expected.
+    """The messages, once all have come, out of mailboxes that are empty then; 1 where none is expected.
 
-    The first poll precedes the wait. In a loop it is issued early and sees nothing, but programs that poll so
-    much later are a sixth faster than without it: programs that poll at once delay the senders.
+    A first look, before the wait: in a loop it goes out early and sees nothing, yet programs that begin to
+    ask so much later are a sixth faster than without it; those that ask at once are in the senders' way.
     """
     count: tl.constexpr = value.shape[0] if len(value.shape) == 2 else 1
-    boxes, expected, messages = (), (), ()
+    boxes, wanted, messages = (), (), ()
     for r in tl.static_range(count):
         boxes = boxes + (mail + r * apart * splits * splits,)
-        expected = expected + (inside & (r * apart < rows) if count > 1 else inside,)
+        wanted = wanted + (inside & (r * apart < rows) if count > 1 else inside,)
     if compiles_to_ptx():
         for r in tl.static_range(count):
-            messages = messages + (delivered(boxes[r], expected[r], 1),)
+            messages = messages + (delivered(boxes[r], wanted[r], 1),)
         messages = awaited(boxes, messages)
     else:
         for r in tl.static_range(count):
-            messages = messages + (looked_for(boxes[r], expected[r], splits),)
+            messages = messages + (looked_for(boxes[r], wanted[r], splits),)
         tl.debug_barrier()
     for r in tl.static_range(count):
-        tl.store(boxes[r], messages[r] * 0, mask=expected[r])
+        tl.store(boxes[r], messages[r] * 0, mask=wanted[r])
     return messages if count > 1 else messages[0]
 
 
 @triton.jit
 def looked_for(mail, inside, splits: tl.constexpr):
-    """Poll until all messages have arrived, and return them."""
+    """The messages, once all have come."""
     messages = delivered(mail, inside, 1)
     looks = 0
     while tl.min((messages != 0).to(tl.int32)) == 0:
         messages = delivered(mail, inside, 1)
         looks += 1
         tl.device_assert(looks < PATIENCE, "a program waits for others that do not run")
-    # warps with the same messages used what one of them saw: read again, now that all are there
-    if splits > 32:
+    if splits > 32:  # warps with the same messages have agreed on what one of them saw: now all are there
         messages = delivered(mail, messages == 0, messages)
     return messages
 
 
 @triton.jit
-def delivered(mail, expected, others):
-    """Return the messages that have arrived, 0 for those that have not, and `others` where none is
-    expected."""
-    return tl.load(mail, mask=expected, other=others, volatile=True)
+def delivered(mail, wanted, others):
+    """The messages that have come so far, 0 for those that have not; `others` where none is wanted."""
+    return tl.load(mail, mask=wanted, other=others, volatile=True)
 
 
 @triton.jit

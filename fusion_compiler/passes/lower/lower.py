@@ -79,7 +79,7 @@ from fusion_compiler.passes.lower.space import (
 from fusion_compiler.passes.lower.special import SPECIAL, looked_up, put_place
 
 aten = torch.ops.aten
-# Beside a product, a reduction across the product's few rows is an expression of the rows' values.
+# Beside a product what is reduced may lie across its rows, of each of which a program has its own value.
 UNROLLED: dict[str | None, OpOverload] = {
     "sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default,
 }  # fmt: skip
@@ -177,27 +177,27 @@ class Lowering(Builder):
         self.scans = scans.Scans(self, columns)
         products = filter(None, (product_of(dag, dag.op(n)) for n in ops))
         # the group that the products reduce
-        self.product_group = next((space.groups[p.reduced] for p in products), None)
+        self.along = next((space.groups[p.reduced] for p in products), None)
 
     def run(self) -> LoopNest:
         stores: list[Store] = []
         self.seed_anchor()
         for name in self.ops:  # reductions first: they fix the coordinates of everything upstream
             if is_reduction(self.dag.op(name)) and not any(name == reduced for reduced, _ in self.reduced):
-                position = self.place(name)
-                for piece in self.pieces(position) if position is not None else ():
+                coords = self.place(name)
+                for piece in self.pieces(coords) if coords is not None else ():
                     self.value(name, piece, None)
         for name in self.outputs:
-            part = None if self.product_group is None else self.part(name)
+            part = None if self.along is None else self.part(name)
             if part is not None and part.ranges:
                 stores += self.stores_of_part(name, part)
                 continue
-            position, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
-            if position is None or not is_bijection(position, shape, self.extents):
+            coords, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
+            if coords is None or not is_bijection(coords, shape, self.extents):
                 raise Illegal(
                     "space", f"{name} is {list(shape)}, and the others' space is {list(self.space.axes)}"
                 )
-            stores += [self.store(name, coords, piece=i) for i, coords in enumerate(self.pieces(position))]
+            stores += [self.store(name, own, piece=i) for i, own in enumerate(self.pieces(coords))]
         return LoopNest(self.axes, tuple(self.nodes), tuple(stores), tuple(self.names))
 
     def store(self, name: str, coords: Coords, within: int | None = None, piece: int = 0) -> Store:
@@ -374,7 +374,7 @@ class Lowering(Builder):
         size = product(shape)
         every = tuple(sorted(i for axes in self.group_axes.values() for i in axes))
         # a product's result has the other group
-        kept = sorted((ROWS, COLS), key=lambda g: g == self.product_group)
+        kept = sorted((ROWS, COLS), key=lambda g: g == self.along)
         parts = [tuple(sorted((*self.group_axes[BATCH], *self.group_axes[g]))) for g in kept]
         for axes in (every, *parts):
             sizes = tuple(self.space.axes[i] for i in axes)
@@ -567,10 +567,10 @@ class Lowering(Builder):
         return coords
 
     def is_unrolled(self, op: Op, reduced: Reduced) -> bool:
-        """True if a reduction has few elements and stands beside a product."""
+        """Whether a reduction is beside a product and of few elements."""
         spec, count = spec_of(op.target), product(reduced.shape[d] for d in reduced.dims)
         few = isinstance(count, int) and 1 < count <= MOST_UNROLLED
-        return self.product_group is not None and few and spec is not None and spec.combine in UNROLLED
+        return self.along is not None and few and spec is not None and spec.combine in UNROLLED
 
     def unrolled(self, op: Op, kept: dict[int, Index], reduced: Reduced) -> int:
         """Return a reduction of few elements as an expression. Raises Illegal if all pieces together have too
@@ -602,7 +602,7 @@ class Lowering(Builder):
 
     def is_one_row(self, kept: Coords) -> bool:
         """True if a reduction's result is one row of a product's few rows. Each piece has its own."""
-        return self.product_group is not None and not any(c.terms for c in kept)
+        return self.along is not None and not any(c.terms for c in kept)
 
     def of_one(self, op: Op, value: int) -> int:
         """Return a reduction of one element: the element itself, in the dtype of the result."""
@@ -648,10 +648,10 @@ class Lowering(Builder):
         """Return the axes over which a reduction with these kept coordinates runs. Raises Illegal if there
         are none."""
         if self.is_one_row(kept):
-            assert self.product_group is not None
-            size = product(self.space.axes[i] for i in self.group_axes[self.product_group])
+            assert self.along is not None
+            size = product(self.space.axes[i] for i in self.group_axes[self.along])
             if simple(product(reduced)) == size:
-                return axes_in(self.axes, (self.product_group,))
+                return axes_in(self.axes, (self.along,))
         batch = set(self.group_axes[BATCH])
         keys = {k for c in kept for k, _ in c.terms}
         if not is_bijection(kept, kept_shape, self.extents) or not batch <= keys:
