@@ -5,8 +5,8 @@
                 | Update(target, sign, value)     a += ...
                 | Store(pointer, value, mask)
                 | For(variable, range, body) | If(condition, body)
-                | Check(index, low, high, mask)   an index out of bounds aborts the program
-                | Wait(targets, value)            values from other programs, once they have arrived
+                | Check(index, low, high, mask)   an index outside ends the program in an error
+                | Wait(targets, value)            what other programs sent, once it has come
                 | Do(value)                       a call that returns nothing
                 | Return(values)
     value      := Combine(reduction, tiles, axis) | expression (`ir/syntax.py`)
@@ -136,8 +136,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Wait:
-    """Receive the results of other programs' reductions. Later statements run when every program has sent
-    its part."""
+    """Receive what other programs reduced. Later statements run when every program has sent its part."""
 
     targets: tuple[Variable, ...]
     value: Expression
