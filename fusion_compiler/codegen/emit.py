@@ -86,10 +86,7 @@ def _program(
     constants: frozenset[str] | None = None,
 ) -> Program:
     """Build a program. Nests after the first use their best schedule with the first one's number of warps, if
-    any.
-
-    A launch has one number of warps.
-    """
+    any. A launch has one number of warps."""
     others = (
         min(c, key=lambda s: (s.num_warps != first.num_warps, s.early != first.early)) for c in choices[1:]
     )

@@ -75,9 +75,7 @@ def computed(
         return _rounded(fetched["self"][0], str(rounding))
     want = node.dtype
     if spec.operands is Operands.PROMOTED:
-        scalars = [
-            _promotion_dtype(a, fetched["self"][1]) for _, a in node.operands if not isinstance(a, Value)
-        ]
+        scalars = [_scalar_dtype(a, fetched["self"][1]) for _, a in node.operands if not isinstance(a, Value)]
         want = promoted([*(d for _, d in fetched.values()), *scalars])
     all_literals = all(
         isinstance(value, Literal) for name, (value, _) in fetched.items() if name not in CONDITIONS
@@ -151,7 +149,7 @@ def _is_single(value: float) -> bool:
     return abs(value) < 2.0**127 and struct.unpack("f", struct.pack("f", value))[0] == value
 
 
-def _promotion_dtype(value: object, dtype: torch.dtype) -> torch.dtype:
+def _scalar_dtype(value: object, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype with which a number takes part in the promotion of a tensor that it is compared
     with."""
     if isinstance(value, float) and not dtype.is_floating_point:

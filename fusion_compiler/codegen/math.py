@@ -166,10 +166,7 @@ def to_bfloat16(x):
 @triton.jit
 def from_byte(x):
     """Return int8 or uint8 as float32, exactly: insert the byte as the last digits of 2^23, and subtract
-    2^23.
-
-    A multiprocessor executes 64 and 128 of these instructions per cycle, but only 16 conversions.
-    """
+    2^23. A multiprocessor executes 64 and 128 of these instructions per cycle, but only 16 conversions."""
     if compiles_to_ptx():
         if x.numel % 4 == 0:
             flip: tl.constexpr = "0x80808080" if x.dtype == tl.int8 else "0"
@@ -296,10 +293,7 @@ def coarse_sigmoid(x):
 @triton.jit
 def rough_tanh(x):
     """Return tanh from one exponential: 1 - 2 / (1 + exp(2x)). This cancels near 0, where x - x^3 / 3 is
-    used.
-
-    The two errors are equal at 1/16: 2^-18.
-    """
+    used. The two errors are equal at 1/16: 2^-18."""
     near = x - x * x * x * 0.3333333432674408
     far = 1.0 - 2.0 * rough_reciprocal(1.0 + tl.exp2(x * 2.8853900817779268))
     return tl.where(tl.abs(x) < 0.0625, near, far)
@@ -337,10 +331,7 @@ def rough_erf(x):
 @triton.jit
 def rough_erfc(x):
     """Return 1 - erf(x): for x > 0, exp(-x^2) times a polynomial in 1 / (1 + p |x|), the form of Hastings
-    (1955).
-
-    The coefficients are minimax for the relative error, 2^-16, until the result vanishes.
-    """
+    (1955). The coefficients are minimax for the relative error, 2^-16, until the result vanishes."""
     t = rough_reciprocal(tl.fma(tl.abs(x), 0.455788, 1.0))
     p = tl.fma(t, -0.13061665, 0.26302239)
     p = tl.fma(t, p, 0.11086953)
@@ -675,11 +666,8 @@ def has_nan(x, axis: tl.constexpr, keep_dims: tl.constexpr):
 
 @triton.jit
 def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
-    """Return the mean and the sum of squared differences of the union of two sets.
-
-    The sets have `count` and `other_count` elements. Chan, Golub and LeVeque, "Algorithms for computing the
-    sample variance", 1983.
-    """
+    """Return the mean and the sum of squared differences of the union of two sets. The sets have `count` and
+    `other_count` elements. Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983."""
     # the quotient of integers would be a float32
     share = tl.full((), other_count, mean.dtype) / (count + other_count)
     move = other_mean - mean
@@ -734,12 +722,8 @@ def load_behind(pointer, first, lead, count: tl.constexpr, width: tl.constexpr =
     low, middle = tl.split(previous)
     high, last = tl.split(current)
     bit_offset = lead % size * bits
-    in_first_half = bit_offset < 64
-    low, middle, high = (
-        tl.where(in_first_half, middle, low),
-        tl.where(in_first_half, high, middle),
-        tl.where(in_first_half, last, high),
-    )
+    near = bit_offset < 64
+    low, middle, high = tl.where(near, middle, low), tl.where(near, high, middle), tl.where(near, last, high)
     shift = (bit_offset % 64).to(tl.uint64)
     low = (middle << shift) | (low >> 1 >> (63 - shift))
     high = (high << shift) | (middle >> 1 >> (63 - shift))

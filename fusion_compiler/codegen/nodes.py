@@ -156,11 +156,8 @@ def _loaded(b: Builder, number: int, node: Load) -> Expression:
 
 
 def is_kept(b: Builder, number: int) -> bool:
-    """True if a tile stays in registers as it was loaded, while programs wait for each other.
-
-    Values computed from it are recomputed afterwards (`rematerialize.py`), which leaves room for more
-    programs.
-    """
+    """True if a tile stays in registers as it was loaded, while programs wait for each other. Values computed
+    from it are recomputed afterwards (`rematerialize.py`), which leaves room for more programs."""
     node = b.loops.nodes[number]
     if b.s.splits == 1 or b.s.cols is Cols.LOOP or not isinstance(node, Load):
         return False

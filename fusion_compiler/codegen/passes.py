@@ -205,9 +205,7 @@ def launched_dependently(
     The wait precedes any loop. Software pipelining moves loads of the first iterations out of a loop, and
     would move them past a wait in it. A loop of one iteration does not count.
     """
-    body = [
-        inner for i, statement in enumerate(body) for inner in _unroll_single_turn(statement, body[i + 1 :])
-    ]
+    body = [inner for i, statement in enumerate(body) for inner in _inlined(statement, body[i + 1 :])]
     body = [inner for statement in body for inner in _peel(statement, constants, turns)]
     assigned = Counter(name for statement in body for name in _assigned(statement))
 
@@ -231,7 +229,7 @@ def launched_dependently(
     return [*prologue, Do(fm.wait_for_kernels()), *(s for i, s in enumerate(body) if i not in early)]
 
 
-def _unroll_single_turn(statement: Statement, after: Sequence[Statement]) -> list[Statement]:
+def _inlined(statement: Statement, after: Sequence[Statement]) -> list[Statement]:
     """Rewrite for start in tl.range(0, 2048, 2048): ...  ->  start = 0; ...
 
     The loop stays if a loop over the rest of the row follows, whose tiles have the same names and other
@@ -287,8 +285,5 @@ def _assigned(statement: Statement) -> list[Variable]:
     """Return the variables of every assignment in a statement, as often as they are assigned."""
     if not isinstance(statement, For | If):
         return [*writes(statement)]
-    loop_variable = [statement.variable] if isinstance(statement, For) else []
-    return [
-        *loop_variable,
-        *(name for body in bodies(statement) for inner in body for name in _assigned(inner)),
-    ]
+    variable = [statement.variable] if isinstance(statement, For) else []
+    return [*variable, *(name for body in bodies(statement) for inner in body for name in _assigned(inner))]

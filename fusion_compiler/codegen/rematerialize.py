@@ -14,10 +14,8 @@ WHOLE = frozenset({ROWS, COLS})
 
 
 def rematerialize(b: Builder, wanted: Iterable[int]) -> None:
-    """Before `wanted` is built, let tiles be recomputed from loaded ones.
-
-    Tiles that it reads and that took special functions are kept.
-    """
+    """Before `wanted` is built, let tiles be recomputed from loaded ones. Tiles that it reads and that took
+    special functions are kept."""
     read = {o for n in b.need(wanted) for o in operands_of(b.loops.nodes[n])}
     for number in sorted(b.env):
         node = b.loops.nodes[number] if number >= 0 else None

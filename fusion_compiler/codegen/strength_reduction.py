@@ -43,10 +43,9 @@ def shortened(loops: LoopNest, buffers: Mapping[str, Buffer]) -> LoopNest:
 
 
 def complements(loops: LoopNest, rough: frozenset[int]) -> LoopNest:
-    """Rewrite 1 + erf(u) -> erfc(-u) in 16-bit GELUs: erfc takes as many instructions and keeps digits that
-    the sum loses.
+    """Rewrite 1 + erf(u) -> erfc(-u) in 16-bit GELUs.
 
-    In float32 it would take twice as many.
+    erfc takes as many instructions (in float32 twice as many) and keeps digits that the sum loses.
     """
     nodes = list(loops.nodes)
     uses = Counter(o for n in nodes for o in operands_of(n))

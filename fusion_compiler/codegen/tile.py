@@ -49,10 +49,7 @@ Value = Expression | Combine
 
 @dataclass(frozen=True)
 class Assign:
-    """targets = value.
-
-    node: the node of the nest whose value the target holds.
-    """
+    """targets = value. node: the node of the nest whose value the target holds."""
 
     targets: tuple[Variable, ...]
     value: Value
@@ -70,10 +67,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Store:
-    """tl.store(pointer, value, mask).
-
-    node: the node of the nest that is stored.
-    """
+    """tl.store(pointer, value, mask). node: the node of the nest that is stored."""
 
     pointer: Expression
     value: Expression

@@ -34,7 +34,7 @@ def word_of(b: Builder, number: int) -> int:
 
 def wanted(b: Builder, number: int) -> tuple[int, ...]:
     """Return the nodes that a pass computes for a sum by words."""
-    return _varying_factors(b, b.reduction(number).operand, _shared_factors(b, number))
+    return _varying(b, b.reduction(number).operand, _shared_factors(b, number))
 
 
 def summed(b: Builder, number: int) -> Expression:
@@ -60,20 +60,18 @@ def _is_shared(b: Builder, number: int, word: int) -> bool:
     return isinstance(node, Load) and node.within is None and runs.length_of(b, node) % word == 0
 
 
-def _varying_factors(b: Builder, number: int, shared: Collection[int]) -> tuple[int, ...]:
+def _varying(b: Builder, number: int, shared: Collection[int]) -> tuple[int, ...]:
     """Return the largest subexpressions without shared factors; the terms are their product times the
     shared factors."""
     if number in shared:
         return ()
     if b.a.factors[number].keys().isdisjoint(shared):
         return (number,)
-    return tuple(
-        n for operand in operands_of(b.loops.nodes[number]) for n in _varying_factors(b, operand, shared)
-    )
+    return tuple(n for operand in operands_of(b.loops.nodes[number]) for n in _varying(b, operand, shared))
 
 
 def _product(b: Builder, number: int, shared: Collection[int]) -> Expression:
-    varying = _varying_factors(b, number, shared)
+    varying = _varying(b, number, shared)
     build_nodes(b, b.need(varying))
     spread(b, varying)
     return times(*map(b.variable, varying))

@@ -79,10 +79,8 @@ def is_positive(dim: Dim) -> bool:
 
 
 def hint(dim: Dim, values: Hints | None = None) -> int:
-    """Return an estimate of a size. Symbols have their size in `values`.
-
-    Without `values`, each symbol is 64 and the result is at least FEW.
-    """
+    """Return an estimate of a size. Symbols have their size in `values`. Without `values`, each symbol is 64
+    and the result is at least FEW."""
     if isinstance(dim, int):
         return dim
     return int(_value(dim, values)) if values else max(FEW, int(_value(dim, {})))

@@ -75,9 +75,7 @@ def flatten(coords: tuple[Index, ...], strides: tuple[Dim, ...]) -> Index:
 
 class Extents:
     """Extents of the keys of index terms: sizes of axes, and lengths of indirectly indexed dimensions.
-
-    narrowed: smaller extents of axes. They hold under a condition without which the value is not used.
-    """
+    narrowed: smaller extents of axes. They hold under a condition without which the value is not used."""
 
     def __init__(self, axes: tuple[Dim, ...]) -> None:
         self.axes = axes

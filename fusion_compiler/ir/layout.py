@@ -113,10 +113,8 @@ def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tup
 
 @dataclass(frozen=True)
 class Cut:
-    """A view of `length` elements of `source` along `dim`, from `start` on.
-
-    keeps: False if the view drops `dim`, which has one element then.
-    """
+    """A view of `length` elements of `source` along `dim`, from `start` on. keeps: False if the view drops
+    `dim`, which has one element then."""
 
     source: str
     dim: int

@@ -113,10 +113,8 @@ class InRange:
 
 @dataclass(frozen=True, slots=True)
 class Random:
-    """Uniform float32 in [0, 1): lane index % 4 of Philox(seed, index // 4), stream `salt`.
-
-    If dtype is uint32: the random word, whose upper 24 bits give the float.
-    """
+    """Uniform float32 in [0, 1): lane index % 4 of Philox(seed, index // 4), stream `salt`. If dtype is
+    uint32: the random word, whose upper 24 bits give the float."""
 
     seed: int
     index: Index
@@ -298,10 +296,8 @@ def store_operands(store: Store) -> tuple[int, ...]:
 
 
 def right_neighbours(axes: Sequence[Axis], accesses: Iterable[tuple[int, Load | Store]]) -> dict[int, int]:
-    """Pair accesses to even elements along the columns with those to the odd elements beside them.
-
-    The pairs are aligned: 2 i -> 2 i + 1. Return the numbers, which the accesses come with, of both.
-    """
+    """Pair accesses to even elements along the columns with those to the odd elements beside them. The pairs
+    are aligned: 2 i -> 2 i + 1. Return the numbers, which the accesses come with, of both."""
 
     def shifted(index: Index) -> Index:
         return replace(index, const=index.const + 1)

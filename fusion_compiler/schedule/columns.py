@@ -124,10 +124,8 @@ def _of_products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
 
 
 def _in_flight(a: Analysis, device: DeviceSpec) -> list[Schedule]:
-    """Return schedules with whole tiles if threads can hold them, else with loops over rows.
-
-    A loop does not load before it starts, so the weights would not arrive while the previous kernel ends.
-    """
+    """Return schedules with whole tiles if threads can hold them, else with loops over rows. A loop does not
+    load before it starts, so the weights would not arrive while the previous kernel ends."""
     width, count = max(1, hint(a.size(COLS))), max(1, hint(a.size(ROWS)))
     most = MOST_WARPS * (2 if a.weighted_columns else 1)
     ahead = padded(count) // (AHEAD * device.warp_size) if a.ahead else 0

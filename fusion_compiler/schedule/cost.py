@@ -99,10 +99,8 @@ class Run:
 
 
 def _vectors(vectors: Vectors, blocks: int, device: DeviceSpec) -> tuple[float, float]:
-    """Return microseconds of (arithmetic, L1 cache) for the vectors that a matrix is multiplied by.
-
-    Each block of the matrix's rows reads them from L1 and computes their derived values again.
-    """
+    """Return microseconds of (arithmetic, L1 cache) for the vectors that a matrix is multiplied by. Each
+    block of the matrix's rows reads them from L1 and computes their derived values again."""
     issued = FMA_SHARE * vectors.fp32 + vectors.special
     arithmetic = max(issued / device.fp32_per_s, vectors.special / device.special_per_s)
     l1 = vectors.bytes / (L1_BYTES * device.sms * device.clock)
@@ -173,10 +171,8 @@ def _share_in_turn(s: Schedule, programs: int, device: DeviceSpec) -> float:
 
 
 def _slowdown(s: Schedule, device: DeviceSpec, overhead: float, enough: int = ENOUGH_REDUCED) -> float:
-    """Return how much slower threads with few elements are.
-
-    overhead: what a block costs beside its elements, in elements per thread.
-    """
+    """Return how much slower threads with few elements are. overhead: what a block costs beside its elements,
+    in elements per thread."""
     per_thread = s.block_rows * s.block_cols / (device.warp_size * s.num_warps)
     return 1 + max(0.0, overhead / per_thread - overhead / enough)
 
@@ -266,11 +262,8 @@ class Roofline:
         return self.device.launch_us - self.device.floor_us + max(self.device.floor_us, body)
 
     def _demands(self, schedule: Schedule, memory: float) -> tuple[float, float]:
-        """Return microseconds of (memory, arithmetic) under a schedule.
-
-        They include the vectors that each block of a product's rows reads and computes again, and exclude
-        products on tensor units.
-        """
+        """Return microseconds of (memory, arithmetic) under a schedule. They include the vectors that each
+        block of a product's rows reads and computes again, and exclude products on tensor units."""
         on_units = schedule.cols is Cols.LOOP and takes_tiles(schedule)
         arithmetic_us = self.without_products_us if on_units else self.arithmetic_us
         if self.vectors is None:
@@ -290,28 +283,24 @@ class Roofline:
     def _memory_us(self, run: Run) -> tuple[float, float]:
         """Return (microseconds, additional device-memory bytes of later passes)."""
         work, device = self.work, self.device
-        extra = reread_l2 = 0.0
-        bytes_moved = self.dram + self.written
+        extra = reread = 0.0
+        total = self.dram + self.written
         if run.rereads:
             reread_bytes = self.reread_bytes
             fraction = run.flight / work.count[1]
-            if (bytes_moved + self.l2) * fraction > L2_SHARE * device.l2_bytes:
+            if (total + self.l2) * fraction > L2_SHARE * device.l2_bytes:
                 extra = run.rereads * reread_bytes
             else:
                 l1 = L1_SHARE * device.shared_bytes * device.sms
                 exceeds_l1 = self.reread_tensors > 1 and reread_bytes * fraction > l1
-                reread_l2 = run.rereads * reread_bytes * (REREAD_SEVERAL if exceeds_l1 else REREAD)
+                reread = run.rereads * reread_bytes * (REREAD_SEVERAL if exceeds_l1 else REREAD)
         parallel = min(1.0, run.programs * SM_SHARE / device.sms)
         last_wave = run.programs % run.slots if run.programs > run.slots > 0 else 0
         # too few programs use the bandwidth in the last wave
         idle = max(0.0, device.sms / SM_SHARE - last_wave) if last_wave else 0.0
         tail = idle / max(1, run.programs)
-        seconds = (
-            (bytes_moved + extra + run.unused) * (1 + tail) / (device.copy_bandwidth * run.share * parallel)
-        )
-        return 1e6 * (
-            seconds + (self.l2 + reread_l2 + run.messages) / (device.l2_bandwidth * parallel)
-        ), extra
+        seconds = (total + extra + run.unused) * (1 + tail) / (device.copy_bandwidth * run.share * parallel)
+        return 1e6 * (seconds + (self.l2 + reread + run.messages) / (device.l2_bandwidth * parallel)), extra
 
 
 def cost(
@@ -327,9 +316,7 @@ def cost(
 
 def _arithmetic_us(work: Work, device: DeviceSpec, elsewhere: int = 0) -> float:
     """Return the time of the busiest of issue slots, special units, integer units and float64 units.
-
-    elsewhere: float32 operations that tensor units execute.
-    """
+    elsewhere: float32 operations that tensor units execute."""
     integer = work.integer / device.integer_per_s + work.random / device.random_per_s
     issued = FMA_SHARE * (work.fp32 - elsewhere + work.integer) + work.moves + work.special
     issued += work.random * device.integer_per_s / device.random_per_s

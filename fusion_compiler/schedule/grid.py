@@ -49,9 +49,7 @@ def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 def neighbours(s: Schedule, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
     """Return the schedules that differ from `s` in one field, by the next value of that field among them.
-
-    Halving or doubling the tile and the warps together counts as one step: the work of a thread stays.
-    """
+    Halving or doubling the tile and the warps together counts as one step: the work of a thread stays."""
     near: dict[Schedule, None] = {}
     for name in (f.name for f in fields(Schedule)):
         value = getattr(s, name)

@@ -19,6 +19,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
+from fusion_compiler.schedule.shapes import padded
 
 Shape = tuple[int, ...]
 Trait = Callable[[Analysis], bool]
@@ -55,7 +56,7 @@ def only_reduced(a: Analysis) -> bool:
     return not a.tall and not a.stores_rows
 
 
-def rows_stored(a: Analysis) -> bool:
+def stored(a: Analysis) -> bool:
     """True if elements of rows are stored."""
     return not only_reduced(a)
 
@@ -87,8 +88,7 @@ def random_numbers(a: Analysis) -> bool:
 
 def crowded(a: Analysis) -> bool:
     """True if eight warps would have few registers left beside tiles."""
-    block = 1 << max(0, hint(a.size(COLS)) - 1).bit_length()
-    return tile_registers(a, Schedule(1, block, Cols.WHOLE, num_warps=8)) > CROWDED
+    return tile_registers(a, Schedule(1, padded(hint(a.size(COLS))), Cols.WHOLE, num_warps=8)) > CROWDED
 
 
 def misaligned(a: Analysis) -> bool:
@@ -117,10 +117,8 @@ def shareable(a: Analysis) -> bool:
 
 
 def same_for_all_rows(a: Analysis) -> bool:
-    """True if every row reads the same weight or bias.
-
-    To read it again takes as many accesses as the row, or more if it is not aligned.
-    """
+    """True if every row reads the same weight or bias. To read it again takes as many accesses as the row, or
+    more if it is not aligned."""
     return any(isinstance(n, Load) and a.groups[i] == frozenset({COLS}) for i, n in enumerate(a.loops.nodes))
 
 
@@ -232,31 +230,29 @@ TABLE: tuple[Measured, ...] = (
     # Misaligned rows: a loop has no masks within the row, and few programs keep weights from row to row.
     Measured("rows", 4096, (misaligned, same_for_all_rows, no_sums), (IN_TURN,), at=1),
     Measured("rows", 4096, (), (), at=1),
-    Measured(
-        "rows", ANY, (misaligned, rows_stored, same_for_all_rows, no_sums), (IN_TURN, (1, 4096, 4)), at=1
-    ),
-    Measured("rows", ANY, (misaligned, rows_stored, no_sums), ((1, 4096, 4),), at=1),
+    Measured("rows", ANY, (misaligned, stored, same_for_all_rows, no_sums), (IN_TURN, (1, 4096, 4)), at=1),
+    Measured("rows", ANY, (misaligned, stored, no_sums), ((1, 4096, 4),), at=1),
     Measured("rows", ANY, (misaligned, same_for_all_rows, no_sums), (IN_TURN,), at=1),
     Measured("rows", 2048, (), (), at=3),
     Measured("rows", ANY, (aligned, same_for_all_rows, no_sums), (IN_TURN,), at=3),
     # Rows that are read, reduced and read again, from registers that keep small parts of several tensors.
     Measured("wide", ALONE, (known_width,), ()),
     Measured("wide", ANY, (has_scans,), ((0, 4096, 8), (0, 8192, 16), (0, 4096, 4))),  # not timed yet
-    Measured("wide", 65535, (rows_stored, several_tensors), SMALL_FIRST),
-    Measured("wide", 131072, (rows_stored, several_tensors), PART_FIRST),
-    Measured("wide", 524288, (rows_stored, several_tensors), KEPT_FIRST),
-    Measured("wide", ANY, (rows_stored, several_tensors), WIDER),
+    Measured("wide", 65535, (stored, several_tensors), SMALL_FIRST),
+    Measured("wide", 131072, (stored, several_tensors), PART_FIRST),
+    Measured("wide", 524288, (stored, several_tensors), KEPT_FIRST),
+    Measured("wide", ANY, (stored, several_tensors), WIDER),
     # One tensor, read again from L2 or L1.
-    Measured("wide", 32768, (rows_stored, simple), ((0, 16384, 32), *SIMPLE, *LOOPS)),
-    Measured("wide", 32768, (rows_stored,), ((0, 16384, 8), *OTHERS, *LOOPS)),
-    Measured("wide", 131072, (rows_stored, simple), (*SIMPLE, (0, 16384, 32), *LOOPS)),
-    Measured("wide", 131072, (rows_stored,), (*OTHERS, (0, 16384, 8), *LOOPS)),
-    Measured("wide", 262144, (rows_stored, simple), LONGER),
-    Measured("wide", 262144, (rows_stored,), ((16384, 8192, 4), *LONGER[1:3], (16384, 8192, 8), *LONGER[4:])),
-    Measured("wide", 524288, (rows_stored,), LONGER),
-    Measured("wide", ANY, (rows_stored, simple, few_elements), ((16384, 4096, 8), *LONGEST)),
-    Measured("wide", ANY, (rows_stored, simple), ((32768, 16384, 16), *LONGEST)),
-    Measured("wide", ANY, (rows_stored,), LONGER),
+    Measured("wide", 32768, (stored, simple), ((0, 16384, 32), *SIMPLE, *LOOPS)),
+    Measured("wide", 32768, (stored,), ((0, 16384, 8), *OTHERS, *LOOPS)),
+    Measured("wide", 131072, (stored, simple), (*SIMPLE, (0, 16384, 32), *LOOPS)),
+    Measured("wide", 131072, (stored,), (*OTHERS, (0, 16384, 8), *LOOPS)),
+    Measured("wide", 262144, (stored, simple), LONGER),
+    Measured("wide", 262144, (stored,), ((16384, 8192, 4), *LONGER[1:3], (16384, 8192, 8), *LONGER[4:])),
+    Measured("wide", 524288, (stored,), LONGER),
+    Measured("wide", ANY, (stored, simple, few_elements), ((16384, 4096, 8), *LONGEST)),
+    Measured("wide", ANY, (stored, simple), ((32768, 16384, 16), *LONGEST)),
+    Measured("wide", ANY, (stored,), LONGER),
 )
 
 

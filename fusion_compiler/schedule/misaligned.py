@@ -86,10 +86,8 @@ def _with_room_for_its_ends(a: Analysis, s: Schedule) -> Schedule:
 
 
 def _covers(a: Analysis, s: Schedule, width: int) -> bool:
-    """True if the programs of a row cover it at every lead, and each has a column if there is no loop.
-
-    In a loop, the program with the end of the row has its last columns.
-    """
+    """True if the programs of a row cover it at every lead, and each has a column if there is no loop. In a
+    loop, the program with the end of the row has its last columns."""
     part, inner = part_cols(a, s), inner_cols(a, s)
     assert isinstance(part, int) and isinstance(inner, int)
     if s.cols is Cols.LOOP:

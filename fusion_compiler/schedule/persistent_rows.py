@@ -18,7 +18,7 @@ from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
-IN_FLIGHT = 8192  # elements of a tensor in flight per multiprocessor, 32 per thread
+TILE = 8192  # elements of a tensor in flight per multiprocessor, 32 per thread
 
 
 def suits(a: Analysis) -> bool:
@@ -37,13 +37,11 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return from_shapes(a, device, ((IN_FLIGHT, 1, 8, 3), (IN_FLIGHT // 2, 2, 4, 3)))
+    return from_shapes(a, device, ((TILE, 1, 8, 3), (TILE // 2, 2, 4, 3)))
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    shapes = [
-        (IN_FLIGHT // share, share, w, 3) for share in (1, 2, 4) for w in powers(8 // share, 16 // share)
-    ]
+    shapes = [(TILE // share, share, w, 3) for share in (1, 2, 4) for w in powers(8 // share, 16 // share)]
     return from_shapes(a, device, tuple(shapes))
 
 

@@ -127,11 +127,8 @@ def _matrices(a: Analysis) -> int:
 
 
 def _contracting(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Return schedules of products on tensor units, with prefetched tiles.
-
-    Values computed from the vectors serve all rows of a tile, so tiles are as tall as still leaves work for
-    every multiprocessor.
-    """
+    """Return schedules of products on tensor units, with prefetched tiles. Values computed from the vectors
+    serve all rows of a tile, so tiles are as tall as still leaves work for every multiprocessor."""
     if len(a.weighted) < LEAST or a.across_rows or not 1 <= len(contractions_of(a)) <= MOST_MATRICES:
         return ()
     width, count = padded(hint(a.size(COLS))), hint(a.size(ROWS))

@@ -17,7 +17,7 @@ from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.measured import NARROW, ONE, TWO, WIDE, WIDEST_PART, Shape
-from fusion_compiler.schedule.row_widths import ALONE, MOST_AT_ONCE, MOST_PARTS, PART
+from fusion_compiler.schedule.row_widths import ALONE, MOST_AT_ONCE, MOST_PARTS, widest_shared
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import WARP, warps_of
 
@@ -37,16 +37,10 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
         return "sums over rows beside sums along rows of unknown width"
     if not a.ends_in_a_row and width > ALONE:
         return "an unknown number of wide rows is summed"
-    widest = _widest(device) if a.shareable else ALONE
+    widest = widest_shared(device) if a.shareable else ALONE
     if a.shareable and width <= widest and any(_parts(width, shape, device) for shape in SHAPES):
         return None
     return f"{width} sums over rows do not fit in registers ({widest})"
-
-
-def _widest(device: DeviceSpec) -> int:
-    """Return the most columns of a row that programs hold together."""
-    parts = MOST_AT_ONCE if device.sms >= MOST_AT_ONCE else min(MOST_PARTS, device.sms)
-    return max(ALONE, parts * PART)
 
 
 def _parts(width: int, shape: Shape, device: DeviceSpec) -> int:

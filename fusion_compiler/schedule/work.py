@@ -67,10 +67,8 @@ FP64_SPECIAL = 16
 
 @dataclass(frozen=True, slots=True)
 class BufferInfo:
-    """The facts about a tensor that the cost model needs.
-
-    in_l2: True if the previous kernel wrote it, so that it is still in L2.
-    """
+    """The facts about a tensor that the cost model needs. in_l2: True if the previous kernel wrote it, so
+    that it is still in L2."""
 
     numel: Dim
     itemsize: int
@@ -258,16 +256,12 @@ class Work:
         return self.varies[operand] & ~reduced, axes, 0, phase
 
     def products(self) -> int:
-        """Return the operations of products that tensor units execute (`schedule/contractions.py`).
-
-        These are products of one matrix with several vectors, with elements that bfloat16 can represent.
-        """
+        """Return the operations of products that tensor units execute (`schedule/contractions.py`). These are
+        products of one matrix with several vectors, with elements that bfloat16 can represent."""
         sums = list(filter(self._is_weighted, self.sums))
-        itemsizes = {self.buffers[name].itemsize for name in self.tile_loads}
+        sizes = {self.buffers[name].itemsize for name in self.tile_loads}
         matrices = len(set(map(self._matrix, sums)))
-        eligible = (
-            matrices <= MOST_MATRICES and len(sums) >= LEAST * matrices and max(itemsizes, default=4) <= 2
-        )
+        eligible = matrices <= MOST_MATRICES and len(sums) >= LEAST * matrices and max(sizes, default=4) <= 2
         return 2 * len(sums) * self.count[3] if eligible else 0
 
     def _matrix(self, number: int) -> int:
@@ -276,10 +270,7 @@ class Work:
 
     def vectors(self) -> Vectors | None:
         """Return the work on a product's vectors, repeated for each block of rows; None if no vector weights
-        the rows.
-
-        See `Analysis.weighted`.
-        """
+        the rows. See `Analysis.weighted`."""
         if not any(map(self._is_weighted, self.sums)):
             return None
         flops = special = bytes_read = 0
@@ -319,9 +310,7 @@ class Work:
 
     def _reduce_segments(self, operand: int, numbers: frozenset[int]) -> tuple[int, int, int, int]:
         """Count a reduction with a partial result for each piece of a row. The tile does not hold the total.
-
-        numbers: the kept axes.
-        """
+        numbers: the kept axes."""
         self.fp32 += self.count[3]
         kept = [(self.sizes[k], self.group_of[k]) for k in numbers]
         segment = self.count[2] // max(1, prod(size for size, group in kept if group == 2))
@@ -408,10 +397,8 @@ class Work:
         table[buffer] = table.get(buffer, 0.0) + elements
 
     def _waste(self, index: Index, itemsize: int, run: int) -> float:
-        """Return bytes moved per byte used: every contiguous run is rounded up to whole sectors.
-
-        run: elements that are contiguous anyway.
-        """
+        """Return bytes moved per byte used: every contiguous run is rounded up to whole sectors. run:
+        elements that are contiguous anyway."""
         gap = (
             SECTOR if any(key < 0 for key, _ in index.terms) else 0
         )  # distance between runs; that of gathered elements is unknown
@@ -441,11 +428,8 @@ class Work:
         return unused
 
     def bytes_of(self, table: dict[str, float], buffer: str, device: DeviceSpec) -> float:
-        """Return the bytes that an entry of reads or writes moves.
-
-        It is at most the size of the buffer, unless the buffer is gathered from and larger than L2: then rows
-        that occur again are read again.
-        """
+        """Return the bytes that an entry of reads or writes moves. It is at most the size of the buffer,
+        unless the buffer is gathered from and larger than L2: then rows that occur again are read again."""
         info = self.buffers[buffer]
         count = info.numel
         size = (count if type(count) is int else hint(count, self.hints)) * info.itemsize

@@ -41,11 +41,8 @@ def row_begins(b: Builder) -> None:
 
 
 def cols_at(b: Builder, start: Expression | None, lanes: Expression, inside: bool) -> None:
-    """Define `col` for lanes counted from the word in which the row begins.
-
-    The blocks of a loop follow that word. The tile after the loop has that word, and the rest after the
-    blocks.
-    """
+    """Define `col` for lanes counted from the word in which the row begins. The blocks of a loop follow that
+    word. The tile after the loop has that word, and the rest after the blocks."""
     width, word, lead = b.a.size(COLS), b.s.word, own("lead")
     assert isinstance(width, int)
     if inside:

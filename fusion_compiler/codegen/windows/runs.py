@@ -45,11 +45,9 @@ def length_of(b: Builder, node: Load) -> int:
 def _is_inner(b: Builder, node: Load, within: InRange) -> bool:
     """True if a mask depends only on inner columns, which share one element: all of them may load it."""
     bounds = within.low, within.high
-    is_nonempty = (
-        all(isinstance(n, int) for n in bounds) and within.low < within.high and bool(within.index.terms)
-    )
+    valid = all(isinstance(n, int) for n in bounds) and within.low < within.high and bool(within.index.terms)
     last = max(key for key, _ in node.index.terms)
-    return is_nonempty and all(key > last for key, _ in within.index.terms)
+    return valid and all(key > last for key, _ in within.index.terms)
 
 
 def load(b: Builder, number: int, node: Load, length: int, dtype: torch.dtype) -> Expression:
@@ -70,10 +68,8 @@ def _of(node: Load) -> object:
 
 
 def loaded(b: Builder, node: Load, length: int, dtype: torch.dtype, times: int) -> Expression:
-    """Return one element per run of `length` lanes, each repeated `times` times.
-
-    Its index is over columns that are runs.
-    """
+    """Return one element per run of `length` lanes, each repeated `times` times. Its index is over columns
+    that are runs."""
     axes, outer = b.loops.axes, max(key for key, _ in node.index.terms) + 1
     inner = b.a.within_moving(node.index, COLS)
     sizes = (quotient(inner, length) or 1, *(1 for _ in axes[outer + 1 :]))

@@ -37,10 +37,8 @@ Factored = tuple[int | None, tuple[int, ...]]
 
 
 class _Rebuilt:
-    """Builds a loop nest node by node from an old one.
-
-    numbers: maps each old node to the new node with its value.
-    """
+    """Builds a loop nest node by node from an old one. numbers: maps each old node to the new node with its
+    value."""
 
     def __init__(self, loops: LoopNest) -> None:
         self.loops = loops
@@ -71,9 +69,7 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
     The backward pass of a cross-entropy contains such a sum, whose result is a single element of the row.
     """
     groups = groups_of(loops)
-    matches = {
-        i: match for i, n in enumerate(loops.nodes) if (match := _one_hot(loops, groups, n)) is not None
-    }
+    matches = {i: m for i, n in enumerate(loops.nodes) if (m := _one_hot(loops, groups, n)) is not None}
     if not matches:
         return loops
     new = _Rebuilt(loops)
@@ -131,8 +127,8 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
 def factored_sums(loops: LoopNest) -> LoopNest:
     """Rewrite sum_j w_ij * (x_j * s) -> (sum_j w_ij * x_j) * s, for an s that depends on a sum over j.
 
-    A norm before a matrix product: one pass reads both, because the product no longer waits for the row's
-    mean square.
+    One pass then reads both operands of a norm and the matrix product after it, as the product no longer
+    waits.
     """
     if sum(isinstance(n, Reduce) and over_of(loops.axes, n) == ALONG_COLS for n in loops.nodes) < 2:
         return loops
@@ -194,9 +190,7 @@ def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
 
 def _is_matrix_product(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -> bool:
     """True if a reduction sums, along each row, the elements of a matrix times values that all rows share.
-
-    The matrix may come with scales. Both must be contiguous along the columns.
-    """
+    The matrix may come with scales. Both must be contiguous along the columns."""
     if node.combine != "sum" or over_of(loops.axes, node) != ALONG_COLS:
         return False
     stack, leaves = [node.operand], list[int]()

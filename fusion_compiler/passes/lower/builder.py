@@ -27,7 +27,8 @@ from fusion_compiler.ir.loops import (
     Value,
     wrapped,
 )
-from fusion_compiler.passes.lower.space import Coords
+from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.passes.lower.space import Coords, compute_dtype
 
 aten = torch.ops.aten
 
@@ -86,6 +87,16 @@ class Builder(ABC):
             return node
         return self.emit(Compute(aten._to_copy.default, (("self", Value(node)),), dtype), name)
 
+    def of_one(self, op: Op, value: int) -> int:
+        """Return a reduction or a scan of one element: the element itself, in the dtype of the result."""
+        spec, dtype = spec_of(op.target), compute_dtype(op.outputs[0].dtype)
+        assert spec is not None and spec.combine is not None
+        if spec.combine.startswith("arg"):
+            return self.constant(0, dtype, op.name)
+        if spec.combine in ("any", "all"):  # the element may be a byte, the result is a truth value
+            value = self.converted(value, torch.bool, op.name)
+        return self.converted(value, dtype, op.name)
+
     def in_range(self, index: Index, low: Dim, high: Dim, within: int | None) -> tuple[int | None, bool]:
         """Return (node, partial) for the condition low <= index < high and `within`.
 
@@ -121,10 +132,8 @@ class Builder(ABC):
     def stepped(
         self, op: Op, index: Index, length: Dim, step: int, within: int | None
     ) -> tuple[Index, int | None, bool]:
-        """Find which of `length` elements at positions 0, step, 2 * step, ... lies at `index`.
-
-        Return (number of the element, node for "an element is there, and `within`", True if none ever is).
-        """
+        """Find which of `length` elements at positions 0, step, 2 * step, ... lies at `index`. Return (number
+        of the element, node for "an element is there, and `within`", True if none ever is)."""
         division = divided(index, step)
         if division is not None:  # the remainder is the same everywhere
             number, rest = division
@@ -142,10 +151,7 @@ class Builder(ABC):
         return self.indirect(op, number, length, signed=False), is_element, False
 
     def indirect(self, op: Op, node: int, length: Dim, signed: bool) -> Index:
-        """Return the index whose value is that of `node`.
-
-        signed: negative values count from the end.
-        """
+        """Return the index whose value is that of `node`. signed: negative values count from the end."""
         if signed:
             dtype = self.nodes[node].dtype
             zero = self.constant(0, dtype, "zero")

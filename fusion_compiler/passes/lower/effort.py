@@ -17,10 +17,7 @@ SECONDS = 900.0
 
 
 class Effort:
-    """The effort of one search.
-
-    note: why the search ended early, for the plan; None if it did not.
-    """
+    """The effort of one search. note: why the search ended early, for the plan; None if it did not."""
 
     def __init__(self, ops: int) -> None:
         self.most, self.spent = LEAST + PER_OP * ops, 0

@@ -130,10 +130,8 @@ def lower(
 
 @dataclass(frozen=True)
 class Part:
-    """Coordinates of a value that has only a part of the space's elements.
-
-    ranges: (index, low, high); the part consists of the elements with low <= index < high for all ranges.
-    """
+    """Coordinates of a value that has only a part of the space's elements. ranges: (index, low, high); the
+    part consists of the elements with low <= index < high for all ranges."""
 
     coords: Coords
     ranges: tuple[tuple[Index, Dim, Dim], ...] = ()
@@ -252,9 +250,7 @@ class Lowering(Builder):
         for op in map(self.dag.op, self.ops):
             if op.kind is Kind.SCAN and op.outputs[0].shape == tuple(map(product, self.space.factors)):
                 stored = op.name in self.outputs
-                coords = (
-                    identity if stored else scans.reading_coords(self.dag, op, identity, self.scans.columns)
-                )
+                coords = identity if stored else scans.scan_coords(self.dag, op, identity, self.scans.columns)
                 self.value(op.name, coords, None)
                 return
         if not any(is_reduction(self.dag.op(n)) for n in self.ops):
@@ -339,10 +335,8 @@ class Lowering(Builder):
         if name not in self.inside:
             return None
         inputs = ((o, self.dag.op(o).outputs) for o in op.inputs)
-        same_shape = (
-            o for o, outputs in inputs if outputs and outputs[0].shape == stored_shape(self.dag, op)
-        )
-        return next((part for o in same_shape if (part := self.part(o)) is not None), None)
+        same = (o for o, outputs in inputs if outputs and outputs[0].shape == stored_shape(self.dag, op))
+        return next((part for o in same if (part := self.part(o)) is not None), None)
 
     def push(self, op: Op, coords: Coords) -> Coords | None:
         """Return the coordinates of a view's result, given those of its operand; None unless the view keeps
@@ -537,7 +531,7 @@ class Lowering(Builder):
         if product(shape[d] for d in dims) == 1 and not reduced.is_product:
             index_of_kept = dict(zip(kept_dims, kept, strict=True))
             source = tuple(index_of_kept.get(d, ZERO) for d in range(len(shape)))
-            node = self.of_one(op, self.value(op.first, source, None))
+            node = self.rounder.rounded(op, self.of_one(op, self.value(op.first, source, None)))
             self.reduced[op.name, piece] = (coords, node)
             return node
         free_dims = [d for d in kept_dims if piece is None or split is None or d not in split.dims]
@@ -603,17 +597,6 @@ class Lowering(Builder):
     def is_one_row(self, kept: Coords) -> bool:
         """True if a reduction's result is one row of a product's few rows. Each piece has its own."""
         return self.along is not None and not any(c.terms for c in kept)
-
-    def of_one(self, op: Op, value: int) -> int:
-        """Return a reduction of one element: the element itself, in the dtype of the result."""
-        spec = spec_of(op.target)
-        assert spec is not None
-        dtype = compute_dtype(op.outputs[0].dtype)
-        if spec.combine in ("argmax", "argmin"):
-            return self.constant(0, dtype, op.name)
-        if spec.combine in ("any", "all"):  # the element may be a byte, the result is a truth value
-            value = self.converted(value, torch.bool, op.name)
-        return self.rounder.rounded(op, self.converted(value, dtype, op.name))
 
     def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
         """Return one piece of a reduction that keeps the split dimension."""
@@ -694,7 +677,7 @@ class Lowering(Builder):
             return self.rounder.rounded(op, node)
         operand_dtype = self.nodes[value].dtype
         best = self.emit(Reduce(spec.combine[3:], value, axes, operand_dtype), f"{op.name}_value")
-        is_best = self.emit(
+        hit = self.emit(
             Compute(aten.eq.Tensor, (("self", Value(value)), ("other", Value(best))), torch.bool),
             f"{op.name}_hit",
         )
@@ -702,16 +685,14 @@ class Lowering(Builder):
             nan = self.emit(
                 Compute(aten.isnan.default, (("self", Value(value)),), torch.bool), f"{op.name}_nan"
             )
-            is_best = self.emit(
-                Compute(
-                    aten.logical_or.default, (("self", Value(is_best)), ("other", Value(nan))), torch.bool
-                ),
+            hit = self.emit(
+                Compute(aten.logical_or.default, (("self", Value(hit)), ("other", Value(nan))), torch.bool),
                 f"{op.name}_hit",
             )
         integer = torch.int32 if fits_int32 else torch.int64
         position_node = self.emit(Coordinate(position, integer), f"{op.name}_position")
         never = self.emit(Constant(torch.iinfo(integer).max, integer), "never")
-        first = (("condition", Value(is_best)), ("self", Value(position_node)), ("other", Value(never)))
+        first = (("condition", Value(hit)), ("self", Value(position_node)), ("other", Value(never)))
         candidates = self.emit(Compute(aten.where.self, first, integer), f"{op.name}_candidate")
         return self.widened(Reduce("min", candidates, axes, integer), op.name)
 

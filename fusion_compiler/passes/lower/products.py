@@ -139,9 +139,9 @@ def cuts_of(dag: OpDag, ops: tuple[str, ...], most: int) -> tuple[IndexSplit, ..
     for i, name in enumerate(ops):
         product = product_of(dag, dag.op(name))
         if product is not None and has_few_rows(product, most):
-            index_splits = (index_split_by(dag, dag.op(n)) for n in ops[i + 1 :])
+            later = (index_split_by(dag, dag.op(n)) for n in ops[i + 1 :])
             splits |= {
-                product.cut(c): None for c in (*index_splits, *index_splits_below(dag, name)) if c is not None
+                product.cut(c): None for c in (*later, *index_splits_below(dag, name)) if c is not None
             }
     return tuple(split for split in splits if split is not None)
 

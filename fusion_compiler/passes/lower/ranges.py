@@ -167,13 +167,17 @@ def _greatest(a: Dim, b: Dim) -> Dim | None:
     return b if not_above(a, b) else a if not_above(b, a) else None
 
 
+def start_and_step(op: Op) -> tuple[object, object]:
+    """Return the first element of arange or iota, and the difference of neighbours."""
+    if op.target is torch.ops.prims.iota.default:
+        return dict(op.kwargs)["start"], dict(op.kwargs)["step"]
+    bounds = [a for a in op.args if not isinstance(a, torch.dtype)]
+    return (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
+
+
 def _counted(op: Op) -> Range | None:
     """Return the range of arange and iota: start, start + step, ..."""
-    if op.target is torch.ops.prims.iota.default:
-        start, step = dict(op.kwargs)["start"], dict(op.kwargs)["step"]
-    else:
-        bounds = [a for a in op.args if not isinstance(a, torch.dtype)]
-        start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
+    start, step = start_and_step(op)
     if op.outputs[0].dtype.is_floating_point or not all(isinstance(n, int | float) for n in (start, step)):
         return None
     start, step = int(start), int(step)  # type: ignore[arg-type]

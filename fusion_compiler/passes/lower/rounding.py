@@ -46,11 +46,8 @@ class Rounding:
         return op.pinned or self.like_eager
 
     def applies_to(self, op: Op) -> bool:
-        """True if an op's value is rounded to its dtype.
-
-        A conversion to eight bits quantizes, so it is always rounded. So is a conversion that the model's
-        code makes and undoes (`Op.rounds`).
-        """
+        """True if an op's value is rounded to its dtype. A conversion to eight bits quantizes, so it is
+        always rounded. So is a conversion that the model's code makes and undoes (`Op.rounds`)."""
         dtype = op.outputs[0].dtype
         explicit = op.rounds or (dtype.is_floating_point and dtype.itemsize == 1)
         return explicit or (dtype in HALVES and (self.pins(op) or op.name in self.stored))
@@ -76,11 +73,8 @@ class Rounder:
         return self._converted(node, dtype, self.rounding.pins(op), op.name)
 
     def comparable(self, op: Op, operands: list[tuple[str, object]]) -> list[tuple[str, object]]:
-        """Return the operands of a comparison, with scalars in the dtype of the tensors.
-
-        PyTorch promotes 16-bit operands so on a CPU. A single integer that is compared with an integer tensor
-        wraps around.
-        """
+        """Return the operands of a comparison, with scalars in the dtype of the tensors. PyTorch promotes
+        16-bit operands so on a CPU. A single integer that is compared with an integer tensor wraps around."""
         metas = {name: self.dag.op(name).outputs[0] for name in op.inputs if self.dag.op(name).outputs}
         names = (a.name for a in op.target._schema.arguments)  # type: ignore[union-attr]
         sources = dict(zip(names, op.args, strict=False))

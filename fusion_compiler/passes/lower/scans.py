@@ -58,7 +58,7 @@ class Columns:
         return shifted(combine([(self.index, -1)]), simple(self.size - 1))
 
 
-def reading_coords(dag: OpDag, op: Op, coords: Coords, columns: Columns) -> Coords:
+def scan_coords(dag: OpDag, op: Op, coords: Coords, columns: Columns) -> Coords:
     """Return the coordinates of a scan that is not stored: reversed if all of its readers flip it."""
     dim, readers = scanned_dim(op), [dag.op(name) for name in dag.consumers(op.name)]
     if dim is None or not all(_flips(reader, dim) for reader in readers):
@@ -79,13 +79,11 @@ class Scans:
         self.backwards: dict[str, bool] = {}
 
     def value(self, op: Op, coords: Coords) -> int:
-        """Return the node that holds a scan's value at `coords`.
-
-        Raises Illegal if the scan does not run along the space's rows, or is needed in both directions.
-        """
+        """Return the node that holds a scan's value at `coords`. Raises Illegal if the scan does not run
+        along the space's rows, or is needed in both directions."""
         dim, columns = scanned_dim(op), self.columns
         if dim is None or op.outputs[0].shape[dim] == 1:
-            return _of_one(self.build, op, self.build.value(op.first, coords, None))
+            return self.build.of_one(op, self.build.value(op.first, coords, None))
         _check_rows(self.build, op, coords, dim, columns)
         place = coords[dim]
         if place in (columns.index, columns.reversed):
@@ -174,12 +172,3 @@ def _picked(build: Builder, op: Op, value: int, place: Index, number: int) -> in
     is_place = build.emit(InRange(place, number, number + 1), f"{op.name}_here")
     selected = build.choose(is_place, value, build.constant(0, dtype, "zero"), dtype, f"{op.name}_alone")
     return build.emit(Reduce("sum", selected, axes_in(build.axes, (COLS,)), dtype), f"{op.name}_picked")
-
-
-def _of_one(build: Builder, op: Op, value: int) -> int:
-    """Return a scan of one element: the element itself, in the dtype of the result."""
-    spec, dtype = spec_of(op.target), compute_dtype(op.outputs[0].dtype)
-    assert spec is not None and spec.combine is not None
-    if spec.combine.startswith("arg"):
-        return build.constant(0, dtype, op.name)
-    return build.converted(value, dtype, op.name)

@@ -44,9 +44,7 @@ LONG_ROW = 8192  # elements of a row from which on a partial last tile wastes li
 
 def simplify(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     """Apply algebra, remove dead code, and assign groups, order, merge and name axes, in that order.
-
-    by_memory: choose the contiguous axes as columns even if other axes are reduced and broadcast back.
-    """
+    by_memory: choose the contiguous axes as columns even if other axes are reduced and broadcast back."""
     loops = remove_dead(one_hot_sums(loops))
     loops = remove_dead(factored_sums(contiguous_cols(loops, by_memory)))
     loops, crossing = split_orders(loops)
@@ -82,10 +80,7 @@ def accesses(loops: LoopNest) -> list[Index]:
 
 def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     """Choose the columns: the group that is reduced and broadcast back, else that of most contiguous
-    accesses.
-
-    The groups stay as they are for segments, scans, matrices, and nests with inner axes.
-    """
+    accesses. The groups stay as they are for segments, scans, matrices, and nests with inner axes."""
     fixed = any(a.group in (BATCH, INNER) for a in loops.axes)
     reductions = (n for n in loops.nodes if isinstance(n, Reduce))
     in_segments = any(not over_of(loops.axes, n) for n in reductions)
@@ -153,10 +148,7 @@ def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
 
 def long_rows(loops: LoopNest) -> LoopNest:
     """Make the last axis of element-wise work the columns, if rows are long and a load is constant along a
-    row.
-
-    A tile then loads such a value once instead of once per element.
-    """
+    row. A tile then loads such a value once instead of once per element."""
     if len(loops.axes) < 2 or any(a.group == ROWS for a in loops.axes):
         return loops
     counts = any(isinstance(n, Counter) for n in loops.nodes)  # a tile shares the turns of a ragged axis

@@ -118,10 +118,7 @@ def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Reduced:
     """The operand of a reduction. For a matrix product it is the tensor of all terms, with the matrix's
-    strides.
-
-    dims: the reduced dimensions, counted from the front.
-    """
+    strides. dims: the reduced dimensions, counted from the front."""
 
     shape: tuple[Dim, ...]
     stride: tuple[Dim, ...]
@@ -131,6 +128,12 @@ class Reduced:
     @property
     def kept(self) -> tuple[int, ...]:
         return tuple(d for d in range(len(self.shape)) if d not in self.dims)
+
+    @property
+    def contiguous(self) -> int:
+        """Return the dimension with stride 1, or the last one if there is none."""
+        unit = (d for d, s in enumerate(self.stride) if s == 1 and self.shape[d] != 1)
+        return next(unit, len(self.shape) - 1)
 
 
 def is_reduction(op: Op) -> bool:
@@ -178,10 +181,7 @@ def anchor_space(
     best = max(reductions, key=lambda op: _precedence(dag, op, inside))
     source = reduced_by(dag, best)
     reduced = source.dims
-    contiguous = next(
-        (d for d, s in enumerate(source.stride) if s == 1 and source.shape[d] != 1), len(source.shape) - 1
-    )
-    inner = COLS if contiguous in reduced else ROWS
+    inner = COLS if source.contiguous in reduced else ROWS
     outer = ROWS if inner == COLS else COLS
     groups = tuple(inner if d in reduced else outer for d in range(len(source.shape)))
     if split is None:
@@ -229,9 +229,8 @@ def _matrices(dag: OpDag, ops: tuple[str, ...]) -> Space | None:
         groups.append(frozenset(d for r in operands for d, s in enumerate(r.shape) if s != shape[d]))
     if len(groups) != 2 or groups[0] & groups[1]:
         return None
-    contiguous = next((d for d, s in enumerate(source.stride) if s == 1 and shape[d] != 1), rank - 1)
-    rows, cols = sorted(groups, key=lambda dims: contiguous in dims)
-    if contiguous not in cols:  # adjacent elements would belong to different matrices
+    rows, cols = sorted(groups, key=lambda dims: source.contiguous in dims)
+    if source.contiguous not in cols:  # adjacent elements would belong to different matrices
         return None
     dim_groups = tuple(ROWS if d in rows else COLS if d in cols else BATCH for d in range(rank))
     has_batch = any(g == BATCH and s != 1 for g, s in zip(dim_groups, shape, strict=True))

@@ -32,11 +32,16 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.writes import indexed
 from fusion_compiler.passes.lower import windows
 from fusion_compiler.passes.lower.builder import Builder
-from fusion_compiler.passes.lower.ranges import Lookup, lookups
+from fusion_compiler.passes.lower.ranges import Lookup, lookups, start_and_step
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
 
 aten = torch.ops.aten
 Handler = Callable[[Builder, Op, Coords, int | None], int]
+FILLS = dict.fromkeys(("ones", "ones_like", "new_ones"), 1) | dict.fromkeys(
+    ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor", "empty", "empty_permuted", "empty_strided",
+     "new_empty_strided"), 0,
+)  # fmt: skip
+FILL_ARGUMENTS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}
 
 
 def _cat(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -190,22 +195,8 @@ def _flip(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 
 def _full(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    fill: object = {
-        "zeros": 0,
-        "zeros_like": 0,
-        "new_zeros": 0,
-        "ones": 1,
-        "ones_like": 1,
-        "new_ones": 1,
-        "empty": 0,
-        "empty_permuted": 0,
-        "empty_strided": 0,
-        "new_empty_strided": 0,
-        "_efficientzerotensor": 0,
-    }.get(op.target._opname)  # type: ignore[union-attr]
-    if fill is None:
-        fill = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}[op.target._opname]  # type: ignore[union-attr]
-        fill = op.args[fill]  # type: ignore[call-overload]
+    name = op.target._opname  # type: ignore[union-attr]
+    fill = FILLS[name] if name in FILLS else op.args[FILL_ARGUMENTS[name]]
     if isinstance(fill, Ref):
         return build.value(fill.name, (), within)
     if not isinstance(fill, bool | int | float):
@@ -215,11 +206,7 @@ def _full(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 def _iota(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     dtype = compute_dtype(op.outputs[0].dtype)
-    if op.target._opname == "iota":  # type: ignore[union-attr]
-        start, step = dict(op.kwargs)["start"], dict(op.kwargs)["step"]
-    else:
-        bounds = [a for a in op.args if not isinstance(a, torch.dtype)]
-        start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
+    start, step = start_and_step(op)
     if not isinstance(start, int | float) or not isinstance(step, int | float):
         raise Illegal("operand", f"{op.name} counts by a size that is only known at run time")
     if not dtype.is_floating_point:  # eager converts both before it counts
@@ -380,10 +367,7 @@ def put_place(
     build: Builder, op: Op, coords: Coords, within: int | None = None
 ) -> tuple[Index, int | None]:
     """Return where `put_` stores its value at `coords`: the index in its base, and the node of the store's
-    mask.
-
-    An index that may be out of bounds is checked, and its element is not stored.
-    """
+    mask. An index that may be out of bounds is checked, and its element is not stored."""
     (base, name), inside = (r.name for r in op.args[:2] if isinstance(r, Ref)), within
     indices = lookups(build.dag, op)
     if indices:
