@@ -423,7 +423,7 @@ class _Assembly(_Part[Schedule]):
 
     def made_ahead(self, b: Builder, name: str) -> list[Function]:
         """What makes whole vectors ahead, as a function that the program calls."""
-        found = ahead.ahead_of(self.a)
+        found = ahead.replicated_of(self.a)
         if found is None:
             return []
         inner = self.builder(Analysis(found.loops), found.schedule(self.s.num_warps))

@@ -310,7 +310,7 @@ class Analysis:
         size = self.size(ROWS)
         if not self.products or not isinstance(size, int) or size > ahead.MOST_ROWS:
             return frozenset()
-        return ahead.made_ahead(self.loops, self.groups, self.products)
+        return ahead.replicated_reductions(self.loops, self.groups, self.products)
 
     @cached_property
     def segmented(self) -> tuple[int, ...]:
