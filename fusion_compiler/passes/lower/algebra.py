@@ -47,18 +47,15 @@ class _Rebuilt:
         self.numbers: dict[int, int] = {}
 
     def add(self, node: Node, name: str) -> int:
-        """Append `node` and return its number."""
         self.nodes.append(node)
         self.names.append(name)
         return len(self.nodes) - 1
 
     def keep(self, number: int) -> None:
-        """Copy an old node, with its operands renumbered."""
         node = renumber(self.loops.nodes[number], self.numbers)
         self.numbers[number] = self.add(node, self.loops.names[number])
 
     def done(self) -> LoopNest:
-        """Return the new loop nest, with the stores of the old one."""
         stores = tuple(renumber_store(s, self.numbers) for s in self.loops.stores)
         return LoopNest(self.loops.axes, tuple(self.nodes), stores, tuple(self.names))
 

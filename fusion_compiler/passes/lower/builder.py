@@ -75,7 +75,6 @@ class Builder(ABC):
         return number
 
     def constant(self, value: bool | int | float, dtype: torch.dtype, name: str) -> int:
-        """Return a constant node with the value converted to `dtype`."""
         if dtype.is_floating_point:
             return self.emit(Constant(float(value), dtype), name)
         typed = bool(value) if dtype is torch.bool else wrapped(int(value), dtype)
@@ -186,12 +185,10 @@ class Builder(ABC):
         return self.choose(inside, value, self.constant(0, dtype, "zero"), dtype, name)
 
     def both(self, a: int, b: int) -> int:
-        """Return the node of the condition `a and b`."""
         return self.emit(
             Compute(aten.logical_and.default, (("self", Value(a)), ("other", Value(b))), torch.bool), "inside"
         )
 
     def choose(self, condition: int, a: int, b: int, dtype: torch.dtype, name: str) -> int:
-        """Return the node of `a if condition else b`."""
         operands = (("condition", Value(condition)), ("self", Value(a)), ("other", Value(b)))
         return self.emit(Compute(aten.where.self, operands, dtype), name)

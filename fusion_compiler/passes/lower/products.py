@@ -113,7 +113,6 @@ def product_of(dag: OpDag, op: Op) -> Product | None:
 
 
 def _of_experts(dag: OpDag, op: Op) -> Product | None:
-    """Return an `expert_mm` as a product."""
     rows, matrices, expert = (arg.name for arg in op.args if isinstance(arg, Ref))
     (m, k), meta = dag.op(rows).outputs[0].shape, dag.op(matrices).outputs[0]
     if meta.dtype not in FLOATS:
