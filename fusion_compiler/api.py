@@ -46,7 +46,7 @@ from fusion_compiler.errors import (
     of_process,
 )
 from fusion_compiler.ir.breaks import GraphBreak
-from fusion_compiler.ir.canonical import Canonical, canonical, describe, written_over
+from fusion_compiler.ir.canonical import Canonical, aliased_inputs, canonical, describe
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import OpDag, build, nbytes, size_hints
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
@@ -495,7 +495,7 @@ class Compiler:
             coarsest(dag, cluster.ops),
             self.plans.verification,
             self.warned,
-            frozenset(map(cluster.inputs.index, written_over(cluster, dag).values())),
+            frozenset(map(cluster.inputs.index, aliased_inputs(cluster, dag).values())),
         )
 
     def hints(self, phase: Phase) -> list[Traced]:

@@ -1,10 +1,10 @@
-"""Loads and stores of a tile: each by the first window that its lanes fit.
+"""Loads and stores of a tile. Each uses the first window that fits its lanes.
 
-window                          of what
+window                          accesses
 windows/interleaved.py          every other element and its right neighbour, moved together
-windows/block.py                one element that serves all lanes of a block, or one row that serves all
+windows/block.py                one element for all lanes of a block, or one row for all its rows
 windows/runs.py                 one element for each of several runs of lanes
-windows/misaligned.py           whole words of rows that begin anywhere
+windows/misaligned.py           whole words of rows that begin at any address
 segments.py                     one element for each segment of a row
 here                            any address for each lane
 """
@@ -25,10 +25,10 @@ from fusion_compiler.ir.syntax import Expression, plus, tl
 
 
 def load(b: Builder, number: int, dtype: torch.dtype) -> Expression:
-    """Return the value of a load in a dtype. Its operands are built before."""
+    """Return the value of a load in a dtype. Its operands must be built."""
     node, groups = b.loops.nodes[number], b.a.groups[number]
     assert isinstance(node, Load)
-    if node.buffer in b.empty:  # nothing is made of it but what an empty reduction gives
+    if node.buffer in b.empty:  # only an empty reduction, which returns its neutral element, reads it
         return tl.full(b.shape(groups), 0, node.dtype)
     if block.is_same(b, node):
         return tl.broadcast_to(block.loaded_once(b, number, node), b.shape(groups))
@@ -36,39 +36,39 @@ def load(b: Builder, number: int, dtype: torch.dtype) -> Expression:
         return tl.broadcast_to(block.row_loaded_once(b, number, node), b.shape(groups))
     if (length := runs.length_of(b, node)) > 1:
         return runs.load(b, number, node, length, dtype)
-    at_first = not node.index.terms and node.index.const == 0
-    pointer = b.pointers[node.buffer] if at_first else b.address(node.buffer, node.index)
-    own = b.index_groups(node.index)
+    is_first_element = not node.index.terms and node.index.const == 0
+    pointer = b.pointers[node.buffer] if is_first_element else b.address(node.buffer, node.index)
+    varies = b.index_groups(node.index)
     if node.within is not None and is_of_whole_rows(b, node, b.loops.nodes[node.within]):
-        value = as_dtype(b, node, b.loaded(node, pointer, b.mask(own, None)), dtype)
+        value = as_dtype(b, node, b.loaded(node, pointer, b.mask(varies, None)), dtype)
         return tl.where(b.variable(node.within), b.let(b.called(node.buffer), value), 0)
-    if more := b.within_groups(node.within) - own:  # a block needs a mask's shape
-        pointer += tl.zeros(b.shape(own | more), torch.int32)
-    mask = b.mask(own, node.within)
-    if misaligned.is_behind(b, node):
-        return misaligned.load_behind(b, node)
+    if missing := b.within_groups(node.within) - varies:  # addresses need the shape of the mask
+        pointer += tl.zeros(b.shape(varies | missing), torch.int32)
+    mask = b.mask(varies, node.within)
+    if misaligned.needs_shift(b, node):
+        return misaligned.load_shifted(b, node)
     if misaligned.moves_words(b, node.index, node.within):
         return as_dtype(b, node, misaligned.load(b, node), dtype)
     return as_dtype(b, node, b.loaded(node, pointer, mask), dtype)
 
 
 def is_of_whole_rows(b: Builder, node: Load, within: Node) -> bool:
-    """Whether a row's own value counts in some of its columns alone: every row has it, loaded once."""
+    """True if a load has one value per row, used only in a range of columns: every row may load it once."""
     if not isinstance(within, InRange) or b.index_groups(within.index) != frozenset({COLS}):
         return False
     bounds = within.low, within.high
-    some = all(isinstance(n, int) for n in bounds) and within.low < within.high
-    of_rows = all(key >= 0 and b.loops.axes[key].group == ROWS for key, _ in node.index.terms)
-    return some and of_rows and bool(node.index.terms) and node.dtype is not torch.bool
+    is_nonempty = all(isinstance(n, int) for n in bounds) and within.low < within.high
+    varies_over_rows = all(key >= 0 and b.loops.axes[key].group == ROWS for key, _ in node.index.terms)
+    return is_nonempty and varies_over_rows and bool(node.index.terms) and node.dtype is not torch.bool
 
 
 def as_dtype(b: Builder, node: Load, value: Expression, dtype: torch.dtype) -> Expression:
-    """A value as it lies in a load's buffer, in another dtype."""
+    """Return a value converted from the dtype of a load's buffer to another dtype."""
     return convert(value, b.dtypes[node.buffer], dtype)
 
 
 def store_all(b: Builder, stores: Sequence[Store]) -> None:
-    """Stores of values that are built, those of neighbours as one."""
+    """Store values that are built, neighbours together."""
     pairs = right_neighbours(b.loops.axes, enumerate(stores))
     together = {i: n for i, n in pairs.items() if interleaved.can_be_stored(b, stores[i])}
     for i, store in enumerate(stores):
@@ -91,6 +91,6 @@ def store_one(b: Builder, store: Store) -> None:
     groups = b.index_groups(store.index)
     mask = b.by_one(groups, b.mask(groups, store.within))
     target = b.address(store.buffer, store.index)
-    if not groups and not b.tile.flat:  # one element from a [1, 1] tile
+    if not groups and not b.tile.flat:  # store one element from a [1, 1] tile
         target = plus(target, tl.zeros([1, 1], torch.int32))
     b.add(StoreStatement(target, value, mask, store.value))

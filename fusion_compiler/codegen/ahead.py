@@ -1,6 +1,6 @@
-"""What every program makes of whole vectors before its part of a product (`schedule/ahead.py`).
+"""The function in which every program computes replicated reductions of whole vectors (`schedule/ahead.py`).
 
-It is a function of its own: its tile is the vector, and its names mean other tiles than the caller's.
+It is a separate function because its tile is the vector, and its names mean other tiles than the caller's.
 
     mean, rsqrt = norm_product_first(in0_ptr)
 """
@@ -22,21 +22,25 @@ from fusion_compiler.schedule.shapes import padded
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """results: nodes of the caller's nest that vary over nothing. loops: of what makes them; columns are the
-    caller's rows. numbers: its nodes by the caller's."""
+class Replicated:
+    """The nest of replicated reductions.
+
+    results: nodes of the caller's nest without axes.
+    loops: the nest that computes them; its columns are the caller's rows.
+    numbers: its nodes by the caller's.
+    """
 
     results: tuple[int, ...]
     loops: LoopNest
     numbers: dict[int, int]
 
     def schedule(self, warps: int) -> Schedule:
-        """The whole vector, by the caller's threads."""
+        """Return a schedule with the whole vector in one tile."""
         return Schedule(1, padded(int(Analysis(self.loops).size(COLS))), Cols.WHOLE, num_warps=warps)
 
 
-def ahead_of(a: Analysis) -> Ahead | None:
-    """None where a product waits for nothing."""
+def replicated_of(a: Analysis) -> Replicated | None:
+    """Return the nest of replicated reductions, or None if there are none."""
     if not a.ahead:
         return None
     loops = a.loops
@@ -50,14 +54,12 @@ def ahead_of(a: Analysis) -> Ahead | None:
         nodes.append(renumber(loops.nodes[number], numbers))
         numbers[number] = len(nodes) - 1
     names = tuple(loops.names[i] for i in sorted(numbers))
-    return Ahead(results, LoopNest(axes, tuple(nodes), (), names), numbers)
+    return Replicated(results, LoopNest(axes, tuple(nodes), (), names), numbers)
 
 
-def enter(b: Builder, ahead: Ahead, inner: Builder, call: Expression) -> None:
-    """Tells a builder that a call gives the results, where the first of them is asked for.
-
-    inner: what built the function, in which they have names.
-    """
+def enter(b: Builder, ahead: Replicated, inner: Builder, call: Expression) -> None:
+    """Let a builder call the function when the first of its results is needed. inner: the builder of the
+    function, in which the results have names."""
 
     def build() -> None:
         for n in ahead.results:
@@ -68,11 +70,11 @@ def enter(b: Builder, ahead: Ahead, inner: Builder, call: Expression) -> None:
     b.made |= dict.fromkeys(ahead.results, build)
 
 
-def body(inner: Builder, caller: Builder, ahead: Ahead) -> None:
-    """The function's statements."""
-    inner.rough = frozenset(n for own, n in ahead.numbers.items() if own in caller.rough)
+def body(inner: Builder, caller: Builder, ahead: Replicated) -> None:
+    """Build the function's statements."""
+    inner.rough = frozenset(n for outer, n in ahead.numbers.items() if outer in caller.rough)
     cols_at(inner, None)
     results = [ahead.numbers[n] for n in ahead.results]
     build_nodes(inner, inner.need(results))
-    build_nodes(inner, inner.need(results))  # what was made of a mean that was corrected since
+    build_nodes(inner, inner.need(results))  # values of a mean that was corrected since
     inner.add(Return(tuple(map(inner.variable, results))))

@@ -19,7 +19,7 @@ from fusion_compiler.codegen.accesses import store_one
 from fusion_compiler.codegen.axis_map import FIRST, place_cols, row_loop, rows_at
 from fusion_compiler.codegen.builder import NO_OPTIONS, Builder
 from fusion_compiler.codegen.exchange import mailbox, messages
-from fusion_compiler.codegen.finishing import Finishing, finishing_of
+from fusion_compiler.codegen.finishing import SecondStage, second_stage_of
 from fusion_compiler.codegen.names import GLOBAL, own
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.partial_reductions import partials_of
@@ -32,7 +32,7 @@ from fusion_compiler.codegen.passes import (
 )
 from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.regions import passes_over_columns, whole_block
-from fusion_compiler.codegen.sizes import given_names
+from fusion_compiler.codegen.sizes import name_sizes
 from fusion_compiler.codegen.split_reductions import SplitReductions, split_reductions
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.sums_over_rows import Sums
@@ -102,7 +102,7 @@ def build(
     """
     name = f"{name}_" if name in GLOBAL else name
     signature = signature_of(nests, buffers)
-    nests, names = given_names(nests)
+    nests, names = name_sizes(nests)
     signature = replace(signature, derived=tuple((symbol, size) for size, symbol in names.items()))
     nests = tuple(shortened(loops, buffers) for loops in nests)
     analyses = [
@@ -112,7 +112,7 @@ def build(
     numbers, tickets = itertools.count(), itertools.count()
     both = list(zip(analyses, schedules, strict=True))
     finishings = [
-        None if isinstance(s, Placement) else finishing_of(a, s, numbers, tickets) for a, s in both
+        None if isinstance(s, Placement) else second_stage_of(a, s, numbers, tickets) for a, s in both
     ]
     partials = [
         split_reductions(a.loops, s, numbers) if isinstance(s, Placement) else partials_of(a, s, numbers)
@@ -330,7 +330,7 @@ class _Assembly(_Part[Schedule]):
         schedule: Schedule,
         signature: Signature,
         scratch: tuple[Buffer, ...],
-        finishing: Finishing | None = None,
+        finishing: SecondStage | None = None,
         named: Mapping[str, Buffer] | None = None,
         constants: frozenset[str] | None = None,
     ) -> None:
@@ -418,7 +418,7 @@ class _Assembly(_Part[Schedule]):
 
     def made_ahead(self, b: Builder, name: str) -> list[Function]:
         """What makes whole vectors ahead, as a function that the program calls."""
-        found = ahead.ahead_of(self.a)
+        found = ahead.replicated_of(self.a)
         if found is None:
             return []
         inner = self.builder(Analysis(found.loops), found.schedule(self.s.num_warps))

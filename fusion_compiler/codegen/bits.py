@@ -1,8 +1,10 @@
-"""Floats of integers of which some bits are taken, and of bytes: as weights of a few bits are packed.
+"""Convert integers with selected bits, and bytes, to floats, as packed weights of a few bits need.
 
     to_copy = fm.from_byte(in1)                                      # as they were loaded, four in a register
     sub = fm.from_bits(in1_1, 15, 0, 8, False)                       # (in1_1 & 15) - 8
     sub_1 = tl.where(inside, sub, fm.from_bits(in1_2, 240, 4, 8, False))
+
+A multiprocessor executes few conversion instructions per cycle; `math.py` says how few.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from fusion_compiler.schedule.work import AND, BYTES, RIGHT_SHIFTS
 
 aten = torch.ops.aten
 WIDTHS = {torch.uint8: 8, torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64}  # in bits
-DIGITS = 23  # of a float32, in which bits lie
-MOST_ZERO = 1 << 20  # that is taken from them: what is left is exact
+DIGITS = 23  # digits of a float32 into which bits are inserted
+MOST_ZERO = 1 << 20  # largest integer that is subtracted from them exactly
 
 
 @dataclass(frozen=True)
 class Bits:
-    """(x & mask) >> shift of the node `of`. mask: None, but never in floats, for all bits and the sign."""
+    """(x & mask) >> shift, where x is the node `source`. mask: None for all bits and the sign; not None in
+    `Floats`."""
 
-    of: int
+    source: int
     mask: int | None
     shift: int
 
@@ -43,22 +46,23 @@ class Choice:
 
 @dataclass(frozen=True)
 class Floats:
-    """Integers as floats, less a whole number. signed: they are whole bytes of int8."""
+    """Integers converted to floats, minus an integer. signed: they are whole bytes of int8."""
 
-    of: Bits | Choice
-    less: int
+    source: Bits | Choice
+    offset: int
     signed: bool
 
     def operands(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(_read(self.of)))
+        return tuple(dict.fromkeys(_operands(self.source)))
 
     def value(self, variable: Callable[[int], Expression]) -> Expression:
-        return _value(self.of, self, variable)
+        return _value(self.source, self, variable)
 
 
 def floats_of(loops: LoopNest, number: int) -> Floats | None:
-    """What a node is as floats of bits, or of bytes that are not as they were loaded; None of all else."""
-    node, less = loops.nodes[number], 0
+    """Return a node as floats of selected bits, or of bytes that are not as loaded; None for any other
+    node."""
+    node, offset = loops.nodes[number], 0
     if isinstance(node, Compute) and node.target is aten.sub.Tensor:
         operands, widened = dict(node.operands), operand_of(node, "self")
         zero = operands.get("other")
@@ -66,24 +70,24 @@ def floats_of(loops: LoopNest, number: int) -> Floats | None:
             return None
         if not abs(zero) < MOST_ZERO or zero != int(zero):
             return None
-        node, less = loops.nodes[widened], int(zero)
+        node, offset = loops.nodes[widened], int(zero)
     source = _widened(loops, node)
     if source is None or isinstance(loops.nodes[source], Load):
         return None
     dtype = loops.nodes[source].dtype
-    if (taken := _taken(loops, source)) is not None:
-        return Floats(taken, less, signed=False)
-    return Floats(Bits(source, 255, 0), less, dtype is torch.int8) if dtype in BYTES else None
+    if (bits := _selected_bits(loops, source)) is not None:
+        return Floats(bits, offset, signed=False)
+    return Floats(Bits(source, 255, 0), offset, dtype is torch.int8) if dtype in BYTES else None
 
 
 def widened_byte(loops: LoopNest, node: Node) -> int | None:
-    """The bytes that a node makes floats of."""
+    """Return the bytes that a node converts to floats, or None."""
     source = _widened(loops, node)
     return None if source is None or loops.nodes[source].dtype not in BYTES else source
 
 
 def _widened(loops: LoopNest, node: Node) -> int | None:
-    """The integers that a node makes floats of."""
+    """Return the integers that a node converts to floats, or None."""
     if not isinstance(node, Compute) or node.target is not aten._to_copy.default:
         return None
     source = operand_of(node, "self")
@@ -92,8 +96,9 @@ def _widened(loops: LoopNest, node: Node) -> int | None:
     return source if loops.nodes[source].dtype in WIDTHS else None
 
 
-def _taken(loops: LoopNest, number: int) -> Bits | Choice | None:
-    """The bits that a node takes, or each arm of a choice; None where that is not so."""
+def _selected_bits(loops: LoopNest, number: int) -> Bits | Choice | None:
+    """Return the bits that a node selects, or that each arm of a choice selects; None if it does not
+    select bits."""
     node = loops.nodes[number]
     if not isinstance(node, Compute) or node.target is not aten.where.self:
         bits = _bits(loops, number)
@@ -101,29 +106,30 @@ def _taken(loops: LoopNest, number: int) -> Bits | Choice | None:
     condition, one, other = (operand_of(node, name) for name in ("condition", "self", "other"))
     if condition is None or one is None or other is None:
         return None
-    first, second = _taken(loops, one), _taken(loops, other)
+    first, second = _selected_bits(loops, one), _selected_bits(loops, other)
     return None if first is None or second is None else Choice(condition, first, second)
 
 
 def _bits(loops: LoopNest, number: int) -> Bits:
+    """Return a node as selected bits of another, or of itself."""
     node, itself = loops.nodes[number], Bits(number, None, 0)
     source = operand_of(node, "self") if isinstance(node, Compute) else None
     if source is None or not isinstance(node, Compute) or loops.nodes[source].dtype is not node.dtype:
         return itself
-    by, width = _whole_number(loops, node), WIDTHS.get(node.dtype)
-    if by is None or by < 0 or width is None:
+    constant, width = _whole_number(loops, node), WIDTHS.get(node.dtype)
+    if constant is None or constant < 0 or width is None:
         return itself
     inner = _bits(loops, source)
     if node.target in AND:
-        mask = by << inner.shift if inner.mask is None else by << inner.shift & inner.mask
+        mask = constant << inner.shift if inner.mask is None else constant << inner.shift & inner.mask
         if mask >> min(width, DIGITS) == 0:
-            return Bits(inner.of, mask, inner.shift)
-        return itself if by >> min(width, DIGITS) else Bits(source, by, 0)
-    if node.target in RIGHT_SHIFTS and inner.shift + by < min(width, DIGITS):
-        shift = inner.shift + by
+            return Bits(inner.source, mask, inner.shift)
+        return itself if constant >> min(width, DIGITS) else Bits(source, constant, 0)
+    if node.target in RIGHT_SHIFTS and inner.shift + constant < min(width, DIGITS):
+        shift = inner.shift + constant
         if inner.mask is not None:
-            return Bits(inner.of, inner.mask >> shift << shift, shift)
-        return Bits(inner.of, 256 - (1 << shift) if node.dtype is torch.uint8 else None, shift)
+            return Bits(inner.source, inner.mask >> shift << shift, shift)
+        return Bits(inner.source, 256 - (1 << shift) if node.dtype is torch.uint8 else None, shift)
     return itself
 
 
@@ -134,17 +140,18 @@ def _whole_number(loops: LoopNest, node: Compute) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _read(of: Bits | Choice) -> Iterator[int]:
-    if isinstance(of, Choice):
-        yield of.condition
-        yield from _read(of.one)
-        yield from _read(of.other)
+def _operands(selection: Bits | Choice) -> Iterator[int]:
+    """Yield the nodes that a selection reads."""
+    if isinstance(selection, Choice):
+        yield selection.condition
+        yield from _operands(selection.one)
+        yield from _operands(selection.other)
     else:
-        yield of.of
+        yield selection.source
 
 
-def _value(of: Bits | Choice, floats: Floats, variable: Callable[[int], Expression]) -> Expression:
-    if isinstance(of, Choice):
-        one, other = (_value(arm, floats, variable) for arm in (of.one, of.other))
-        return tl.where(variable(of.condition), one, other)
-    return fm.from_bits(variable(of.of), of.mask, of.shift, floats.less, floats.signed)
+def _value(bits: Bits | Choice, floats: Floats, variable: Callable[[int], Expression]) -> Expression:
+    if isinstance(bits, Choice):
+        one, other = (_value(arm, floats, variable) for arm in (bits.one, bits.other))
+        return tl.where(variable(bits.condition), one, other)
+    return fm.from_bits(variable(bits.source), bits.mask, bits.shift, floats.offset, floats.signed)

@@ -27,8 +27,8 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Store,
     Total,
-    before_turns,
     operands_of,
+    turn_invariants,
 )
 from fusion_compiler.ir.syntax import (
     Expression,
@@ -212,7 +212,7 @@ class Builder:
         if (floats := floats_of(self.loops, number)) is not None:
             return floats.operands()
         node = self.loops.nodes[number]
-        return before_turns(self.loops, node) if isinstance(node, Total) else operands_of(node)
+        return turn_invariants(self.loops, node) if isinstance(node, Total) else operands_of(node)
 
     def reduction(self, number: int) -> Reduce:
         reduce = self.loops.nodes[number]
@@ -324,15 +324,15 @@ class Builder:
         return fold(reduce, tile, self.col_axis, keep=not self.tile.flat)
 
     def folded(
-        self, number: int, tile: Expression, axis: int, keep: bool, alike: object = None
+        self, number: int, tile: Expression, axis: int, keep: bool, join_key: object = None
     ) -> Combine:
         """Return the reduction of a tile of a node's elements along an axis."""
         plain = number in self.a.nan_safe_max
-        return Combine(self.reduction(number), (tile,), axis, keep, plain, alike)
+        return Combine(self.reduction(number), (tile,), axis, keep, plain, join_key)
 
-    def folded_along(self, number: int, tile: Expression, alike: object = None) -> Combine:
+    def folded_along(self, number: int, tile: Expression, join_key: object = None) -> Combine:
         """Return the same along the row; tiles of several rows keep the dimension."""
-        return self.folded(number, tile, self.col_axis, not self.tile.flat, alike)
+        return self.folded(number, tile, self.col_axis, not self.tile.flat, join_key)
 
     def base_of(self, number: int) -> str:
         """Return the beginning of the name of a reduction."""

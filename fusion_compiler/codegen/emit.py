@@ -1,4 +1,4 @@
-"""The programs of a cluster: its loop nests under the best of their schedules."""
+"""Emit the programs of a cluster: its loop nests under their best schedules."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import refusal, schedules
 
-MORE_EARLY = 3  # times as many programs that load constants early as others
+MORE_EARLY = 3  # programs that load constants early, per other program
 
 
 def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
-    """Schedules of one loop nest, best guess first. Raises LookupError if there are none."""
-    found = schedules(loops, device)
-    if not found:
+    """Return the schedules of one loop nest, best guess first. Raises LookupError if there are none."""
+    candidates = schedules(loops, device)
+    if not candidates:
         raise LookupError(f"no schedule runs {name}: {refusal(Analysis(loops), device)}")
-    return found
+    return candidates
 
 
 def emit(
@@ -34,27 +34,28 @@ def emit(
     limit: int = 4,
     constants: frozenset[str] | None = None,
 ) -> tuple[Program, ...]:
-    """Programs of one cluster, best guess first: `limit` of them, and where all read words that their inputs
-    end within, one more, for inputs that begin anywhere. Raises LookupError if there is no schedule.
+    """Return up to `limit` programs of one cluster, best guess first. Raises LookupError without a schedule.
 
-    constants: as for `assemble.build`. Of a kernel that loads some while others run there are more: how it
-    gets on with them is seen in their midst alone.
+    If all of them read whole words in which an input ends (`Program.word`), one more program is added for
+    inputs that are not aligned.
+    constants: see `assemble.build`. A kernel that loads constants early gets additional programs, because
+        their benefit shows only among other kernels.
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
     itemsizes = {buffer.name: buffer.dtype.itemsize for buffer in buffers.values()}
     choices = [_exact(loops, found, itemsizes) for loops, found in zip(nests, choices, strict=True)]
     if not constants:
-        choices = [tuple(s for s in found if not s.early) for found in choices]
+        choices = [tuple(s for s in choice if not s.early) for choice in choices]
     loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}
     if any(buffer.over in loaded for buffer in buffers.values()):
-        choices = [_of_full_tiles(found, device) or found for found in choices]
+        choices = [_of_full_tiles(choice, device) or choice for choice in choices]
     early = [s for s in choices[0] if s.early][: MORE_EARLY * limit]
     best = [*[s for s in choices[0] if not s.early][:limit], *early]
-    found = [_program(nests, first, choices, name, doc, buffers, constants) for first in best]
-    plain = [tuple(s for s in schedules if not s.misaligned) for schedules in choices]
-    if all(plain) and all(program.word for program in found):
-        found.append(_program(nests, plain[0][0], plain, name, doc, buffers, constants))
-    return tuple(found)
+    programs = [_program(nests, first, choices, name, doc, buffers, constants) for first in best]
+    aligned = [tuple(s for s in choice if not s.misaligned) for choice in choices]
+    if all(aligned) and all(program.word for program in programs):
+        programs.append(_program(nests, aligned[0][0], aligned, name, doc, buffers, constants))
+    return tuple(programs)
 
 
 def _exact(
@@ -67,11 +68,11 @@ def _exact(
 
 
 def _of_full_tiles(
-    found: tuple[Schedule | Placement, ...], device: DeviceSpec
+    candidates: tuple[Schedule | Placement, ...], device: DeviceSpec
 ) -> tuple[Schedule | Placement, ...]:
     """Keep the schedules that give every thread at least one element. With fewer, several threads load the
     same element, and one may overwrite it before another has read it."""
-    return tuple(s for s in found if s.elements >= device.warp_size * s.num_warps)
+    return tuple(s for s in candidates if s.elements >= device.warp_size * s.num_warps)
 
 
 def program_of(
@@ -82,7 +83,7 @@ def program_of(
     buffers: Mapping[str, Buffer],
     device: DeviceSpec,
 ) -> Program:
-    """The program of one cluster with a schedule of its first loop nest."""
+    """Return the program of one cluster with a given schedule of its first loop nest."""
     choices = [schedules_of(loops, name, device) for loops in nests]
     return _program(nests, first, choices, name, doc, buffers)
 
@@ -96,8 +97,8 @@ def _program(
     buffers: Mapping[str, Buffer],
     constants: frozenset[str] | None = None,
 ) -> Program:
-    """Tile programs beside the first run under their best schedules with as many warps, where they have any:
-    a launch has one number of them."""
+    """Build a program. Nests after the first use their best schedule with the first one's number of warps, if
+    any. A launch has one number of warps."""
     others = (
         min(c, key=lambda s: (s.num_warps != first.num_warps, s.early != first.early)) for c in choices[1:]
     )

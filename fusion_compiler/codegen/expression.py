@@ -1,4 +1,4 @@
-"""Expressions of single values: indices, conversions, and the operator table's rows."""
+"""Expressions of single values: indices, conversions, and rows of the operator table."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from fusion_compiler.ir.loops import Axis, Compute, Index, Value, wrapped
 from fusion_compiler.ir.ops import Operands, spec_of
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Operand, fm, lift, plus, times, tl
 
-CONDITIONS = frozenset({"condition", "mask"})  # operands that choose among the others
+CONDITIONS = frozenset({"condition", "mask"})  # operands that select among the others
 _SMALL = (torch.int8, torch.uint8, torch.int16)
 
 
 def index_of(index: Index, axis: Callable[[int], Operand], value: Callable[[int], Operand]) -> Expression:
-    """Return const + sum(axis * stride); the two functions give axes and gathered values."""
+    """Return const + sum(axis * stride). The two functions return axes and gathered values."""
     terms: list[Expression] = []
     for key, coeff in sorted(index.terms, key=lambda t: t[0] if t[0] >= 0 else -1 - t[0] - (1 << 20)):
-        own = axis(key) if key >= 0 else value(~key)
-        terms.append(times(own) if coeff == 1 else times(own, coeff))
+        term = axis(key) if key >= 0 else value(~key)
+        terms.append(times(term) if coeff == 1 else times(term, coeff))
     if isinstance(index.const, int) and (index.const or not terms):
         return plus(*terms, index.const)
     return functools.reduce(operator.add, terms if index.const == 0 else [*terms, lift(index.const)])
 
 
 def decompose(axes: tuple[Axis, ...], number: int, flat: Operand) -> Expression:
-    """Return one axis of a group, taken out of the group's element number."""
+    """Return one axis of a group, extracted from the element number of the group."""
     inner = [a.size for a in axes[number + 1 :]]
     value = lift(flat) // times(*inner) if inner else lift(flat)
     return value if number == 0 else value % axes[number].size
 
 
-def convert(value: Expression, have: torch.dtype, want: torch.dtype) -> Expression:
-    """Return a value of one dtype in another."""
-    if have == want:
+def convert(value: Expression, source_dtype: torch.dtype, want: torch.dtype) -> Expression:
+    """Return a value converted from one dtype to another."""
+    if source_dtype == want:
         return value
     return value.ne(0) if want is torch.bool else value.to(want)
 
 
 def convert_literal(value: object, want: torch.dtype) -> object:
-    """Return a number in another dtype; integers wrap around."""
+    """Return a number converted to another dtype; integers wrap around."""
     if want is torch.bool:
         return bool(value)
     if want.is_floating_point and isinstance(value, bool | int | float):
@@ -62,10 +62,10 @@ def promoted(dtypes: list[torch.dtype]) -> torch.dtype:
 def computed(
     node: Compute, operand: Callable[[int], tuple[Expression, torch.dtype]], rough: bool = False
 ) -> Expression:
-    """Return what an operator computes: the table's expression over converted operands.
+    """Return the value of an operator: the table's expression of the converted operands.
 
-    operand(n) gives the value of node n, a `Literal` of a number, and its dtype. rough: one of the table's
-    faster expressions, where it has one.
+    operand(n): returns the value of node n (a `Literal` if it is a number) and its dtype.
+    rough: use the table's faster expression, if it has one.
     """
     spec = spec_of(node.target)
     assert spec is not None and spec.expr is not None
@@ -75,56 +75,64 @@ def computed(
         return _rounded(fetched["self"][0], str(rounding))
     want = node.dtype
     if spec.operands is Operands.PROMOTED:
-        scalars = [_beside(a, fetched["self"][1]) for _, a in node.operands if not isinstance(a, Value)]
+        scalars = [_scalar_dtype(a, fetched["self"][1]) for _, a in node.operands if not isinstance(a, Value)]
         want = promoted([*(d for _, d in fetched.values()), *scalars])
-    alone = all(isinstance(value, Literal) for name, (value, _) in fetched.items() if name not in CONDITIONS)
+    all_literals = all(
+        isinstance(value, Literal) for name, (value, _) in fetched.items() if name not in CONDITIONS
+    )
     values: dict[str, Any] = {}
     for name, arg in node.operands:
         if name in fetched:
-            value, have = fetched[name]
-            target = _wanted(node, name, spec.operands, want, have)
+            value, source_dtype = fetched[name]
+            target = _operand_dtype(node, name, spec.operands, want, source_dtype)
             if isinstance(value, Literal):
-                values[name] = scalar(convert_literal(value.value, target), target, alone)
+                values[name] = scalar(convert_literal(value.value, target), target, all_literals)
             else:
-                values[name] = convert(value, have, target)
+                values[name] = convert(value, source_dtype, target)
         else:
-            values[name] = scalar(arg, want, alone) if isinstance(arg, int | float) else arg
+            values[name] = scalar(arg, want, all_literals) if isinstance(arg, int | float) else arg
     row = spec.expr
     if rough:
         row = (spec.coarse if node.coarse else None) or spec.rough or spec.expr
-    if isinstance(row, Global):  # which does not know the schema's names
+    if isinstance(row, Global):  # its parameters do not have the schema's names
         result = row(*(values[a.name] for a in spec.target._schema.arguments if a.name in values))
     else:
         result = row(**values)
-    # Triton's functions take a literal as int32, and then the other operand.
-    given = [fetched[name][0] if name in fetched else arg for name, arg in node.operands if arg is not None]
-    numbers = any(isinstance(value, Literal) or not isinstance(value, str | Expression) for value in given)
-    return result.to(node.dtype) if numbers and node.dtype in _SMALL else result
+    # Triton's functions promote a literal to int32, and the other operand with it.
+    arguments = [
+        fetched[name][0] if name in fetched else arg for name, arg in node.operands if arg is not None
+    ]
+    has_literal = any(
+        isinstance(value, Literal) or not isinstance(value, str | Expression) for value in arguments
+    )
+    return result.to(node.dtype) if has_literal and node.dtype in _SMALL else result
 
 
-def scalar(value: object, dtype: torch.dtype, alone: bool = False) -> Expression:
-    """Return a number of an expression, with its dtype where Triton would not see it as one of that dtype.
+def scalar(value: object, dtype: torch.dtype, literals_only: bool = False) -> Expression:
+    """Return a number as an expression, with an explicit dtype if Triton would infer another one.
 
-    Beside a block a number takes the block's type. A function such as tl.maximum gives it its own first, and
-    the result the larger of both. alone: there is no block beside it.
+    Next to a block, a number takes the block's type. A function such as tl.maximum first gives it its own
+    type, and the result the larger of both.
+    literals_only: there is no block next to it.
     """
-    if not isinstance(value, bool | int | float) or dtype is torch.uint32:  # random words, beside each other
+    # numbers next to random words
+    if not isinstance(value, bool | int | float) or dtype is torch.uint32:
         return _literal(value)
     if not dtype.is_floating_point:
         converted = convert_literal(value, dtype)
-        if not isinstance(converted, int):  # a fraction beside integers: nothing stores the result as one
+        if not isinstance(converted, int):  # a fraction next to integers: no result is stored as an integer
             return _literal(value)
         value = converted
-    own = _own_type(value)
-    apart = own != dtype and (alone or torch.promote_types(own, dtype) != dtype)
-    apart |= alone and dtype is torch.bool  # two of which Triton takes for integers
-    if apart or (dtype is torch.float64 and isinstance(value, float) and not _is_single(value)):
+    inferred = _inferred_dtype(value)
+    needs_dtype = inferred != dtype and (literals_only or torch.promote_types(inferred, dtype) != dtype)
+    needs_dtype |= literals_only and dtype is torch.bool  # Triton treats two bool literals as integers
+    if needs_dtype or (dtype is torch.float64 and isinstance(value, float) and not _is_single(value)):
         return tl.full((), value, dtype)
     return _literal(value)
 
 
-def _own_type(value: float) -> torch.dtype:
-    """Return the type that Triton gives a number."""
+def _inferred_dtype(value: float) -> torch.dtype:
+    """Return the dtype that Triton infers for a number."""
     if isinstance(value, bool):
         return torch.bool
     if isinstance(value, int):
@@ -135,24 +143,26 @@ def _own_type(value: float) -> torch.dtype:
 
 
 def _is_single(value: float) -> bool:
-    """True if float32 holds a number exactly."""
+    """True if float32 represents a number exactly."""
     if not math.isfinite(value):
         return True
     return abs(value) < 2.0**127 and struct.unpack("f", struct.pack("f", value))[0] == value
 
 
-def _beside(value: object, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype with which a number joins the promotion of a tensor that it is compared with."""
+def _scalar_dtype(value: object, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype with which a number takes part in the promotion of a tensor that it is compared
+    with."""
     if isinstance(value, float) and not dtype.is_floating_point:
         return torch.float32
     return torch.int32 if dtype is torch.bool and value not in (0, 1) else dtype
 
 
-def _wanted(
-    node: Compute, name: str, operands: Operands, want: torch.dtype, have: torch.dtype
+def _operand_dtype(
+    node: Compute, name: str, operands: Operands, want: torch.dtype, source_dtype: torch.dtype
 ) -> torch.dtype:
+    """Return the dtype to which an operand is converted."""
     if operands is Operands.OWN:
-        return torch.bool if name == "condition" else (node.dtype if _is_where(node) else have)
+        return torch.bool if name == "condition" else (node.dtype if _is_where(node) else source_dtype)
     return want
 
 

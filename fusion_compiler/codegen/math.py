@@ -1,7 +1,7 @@
-"""Device functions that generated kernels call where Triton has no single expression.
+"""Device functions that generated kernels call if Triton has no single expression.
 
-Each works on blocks of any shape, under the compiler and under the interpreter. Operands of
-one call have the same dtype; one of them may be a Python literal.
+They work on blocks of any shape, under the compiler and the interpreter. Operands of one call have the same
+dtype; one of them may be a Python literal.
 """
 
 # ruff: noqa: RET505 -- a static branch must end in else: Triton compiles what follows a return
@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Kernels know this module alone.
+# Kernels import this module only.
 from fusion_compiler.codegen.tensor_units import both as both
 from fusion_compiler.codegen.tensor_units import contract as contract
 from fusion_compiler.codegen.tensor_units import contract_apart as contract_apart
@@ -29,7 +29,7 @@ from fusion_compiler.codegen.tensor_units import stack as stack
 
 @triton.jit
 def div(x, y):
-    """x / y, correctly rounded: Triton's own `/` is off by up to 2 ulp in float32."""
+    """Return x / y, correctly rounded. Triton's `/` has an error of up to 2 ulp in float32."""
     dtype: tl.constexpr = (x + y).dtype
     if dtype == tl.float32:
         return tl.div_rn(tl.cast(x, dtype), tl.cast(y, dtype))
@@ -39,10 +39,11 @@ def div(x, y):
 
 @triton.jit
 def div_by(x, divisor, inverse):
-    """x / divisor for a number between 2^-60 and 2^60.
+    """Return x / divisor for a divisor between 2^-60 and 2^60.
 
-    It is correctly rounded where |x| and the result are above 2^-100. inverse: of the divisor in float32. The
-    quotient by it is corrected by what it leaves (Markstein 1990), without the branch that a division has.
+    The result is correctly rounded if |x| and the result are above 2^-100.
+    inverse: the float32 reciprocal of the divisor. The quotient is corrected by its remainder (Markstein
+        1990), without the branch of a division.
     """
     if x.dtype == tl.float32:
         quotient = x * inverse
@@ -55,7 +56,7 @@ def div_by(x, divisor, inverse):
 
 @triton.jit
 def sqrt(x):
-    """Square root, correctly rounded."""
+    """Return the square root, correctly rounded."""
     if x.dtype == tl.float32:
         return tl.sqrt_rn(x)
     else:
@@ -64,17 +65,17 @@ def sqrt(x):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return div(1.0, 1.0 + libdevice.exp(-x))
 
 
 @triton.jit
 def tanh(x):
-    """tanh within 2 units in the last place.
+    """Return tanh with an error of at most 2 units in the last place.
 
-    CUDA's tanh branches by the size of x, and a warp whose lanes differ runs every branch. In float32 this
-    one chooses between two values: up to 1, a polynomial in x^2 (a minimax fit of tanh(x) / x, off by 2^-27),
-    and beyond, 1 - 2 / (1 + exp(2 |x|)).
+    CUDA's tanh branches on the size of x, and a warp with different lanes runs every branch. In float32, this
+    function selects one of two values: up to 1, a polynomial in x^2 (a minimax fit of tanh(x) / x, with an
+    error of 2^-27), and beyond, 1 - 2 / (1 + exp(2 |x|)).
     """
     if x.dtype == tl.float32:
         square = x * x
@@ -91,13 +92,14 @@ def tanh(x):
         return libdevice.tanh(x)
 
 
-# What follows up to copysign is for float32 values that end in 16 bits: rough functions are right to 2^-15
-# relative, coarse ones to 2^-11, with the same NaN, infinities and zeros as the exact ones. Results below
-# 2^-126 may come out as zero. docs/numerics.md has the table, tests/codegen/test_rough.py holds it.
+# The functions up to copysign are for float32 values that are later rounded to 16 bits. Rough functions have
+# a relative error of 2^-15, coarse ones of 2^-11, with the same NaN, infinities and zeros as the exact ones.
+# Results below 2^-126 may become zero. docs/numerics.md has the table, and tests/codegen/test_rough.py
+# verifies it.
 
 
 def has_ptx(_semantic: Any = None) -> tl.constexpr:
-    """Whether the target takes PTX, as NVIDIA's and the interpreter do."""
+    """Return whether the target accepts PTX, as NVIDIA's targets and the interpreter do."""
     return tl.constexpr(_semantic is None or _semantic.builder.options.backend_name == "cuda")
 
 
@@ -105,7 +107,7 @@ has_ptx.__triton_builtin__ = True
 
 
 def compiles_to_ptx(_semantic: Any = None) -> tl.constexpr:
-    """Whether any PTX will do: the interpreter knows some instructions only."""
+    """Return whether the target accepts any PTX. The interpreter only knows some instructions."""
     return tl.constexpr(_semantic is not None and _semantic.builder.options.backend_name == "cuda")
 
 
@@ -113,7 +115,8 @@ compiles_to_ptx.__triton_builtin__ = True
 
 
 def launches_dependents(_semantic: Any = None) -> tl.constexpr:
-    """Whether the target has programmatic dependent launch, as NVIDIA's have from Hopper (sm_90) on."""
+    """Return whether the target has programmatic dependent launch, as NVIDIA's have from Hopper (sm_90)
+    on."""
     if _semantic is None:
         return tl.constexpr(False)
     options = _semantic.builder.options
@@ -125,7 +128,8 @@ launches_dependents.__triton_builtin__ = True
 
 @triton.jit
 def wait_for_kernels():
-    """The next kernel may start; what this stream's earlier kernels did is done and seen from here on."""
+    """Let the next kernel start, then wait until earlier kernels of the stream are complete and their
+    writes visible."""
     if launches_dependents():
         gdc_launch_dependents()
         gdc_wait()
@@ -133,16 +137,16 @@ def wait_for_kernels():
 
 @triton.jit
 def instruction(name: tl.constexpr, x):
-    """One PTX instruction of those that approximate a function; to 2^-22, but tanh to 2^-11.
+    """Return the result of one PTX instruction that approximates a function, to 2^-22 (tanh to 2^-11).
 
-    With .ftz subnormal numbers count as zero; without, four more instructions repair them.
+    .ftz flushes subnormal numbers to zero; without it, four more instructions handle them.
     """
     return tl.inline_asm_elementwise(name + " $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def to_bfloat16(x):
-    """x rounded to bfloat16, still in float32: two at once, which LLVM does not find where sums follow."""
+    """Return x rounded to bfloat16, in float32. It converts pairs, which LLVM does not do before sums."""
     if compiles_to_ptx():
         if x.numel % 2 == 0:
             return tl.inline_asm_elementwise(
@@ -161,20 +165,18 @@ def to_bfloat16(x):
 
 @triton.jit
 def from_byte(x):
-    """int8 or uint8 as float32, exactly: the byte is put into the last digits of 2^23, which is subtracted.
-
-    Of these instructions a multiprocessor runs 64 and 128 in a cycle, of conversions 16.
-    """
+    """Return int8 or uint8 as float32, exactly: insert the byte as the last digits of 2^23, and subtract
+    2^23. A multiprocessor executes 64 and 128 of these instructions per cycle, but only 16 conversions."""
     if compiles_to_ptx():
         if x.numel % 4 == 0:
             flip: tl.constexpr = "0x80808080" if x.dtype == tl.int8 else "0"
-            taken: tl.constexpr = "0fCB000080" if x.dtype == tl.int8 else "0fCB000000"
+            offset: tl.constexpr = "0fCB000080" if x.dtype == tl.int8 else "0fCB000000"
             return tl.inline_asm_elementwise(
                 "{ .reg .b32 bytes; xor.b32 bytes, $4, " + flip + ";"
-                "  prmt.b32 $0, bytes, 0x4B000000, 0x7440; add.f32 $0, $0, " + taken + ";"
-                "  prmt.b32 $1, bytes, 0x4B000000, 0x7441; add.f32 $1, $1, " + taken + ";"
-                "  prmt.b32 $2, bytes, 0x4B000000, 0x7442; add.f32 $2, $2, " + taken + ";"
-                "  prmt.b32 $3, bytes, 0x4B000000, 0x7443; add.f32 $3, $3, " + taken + "; }",
+                "  prmt.b32 $0, bytes, 0x4B000000, 0x7440; add.f32 $0, $0, " + offset + ";"
+                "  prmt.b32 $1, bytes, 0x4B000000, 0x7441; add.f32 $1, $1, " + offset + ";"
+                "  prmt.b32 $2, bytes, 0x4B000000, 0x7442; add.f32 $2, $2, " + offset + ";"
+                "  prmt.b32 $3, bytes, 0x4B000000, 0x7443; add.f32 $3, $3, " + offset + "; }",
                 "=r,=r,=r,=r,r",
                 [x],
                 dtype=tl.float32,
@@ -186,15 +188,15 @@ def from_byte(x):
 
 @triton.jit
 def from_bits(x, mask: tl.constexpr, shift: tl.constexpr, less: tl.constexpr, signed: tl.constexpr):
-    """Bits of integers that lie one in a register, as float32, exactly: ((x & mask) >> shift) - less.
+    """Return ((x & mask) >> shift) - less as float32, exactly, for integers that have a register each.
 
-    signed: they are bytes with a sign, and mask is 255. As `from_byte`; it is one instruction to put them
-    there, and one to move and subtract.
+    signed: x are signed bytes and mask is 255. It works as `from_byte`, with one instruction to insert the
+        bits, and one to shift and subtract.
     """
     digits: tl.constexpr = 0x4B000080 if signed else 0x4B000000
     bits = x.to(tl.int32)
-    if compiles_to_ptx():  # which takes two where it is not told
-        put = tl.inline_asm_elementwise(
+    if compiles_to_ptx():  # the compiler itself would use two instructions
+        inserted = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0x6A;",  # ($1 & $2) ^ $3
             "=r,r,r,r",
             [bits, mask, digits],
@@ -203,14 +205,14 @@ def from_bits(x, mask: tl.constexpr, shift: tl.constexpr, less: tl.constexpr, si
             pack=1,
         )
     else:
-        put = (bits & mask) ^ digits
-    taken: tl.constexpr = (1 << (23 - shift)) + less + (128 if signed else 0)
-    return put.to(tl.float32, bitcast=True) * (1.0 / (1 << shift)) - taken
+        inserted = (bits & mask) ^ digits
+    offset: tl.constexpr = (1 << (23 - shift)) + less + (128 if signed else 0)
+    return inserted.to(tl.float32, bitcast=True) * (1.0 / (1 << shift)) - offset
 
 
 @triton.jit
 def rough_reciprocal(x):
-    """1 / x, and 0 where that is below 2^-126."""
+    """Return 1 / x, or 0 if that is below 2^-126."""
     if has_ptx():
         return instruction("rcp.approx.ftz.f32", x)
     else:
@@ -219,7 +221,7 @@ def rough_reciprocal(x):
 
 @triton.jit
 def rough_sqrt(x):
-    """Square root."""
+    """Return the square root."""
     if has_ptx():
         return instruction("sqrt.approx.f32", x)
     else:
@@ -228,71 +230,70 @@ def rough_sqrt(x):
 
 @triton.jit
 def rough_exp(x):
-    """exp: the product's rounding, 2^-24 of an exponent below 128, is most of its error."""
+    """Return exp(x). Most of its error is the product's rounding, 2^-24 of an exponent below 128."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
 def rough_expm1(x):
-    """exp(x) - 1, by its series where that would cancel."""
+    """Return exp(x) - 1, by its series where the subtraction would cancel."""
     near = x + x * x * (0.5 + x * (0.16666667 + x * 0.041666668))
     return tl.where(tl.abs(x) < 0.125, near, rough_exp(x) - 1.0)
 
 
 @triton.jit
 def near_log2(x):
-    """log2(1 + x) by its series, for |x| < 1/16."""
+    """Return log2(1 + x) by its series, for |x| < 1/16."""
     return x * (1.4426950 + x * (-0.72134752 + x * (0.48089835 + x * -0.36067376)))
 
 
 @triton.jit
 def rough_log2(x):
-    """log2, whose instruction is right to an absolute 2^-22 only near 1."""
+    """Return log2(x). The instruction has an absolute error of 2^-22 near 1, so a series replaces it
+    there."""
     far = instruction("lg2.approx.f32", x) if has_ptx() else tl.log2(x)
     return tl.where(tl.abs(x - 1.0) < 0.0625, near_log2(x - 1.0), far)
 
 
 @triton.jit
 def rough_log1p(x):
-    """log(1 + x)."""
+    """Return log(1 + x)."""
     far = instruction("lg2.approx.ftz.f32", 1.0 + x) if has_ptx() else tl.log2(1.0 + x)
     return tl.where(tl.abs(x) < 0.0625, near_log2(x), far) * 0.6931471805599453
 
 
 @triton.jit
 def rough_pow(x, y):
-    """x to a power that is not a whole number, |y| <= 64."""
+    """Return x to a power that is not an integer, |y| <= 64."""
     magnitude = tl.where(x == float("-inf"), float("inf"), x)  # other negative numbers give NaN
     return tl.exp2(y * rough_log2(magnitude))
 
 
 @triton.jit
 def rough_sigmoid(x):
-    """1 / (1 + exp(-x)): relative accuracy for any sign of x."""
+    """Return 1 / (1 + exp(-x)), with the relative accuracy for either sign of x."""
     return rough_reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
 
 
 @triton.jit
 def coarse_sigmoid(x):
-    """1 / (1 + exp(-x)) to 2^-12 with one instruction of the slow unit instead of two.
+    """Return 1 / (1 + exp(-x)) to 2^-12, with one special-function instruction instead of two.
 
-    A number's bits are its logarithm, nearly: subtracted from a constant they give the reciprocal to
-    5%, and Halley's step takes the miss to its third power. Where exp(-x) passes the number that has the
-    constant's bits the guess is 0, and so is the result.
+    The bits of a number are approximately its logarithm, so a constant minus the bits gives the reciprocal to
+    5%, and a step of Halley's method cubes that error. If exp(-x) exceeds the number with the constant's
+    bits, the guess and the result are 0.
     """
     d = 1.0 + tl.exp2(x * -1.4426950408889634)
     d = tl.minimum(d, 1.8984375 * 2.0**126, propagate_nan=tl.PropagateNan.ALL)
     guess = (0x7EF30000 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    miss = 1.0 - d * guess
-    return guess + guess * (miss + miss * miss)
+    error = 1.0 - d * guess
+    return guess + guess * (error + error * error)
 
 
 @triton.jit
 def rough_tanh(x):
-    """tanh from one exponential: 1 - 2 / (1 + exp(2x)), which cancels near 0, where x - x^3 / 3 is used.
-
-    The two errors meet at 1/16, where both are 2^-18.
-    """
+    """Return tanh from one exponential: 1 - 2 / (1 + exp(2x)). This cancels near 0, where x - x^3 / 3 is
+    used. The two errors are equal at 1/16: 2^-18."""
     near = x - x * x * x * 0.3333333432674408
     far = 1.0 - 2.0 * rough_reciprocal(1.0 + tl.exp2(x * 2.8853900817779268))
     return tl.where(tl.abs(x) < 0.0625, near, far)
@@ -300,7 +301,7 @@ def rough_tanh(x):
 
 @triton.jit
 def coarse_tanh(x):
-    """tanh in one instruction, to 2^-11."""
+    """Return tanh to 2^-11, in one instruction."""
     if has_ptx():
         return instruction("tanh.approx.f32", x)
     else:
@@ -309,7 +310,7 @@ def coarse_tanh(x):
 
 @triton.jit
 def rough_erf(x):
-    """erf as a rational function of x in [-4, 4] (Eigen's coefficients)."""
+    """Return erf as a rational function of x in [-4, 4] (Eigen's coefficients)."""
     x = tl.minimum(
         tl.maximum(x, -4.0, propagate_nan=tl.PropagateNan.ALL), 4.0, propagate_nan=tl.PropagateNan.ALL
     )
@@ -329,10 +330,8 @@ def rough_erf(x):
 
 @triton.jit
 def rough_erfc(x):
-    """1 - erf(x): exp(-x^2) times a polynomial in 1 / (1 + p |x|), the form of Hastings (1955), for x > 0.
-
-    The coefficients are minimax for the relative error, 2^-16, which holds until the result vanishes.
-    """
+    """Return 1 - erf(x): for x > 0, exp(-x^2) times a polynomial in 1 / (1 + p |x|), the form of Hastings
+    (1955). The coefficients are minimax for the relative error, 2^-16, until the result vanishes."""
     t = rough_reciprocal(tl.fma(tl.abs(x), 0.455788, 1.0))
     p = tl.fma(t, -0.13061665, 0.26302239)
     p = tl.fma(t, p, 0.11086953)
@@ -345,34 +344,34 @@ def rough_erfc(x):
 
 @triton.jit
 def copysign(x, y):
-    """The magnitude of x with the sign of y, also that of a zero or a NaN."""
+    """Return the magnitude of x with the sign of y, including the sign of a zero or a NaN."""
     dtype: tl.constexpr = (x + y).dtype
     return libdevice.copysign(tl.cast(x, dtype), tl.cast(y, dtype))
 
 
 @triton.jit
 def atan2(y, x):
-    """The angle of the point (x, y)."""
+    """Return the angle of the point (x, y)."""
     dtype: tl.constexpr = (x + y).dtype
     return libdevice.atan2(tl.cast(y, dtype), tl.cast(x, dtype))
 
 
 @triton.jit
 def hypot(x, y):
-    """sqrt(x^2 + y^2), without overflow on the way."""
+    """Return sqrt(x^2 + y^2) without intermediate overflow."""
     dtype: tl.constexpr = (x + y).dtype
     return libdevice.hypot(tl.cast(x, dtype), tl.cast(y, dtype))
 
 
 @triton.jit
 def minus_zero():
-    """-0.0, for which Triton has no number."""
+    """Return -0.0, for which Triton has no literal."""
     return tl.full((), -1.0, tl.float32) * 0.0
 
 
 @triton.jit
 def sign(x):
-    """-1, 0 or 1 in the type of x; 0 for NaN."""
+    """Return -1, 0 or 1 in the type of x; 0 for NaN."""
     if x.dtype == tl.int1:
         return x
     else:
@@ -382,7 +381,7 @@ def sign(x):
 
 @triton.jit
 def fmod(x, y):
-    """Remainder with the sign of the dividend (C's fmod and %)."""
+    """Return the remainder with the sign of the dividend (C's fmod and %)."""
     dtype: tl.constexpr = (x + y).dtype
     if dtype.is_floating():
         return libdevice.fmod(tl.cast(x, dtype), tl.cast(y, dtype))
@@ -392,14 +391,14 @@ def fmod(x, y):
 
 @triton.jit
 def remainder(x, y):
-    """Remainder with the sign of the divisor (Python's %)."""
+    """Return the remainder with the sign of the divisor (Python's %)."""
     r = fmod(x, y)
     return tl.where((r != 0) & ((r < 0) != (y < 0)), r + y, r)
 
 
 @triton.jit
 def trunc_divide(x, y):
-    """Quotient rounded towards zero."""
+    """Return the quotient rounded towards zero."""
     dtype: tl.constexpr = (x + y).dtype
     if dtype.is_floating():
         return libdevice.trunc(div(x, y))
@@ -409,7 +408,7 @@ def trunc_divide(x, y):
 
 @triton.jit
 def floor_divide(x, y):
-    """Quotient rounded towards minus infinity; for floats exact as Python's //, as in ATen."""
+    """Return the quotient rounded towards minus infinity; for floats exact as Python's //, as in ATen."""
     dtype: tl.constexpr = (x + y).dtype
     r = fmod(x, y)
     if dtype.is_floating():
@@ -417,16 +416,17 @@ def floor_divide(x, y):
         q = tl.where((r != 0) & ((r < 0) != (y < 0)), q - 1, q)
         down = tl.floor(q)
         down = tl.where(q - down > 0.5, down + 1, down)
-        whole = div(x, y)
-        zero = libdevice.copysign(whole * 0, whole)
-        return tl.where(y == 0, whole, tl.where(q == 0, zero, down))
+        quotient = div(x, y)
+        zero = libdevice.copysign(quotient * 0, quotient)
+        return tl.where(y == 0, quotient, tl.where(q == 0, zero, down))
     else:
         return tl.where((r != 0) & ((r < 0) != (y < 0)), x // y - 1, x // y)
 
 
 @triton.jit
 def pow(x, y):
-    """x to the power y; integers wrap around, and a negative exponent gives 0 but for a base of +-1."""
+    """Return x to the power y. Integers wrap around, and a negative exponent gives 0 unless the base is
+    +-1."""
     dtype: tl.constexpr = (x + y).dtype
     base = tl.cast(x, dtype)
     exponent = tl.cast(y, dtype)
@@ -450,7 +450,7 @@ def pow(x, y):
 
 @triton.jit
 def left_shift(x, y):
-    """x << y; 0 where y is negative or not less than the width, as in ATen."""
+    """Return x << y; 0 if y is negative or not less than the width, as in ATen."""
     dtype: tl.constexpr = (x + y).dtype
     bits: tl.constexpr = dtype.primitive_bitwidth
     fits = (y >= 0) & (y < bits)
@@ -459,7 +459,7 @@ def left_shift(x, y):
 
 @triton.jit
 def right_shift(x, y):
-    """Arithmetic x >> y; the sign (0 if unsigned) where y is negative or not less than the width."""
+    """Return the arithmetic x >> y; the sign (0 if unsigned) if y is negative or not less than the width."""
     dtype: tl.constexpr = (x + y).dtype
     bits: tl.constexpr = dtype.primitive_bitwidth
     fits = (y >= 0) & (y < bits)
@@ -469,8 +469,11 @@ def right_shift(x, y):
 
 @triton.jit
 def philox_round(a, b, c, d, key_0, key_1):
-    """Both words of a product from one instruction, which ptxas does not find; a whole round at once, or
-    the rounds of a thread's elements overlap and take its registers."""
+    """Return the state after one round of Philox.
+
+    One instruction gives both words of a product, which ptxas does not find. It is one block of assembly,
+    since otherwise the rounds of a thread's elements overlap and use its registers.
+    """
     if has_ptx():
         return tl.inline_asm_elementwise(
             """{ .reg .b64 product;
@@ -497,10 +500,12 @@ def philox_round(a, b, c, d, key_0, key_1):
 
 @triton.jit
 def philox(seed, counter, salt):
-    """Four independent uint32: Philox4x32-7 of (counter, salt) under a 64-bit key.
+    """Return four independent uint32: Philox4x32-7 of (counter, salt) under a 64-bit key.
 
-    seed: int64. counter: non-negative block, int32 or int64. salt: below 2^32. Word k of counter c makes
-    element 4 * c + k of `fusion_compiler.uniform(seed, shape, salt)`.
+    seed: int64.
+    counter: non-negative block, int32 or int64.
+    salt: below 2^32.
+    Word k of counter c is the source of element 4 * c + k of `fusion_compiler.uniform(seed, shape, salt)`.
     """
     key_0 = seed.to(tl.uint32)
     key_1 = (seed >> 32).to(tl.uint32)
@@ -519,13 +524,13 @@ def philox(seed, counter, salt):
 
 @triton.jit
 def fraction(word):
-    """Uniform float32 in [0, 1) of a uniform uint32: its upper 24 bits, exactly."""
+    """Return a uniform float32 in [0, 1) from a uniform uint32: its upper 24 bits, exactly."""
     return (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
 def words(seed, index, salt):
-    """The uint32 of which `uniform` makes element `index` (int32 or int64 block)."""
+    """Return the uint32 from which `uniform` computes element `index` (int32 or int64 block)."""
     a, b, c, d = philox(seed, index // 4, salt)
     lane = index % 4
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
@@ -533,7 +538,7 @@ def words(seed, index, salt):
 
 @triton.jit
 def words_block(seed, counter, salt):
-    """words() of four elements for each counter, side by side along the last axis."""
+    """Return words() of four elements per counter, adjacent along the last axis."""
     a, b, c, d = philox(seed, counter, salt)
     fours = tl.join(tl.join(a, c), tl.join(b, d))
     shape: tl.constexpr = fours.shape
@@ -546,20 +551,20 @@ def words_block(seed, counter, salt):
 
 @triton.jit
 def uniform(seed, index, salt):
-    """Element `index` (int32 or int64 block) of `fusion_compiler.uniform(seed, shape, salt)`."""
+    """Return element `index` (int32 or int64 block) of `fusion_compiler.uniform(seed, shape, salt)`."""
     return fraction(words(seed, index, salt))
 
 
 @triton.jit
 def uniform_block(seed, counter, salt):
-    """uniform() of four elements for each counter, side by side along the last axis."""
+    """Return uniform() of four elements per counter, adjacent along the last axis."""
     return fraction(words_block(seed, counter, salt))
 
 
 @triton.jit
 def stochastic(value, word):
-    """float32 rounded to what bfloat16 holds, up or down as often as it lies near, by a uniform uint32.
-    Infinities and NaN are left as they are."""
+    """Return float32 rounded stochastically to bfloat16, given a uniform uint32. Infinities and NaN are
+    unchanged."""
     bits = value.to(tl.uint32, bitcast=True)
     rounded = (bits + (word & 0xFFFF)) & 0xFFFF0000
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -568,19 +573,19 @@ def stochastic(value, word):
 
 @triton.jit
 def multiply(a, b):
-    """The combining function of products."""
+    """Combine two elements of a product."""
     return a * b
 
 
 @triton.jit
 def add_both(a, b, c, d):
-    """The combining function of two sums."""
+    """Combine the elements of two sums."""
     return a + c, b + d
 
 
 @triton.jit
 def sums(x, y, axis: tl.constexpr, keep_dims: tl.constexpr):
-    """The sums of two tiles along an axis, as one reduction: the threads wait for each other once."""
+    """Return the sums of two tiles along an axis, computed by one reduction with one barrier."""
     if compiles_to_ptx():
         return tl.reduce((x, y), axis, add_both, keep_dims=keep_dims)
     else:
@@ -589,31 +594,31 @@ def sums(x, y, axis: tl.constexpr, keep_dims: tl.constexpr):
 
 @triton.jit
 def larger(a, b):
-    """The combining function of maxima: NaN where there is one."""
+    """Combine two elements of a maximum; NaN if one is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL).to(a.dtype)
 
 
 @triton.jit
 def smaller(a, b):
-    """The combining function of minima: NaN where there is one."""
+    """Combine two elements of a minimum; NaN if one is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL).to(a.dtype)
 
 
 @triton.jit
 def running_larger(a, b):
-    """The combining function of running maxima: the first NaN where there is one."""
+    """Combine two elements of a running maximum; the first NaN if there is one."""
     return tl.where((a > b) | (a != a), a, b)
 
 
 @triton.jit
 def running_smaller(a, b):
-    """The combining function of running minima: the first NaN where there is one."""
+    """Combine two elements of a running minimum; the first NaN if there is one."""
     return tl.where((a < b) | (a != a), a, b)
 
 
 @triton.jit
 def add_exponentials(a, s, b, t):
-    """s * exp(a) + t * exp(b) as a sum of exponentials of the larger: of equal infinities as well."""
+    """Return s * exp(a) + t * exp(b) as (maximum, factor of its exponential), also for equal infinities."""
     scale = tl.where(a == b, 1.0, libdevice.exp(-tl.abs(a - b))).to(s.dtype)
     larger_first = (a > b) | (a != a)
     return tl.where(larger_first, a, b), tl.where(larger_first, s + t * scale, t + s * scale)
@@ -621,14 +626,15 @@ def add_exponentials(a, s, b, t):
 
 @triton.jit
 def add_logarithms(a, b):
-    """log(exp(a) + exp(b))."""
+    """Return log(exp(a) + exp(b))."""
     top, total = add_exponentials(a, tl.full([], 1, a.dtype), b, tl.full([], 1, b.dtype))
     return top + tl.log(total)
 
 
 @triton.jit
 def running_logsumexp(x, axis: tl.constexpr, reverse: tl.constexpr = False):
-    """log(sum(exp(x))) of the elements up to each, as pairs of a maximum and a sum (Milakov, Gimelshein)."""
+    """Return log(sum(exp(x))) of the elements up to each, as pairs of a maximum and a sum (Milakov,
+    Gimelshein)."""
     ones = tl.full(x.shape, 1, x.dtype)
     top, total = tl.associative_scan((x, ones), axis, add_exponentials, reverse=reverse)
     return top + tl.log(total)
@@ -636,7 +642,7 @@ def running_logsumexp(x, axis: tl.constexpr, reverse: tl.constexpr = False):
 
 @triton.jit
 def maximum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
-    """The maximum along an axis; NaN where there is one, which tl.max would pass over."""
+    """Return the maximum along an axis. It is NaN if there is a NaN, which tl.max would ignore."""
     if compiles_to_ptx():
         return tl.reduce(x, axis, larger, keep_dims=keep_dims)
     else:
@@ -645,7 +651,7 @@ def maximum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
 
 @triton.jit
 def minimum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
-    """The minimum along an axis; NaN where there is one, which tl.min would pass over."""
+    """Return the minimum along an axis. It is NaN if there is a NaN, which tl.min would ignore."""
     if compiles_to_ptx():
         return tl.reduce(x, axis, smaller, keep_dims=keep_dims)
     else:
@@ -654,40 +660,39 @@ def minimum_of(x, axis: tl.constexpr, keep_dims: tl.constexpr):
 
 @triton.jit
 def has_nan(x, axis: tl.constexpr, keep_dims: tl.constexpr):
-    """Whether there is a NaN along an axis."""
+    """Return whether there is a NaN along an axis."""
     return tl.max((x != x).to(tl.int32), axis=axis, keep_dims=keep_dims) != 0
 
 
 @triton.jit
 def merge_moments(mean, squares, count, other_mean, other_squares, other_count):
-    """Means and sums of squared differences of two sets, of `count` and `other_count` elements, as of one.
-
-    Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
-    """
-    share = tl.full((), other_count, mean.dtype) / (count + other_count)  # of integers it were a float32
+    """Return the mean and the sum of squared differences of the union of two sets. The sets have `count` and
+    `other_count` elements. Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983."""
+    # the quotient of integers would be a float32
+    share = tl.full((), other_count, mean.dtype) / (count + other_count)
     move = other_mean - mean
-    # In this order the product is 0 where count is, also where the square of move would be infinite.
+    # In this order the product is 0 if count is 0, even if the square of move is infinite.
     return mean + move * share, squares + other_squares + move * (count * share) * move
 
 
 @triton.jit
 def corrected(mean, squares, left, count):
-    """A mean and the sum of squares around it, less what rounding left in both.
+    """Return a mean and the sum of squares around it, corrected for the rounding errors of both.
 
-    left: the sum of the differences from the mean. Of numbers so large that squares are infinite nothing is
-    taken off: infinity less infinity would be NaN.
+    left: the sum of the differences from the mean. Nothing is subtracted if squares overflow, since infinity
+        - infinity would be NaN.
     """
     off = left / count
-    lost = left * off
+    correction = left * off
     squares = tl.maximum(
-        squares - tl.where(lost < float("inf"), lost, 0.0), 0.0, propagate_nan=tl.PropagateNan.ALL
+        squares - tl.where(correction < float("inf"), correction, 0.0), 0.0, propagate_nan=tl.PropagateNan.ALL
     )
     return tl.where(tl.abs(off) < float("inf"), mean + off, mean), squares
 
 
 @triton.jit
 def repeated(x, count: tl.constexpr):
-    """Each column of a tile so many times."""
+    """Return a tile with each column repeated `count` times."""
     if len(x.shape) == 1:
         return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], count]), [x.shape[0] * count])
     else:
@@ -697,28 +702,29 @@ def repeated(x, count: tl.constexpr):
 
 @triton.jit
 def load_behind(pointer, first, lead, count: tl.constexpr, width: tl.constexpr = 0):
-    """`count` elements from `first - lead` on: whole words are loaded, and moved by `lead` elements.
+    """Load `count` elements from `first - lead` on: whole words are loaded and shifted by `lead` elements.
 
-    pointer: of elements of two or four bytes, the first of a word of 16 bytes. first: a multiple of a word's
-    elements. width: how many elements there are; those before them are zero, those behind them anything.
-    Without it all that are asked for have to be there, and those of the word before them.
+    pointer: to elements of two or four bytes, at the start of a word of 16 bytes.
+    first: a multiple of a word's elements.
+    width: the number of elements; those before them are zero, those after them arbitrary. If 0, all requested
+        elements must exist, and the word before them.
     """
     bits: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
     size: tl.constexpr = 128 // bits  # elements of a word
     words = (first - lead // size * size) // size + tl.arange(0, count // size)[:, None]
     numbers = pointer.to(tl.pointer_type(tl.uint64), bitcast=True) + words * 2 + tl.arange(0, 2)[None, :]
     if width == 0:
-        before, here = tl.load(numbers - 2), tl.load(numbers)
+        previous, current = tl.load(numbers - 2), tl.load(numbers)
     else:
         count_of_words: tl.constexpr = (width + size - 1) // size
-        before = tl.load(numbers - 2, mask=(words > 0) & (words <= count_of_words), other=0)
-        here = tl.load(numbers, mask=(words >= 0) & (words < count_of_words), other=0)
-    low, middle = tl.split(before)
-    high, last = tl.split(here)
-    bits_behind = lead % size * bits
-    near = bits_behind < 64
+        previous = tl.load(numbers - 2, mask=(words > 0) & (words <= count_of_words), other=0)
+        current = tl.load(numbers, mask=(words >= 0) & (words < count_of_words), other=0)
+    low, middle = tl.split(previous)
+    high, last = tl.split(current)
+    bit_offset = lead % size * bits
+    near = bit_offset < 64
     low, middle, high = tl.where(near, middle, low), tl.where(near, high, middle), tl.where(near, last, high)
-    shift = (bits_behind % 64).to(tl.uint64)
+    shift = (bit_offset % 64).to(tl.uint64)
     low = (middle << shift) | (low >> 1 >> (63 - shift))
     high = (high << shift) | (middle >> 1 >> (63 - shift))
     return apart(tl.join(low, high), pointer.dtype.element_ty, count)
@@ -726,7 +732,7 @@ def load_behind(pointer, first, lead, count: tl.constexpr, width: tl.constexpr =
 
 @triton.jit
 def apart(words, dtype: tl.constexpr, count: tl.constexpr):
-    """The elements of 64-bit numbers, the lowest bits first."""
+    """Return the elements of 64-bit numbers, lowest bits first."""
     pieces = tl.join(words.to(tl.uint32), (words >> 32).to(tl.uint32))
     if dtype.primitive_bitwidth == 16:
         pieces = tl.join(pieces.to(tl.uint16), (pieces >> 16).to(tl.uint16))
@@ -881,7 +887,7 @@ def delivered(mail, wanted, others):
 
 @triton.jit
 def again(x):
-    """x, of which nobody knows what was computed from it: so that this is computed again, not kept."""
+    """Return x behind an opaque move, so that values computed from it are recomputed instead of kept."""
     if not compiles_to_ptx():
         return x
     elif x.dtype.primitive_bitwidth == 16:
@@ -891,11 +897,11 @@ def again(x):
 
 
 def awaited(boxes: Any, messages: Any, _semantic: Any = None) -> Any:
-    """The messages in each of some mailboxes once all have come, and every warp has them.
+    """Wait for all messages of some mailboxes, and return them to every warp.
 
-    A loop of Triton's, or its barrier, would end the software pipelining of the loop that it is in, whose
-    loads of the next rows are to go on meanwhile. Who has waited too long for a program that does not run
-    ends all of them in an error: by writing to no address, for which no register is kept, as for a trap.
+    A loop or barrier of Triton would end the software pipelining of the surrounding loop, whose loads of the
+    next rows should continue. A program that has waited too long for one that does not run raises an error by
+    writing to address zero, which needs no register, unlike a trap.
     """
     count = len(boxes)
     looks = "".join(
@@ -906,7 +912,7 @@ def awaited(boxes: Any, messages: Any, _semantic: Any = None) -> Any:
     )
     begin = "".join(f"""
         mov.u64 ${i}, ${2 * count + i};""" for i in range(count))  # fmt: skip
-    all_there = "".join(f"""
+    combine_missing = "".join(f"""
         or.pred %missing0, %missing0, %missing{i};""" for i in range(1, count))  # fmt: skip
     asm = f"""{{
         .reg .pred %missing<{count}>, %late;
@@ -914,7 +920,7 @@ def awaited(boxes: Any, messages: Any, _semantic: Any = None) -> Any:
         .reg .u64 %nowhere;
         mov.u32 %looks, 0;
         mov.u64 %nowhere, 0;{begin}
-        WAIT:{looks}{all_there}
+        WAIT:{looks}{combine_missing}
         add.u32 %looks, %looks, 1;
         setp.gt.u32 %late, %looks, {PATIENCE.value};
         @%late st.global.u32 [%nowhere], %looks;
@@ -937,23 +943,24 @@ awaited.__triton_builtin__ = True
 
 @triton.jit
 def last_wrong(before, index, low, high):
-    """index where it is not in low <= index < high, else what was wrong before."""
+    """Return index if it is not in low <= index < high, else `before`."""
     return tl.where((index >= low) & (index < high), before, index)
 
 
 def check_index(index: Any, low: Any, high: Any, what: Any, inside: Any = None, _semantic: Any = None) -> Any:
-    """Ends the kernel in an error unless low <= index < high in every lane that is `inside`.
+    """Abort the kernel unless low <= index < high in every lane that is `inside`.
 
-    what: whose index it is. It stands at a kernel's end: loads would wait for it, and in a loop it would end
-    the software pipelining. What was read outside is never seen: after that nothing can be had of the device.
-    It is no function of Triton's, so that the error names the kernel's line and not this one.
+    what: the name of the index. The check stands at the end of a kernel: loads would wait for it, and in a
+        loop it would end software pipelining. Values read out of bounds are never seen, since the device
+        fails after the error.
+    This is not a Triton function, so that the error names the kernel's line instead of this one.
     """
-    known = index.__ge__(low, _semantic=_semantic).__and__(
+    in_bounds = index.__ge__(low, _semantic=_semantic).__and__(
         index.__lt__(high, _semantic=_semantic), _semantic=_semantic
     )
     ends = [getattr(end, "value", "its size") for end in (low, high)]
     text = f"{getattr(what, 'value', what)}: an index is not in [{ends[0]}, {ends[1]})"
-    return tl.device_assert(known, text, inside, _semantic=_semantic)
+    return tl.device_assert(in_bounds, text, inside, _semantic=_semantic)
 
 
 check_index.__triton_builtin__ = True

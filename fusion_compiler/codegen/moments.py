@@ -1,10 +1,11 @@
-"""The mean of a row and its sum of squares around it, where a tile holds the row.
+"""The mean of a row and the sum of squares around it, for a tile that holds the row.
 
     off = x - mean;  squares, rest = sum(off^2), sum(off);  mean += rest / n;  squares -= rest^2 / n
 
-The corrected two-pass algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
-1983: what rounding left in the first mean is seen in the sum of the differences, for which the threads wait
-only once. A row of equal elements has exactly that mean. Where the elements have 16 bits it has so anyway.
+This is the corrected two-pass algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample
+variance", 1983: the sum of the differences shows the rounding error of the first mean, at the cost of one
+barrier for both sums. A row of equal elements gets exactly that mean. 16-bit elements do not need the
+correction for that.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ _TO_COPY = torch.ops.aten._to_copy.default
 def scale_of(count: int) -> float:
     """Return the power of two by which each of `count` terms is multiplied before they are added up.
 
-    The sum of the largest numbers is finite then. No digit changes, and a product that is added is one
+    Then the sum of the largest numbers is finite. No digit changes, and a product and its addition are one
     instruction.
     """
     return 2.0 ** -(count - 1).bit_length()
 
 
-LONGEST = 8192  # so many equal elements of 11 significant bits have a sum that float32 holds
+LONGEST = 8192  # float32 represents the sum of so many equal elements with 11 significant bits
 
 
 def is_exact(b: Builder, total: int, width: Dim) -> bool:
-    """Whether adding up `width` equal elements does not round: they have 16 bits, and are not too many.
+    """True if adding up `width` equal elements does not round: they have 16 bits, and are not too many.
 
-    Differences from the mean do round, all alike between two powers of two: a correction would add that.
+    Differences from the mean do round, all in the same way between two powers of two, which a correction
+    would add.
     """
     (source,) = operands_of(b.loops.nodes[total])
     node = b.loops.nodes[source]
@@ -49,15 +51,15 @@ def is_exact(b: Builder, total: int, width: Dim) -> bool:
 
 
 def operands(b: Builder, number: int) -> tuple[int, int]:
-    """(x - mean, its square) of a sum of squares around a mean."""
+    """Return (x - mean, its square) of a sum of squares around a mean."""
     square = b.reduction(number).operand
-    (off, *_) = operands_of(b.loops.nodes[square])
-    return off, square
+    (difference, *_) = operands_of(b.loops.nodes[square])
+    return difference, square
 
 
 def build_squares(b: Builder, number: int, tiles: Sequence[Expression]) -> None:
-    """A sum of squares around a mean, with its correction and the mean's; what was made of that mean is made
-    again. tiles: of the squares, and of the differences."""
+    """Build a sum of squares around a mean, and correct both. Values computed from the mean are built again.
+    tiles: of the squares, and of the differences."""
     _, mean = b.a.moments[number]
     middle = b.loops.nodes[mean]
     assert isinstance(middle, Compute)
@@ -66,6 +68,6 @@ def build_squares(b: Builder, number: int, tiles: Sequence[Expression]) -> None:
     corrected = Var(str(middle.target._opname).lstrip("_"))
     value = fm.corrected(b.env[mean], squares, rest, b.a.size(COLS))
     b.add(Assign((corrected, squares), value))
-    for made in waiting(b.loops, (mean,)) & b.env.keys():
-        del b.env[made]
+    for dependent in waiting(b.loops, (mean,)) & b.env.keys():
+        del b.env[dependent]
     b.env[mean], b.env[number] = corrected, squares

@@ -1,4 +1,4 @@
-"""Reductions as monoids: what there is at the beginning, how elements come to it, and how tiles are folded.
+"""Reductions as monoids: the neutral element, how a state absorbs an element, and how a tile is folded.
 
 combine   neutral   step           fold
 sum       0         s += x         tl.sum(x)
@@ -26,11 +26,11 @@ Function = Callable[..., Expression]
 
 @dataclass(frozen=True)
 class Monoid:
-    """The neutral element, how an element comes to a state, and how a tile is reduced along an axis.
+    """The neutral element, the step of a state, and the fold of a tile along an axis.
 
-    step: the sign of an augmented assignment, or a function of the state and the element. fold: a function of
-    a tile, `axis` and, where the axis stays, `keep_dims`. floats: of a tile, an axis and whether that stays;
-    it folds floating-point numbers.
+    step: the sign of an augmented assignment, or a function of the state and the element.
+    fold: a function of a tile, `axis` and, if the axis stays, `keep_dims`.
+    floats: a function of a tile, an axis and whether it stays, which folds floating-point numbers.
     """
 
     neutral: float | bool
@@ -49,7 +49,7 @@ MONOIDS: dict[str, Monoid] = {
 }
 
 
-# Scans of a tile along an axis, with `reverse` from its end.
+# Scans of a tile along an axis; with `reverse` from its end.
 SCANS: dict[str, Function] = {
     "sum": tl.cumsum,
     "prod": tl.cumprod,
@@ -57,7 +57,7 @@ SCANS: dict[str, Function] = {
     "min": lambda x, axis, **reverse: tl.associative_scan(x, axis, fm.running_smaller, **reverse),
     "logsumexp": fm.running_logsumexp,
 }
-# What a scan x is behind others that came to c.
+# The combination of a carried state with a block's scan.
 CARRIED: dict[str, Function] = {
     "sum": operator.add,
     "prod": operator.mul,
@@ -65,11 +65,11 @@ CARRIED: dict[str, Function] = {
     "min": fm.running_smaller,
     "logsumexp": fm.add_logarithms,
 }
-NEUTRAL_OF = {"logsumexp": "max"}  # scans whose neutral element is another monoid's
+NEUTRAL_OF = {"logsumexp": "max"}  # scans with the neutral element of another monoid
 
 
 def is_logical(reduce: Reduce | Scan) -> bool:
-    """True if it reduces conditions, which tiles hold as zero and one."""
+    """True if conditions are reduced, which tiles represent as zero and one."""
     return isinstance(_neutral(reduce), bool)
 
 
@@ -78,7 +78,7 @@ def _neutral(reduce: Reduce | Scan) -> float | bool:
 
 
 def neutral(reduce: Reduce | Scan) -> Expression:
-    """Return what changes nothing, in the dtype in which it is reduced."""
+    """Return the neutral element in the dtype of the reduction."""
     value = _neutral(reduce)
     if is_logical(reduce):
         return Literal(int(value))
@@ -91,7 +91,7 @@ def neutral(reduce: Reduce | Scan) -> Expression:
 
 
 def fold(reduce: Reduce, tile: Expression, axis: int, keep: bool, plain: bool = False) -> Expression:
-    """Return a tile reduced along one dimension. plain: a NaN in it need not be kept."""
+    """Return a tile reduced along one dimension. plain: NaN need not be propagated."""
     monoid = MONOIDS[reduce.combine]
     if monoid.floats is not None and reduce.dtype.is_floating_point and not plain:
         return monoid.floats(tile, axis, keep)
@@ -104,14 +104,14 @@ def scan(node: Scan, tile: Expression, axis: int) -> Expression:
 
 
 def carry(node: Scan, carried: Expression, tile: Expression) -> Expression:
-    """Return a scan of a block that goes on where the one before it ended."""
+    """Return a scan of a block that continues the previous block's."""
     return CARRIED[node.combine](carried, tile)
 
 
 def step(reduce: Reduce, state: Var | Name, value: Expression) -> Statement:
-    """Return the statement that adds a tile, or what it was folded to, to a state."""
-    how = MONOIDS[reduce.combine].step
-    if isinstance(how, str):
-        return Update(state, how, value)
+    """Return the statement that adds a tile, or its fold, to a state."""
+    combine = MONOIDS[reduce.combine].step
+    if isinstance(combine, str):
+        return Update(state, combine, value)
     nan = {"propagate_nan": PROPAGATE_NAN} if reduce.dtype.is_floating_point else {}
-    return Assign((state,), how(state, value, **nan))
+    return Assign((state,), combine(state, value, **nan))

@@ -1,4 +1,4 @@
-"""The names in a kernel: those that every kernel has, and those that no variable may have."""
+"""Names in a kernel: those that every kernel has, and those that no variable may have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion_compiler.codegen import math as fm
 
 
 """
-# Variables that are no values of a loop nest. `Builder.define` takes no other, so none is missing here.
+# Variables that are not values of a loop nest. `Builder.define` accepts no others, so the list is complete.
 Own = Literal[
     "batch", "row", "first_row", "row_inside", "col", "first_col", "col_inside", "start", "r", "program",
     "group", "part", "parts", "block",
@@ -27,11 +27,11 @@ Own = Literal[
 
 
 def own(name: Own) -> Name:
-    """Return the variable that has this name in every kernel."""
+    """Return the variable with this name, which is the same in every kernel."""
     return Name(name)
 
 
-# What HEADER imports, and Python's own words: a kernel that was called so would hide them.
+# Imports of HEADER and Python's keywords; a kernel with such a name would hide them.
 GLOBAL = frozenset((*keyword.kwlist, "triton", "tl", "libdevice", "fm"))
-TAKEN = GLOBAL | frozenset(dir(builtins))  # a variable
+TAKEN = GLOBAL | frozenset(dir(builtins))  # forbidden for variables
 RESERVED: frozenset[str] = TAKEN | frozenset(get_args(Own))

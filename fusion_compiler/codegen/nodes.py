@@ -1,4 +1,4 @@
-"""The nodes of a loop nest as statements: one variable each, and its operands before it."""
+"""Build the nodes of a loop nest as statements: one variable per node, after its operands."""
 
 from __future__ import annotations
 
@@ -39,28 +39,29 @@ from fusion_compiler.schedule.analysis import operand_of, rounding_of
 from fusion_compiler.schedule.schedule import Cols
 
 aten = torch.ops.aten
-KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that stay as they were loaded
+KEPT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of tiles that may stay as they were loaded
 
 
 def build_nodes(b: Builder, numbers: Iterable[int]) -> None:
-    """Some nodes, and whatever of their operands is missing, each once."""
-    of_segments = b.a.narrow
+    """Build some nodes and their missing operands, each once."""
+    narrow = b.a.narrow
     for number in numbers:
-        if number in of_segments:
+        if number in narrow:
             _build_narrow(b, number)
         elif number not in b.env and not isinstance(b.loops.nodes[number], Constant):
             build_node(b, number)
 
 
 def build_row_values(b: Builder, numbers: Iterable[int]) -> None:
-    """What belongs to the row and waits for no reduction along it: loaded while the row itself is, since
-    the compiler moves no load over a reduction.
+    """Build the values of a row that depend on no reduction along it, to load them while the row itself is
+    loaded.
 
-    A loop that copies loads ahead would wait for the row values' copy before it begins to load the row.
+    The compiler does not move loads before a reduction. A loop with pipelined loads would wait for the row
+    values' copy before it begins to load the row, so there this does nothing.
     """
     if b.s.num_stages == 1:
-        wanted = b.need(numbers)
-        build_nodes(b, (i for i in wanted if COLS not in b.a.groups[i] and not b.a.level[i]))
+        needed = b.need(numbers)
+        build_nodes(b, (i for i in needed if COLS not in b.a.groups[i] and not b.a.level[i]))
 
 
 def build_node(b: Builder, number: int) -> None:
@@ -74,7 +75,7 @@ def build_node(b: Builder, number: int) -> None:
     build_nodes(b, b.need(b.operands(number)))
     if not isinstance(node, Compute):
         spread(b, operands_of(node))
-    if number in b.env:  # with an operand, of which it is a part
+    if number in b.env:  # built together with an operand
         return
     if isinstance(node, Reduce):
         _reduce(b, number)
@@ -86,21 +87,21 @@ def build_node(b: Builder, number: int) -> None:
         build_total(b, number, node, build_nodes)
         return
     value, base = value_of(b, number)
-    if isinstance(value, Var):  # an operand that passes through
+    if isinstance(value, Var):  # the operand itself
         b.env[number] = value
     else:
         b.env[number] = b.let(base, value, number)
 
 
 def spread(b: Builder, numbers: Iterable[int]) -> None:
-    """Values of segments for each of their elements, which read them."""
+    """Repeat the values of segments for each of their elements, for nodes that read these."""
     for number in numbers:
         if number not in b.env and (segments.NARROW, number) in b.named:
             segments.spread(b, number)
 
 
 def _build_narrow(b: Builder, number: int) -> None:
-    """A node that has one value for each segment of a row."""
+    """Build a node that has one value per segment of a row."""
     node, key = b.loops.nodes[number], (segments.NARROW, number)
     if key in b.named:
         return
@@ -116,12 +117,12 @@ def _build_narrow(b: Builder, number: int) -> None:
 
 
 def value_of(b: Builder, number: int) -> tuple[Expression, str]:
-    """(what a node is, what its name is made of)."""
+    """Return (the expression of a node, the base of its name)."""
     node = b.loops.nodes[number]
     match node:
         case Load():
             return _loaded(b, number, node), b.called(node.buffer)
-        case Coordinate() if not node.index.terms:  # a size: no tile whose type could be changed
+        case Coordinate() if not node.index.terms:  # a size is not a tile, so it cannot be cast
             return b.full(node.index.const, node.dtype), "position"
         case Coordinate():
             return b.index(node.index).to(node.dtype), "position"
@@ -135,7 +136,8 @@ def value_of(b: Builder, number: int) -> tuple[Expression, str]:
         case Checked():
             _check(b, node)
             value = b.variable(node.operand)
-            if b.a.groups[node.operand] != b.a.groups[number]:  # of a table of one element
+            # the operand is an element of a table of size one
+            if b.a.groups[node.operand] != b.a.groups[number]:
                 return tl.broadcast_to(value, b.shape(b.a.groups[number])), "same"
             return value, "same"
         case Compute():
@@ -145,25 +147,22 @@ def value_of(b: Builder, number: int) -> tuple[Expression, str]:
 
 
 def _loaded(b: Builder, number: int, node: Load) -> Expression:
-    held = b.dtypes[node.buffer]
-    dtype = held if number in b.as_loaded else node.dtype
+    stored_dtype = b.dtypes[node.buffer]
+    dtype = stored_dtype if number in b.as_loaded else node.dtype
     if not is_kept(b, number):
         return accesses.load(b, number, dtype)
-    b.kept[number] = b.let(f"{b.called(node.buffer)}_loaded", accesses.load(b, number, held))
-    return convert(b.kept[number], held, dtype)
+    b.kept[number] = b.let(f"{b.called(node.buffer)}_loaded", accesses.load(b, number, stored_dtype))
+    return convert(b.kept[number], stored_dtype, dtype)
 
 
 def is_kept(b: Builder, number: int) -> bool:
-    """Whether a tile stays in registers as it was loaded, while programs wait for each other.
-
-    What is computed from it is computed again after that (`rematerialize.py`), for which more programs have
-    room.
-    """
+    """True if a tile stays in registers as it was loaded, while programs wait for each other. Values computed
+    from it are recomputed afterwards (`rematerialize.py`), which leaves room for more programs."""
     node = b.loops.nodes[number]
     if b.s.splits == 1 or b.s.cols is Cols.LOOP or not isinstance(node, Load):
         return False
-    whole = b.a.groups[number] == frozenset({ROWS, COLS})
-    return whole and b.dtypes[node.buffer] in KEPT and node.buffer not in b.empty
+    is_full = b.a.groups[number] == frozenset({ROWS, COLS})
+    return is_full and b.dtypes[node.buffer] in KEPT_DTYPES and node.buffer not in b.empty
 
 
 def _check(b: Builder, node: Checked) -> None:
@@ -181,16 +180,16 @@ def base_name(node: Compute) -> str:
 def _compute(b: Builder, number: int, node: Compute) -> Expression:
     nodes = b.loops.nodes
     refs = [a.node for _, a in node.operands if isinstance(a, Value)]
-    numbers = sum(isinstance(nodes[n], Constant) for n in refs)
-    if numbers == len(refs) or (numbers > 1 and node.target is not aten.where.self):
-        for n in refs:  # two numbers have no type in Triton's functions
+    constants = sum(isinstance(nodes[n], Constant) for n in refs)
+    if constants == len(refs) or (constants > 1 and node.target is not aten.where.self):
+        for n in refs:  # Triton's functions cannot infer a type from two literals
             b.variable(n)
         return computed(node, lambda n: (b.variable(n), nodes[n].dtype))
     total = b.means.get(number)
     if total in b.scaled and isinstance(width := b.a.size(COLS), int):
-        count = b.scaled[total] * width  # a fraction that float32 holds
-        divided = (("self", Value(total)), ("other", count if node.target is aten.div.Tensor else 1 / count))
-        node = replace(node, operands=divided)
+        count = b.scaled[total] * width  # float32 represents this fraction exactly
+        operands = (("self", Value(total)), ("other", count if node.target is aten.div.Tensor else 1 / count))
+        node = replace(node, operands=operands)
     rough = number in b.rough and total is None
     if rough and node.target is aten.div.Tensor:
         divisor, dividend = operand_of(node, "other"), operand_of(node, "self")
@@ -212,10 +211,10 @@ def _compute(b: Builder, number: int, node: Compute) -> Expression:
 
 
 def _is_narrower(b: Builder, operand: int, number: int) -> bool:
-    """Whether a value serves a whole row, column or segment of a result."""
-    of_segments = b.a.narrow
-    if operand in of_segments:
-        return number not in of_segments
+    """True if one value is shared by a whole row, column or segment of a result."""
+    narrow = b.a.narrow
+    if operand in narrow:
+        return number not in narrow
     variable = not isinstance(b.loops.nodes[operand], Constant)
     return variable and b.a.groups[operand] < b.a.groups[number]
 
@@ -229,7 +228,7 @@ def _as_float(b: Builder, number: int) -> Expression:
 
 
 def _reciprocal(b: Builder, number: int) -> Expression:
-    """1 / a row's or a segment's value, once for each."""
+    """Return 1 / the value of a row or a segment, computed once per row or segment."""
     if ~number not in b.env and (segments.NARROW, number) in b.named:
         value, key = b.named[segments.NARROW, number], (segments.NARROW, ~number)
         b.named[key] = b.let(f"per_{value.base}", 1.0 / value)
@@ -241,15 +240,15 @@ def _reciprocal(b: Builder, number: int) -> Expression:
 
 
 def _random(b: Builder, node: Random) -> Expression:
-    """Four numbers a Philox call where four neighbours lie along the columns."""
+    """Return random numbers, with one Philox call per four adjacent columns where possible."""
     words = node.dtype is torch.uint32
     seed = b.variable(node.seed)
-    merged, whole = b.a.merged(node.index)
+    merged, merged_axes = b.a.merged(node.index)
     cols = range(b.a.first[COLS], len(b.loops.axes))
-    along = [(k, c) for k, c in merged.terms if k in cols]
+    column_terms = [(k, c) for k, c in merged.terms if k in cols]
     others = tuple((k, quotient(c, 4)) for k, c in node.index.terms if k not in cols)
     first = quotient(node.index.const, 4)
-    by_col = along == [(cols[-1], 1)] and (len(cols) == 1 or cols[-1] in whole) if cols else False
+    by_col = bool(cols) and column_terms == [(cols[-1], 1)] and (len(cols) == 1 or cols[-1] in merged_axes)
     if by_col and first is not None and b.tile.lanes >= 4 and all(c is not None for _, c in others):
         rest = Index(first, tuple((k, c) for k, c in others if c is not None))
         start, quarter = b.tile.start, b.lanes(b.tile.lanes // 4)
@@ -264,7 +263,8 @@ def _random(b: Builder, node: Random) -> Expression:
 
 
 def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> Expression:
-    """A reduction's or a scan's operand as a full tile in the reduced groups, neutral where no element is."""
+    """Return the operand of a reduction or scan as a full tile in `over`, with the neutral element
+    outside."""
     build_nodes(b, b.need((reduce.operand,)))
     spread(b, (reduce.operand,))
     return as_elements(b, reduce, over, b.variable(reduce.operand))
@@ -273,10 +273,11 @@ def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> Express
 def as_elements(
     b: Builder, reduce: Reduce | Scan, over: frozenset[str], value: Expression
 ) -> Expression:
-    """The same of what stands in the operand's place."""
+    """Return `value` in place of the operand as a full tile; see `elements`."""
     source = b.loops.nodes[reduce.operand]
     groups = b.a.groups[reduce.operand]
-    if is_logical(reduce):  # zero or one: a half is true, and so is what wraps to zero
+    # convert to zero or one first: 0.5 is true, and so is an integer that wraps to zero
+    if is_logical(reduce):
         value = convert(value, source.dtype, torch.bool).to(torch.int32)
     else:
         value = convert(value, source.dtype, reduce.dtype)
@@ -288,7 +289,7 @@ def as_elements(
 
 
 def carry_scans(b: Builder, numbers: Iterable[int]) -> None:
-    """What the scans among some nodes come to before the first block of a loop."""
+    """Initialize the states of scans before the first block of a loop."""
     for number in numbers:
         node = b.loops.nodes[number]
         if isinstance(node, Scan):
@@ -297,7 +298,8 @@ def carry_scans(b: Builder, numbers: Iterable[int]) -> None:
 
 
 def _scan(b: Builder, number: int, node: Scan) -> None:
-    """A scan of the tile; in a loop it goes on from the block before, to what its last column comes to."""
+    """Build a scan of the tile. In a loop it continues the previous block's, and its last column becomes
+    the state."""
     value = scan(node, elements(b, node, ALONG), b.col_axis)
     carried = b.carried.get(number)
     if carried is not None:
@@ -305,20 +307,20 @@ def _scan(b: Builder, number: int, node: Scan) -> None:
     b.env[number] = b.let(f"running_{node.combine}", value, number)
     if carried is not None:
         last = 0 if node.reverse else b.tile.lanes - 1
-        alone = tl.where(b.lanes(b.tile.lanes).eq(last), b.env[number], 0)
-        b.set(carried, b.along(tl.sum, alone))
+        last_value = tl.where(b.lanes(b.tile.lanes).eq(last), b.env[number], 0)
+        b.set(carried, b.along(tl.sum, last_value))
 
 
 def _reduce(b: Builder, number: int) -> None:
-    """A reduction over the columns of a tile that holds whole rows, or over the rows of a whole matrix."""
+    """Build a reduction over the columns of a tile with whole rows, or over the rows of a whole matrix."""
     if ROWS in b.a.over(number):
         _reduce_rows(b, number)
         return
-    made_of = b.a.moments.get(number)
-    if made_of and not moments.is_exact(b, made_of[0], b.a.size(COLS)):
-        off, squares = moments.operands(b, number)
+    moment = b.a.moments.get(number)
+    if moment and not moments.is_exact(b, moment[0], b.a.size(COLS)):
+        deviations, squares = moments.operands(b, number)
         reduce = b.reduction(number)
-        tiles = [elements(b, replace(reduce, operand=n), ALONG) for n in (squares, off)]
+        tiles = [elements(b, replace(reduce, operand=n), ALONG) for n in (squares, deviations)]
         moments.build_squares(b, number, tiles)
         return
     tile, base = elements(b, b.reduction(number), ALONG), b.base_of(number)
@@ -326,18 +328,18 @@ def _reduce(b: Builder, number: int) -> None:
     if mean is not None and isinstance(width := b.a.size(COLS), int) and width > 1:
         scale = b.scaled[number] = moments.scale_of(width)
         tile, base = tile * scale, "row_mean" if scale * width == 1 else base
-    alike = (b.a.level[number], b.a.groups[number]) if number in b.a.sums_along else None
-    b.env[number] = b.let(base, b.folded_along(number, tile, alike))
+    join_key = (b.a.level[number], b.a.groups[number]) if number in b.a.sums_along else None
+    b.env[number] = b.let(base, b.folded_along(number, tile, join_key))
     if mean is not None and base == "row_mean":
         b.env[mean] = b.env[number]
 
 
 def _reduce_rows(b: Builder, number: int) -> None:
-    """A reduction over the rows of a matrix, or over all of it."""
+    """Build a reduction over the rows of a matrix, or over all of it."""
     reduce, over = b.reduction(number), b.a.over(number)
     tile = elements(b, reduce, over)
     if COLS in over:
         tile = b.let(b.base_of(number), b.folded_along(number, tile))
-    alike = ("rows", b.a.groups[reduce.operand]) if b.a.is_sum(number) else None
-    folded = tile if b.tile.flat else b.folded(number, tile, 0, True, alike)
+    join_key = ("rows", b.a.groups[reduce.operand]) if b.a.is_sum(number) else None
+    folded = tile if b.tile.flat else b.folded(number, tile, 0, True, join_key)
     b.env[number] = b.let(b.base_of(number), folded, number)

@@ -1,12 +1,12 @@
-"""What a pass over the columns of a row keeps of it: a state for each of its reductions, or for two together.
+"""The states that a pass over the columns of a row keeps: one per reduction, or one for two together.
 
-A state goes on with each block, is folded to one value a row, and, where several programs share the row,
-merged with theirs:
+A state is updated by each block and folded to one value per row. If several programs share the row, their
+states are merged:
 
     Plain      sum(x), max(x), ...             an accumulator for each lane of the block
-    Scaled     sum(w x) = w sum(x)             of what the block adds up anyway, for sums over segments
-    Softmax    max(x), sum(exp(x - max))       one running maximum a row (Milakov and Gimelshein, 2018)
-    Moments    sum(x), sum((x - mean)^2)       one running mean a row (Chan, Golub and LeVeque, 1983)
+    Scaled     sum(w x) = w sum(x)             from a segment sum that the block computes anyway
+    Softmax    max(x), sum(exp(x - max))       one running maximum per row (Milakov and Gimelshein, 2018)
+    Moments    sum(x), sum((x - mean)^2)       one running mean per row (Chan, Golub and LeVeque, 1983)
     Contracted sum(w x0), sum(w x1), ...       tiles of products (`contractions.py`)
 """
 
@@ -38,12 +38,13 @@ from fusion_compiler.schedule.schedule import WORD, Cols
 BLOCK = own("block_mean"), own("block_squares")
 NONE: Mapping[int, Contraction] = {}
 NO_PIECES: Mapping[int, tuple[int, ...]] = {}
-LEAST_TURNS = 4  # of a block, for a state in each lane, which costs as much as one element of them
+# least iterations of a block for a state per lane, which costs as much as one element per lane
+LEAST_TURNS = 4
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Any reduction by itself."""
+    """A single reduction."""
 
     total: int
 
@@ -52,7 +53,7 @@ class Plain:
         return (self.total,)
 
     def wanted(self, b: Builder) -> tuple[int, ...]:
-        """The nodes that a pass computes for it."""
+        """Return the nodes that a pass computes for it."""
         return words.wanted(b, self.total) if word_of(b, self.total) > 1 else b.operands(self.total)
 
     def start(self, b: Builder) -> tuple[Variable, ...]:
@@ -83,16 +84,16 @@ class Plain:
         return elements(b, b.reduction(self.total), ALONG)
 
     def _folded(self, b: Builder, tile: Expression) -> Combine:
-        """A tile along the row; two sums of float32 are made together (`passes.joined`)."""
+        """Return a tile folded along the row. Two float32 sums are computed together (`passes.joined`)."""
         adds = type(self) is Plain and b.a.is_sum(self.total)
-        form = (b.a.groups[b.reduction(self.total).operand], word_of(b, self.total))  # of the tile
-        alike = ("state", b.a.level[self.total], *form) if adds else None
-        return Combine(b.reduction(self.total), (tile,), b.col_axis, not b.tile.flat, alike=alike)
+        form = (b.a.groups[b.reduction(self.total).operand], word_of(b, self.total))  # shape of the tile
+        join_key = ("state", b.a.level[self.total], *form) if adds else None
+        return Combine(b.reduction(self.total), (tile,), b.col_axis, not b.tile.flat, join_key=join_key)
 
 
 @dataclass(frozen=True)
 class Scaled(Plain):
-    """A sum that is one over the segment in which the block lies, times what the block shares."""
+    """A sum that is a sum over the block's segment, times values that the block shares."""
 
     segment: int
     shared: tuple[int, ...]
@@ -106,16 +107,16 @@ class Scaled(Plain):
         b.set(names[0], times(b.named["sum", self.segment], *factors))
 
     def fold(self, b: Builder, names: Sequence[Variable]) -> None:
-        """The state is one value a row already."""
+        """The state already is one value per row."""
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """sum(exp(x - max(x))) with its maximum; the sum is repaired whenever the maximum moves.
+    """sum(exp(x - max(x))) and its maximum; the sum is rescaled whenever the maximum grows.
 
-    Each lane has its own where a thread holds several of a block's elements for it and the row is read once:
-    no thread waits for another until the loop is over, by which long rows are 1% to 6% faster. With a second
-    pass over the row they are not.
+    Each lane has its own state if a thread has several of a block's elements for it and the row is read once.
+    Then no thread waits for another until the loop ends, which makes long rows 1% to 6% faster. With a second
+    pass over the row it gains nothing.
     """
 
     peak: int
@@ -182,13 +183,13 @@ class Softmax:
 
 
 def _shift(b: Builder, top: Expression) -> Name:
-    """What is taken from a row's elements: its maximum, but nothing of a row whose elements are all -inf."""
+    """Return the value subtracted from a row's elements: its maximum, or 0 if all elements are -inf."""
     return b.define("shift", tl.where(top.eq(MINUS_INFINITY), 0.0, top))
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The sum of squares around the mean, and the mean itself, which is all that the sum is used for."""
+    """The sum of squares around the mean, and the mean itself; the sum of the elements has no other use."""
 
     total: int
     mean: int
@@ -219,16 +220,16 @@ class Moments:
         scaled_mean = b.along(tl.sum, x * scale)
         b.set(mean, scaled_mean if b.tile.col_mask is None else scaled_mean / (_count(b) * scale))
         mask = b.mask(ALONG, None)
-        off = b.define("off", x - mean if mask is None else tl.where(mask, x - mean, 0.0))
+        delta = b.define("off", x - mean if mask is None else tl.where(mask, x - mean, 0.0))
         if is_exact(b, self.total, b.tile.lanes):
-            b.set(squares, b.along(tl.sum, off * off))
+            b.set(squares, b.along(tl.sum, delta * delta))
             return
-        left = own("left")
-        b.add(Assign((squares, left), fm.sums(off * off, off, b.col_axis, not b.tile.flat)))
-        b.add(Assign((mean, squares), fm.corrected(mean, squares, left, _count(b))))
+        rest = own("left")
+        b.add(Assign((squares, rest), fm.sums(delta * delta, delta, b.col_axis, not b.tile.flat)))
+        b.add(Assign((mean, squares), fm.corrected(mean, squares, rest, _count(b))))
 
     def fold(self, b: Builder, names: Sequence[Variable]) -> None:
-        """The state is one value a row already."""
+        """The state already is one value per row."""
 
     def end(self, b: Builder, names: Sequence[Variable]) -> None:
         self.step(b, names)
@@ -238,11 +239,12 @@ class Moments:
         means, others = parts
         counts = b.define("counts", _part_counts(b))
         tops = tl.where(counts > 0, means, MINUS_INFINITY)
-        top = b.define("top", b.along(tl.max, tops))  # means differ by less than they are, which rounds less
-        apart = b.define("apart", means - top)
-        move = b.define("move", b.along(tl.sum, counts / b.a.size(COLS) * apart))
+        # means differ by less than their magnitude, which rounds less
+        top = b.define("top", b.along(tl.max, tops))
+        distance = b.define("apart", means - top)
+        move = b.define("move", b.along(tl.sum, counts / b.a.size(COLS) * distance))
         b.set(mean, top + move)
-        b.set(squares, b.along(tl.sum, others + counts * (apart - move) * (apart - move)))
+        b.set(squares, b.along(tl.sum, others + counts * (distance - move) * (distance - move)))
 
     def bind(self, b: Builder, names: Sequence[Variable]) -> None:
         b.env[self.mean], b.env[self.squares] = names
@@ -250,7 +252,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Pieces(Plain):
-    """Sums of which each is a piece (`pieces.py`): an accumulator for each lane of all of them."""
+    """Sums that are pieces (`pieces.py`): an accumulator for each lane of all of them."""
 
     sums: tuple[int, ...]
 
@@ -280,8 +282,8 @@ Running = Plain | Softmax | Moments | Contracted | Pieces
 
 
 def accumulator(b: Builder, number: int, groups: frozenset[str], word: int = 1) -> Variable:
-    """The variable in which a reduction is accumulated over a tile of these groups, with one lane for each
-    word of so many columns."""
+    """Return the variable that accumulates a reduction over a tile of these groups, with a lane per `word`
+    columns."""
     reduce = b.reduction(number)
     with b.inside(None, b.tile.lanes // word):
         shape = b.shape(groups)
@@ -289,9 +291,10 @@ def accumulator(b: Builder, number: int, groups: frozenset[str], word: int = 1) 
 
 
 def _lanes(b: Builder) -> int:
-    """Columns that a program's threads take in one access each; 0 where a lane has no state of its own."""
-    turn = WORD * 32 * b.s.num_warps
-    return turn if b.tile.flat and b.tile.last_pass and b.tile.lanes >= LEAST_TURNS * turn else 0
+    """Return how many columns a program's threads access at once; 0 if lanes do not have states of their
+    own."""
+    columns = WORD * 32 * b.s.num_warps
+    return columns if b.tile.flat and b.tile.last_pass and b.tile.lanes >= LEAST_TURNS * columns else 0
 
 
 def states_of(
@@ -300,7 +303,7 @@ def states_of(
     contracted: Mapping[int, Contraction] = NONE,
     packed: Mapping[int, tuple[int, ...]] = NO_PIECES,
 ) -> list[Running]:
-    """The states of one pass over the columns, in the order of the reductions."""
+    """Return the states of one pass over the columns, in the order of the reductions."""
     together: Mapping[int, Running] = {
         **{total: Softmax(peak, total) for total, peak in a.online.items()},
         **{squares: Moments(total, mean, squares) for squares, (total, mean) in a.moments.items()},
@@ -312,42 +315,43 @@ def states_of(
 
 
 def scaled(b: Builder, state: Running) -> Running:
-    """A state in terms of a sum over segments that the block computes anyway, where it has such terms."""
+    """Return a state as a multiple of a segment sum that the block computes anyway, if possible."""
     if not isinstance(state, Plain) or b.s.cols is not Cols.WHOLE:
         return state
-    found = scaled_sum(b, state.total)
-    return state if found is None else Scaled(state.total, *found)
+    segment_sum = scaled_sum(b, state.total)
+    return state if segment_sum is None else Scaled(state.total, *segment_sum)
 
 
 def complete_after(a: Analysis, level: int) -> list[int]:
-    """The reductions along the row that so many passes complete."""
+    """Return the reductions along the row that so many passes complete."""
     return [i for i in a.reductions if i not in a.finish and a.level[i] == level]
 
 
 def _seen(b: Builder) -> Expression:
-    """How many columns of its part a program has been through before the block at hand."""
+    """Return how many columns of its part a program has processed before the current block."""
     assert b.tile.start is not None  # a pass begins somewhere
     return b.tile.start if b.s.splits == 1 else b.tile.start - own("first_col")
 
 
 def _column(b: Builder, lane: Expression) -> Expression:
-    """The column of a lane, or the first one of the row where that lies behind."""
+    """Return the column of a lane, or the row's first column if the lane is before the row."""
     return tl.maximum(lane - own("lead"), 0) if b.s.misaligned else lane
 
 
 def _count(b: Builder) -> Expression:
-    """How many columns the block at hand has."""
+    """Return the number of columns of the current block."""
     start, size = b.tile.start, b.a.size(COLS)
     if b.tile.col_mask is None:
         return lift(b.tile.lanes)
     assert start is not None and isinstance(size, int)  # a pass begins somewhere
-    if isinstance(start, Literal) and isinstance(start.value, int):  # behind the loop
+    if isinstance(start, Literal) and isinstance(start.value, int):  # after the loop
         return lift(size - start.value)
     return tl.minimum(_without_lead(start + b.tile.lanes, b.s.misaligned), size) - _column(b, start)
 
 
 def _part_counts(b: Builder) -> Expression:
-    """How many columns each part of a row has, as float32: with a loop the same at any lead."""
+    """Return the number of columns of each part of a row, as float32. With a loop it does not depend on
+    the lead."""
     size, part = b.a.size(COLS), part_cols(b.a, b.s)
     first = own("parts") * part
     misaligned = b.s.misaligned and b.s.cols is Cols.WHOLE

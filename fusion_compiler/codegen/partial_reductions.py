@@ -1,9 +1,9 @@
-"""Sums over segments: of some of the rows, and of the inner columns in each of them.
+"""Segment sums: reductions over some of the rows and over inner columns.
 
-A norm of channels in groups needs the sums of each channel over all samples, beside those along its rows,
-which are the groups of each sample. What such a sum keeps is neither a row nor a column of a tile. So each
-block of a row leaves one partial result for every piece of a segment in it, and a second kernel adds up the
-pieces and rows that belong together.
+A norm of channels in groups needs the sums of each channel over all samples in addition to those along its
+rows, which are the groups of each sample. The kept axes of such a sum are neither rows nor columns of a tile.
+So each block of a row leaves one partial result for every piece of a segment in it, and a second kernel adds
+up the pieces and rows that belong together.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Re
 from fusion_compiler.ir.syntax import Variable, every, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, Pieces, accumulator_dtype, pieces_of
 from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.shapes import padded
 
-TILE = (256, 16, 4)  # rows, columns and warps of what adds up the partial results: two sectors of each row
+TILE = (256, 16, 4)  # rows, columns and warps of the second stage: two sectors of each row
 
 
 @dataclass(frozen=True)
 class Partials:
-    """The partial results of a loop nest, by the name that its builder knows them under, and what adds
-    them up and computes all that waits for them: a loop nest for all that keep the same axes."""
+    """The partial results of a loop nest, by their names in its builder, and the second stages.
+
+    finishings: one loop nest for all reductions that keep the same axes; it adds them up and computes what
+        depends on them.
+    """
 
     partials: Mapping[str, Buffer]
     finishings: tuple[tuple[LoopNest, Schedule], ...]
 
 
 def partials_of(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) -> Partials:
-    """numbers: what the names of a cluster's partial results are made of."""
+    """Return the partial results of a nest. numbers: yields the numbers in their names."""
     partials = {n: _partial(analysis, schedule, n, next(numbers)) for n in analysis.segmented}
     nests = [
-        _finishing(analysis, schedule, kept, partials)
+        _second_stage(analysis, schedule, kept, partials)
         for kept in dict.fromkeys(analysis.kept(n) for n in analysis.segmented)
     ]
     named = {partials_name(n): buffer for n, buffer in partials.items()}
@@ -50,33 +54,33 @@ def partials_of(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) 
 
 
 def partial_results(b: Builder, numbers: Sequence[int]) -> None:
-    """Store what the block at hand adds to reductions over segments: one value a piece of each row."""
+    """Store the current block's part of segment reductions: one value per piece of each row."""
     for number in numbers:
         tile = elements(b, b.reduction(number), ALONG)
         pieces = _pieces(b, number)
-        here = b.tile.lanes // pieces.columns
+        count = b.tile.lanes // pieces.columns
         axis, keep = b.col_axis, not b.tile.flat
         groups = b.a.groups[b.reduction(number).operand]
-        if here > 1:
+        if count > 1:
             tall = not b.tile.flat and ROWS in groups
-            shape = [*([] if b.tile.flat else [b.s.block_rows if tall else 1]), here, pieces.columns]
+            shape = [*([] if b.tile.flat else [b.s.block_rows if tall else 1]), count, pieces.columns]
             tile, axis, keep = tl.reshape(tile, shape), len(shape) - 1, False
-        alike = (pieces, groups) if b.a.is_sum(number) else None
-        sums = b.let("segment_sum", b.folded(number, tile, axis, keep, alike))
-        _store_pieces(b, number, sums, pieces, here)
+        join_key = (pieces, groups) if b.a.is_sum(number) else None
+        sums = b.let("segment_sum", b.folded(number, tile, axis, keep, join_key))
+        _store_pieces(b, number, sums, pieces, count)
 
 
 def _pieces(b: Builder, number: int) -> Pieces:
     return pieces_of(b.a, replace(b.s, block_cols=b.tile.lanes), number)
 
 
-def _store_pieces(b: Builder, number: int, value: Variable, pieces: Pieces, here: int) -> None:
-    """Store the values of the pieces in the block; of a single one other sums may be made."""
-    piece = _pieces_here(b, pieces.columns, here)
-    only = here == 1 and b.tile.start is None
+def _store_pieces(b: Builder, number: int, value: Variable, pieces: Pieces, count: int) -> None:
+    """Store the values of the pieces in the block. Other sums may reuse the value of a single piece."""
+    piece = _piece_numbers(b, pieces.columns, count)
+    is_row = count == 1 and b.tile.start is None
     rows = b.tile.row_mask if b.a.axes[ROWS] else None
-    mask = every(rows, piece < pieces.count if b.tile.col_mask and not only else None)
-    if here == 1:
+    mask = every(rows, piece < pieces.count if b.tile.col_mask and not is_row else None)
+    if count == 1:
         b.named["sum", number] = value
     # A pointer to a block's only piece has the block's shape.
     block = None if b.tile.flat else tl.zeros([1, 1], torch.int32)
@@ -85,9 +89,11 @@ def _store_pieces(b: Builder, number: int, value: Variable, pieces: Pieces, here
 
 
 def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:
-    """A sum along the row as one over segments times values that the block shares: sum(w * x) = w * sum(x).
+    """Return a sum along the row as a segment sum times values that the block shares: sum(w * x) = w *
+    sum(x).
 
-    (the reduction over segments, the loads of those values), where the block lies in one segment.
+    The result is (the segment reduction, the loads of those values) if the block is in one segment, else
+    None.
     """
     if not b.a.segmented:
         return None
@@ -97,23 +103,23 @@ def scaled_sum(b: Builder, number: int) -> tuple[int, tuple[int, ...]] | None:
     for segment in b.a.segmented:
         other = nodes[segment]
         assert isinstance(other, Reduce)
-        alike = other.combine == reduce.combine == "sum" and b.a.level[segment] == b.a.level[number]
-        mine, theirs = factors[reduce.operand], factors[other.operand]
-        if alike and theirs <= mine and _pieces(b, segment).columns == b.tile.lanes:
-            shared = tuple((mine - theirs).elements())
+        same_level = other.combine == reduce.combine == "sum" and b.a.level[segment] == b.a.level[number]
+        of_sum, of_segment = factors[reduce.operand], factors[other.operand]
+        if same_level and of_segment <= of_sum and _pieces(b, segment).columns == b.tile.lanes:
+            shared = tuple((of_sum - of_segment).elements())
             if all(isinstance(n := nodes[i], Load) and is_same(b, n) for i in shared):
                 return segment, shared
     return None
 
 
-def _pieces_here(b: Builder, columns: int, here: int) -> Variable:
-    """The variable of the numbers of the block's pieces in the row."""
+def _piece_numbers(b: Builder, columns: int, count: int) -> Variable:
+    """Return the variable with the numbers of the block's pieces in the row."""
     start = None if b.tile.start is None else b.tile.start // columns
-    return b.once(("piece", columns), "piece", plus(start, b.lanes(here) if here > 1 else None))
+    return b.once(("piece", columns), "piece", plus(start, b.lanes(count) if count > 1 else None))
 
 
 def partials_name(number: int) -> str:
-    """What the builder knows the partial results of a reduction over segments as."""
+    """Return the builder's name of the partial results of a segment reduction."""
     return f"pieces_{number}"
 
 
@@ -124,10 +130,10 @@ def _partial(analysis: Analysis, schedule: Schedule, number: int, position: int)
     return Buffer(f"partial_{position}", shape, strides_of(shape), accumulator_dtype(node))
 
 
-def _finishing(
+def _second_stage(
     analysis: Analysis, schedule: Schedule, kept: frozenset[int], partials: Mapping[int, Buffer]
 ) -> LoopNest:
-    """The loop nest whose rows are what is left to reduce and whose columns are what is kept."""
+    """Return the loop nest whose rows are the remaining reduced axes and whose columns are the kept axes."""
     loops, sums = analysis.loops, [n for n in partials if analysis.kept(n) == kept]
     reduced, steps = _partial_axes(analysis, kept, pieces_of(analysis, schedule, sums[0]))
     moved = {k: len(reduced) + i for i, k in enumerate(sorted(kept))}
@@ -142,7 +148,8 @@ def _finishing(
 def _partial_axes(
     analysis: Analysis, kept: frozenset[int], pieces: Pieces
 ) -> tuple[list[tuple[Dim, Dim]], dict[int, Dim]]:
-    """How the partial results lie: (size, step) of all that is left to reduce, the step of each kept axis."""
+    """Return the layout of the partial results: (size, step) of the axes left to reduce, and the step of
+    each kept axis."""
     steps = {k: product((step, pieces.count)) for k, step in row_major(analysis.axes[ROWS], 0)}
     reduced = [(analysis.loops.axes[k].size, step) for k, step in steps.items() if k not in kept]
     segment = segment_of(analysis.loops, kept)
@@ -154,9 +161,8 @@ def _partial_axes(
 
 
 def schedule_of(nest: LoopNest) -> Schedule:
-    """Return the schedule of a nest that reduces partial results, which lie along its rows."""
+    """Return the schedule of a nest that reduces partial results along its rows."""
     rows = product(a.size for a in nest.axes if a.group == ROWS)
     assert isinstance(rows, int), "segments have a known size"
     height, width, warps = TILE
-    tall = 1 << max(0, rows - 1).bit_length()
-    return Schedule(min(height, tall), width, Cols.GRID, programs=1, num_warps=warps)
+    return Schedule(min(height, padded(rows)), width, Cols.GRID, programs=1, num_warps=warps)

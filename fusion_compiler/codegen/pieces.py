@@ -102,7 +102,7 @@ def _same_form(b: Builder, nodes: Nodes) -> bool:
 
 def _form(node: Compute) -> object:
     literals = tuple((n, None if isinstance(a, Value) else exact(a)) for n, a in node.operands)
-    return node.target, literals, node.dtype, node.coarse, node.pinned, node.alone
+    return node.target, literals, node.dtype, node.coarse, node.pinned, node.single_producer
 
 
 def _operands(b: Builder, nodes: Nodes) -> Iterator[Nodes]:

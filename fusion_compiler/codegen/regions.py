@@ -1,8 +1,7 @@
-"""What is done for one block of rows: at once where a tile holds them, else in passes over their columns.
+"""Build one block of rows: at once if a tile holds them, else in passes over their columns.
 
-There is one pass for each level of reductions that feed each other. It reads every column once, and each of
-its reductions keeps a state (`online_reductions.py`); programs that share the row then exchange what they
-have.
+Each level of reductions that depend on each other takes one pass, which reads every column once. Each of its
+reductions keeps a state (`online_reductions.py`). Programs that share the row then exchange their states.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fusion_compiler.schedule.schedule import Cols
 
 
 def whole_block(b: Builder) -> None:
-    """Everything for one block of rows that lies in the tile entirely, stores included."""
+    """Build everything for one block of rows that is entirely in the tile, including stores."""
     partial_results(b, b.a.segmented)
     groups, stores = pieces.together(b, b.stores_of("main"))
     every = [o for s in b.stores_of("main") for o in store_operands(s)]
@@ -36,24 +35,23 @@ def whole_block(b: Builder) -> None:
     roots = [*(o for s in stores for o in store_operands(s)), *b.accumulated()]
     build_row_values(b, roots)
     build_nodes(b, _pairs_last(b, b.need(roots)))
-    build_nodes(b, b.need(roots))  # what was made of a mean that was corrected since
+    build_nodes(b, b.need(roots))  # values of a mean that was corrected since
     store_all(b, stores)
 
 
 def _matrices(b: Builder, roots: Sequence[int]) -> list[int]:
-    """The loads of matrices, which what is reduced before would keep waiting; all, where it is ahead."""
-    whole, nodes = frozenset({ROWS, COLS}), b.loops.nodes
+    """Return the loads of matrices, which earlier reductions would delay; all loads if reductions are
+    replicated."""
+    tile_groups, nodes = frozenset({ROWS, COLS}), b.loops.nodes
     if not b.a.weighted and not b.a.products:
         return []
     loads = (n for n in b.need(roots) if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
-    return [n for n in loads if b.ahead or b.a.groups[n] == whole]
+    return [n for n in loads if b.ahead or b.a.groups[n] == tile_groups]
 
 
 def _pairs_last(b: Builder, numbers: list[int]) -> list[int]:
-    """Nodes in an order in which single loads come first.
-
-    Triton computes in the layout of the last load; the others, which are narrower, go through shared memory.
-    """
+    """Return nodes in an order in which single loads come first. Triton computes in the layout of the last
+    load. The other loads are narrower and go through shared memory."""
     if not b.a.pairs:
         return numbers
     pairs = {n for pair in b.a.pairs.items() for n in pair}
@@ -65,7 +63,7 @@ def _pairs_last(b: Builder, numbers: list[int]) -> list[int]:
 
 
 def passes_over_columns(b: Builder, sums: Sums) -> None:
-    """One block of rows: for each level its pass, with the stores that can be made then; row values last."""
+    """Build one block of rows: one pass per level, with the stores that it completes, then the row values."""
     reductions = [i for i in b.a.reductions if i not in b.a.finish]
     stores = list(b.stores_of("main"))
     full = [s for s in stores if COLS in b.index_groups(s.index)]
@@ -73,19 +71,19 @@ def passes_over_columns(b: Builder, sums: Sums) -> None:
     build_row_values(b, (o for s in by_row for o in store_operands(s)))
     levels = [b.a.level[i] for i in (*reductions, *b.a.segmented)] + [b.a.level[s.value] + 1 for s in full]
     for number in range(max(levels, default=0)):
-        mine = complete_after(b.a, number + 1)
+        complete = complete_after(b.a, number + 1)
         writes = [s for s in full if b.a.level[s.value] == number]
         partial = [i for i in b.a.segmented if b.a.level[i] == number + 1]
         b.set_last_pass(number == max(levels) - 1)
-        if mine or writes or partial:
-            states = [scaled(b, state) for state in states_of(b.a, mine, b.contracted, b.packed_sums)]
+        if complete or writes or partial:
+            states = [scaled(b, state) for state in states_of(b.a, complete, b.contracted, b.packed_sums)]
             names = _read_columns(b, number, states, partial, writes, sums)
             if b.s.splits > 1 and states:
                 exchange(b, states, names)
                 if b.kept:
                     rematerialize(b, [*(o for s in stores for o in store_operands(s)), *b.accumulated()])
-            for state, own in zip(states, names, strict=True):
-                state.bind(b, own)
+            for state, variables in zip(states, names, strict=True):
+                state.bind(b, variables)
     for group in groups:
         pieces.store(b, group)
     for store in by_row:
@@ -101,54 +99,53 @@ def _read_columns(
     stores: Sequence[Store],
     sums: Sums,
 ) -> list[tuple[Variable, ...]]:
-    """A loop over this program's columns, or the tile where it holds them all; the folded states' names.
-
-    partial: reductions over segments, of which every block stores its part.
-    """
-    wanted = [o for state in states for o in state.wanted(b)]
-    wanted += [o for i in partial for o in operands_of(b.loops.nodes[i])]
-    wanted += [o for s in stores for o in store_operands(s)]
-    build_nodes(b, (i for i in b.need(wanted) if COLS not in b.a.groups[i]))
+    """Build a loop over this program's columns, or the whole tile, and return the names of the folded states.
+    partial: reductions over segments, of which every block stores its part."""
+    needed = [o for state in states for o in state.wanted(b)]
+    needed += [o for i in partial for o in operands_of(b.loops.nodes[i])]
+    needed += [o for s in stores for o in store_operands(s)]
+    build_nodes(b, (i for i in b.need(needed) if COLS not in b.a.groups[i]))
     if b.s.cols is Cols.LOOP:
-        return _loop(b, states, wanted, partial, stores)
+        return _loop(b, states, needed, partial, stores)
     names: list[tuple[Variable, ...]] = [tuple(Var(b.base_of(n)) for n in s.numbers) for s in states]
-    build_nodes(b, b.need(wanted))
+    build_nodes(b, b.need(needed))
     partial_results(b, partial)
     sums.add_block(b, level)
-    for state, own in zip(states, names, strict=True):
-        state.single(b, own)
+    for state, variables in zip(states, names, strict=True):
+        state.single(b, variables)
     for store in stores:
         store_one(b, store)
-    for state, own in zip(states, names, strict=True):
-        state.fold(b, own)
+    for state, variables in zip(states, names, strict=True):
+        state.fold(b, variables)
     return names
 
 
 def _loop(
     b: Builder,
     states: Sequence[Running],
-    wanted: Sequence[int],
+    needed: Sequence[int],
     partial: Sequence[int],
     stores: Sequence[Store],
 ) -> list[tuple[Variable, ...]]:
-    """Whole blocks in a loop, without a mask; then what is left of the row, in a tile that is as narrow."""
+    """Build a loop over whole blocks without masks, then the rest of the row in a tile as narrow as it
+    allows."""
     inner, lanes = inner_cols(b.a, b.s), end_lanes(b.a, b.s)
     names = [state.start(b) for state in states]
-    carry_scans(b, b.need(wanted))
+    carry_scans(b, b.need(needed))
 
     def block(start: Expression, inside: bool, ending: bool) -> None:
         cols_at(b, start, inside)
-        build_nodes(b, b.need(wanted))
-        for state, own in zip(states, names, strict=True):
-            (state.end if ending else state.step)(b, own)
+        build_nodes(b, b.need(needed))
+        for state, variables in zip(states, names, strict=True):
+            (state.end if ending else state.step)(b, variables)
         partial_results(b, partial)
         for store in stores:
             store_one(b, store)
 
     with b.inside(col_loop(b, inner)):
         block(start_of_turn(b), inside=lanes > 0, ending=False)
-    for state, own in zip(states, names, strict=True):
-        state.fold(b, own)
+    for state, variables in zip(states, names, strict=True):
+        state.fold(b, variables)
     if lanes:
         with b.inside(col_end(b, inner, lanes), lanes):
             block(lift(inner), inside=False, ending=True)

@@ -1,4 +1,4 @@
-"""Compute again rather than keep: what a program's registers hold while it waits for others."""
+"""Recompute values instead of keeping them in registers while a program waits for others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WHOLE = frozenset({ROWS, COLS})
 
 
 def rematerialize(b: Builder, wanted: Iterable[int]) -> None:
-    """Before `wanted` is built: tiles are computed again from what was loaded, but for those which it reads
-    that took special functions."""
+    """Before `wanted` is built, let tiles be recomputed from loaded ones. Tiles that it reads and that took
+    special functions are kept."""
     read = {o for n in b.need(wanted) for o in operands_of(b.loops.nodes[n])}
     for number in sorted(b.env):
         node = b.loops.nodes[number] if number >= 0 else None
@@ -29,7 +29,7 @@ def rematerialize(b: Builder, wanted: Iterable[int]) -> None:
 
 
 def takes_long(b: Builder, number: int) -> bool:
-    """Whether a tile takes special functions to compute from what was loaded."""
+    """True if computing a tile from loaded values takes special functions."""
     node = b.loops.nodes[number]
     if not isinstance(node, Compute) or b.a.groups[number] != WHOLE:
         return False

@@ -1,4 +1,4 @@
-"""The same loop nest in fewer instructions, by what its results' dtypes allow; before it is printed."""
+"""Rewrite a loop nest to fewer instructions, as its results' dtypes allow, before it is printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.schedule.analysis import Analysis, operand_of
 
 aten = torch.ops.aten
-# Comparison -> the one for words, and whether numbers equal to the constant are on the lower side.
+# Comparison -> (the comparison of words, True if a number equal to the constant is on the lower side).
 COMPARISONS = {
     overload: (target, above)
     for packet, target, above in (
@@ -37,15 +37,15 @@ COMPARISONS = {
 
 
 def shortened(loops: LoopNest, buffers: Mapping[str, Buffer]) -> LoopNest:
-    """`loops` with shorter forms; buffers: of its loads and stores, by name."""
+    """Return `loops` with shorter forms. buffers: by name, those of its loads and stores."""
     rough = Analysis(loops).rough({name: buffer.dtype for name, buffer in buffers.items()})
     return thresholds(complements(loops, rough))
 
 
 def complements(loops: LoopNest, rough: frozenset[int]) -> LoopNest:
-    """1 + erf(u) -> erfc(-u), in 16-bit GELUs: erfc takes no more, and keeps the digits that the sum loses.
+    """Rewrite 1 + erf(u) -> erfc(-u) in 16-bit GELUs.
 
-    In float32 it would take twice the instructions.
+    erfc takes as many instructions (in float32 twice as many) and keeps digits that the sum loses.
     """
     nodes = list(loops.nodes)
     uses = Counter(o for n in nodes for o in operands_of(n))
@@ -64,7 +64,7 @@ def complements(loops: LoopNest, rough: frozenset[int]) -> LoopNest:
 
 
 def _one_more_than(loops: LoopNest, node: Compute) -> int | None:
-    """n of the sum 1 + n."""
+    """Return n for the sum 1 + n, else None."""
     operands = dict(node.operands)
     if node.target not in (aten.add.Tensor, aten.add.Scalar) or operands.get("alpha", 1) != 1:
         return None
@@ -77,10 +77,10 @@ def _one_more_than(loops: LoopNest, node: Compute) -> int | None:
 
 
 def thresholds(loops: LoopNest) -> LoopNest:
-    """uniform >= p -> word >= P, the same decision exactly: a dropout needs no float for it.
+    """Rewrite uniform >= p -> word >= P, an exactly equal decision, so that dropout needs no float.
 
-    A uniform number is m / 2^24 with m the word's upper 24 bits, and so at least p just where the word is
-    at least 2^8 times the smallest such m. Only where all that becomes of the number are such comparisons.
+    A uniform number is m / 2^24, where m is the upper 24 bits of the word. It is at least p if and only if
+    the word is at least 2^8 times the smallest such m. All uses of the number must be such comparisons.
     """
     nodes = list(loops.nodes)
     readers: dict[int, list[int]] = {}
@@ -90,15 +90,15 @@ def thresholds(loops: LoopNest) -> LoopNest:
     stored = {o for s in loops.stores for o in store_operands(s)}
     for i, node in enumerate(nodes):
         if isinstance(node, Random) and i not in stored:
-            compared = {n: _with_threshold(loops, nodes[n]) for n in readers.get(i, ())}
-            if all(compared.values()):
+            rewritten = {n: _with_threshold(loops, nodes[n]) for n in readers.get(i, ())}
+            if all(rewritten.values()):
                 nodes[i] = replace(node, dtype=torch.uint32)
-                nodes = [compared.get(n) or other for n, other in enumerate(nodes)]
+                nodes = [rewritten.get(n) or other for n, other in enumerate(nodes)]
     return replace(loops, nodes=tuple(nodes))
 
 
 def _with_threshold(loops: LoopNest, node: Node) -> Compute | None:
-    """A comparison of a uniform number with a constant as one of its word; None for all else."""
+    """Return a comparison of a uniform number with a constant as one of its word; None for any other node."""
     if not isinstance(node, Compute) or node.target not in COMPARISONS:
         return None
     operands = dict(node.operands)
@@ -108,6 +108,6 @@ def _with_threshold(loops: LoopNest, node: Node) -> Compute | None:
     if not isinstance(left, Value) or not isinstance(p, int | float) or not 0 < p < 1:
         return None
     target, above = COMPARISONS[node.target]
-    steps = float(torch.tensor(p, dtype=torch.float32)) * 2.0**24  # exact, as the kernel's own p is float32
+    steps = float(torch.tensor(p, dtype=torch.float32)) * 2.0**24  # exact, since p is float32 in the kernel
     least = int(steps) + 1 if above else math.ceil(steps)
     return Compute(target, (("self", left), ("other", least << 8)), torch.bool) if least < 2**24 else None

@@ -1,4 +1,5 @@
-"""Reductions over the rows: accumulated block by block, folded at the end to one partial result a program."""
+"""Reductions over rows: accumulators over the blocks of a program, folded at the end to one partial
+result."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from fusion_compiler.schedule.analysis import accumulated_groups
 
 
 class Sums:
-    """The reductions over rows of a program, by the variables that hold them; what the block at hand is not
-    yet added to is pending."""
+    """The reductions over rows of a program, by the variables that hold them. pending: reductions to which
+    the current block is not added yet."""
 
     def __init__(self, variables: Mapping[int, Variable] | None = None) -> None:
         self.variables = dict(variables or {})
@@ -25,13 +26,13 @@ class Sums:
 
     @classmethod
     def of_blocks(cls, b: Builder) -> Sums:
-        """Accumulators, before a loop over blocks of rows."""
+        """Return accumulators, initialized before a loop over blocks of rows."""
         groups = {i: accumulated_groups(b.a, b.s, i) for i in b.a.across_rows}
-        return cls({i: accumulator(b, i, own) for i, own in groups.items()})
+        return cls({i: accumulator(b, i, g) for i, g in groups.items()})
 
     @classmethod
     def of_tile(cls, b: Builder) -> Sums:
-        """Without a loop the tile itself is the accumulator; what it comes to, where there are many."""
+        """Return the tiles themselves as accumulators, or their sums for products, if there is no loop."""
         build_nodes(b, (i for i in b.a.across_rows if i in b.contracted))
 
         def accumulator_of(i: int) -> Variable:
@@ -47,17 +48,17 @@ class Sums:
         self.pending = set(self.variables)
 
     def add_block(self, b: Builder, level: int) -> None:
-        """Add the block at hand to those whose operands so many passes over it complete."""
+        """Add the current block to the reductions whose operands are complete after `level` passes."""
         for number in [n for n in self.variables if n in self.pending and b.a.level[n] <= level]:
             self.pending.remove(number)
             b.add(step(b.reduction(number), self.variables[number], _block(b, number)))
 
     def folded(self, b: Builder, number: int) -> Expression:
-        """An accumulator over row blocks, folded to this program's result: [1, cols], or one element."""
+        """Return an accumulator folded to this program's result: [1, cols], or one element."""
         reduce, tile, over = b.reduction(number), self.variables[number], b.a.over(number)
         if b.tile.flat:
             return fold(reduce, tile, 0, keep=False) if COLS in over else tile
-        if number in b.a.weighted_columns:  # which has no lanes for rows
+        if number in b.a.weighted_columns:  # it has no lanes for rows
             return tile
         if COLS in over:
             return fold(reduce, fold(reduce, tile, 1, keep=True), 0, keep=True)
@@ -65,7 +66,7 @@ class Sums:
 
 
 def _block(b: Builder, number: int) -> Expression:
-    """What a block adds to a sum over rows: its tile, or the sum of it where the rows have no lanes."""
+    """Return what a block adds to a sum over rows: its tile, or the tile's sum if rows have no lanes."""
     reduce = b.reduction(number)
     tile = elements(b, reduce, b.a.over(number))
     if b.tile.flat or ROWS in accumulated_groups(b.a, b.s, number):

@@ -1,6 +1,6 @@
 """Device functions for products of a matrix with several vectors on tensor units (`contractions.py`).
 
-Kernels find them in `math.py`.
+Kernels import them through `math.py`.
 """
 
 # ruff: noqa: RET505 -- a static branch must end in else: Triton compiles what follows a return
@@ -14,13 +14,13 @@ import triton.language as tl
 
 @triton.jit
 def stack(x, y):
-    """Two tiles, one below the other."""
+    """Return two tiles stacked along the rows."""
     return tl.reshape(tl.permute(tl.join(x, y), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
 
 
 @triton.jit
 def halves(x, axis: tl.constexpr):
-    """A tile cut in two along an axis."""
+    """Return the two halves of a tile along an axis."""
     if axis == 0:
         return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
     else:
@@ -29,21 +29,23 @@ def halves(x, axis: tl.constexpr):
 
 @triton.jit
 def in_parts(x, parts: tl.constexpr):
-    """A tile's columns in equal parts: [parts, rows, columns of a part]."""
+    """Return a tile's columns in equal parts: [parts, rows, columns of a part]."""
     return tl.permute(tl.reshape(x, [x.shape[0], parts, x.shape[1] // parts]), (1, 0, 2))
 
 
 @triton.jit
 def beyond(x, part):
-    """What bfloat16 leaves of a number, of which `part` is what it holds; nothing of infinity."""
+    """Return the rest of x after `part`, its bfloat16 value; 0 if x is infinite."""
     left = x - part.to(tl.float32)
     return tl.where(left == left, left, 0.0)
 
 
 @triton.jit
 def in_terms(x, terms: tl.constexpr, parts: tl.constexpr, shift: tl.constexpr):
-    """A tile [n, k] of float32 as bfloat16: [parts * n, k], a part for what it holds of x, what it holds of
-    the rest, and so on, zeros behind the last. shift: a part of zeros before them, and the last one left out.
+    """Return a float32 tile [n, k] as bfloat16 terms: [parts * n, k].
+
+    The first part is x rounded to bfloat16, the second the rounded rest, and so on, followed by zeros.
+    shift: insert a part of zeros first and omit the last part.
     """
     x_0 = x.to(tl.bfloat16)
     zero = tl.zeros_like(x_0)
@@ -65,16 +67,17 @@ def in_terms(x, terms: tl.constexpr, parts: tl.constexpr, shift: tl.constexpr):
 
 @triton.jit
 def between_zeros(x):
-    """A tile with a column of zeros behind each of its columns."""
+    """Return a tile with a column of zeros after each column."""
     return tl.reshape(tl.join(x, tl.zeros_like(x)), [x.shape[0], 2 * x.shape[1]])
 
 
 @triton.jit
 def add_product(total, matrix, vectors, split: tl.constexpr):
-    """`total` and matrix @ vectors', in so many parts of their columns.
+    """Return `total` plus matrix @ vectors', in `split` parts of their columns.
 
-    Triton to 3.7 multiplies 16 columns wrong where either was made of numbers of 8 bits, a mask's for one
-    (https://github.com/triton-lang/triton/pull/11691): a thread then holds eight columns side by side.
+    Triton up to 3.7 computes products of 16 columns wrong if an operand was computed from 8-bit numbers, such
+    as a mask (https://github.com/triton-lang/triton/pull/11691), because a thread then has eight adjacent
+    columns. Zeros between the columns make 32 of them.
     """
     if split == 1:
         if matrix.shape[1] < 32:
@@ -95,17 +98,17 @@ def contract(
     parts: tl.constexpr,
     split: tl.constexpr = 1,
 ):
-    """`total` with the products of a matrix [m, k] and n vectors [n, k] added: [m, parts * n]; with `split`
-    [split, m, parts * n], of so many parts of k.
+    """Return `total` plus the products of a matrix [m, k] and n vectors [n, k]: [m, parts * n].
 
-    terms: 1 of numbers that bfloat16 holds, 2 of those with 16 bits, 3 of float32. The first part is the
-    product of what bfloat16 holds of both, the others are what that leaves. Of several products in a kernel
-    warps share the rows as in the first, so that all have the matrix on this side.
+    With `split`, the result is [split, m, parts * n], for as many parts of k.
+    terms: 1 for numbers that bfloat16 represents, 2 for numbers with 16 bits, 3 for float32. The first part
+        is the product of both operands' bfloat16 values, the others are the products of the rests. All
+        products in a kernel have the matrix on this side, because warps share the rows as in the first one.
     """
-    held = matrix.to(tl.bfloat16)
-    total = add_product(total, held, in_terms(vectors, vector_terms, parts, False), split)
+    rounded = matrix.to(tl.bfloat16)
+    total = add_product(total, rounded, in_terms(vectors, vector_terms, parts, False), split)
     if matrix_terms > 1:
-        left = beyond(matrix, held).to(tl.bfloat16)
+        left = beyond(matrix, rounded).to(tl.bfloat16)
         total = add_product(total, left, in_terms(vectors, vector_terms, parts, True), split)
     return total
 
@@ -120,33 +123,34 @@ def contract_apart(
     vector_terms: tl.constexpr,
     split: tl.constexpr = 1,
 ):
-    """`contract` with (main, rest), each [m, n]: of what bfloat16 holds of both, and of what that leaves."""
-    held, x_0 = matrix.to(tl.bfloat16), vectors.to(tl.bfloat16)
+    """Return (main, rest), each [m, n], plus the product of the bfloat16 values, and plus the products of
+    the rests."""
+    rounded, x_0 = matrix.to(tl.bfloat16), vectors.to(tl.bfloat16)
     left = beyond(vectors, x_0)
     x_1 = left.to(tl.bfloat16)
-    main = add_product(main, held, x_0, split)
+    main = add_product(main, rounded, x_0, split)
     if vector_terms > 1:
-        rest = add_product(rest, held, x_1, split)
+        rest = add_product(rest, rounded, x_1, split)
         if vector_terms > 2:
-            rest = add_product(rest, held, beyond(left, x_1).to(tl.bfloat16), split)
+            rest = add_product(rest, rounded, beyond(left, x_1).to(tl.bfloat16), split)
     if matrix_terms > 1:
-        held = beyond(matrix, held).to(tl.bfloat16)
-        rest = add_product(rest, held, x_0, split)
+        rounded = beyond(matrix, rounded).to(tl.bfloat16)
+        rest = add_product(rest, rounded, x_0, split)
         if vector_terms > 1:
-            rest = add_product(rest, held, x_1, split)
+            rest = add_product(rest, rounded, x_1, split)
     return main, rest
 
 
 @triton.jit
 def both(main, rest):
-    """The sum; where the first is infinite, the second may be the other infinity or no number."""
+    """Return main + rest. If main is infinite, rest may be the opposite infinity or NaN and is ignored."""
     return main + tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
 
 
 @triton.jit
 def contracted(total, parts: tl.constexpr):
-    """The sum of the parts of a product [m, parts * n]; where the first is infinite, the others count
-    for nothing."""
+    """Return the sum of the parts of a product [m, parts * n]. If the first part is infinite, the others
+    are ignored."""
     if parts == 1:
         return total
     else:

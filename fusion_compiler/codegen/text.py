@@ -1,8 +1,8 @@
-"""Tile programs as Triton text. Nothing is decided here but the variables' names.
+"""Print tile programs as Triton text. Printing only decides the names of variables.
 
-Whatever breaks a rule of names is refused: a statement reads parameters and variables that were assigned
-before in the same block or around it, and none is assigned that is called as a parameter or as what the
-module or Python knows.
+It refuses programs that break a rule of names: a statement reads parameters and variables that were assigned
+before it in its block or a surrounding one, and no variable has the name of a parameter or of a name of the
+module or of Python.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ from fusion_compiler.ir.syntax import Expression, Global, Literal, Operand, Var,
 
 
 def module(functions: Sequence[Function]) -> str:
-    """Return the text of a kernel's module. Raises ValueError where names break a rule."""
-    called = [function.name for function in functions]
-    if len(set(called)) < len(called) or not GLOBAL.isdisjoint(called):
-        raise ValueError(f"the functions are called {', '.join(called)}, as others are")
+    """Return the text of a kernel's module. Raises ValueError if names break a rule."""
+    function_names = [function.name for function in functions]
+    if len(set(function_names)) < len(function_names) or not GLOBAL.isdisjoint(function_names):
+        raise ValueError(f"the functions are called {', '.join(function_names)}, as others are")
     return HEADER + "\n\n".join(_Printer(function).printed() for function in functions)
 
 
 class _Printer:
-    """Prints one function. taken: names that are none of its variables'. bound: what is assigned here."""
+    """Prints one function.
+
+    taken: names that its variables cannot have.
+    bound: variables that are assigned here.
+    """
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -66,7 +70,7 @@ class _Printer:
         return "\n".join([*self.lines, ""])
 
     def block(self, body: Sequence[Statement], depth: int) -> set[Variable]:
-        """Print a block; return what is assigned behind it, of which blocks around it know nothing."""
+        """Print a block and return the variables assigned after it. Surrounding blocks do not see them."""
         before = set(self.bound)
         for statement in body:
             self.statement(statement, depth)
@@ -99,7 +103,7 @@ class _Printer:
                 pass
 
     def assigned(self, variable: Variable) -> Variable:
-        """Return a variable that may be assigned."""
+        """Return a variable, or raise ValueError if it may not be assigned."""
         if variable in self.function.parameters or self.name(variable) in TAKEN:
             raise ValueError(f"{self.function.name} assigns to {variable}, which is no variable")
         return variable
@@ -129,7 +133,7 @@ class _Printer:
         return syntax.printed(value, self.name)
 
     def name(self, variable: Variable) -> str:
-        """Return the name of a variable, found where it is first assigned; one of its own in the kernel."""
+        """Return the name of a variable, chosen at its first assignment and unique in the kernel."""
         if not isinstance(variable, Var):
             return variable.base
         if variable not in self.names:

@@ -1,4 +1,4 @@
-"""The tile program: what one program of a kernel does, between the loop nest and the text.
+"""The tile program: the statements of one program of a kernel, between the loop nest and the text.
 
     program    := statement*
     statement  := Assign(targets, value)          a, b = ...
@@ -11,9 +11,9 @@
                 | Return(values)
     value      := Combine(reduction, tiles, axis) | expression (`ir/syntax.py`)
 
-Variables are objects (`syntax.Var`), whose names are found when the program is printed (`text.py`), so that
-passes (`passes.py`) can move and repeat statements. The few that mean the same in every kernel, `row` and
-`col` say, are called so from the beginning (`names.Own`).
+Variables are objects (`syntax.Var`) that get their names when the program is printed (`text.py`), so passes
+(`passes.py`) can move and repeat statements. Variables with the same meaning in every kernel, such as `row`
+and `col`, have fixed names (`names.Own`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variabl
 
 @dataclass(frozen=True)
 class Combine:
-    """The reduction of one tile along an axis, or of several tiles with one barrier of the threads.
+    """The reduction of one tile along an axis, or of several tiles with one barrier.
 
-    keep: the axis stays, with one element. plain: a maximum need not keep NaN. alike: two sums with an equal
-    value here may be reduced together (`passes.joined`); None if this one may not.
+    keep: keep the axis with one element.
+    plain: a maximum need not propagate NaN.
+    join_key: two sums with equal keys may be reduced together (`passes.joined`); None forbids it.
     """
 
     reduce: Reduce
@@ -40,7 +41,7 @@ class Combine:
     axis: int
     keep: bool
     plain: bool = False
-    alike: object = None
+    join_key: object = None
 
 
 Value = Expression | Combine
@@ -76,10 +77,11 @@ class Store:
 
 @dataclass(frozen=True)
 class Range:
-    """The values of a loop's variable.
+    """The values of a loop variable.
 
-    stages: of software pipelining; None leaves the kernel's number. unroll: the number of iterations that the
-    compiler unrolls together. static: the compiler unrolls the whole loop.
+    stages: pipeline stages; None uses the kernel's number.
+    unroll: iterations that the compiler unrolls together.
+    static: the compiler unrolls the whole loop.
     """
 
     start: Expression
@@ -90,10 +92,10 @@ class Range:
     static: bool = False
 
     def turns(self) -> tuple[int, int] | None:
-        """Return (end, step) of a loop that starts at zero and whose end is known; None for any other."""
+        """Return (end, step) of a loop that starts at zero with a constant end; None for any other."""
         end = self.end.value if isinstance(self.end, Literal) else None
-        known = self.start == Literal(0) and isinstance(end, int) and self.step is not None
-        return (cast(int, end), cast(int, self.step)) if known else None
+        is_constant = self.start == Literal(0) and isinstance(end, int) and self.step is not None
+        return (cast(int, end), cast(int, self.step)) if is_constant else None
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,10 @@ class If:
 
 @dataclass(frozen=True)
 class Check:
-    """low <= index < high wherever the mask holds; else the program ends in an error.
+    """Abort the program unless low <= index < high wherever the mask is true.
 
-    what: the operator whose index it is. zero: a tile of zeros of the index's shape and dtype.
+    what: the operator that uses the index.
+    zero: a tile of zeros with the index's shape and dtype.
     """
 
     index: Expression
@@ -159,7 +162,7 @@ class Function:
 
 
 def expressions(statement: Statement) -> Iterator[Expression]:
-    """Yield the expressions that a statement computes; of a block, those of its header alone."""
+    """Yield the expressions that a statement computes; for a block, only those of its header."""
     match statement:
         case Assign(_, Combine(_, tiles)) | Return(tiles):
             yield from tiles
@@ -178,18 +181,18 @@ def expressions(statement: Statement) -> Iterator[Expression]:
 
 
 def names(statement: Statement) -> set[Variable | Global]:
-    """Return what a statement and the blocks in it read: variables, parameters and names of the module."""
+    """Return the variables, parameters and module names that a statement reads, including its blocks."""
     inner = (names(inner) for body in bodies(statement) for inner in body)
     return set[Variable | Global]().union(*(value.names for value in expressions(statement)), *inner)
 
 
 def reads(statement: Statement) -> set[Variable]:
-    """Return the variables and parameters that a statement and the blocks in it read."""
+    """Return the variables and parameters that a statement reads, including its blocks."""
     return {name for name in names(statement) if not isinstance(name, Global)}
 
 
 def writes(statement: Statement) -> set[Variable]:
-    """Return the variables that a statement and the blocks in it assign."""
+    """Return the variables that a statement assigns, including its blocks."""
     match statement:
         case Assign(targets) | Wait(targets):
             return set(targets)
@@ -200,7 +203,7 @@ def writes(statement: Statement) -> set[Variable]:
 
 
 def renamed(statement: Statement, names: Mapping[Variable, Expression]) -> Statement:
-    """Return a statement without blocks, with other expressions in the place of some variables."""
+    """Return a statement without blocks, with some variables replaced by expressions."""
 
     def new(value: Expression) -> Expression:
         return syntax.renamed(value, names)
@@ -229,7 +232,7 @@ def renamed(statement: Statement, names: Mapping[Variable, Expression]) -> State
 
 
 def bodies(statement: Statement) -> tuple[list[Statement], ...]:
-    """Return the blocks that lie directly in a statement."""
+    """Return the blocks directly in a statement."""
     match statement:
         case For():
             return (statement.body,)
@@ -240,7 +243,7 @@ def bodies(statement: Statement) -> tuple[list[Statement], ...]:
 
 
 def blocks(body: list[Statement]) -> Iterator[list[Statement]]:
-    """Yield a block and all blocks in it, the inner ones first."""
+    """Yield a block and all blocks in it, inner ones first."""
     for statement in body:
         for inner in bodies(statement):
             yield from blocks(inner)
@@ -248,15 +251,15 @@ def blocks(body: list[Statement]) -> Iterator[list[Statement]]:
 
 
 def with_operands(body: Sequence[Statement], wanted: Iterable[int]) -> set[int]:
-    """Return the positions of some statements of a block, and of all earlier ones on which they depend."""
-    found: set[int] = set()
+    """Return the positions of some statements of a block and of all earlier ones on which they depend."""
+    needed: set[int] = set()
     stack = list(wanted)
     while stack:
-        if (i := stack.pop()) not in found:
-            found.add(i)
+        if (i := stack.pop()) not in needed:
+            needed.add(i)
             missing = reads(body[i])
             for j in range(i - 1, -1, -1):
-                if made := missing & writes(body[j]):
+                if defined := missing & writes(body[j]):
                     stack.append(j)
-                    missing -= made
-    return found
+                    missing -= defined
+    return needed

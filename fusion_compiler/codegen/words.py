@@ -1,9 +1,9 @@
-"""Sums of a product's terms by words: of the columns that a thread loads together, so that its registers hold
-the sums of many products of one matrix.
+"""Sum a product's terms by words (the columns that a thread loads together), so that registers hold the sums
+of many products of one matrix.
 
     row_sum += tl.sum(tl.reshape(in0 * in1, [4, 256, 8]), axis=2)
 
-What all terms of a word have in common, as a group of weights its scale, is multiplied by what they come to:
+A factor that all terms of a word share, such as the scale of a group of weights, multiplies their sum:
 
     run = first_col // 128 + tl.arange(0, 16)[None, :]
     of_words = fm.repeated(tl.load(in2_ptr + row * 16 + run), 16)
@@ -23,61 +23,62 @@ from fusion_compiler.schedule.schedule import WORD
 
 
 def word_of(b: Builder, number: int) -> int:
-    """Columns of which a pass adds up a sum's terms at once; 1 where it does not."""
+    """Return how many columns of a sum's terms a pass adds up at once; 1 if it does not."""
     if number not in b.a.weighted:
         return 1
-    whole = frozenset({ROWS, COLS})
-    loads = (n for i, n in enumerate(b.loops.nodes) if isinstance(n, Load) and b.a.groups[i] == whole)
+    tile_groups = frozenset({ROWS, COLS})
+    loads = (n for i, n in enumerate(b.loops.nodes) if isinstance(n, Load) and b.a.groups[i] == tile_groups)
     widest = max((b.dtypes[n.buffer].itemsize for n in loads), default=4)
     return min(2 * WORD // widest, WORD, b.tile.lanes)
 
 
 def wanted(b: Builder, number: int) -> tuple[int, ...]:
-    """The nodes that a pass computes for such a sum."""
-    return _left(b, b.reduction(number).operand, _common(b, number))
+    """Return the nodes that a pass computes for a sum by words."""
+    return _varying(b, b.reduction(number).operand, _shared_factors(b, number))
 
 
 def summed(b: Builder, number: int) -> Expression:
-    """The sum of each word of the tile."""
-    word, common = word_of(b, number), _common(b, number)
+    """Return the sum of each word of the tile."""
+    word, shared = word_of(b, number), _shared_factors(b, number)
     operand = b.reduction(number).operand
-    tile = as_elements(b, b.reduction(number), ALONG, _product(b, operand, common))
+    tile = as_elements(b, b.reduction(number), ALONG, _product(b, operand, shared))
     shape = [*([] if b.tile.flat else [b.s.block_rows]), b.tile.lanes // word, word]
     total = tl.sum(tl.reshape(tile, shape), axis=len(shape) - 1)
-    return times(total, *(_of_words(b, load, word) for load in common))
+    return times(total, *(_shared_factor(b, load, word) for load in shared))
 
 
-def _common(b: Builder, number: int) -> tuple[int, ...]:
-    """The factors of the terms that have one value in each word: they are loaded so."""
+def _shared_factors(b: Builder, number: int) -> tuple[int, ...]:
+    """Return the factors of the terms that have one value per word, and are loaded once per word."""
     word = word_of(b, number)
     factors = tuple(b.a.factors[b.reduction(number).operand].elements())
-    common = tuple(n for n in factors if _is_common(b, n, word))
-    return common if word > 1 and len(common) < len(factors) else ()
+    shared = tuple(n for n in factors if _is_shared(b, n, word))
+    return shared if word > 1 and len(shared) < len(factors) else ()
 
 
-def _is_common(b: Builder, number: int, word: int) -> bool:
+def _is_shared(b: Builder, number: int, word: int) -> bool:
     node = b.loops.nodes[number]
     return isinstance(node, Load) and node.within is None and runs.length_of(b, node) % word == 0
 
 
-def _left(b: Builder, number: int, common: Collection[int]) -> tuple[int, ...]:
-    """The largest nodes without such a factor, of which a product of the others is made."""
-    if number in common:
+def _varying(b: Builder, number: int, shared: Collection[int]) -> tuple[int, ...]:
+    """Return the largest subexpressions without shared factors; the terms are their product times the
+    shared factors."""
+    if number in shared:
         return ()
-    if b.a.factors[number].keys().isdisjoint(common):
+    if b.a.factors[number].keys().isdisjoint(shared):
         return (number,)
-    return tuple(n for operand in operands_of(b.loops.nodes[number]) for n in _left(b, operand, common))
+    return tuple(n for operand in operands_of(b.loops.nodes[number]) for n in _varying(b, operand, shared))
 
 
-def _product(b: Builder, number: int, common: Collection[int]) -> Expression:
-    left = _left(b, number, common)
-    build_nodes(b, b.need(left))
-    spread(b, left)
-    return times(*map(b.variable, left))
+def _product(b: Builder, number: int, shared: Collection[int]) -> Expression:
+    varying = _varying(b, number, shared)
+    build_nodes(b, b.need(varying))
+    spread(b, varying)
+    return times(*map(b.variable, varying))
 
 
-def _of_words(b: Builder, number: int, word: int) -> Variable:
-    """Such a factor, once for each word."""
+def _shared_factor(b: Builder, number: int, word: int) -> Variable:
+    """Return a shared factor, loaded once per word."""
     node, key = b.loops.nodes[number], ("word", number)
     assert isinstance(node, Load)
     if key not in b.named:

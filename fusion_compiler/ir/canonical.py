@@ -1,4 +1,4 @@
-"""Structural identity: clusters that need the same kernel are recognised and compiled once."""
+"""Structural identity: clusters that need the same kernel become equal, so it is compiled once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from fusion_compiler.ir.writes import base_of
 
 @dataclass(frozen=True)
 class Canonical:
-    """Tile programs with their tensors by position: equal for clusters that need the same kernel, and whose
-    fx subgraphs, which make constants on a device, may stand for each other.
+    """The tile programs of a cluster with tensors named by position; equal for clusters with the same kernel.
 
-    constants: of one that is launched dependently, the buffers that hold what `Cluster.constants` names.
+    Equal clusters' fx subgraphs may also replace each other; `device` is part of the key because they create
+    constants on it.
+    constants: for a dependent launch, the buffers that `Cluster.constants` names.
     """
 
     nests: tuple[LoopNest, ...]
@@ -29,26 +30,26 @@ class Canonical:
 
 
 def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
-    """Rename tensors by first use and values by number; identical clusters become equal."""
+    """Rename tensors by first use and values by number, so that identical clusters become equal."""
     names = dict.fromkeys((*cluster.inputs, *cluster.outputs))
     short = {name: f"buffer{i}" for i, name in enumerate(names)}
     salts = {salt: sympy.Symbol(f"salt{i}", integer=True) for i, salt in enumerate(salts_of(cluster))}
     nests = tuple(_renamed(loops, short, salts) for loops in cluster.nests)
-    over = {name: short[given] for name, given in written_over(cluster, dag).items()}
+    aliases = {name: short[source] for name, source in aliased_inputs(cluster, dag).items()}
     metas = [(name, dag.op(name).outputs[0]) for name in names]
-    buffers = tuple(Buffer(short[n], m.shape, m.stride, m.dtype, over=over.get(n)) for n, m in metas)
+    buffers = tuple(Buffer(short[n], m.shape, m.stride, m.dtype, over=aliases.get(n)) for n, m in metas)
     constants = None if cluster.constants is None else frozenset(short[name] for name in cluster.constants)
     return Canonical(nests, buffers, dag.op(cluster.outputs[0]).outputs[0].device, constants)
 
 
-def written_over(cluster: Cluster, dag: OpDag) -> dict[str, str]:
-    """The results of a cluster that have the memory of one of its inputs, each with that one."""
+def aliased_inputs(cluster: Cluster, dag: OpDag) -> dict[str, str]:
+    """Return a map from each result that reuses an input's memory to that input."""
     bases = {name: base for name in cluster.outputs if (base := base_of(dag, name)) is not None}
     return bases | dict(cluster.over)
 
 
 def salts_of(cluster: Cluster) -> tuple[int, ...]:
-    """The streams of random numbers that a cluster makes: kernels take them as arguments, after the sizes."""
+    """Return the random number streams of a cluster. Kernels take them as arguments after the sizes."""
     nodes = (n for loops in cluster.nests for n in loops.nodes)
     return tuple(dict.fromkeys(n.salt for n in nodes if isinstance(n, Random) and isinstance(n.salt, int)))
 
@@ -67,7 +68,7 @@ def _renamed(loops: LoopNest, short: dict[str, str], salts: dict[int, sympy.Symb
 
 
 def describe(cluster: Cluster, dag: OpDag) -> str:
-    """A kernel's docstring: what it computes and where that stands in the model."""
+    """Return a kernel's docstring: its operators and their places in the model."""
     ops = " ".join(short_name(dag.op(n).target) for n in cluster.ops)
     sources = [s for n in cluster.ops if (s := dag.op(n).source) is not None]
     places = dict.fromkeys(f"{s.module} {s.file.rpartition('/')[2]}:{s.line}".strip() for s in sources)

@@ -1,4 +1,4 @@
-"""Sizes: integers, or sympy expressions of positive integer symbols where shapes are dynamic."""
+"""Sizes: integers, or sympy expressions of positive integer symbols if shapes are dynamic."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from math import prod
 import sympy
 
 Dim = int | sympy.Expr
-Hints = Mapping[sympy.Symbol, int]  # sizes that symbols had, or are taken to have
-FEW = 16  # that an estimate without any hint is at least: of 64 - 64 nothing would be left
+Hints = Mapping[sympy.Symbol, int]  # the sizes that symbols had at capture, or an assumption
+FEW = 16  # the least estimate of a size without hints, since 64 - 64 would leave nothing
 
 
 def simple(dim: Dim) -> Dim:
-    """An expression in normal form, an integer where it is constant."""
+    """Return an expression in normal form, or an integer if it is constant."""
     if isinstance(dim, int):
         return dim
     expr = sympy.expand(dim)
@@ -31,7 +31,7 @@ def product(dims: Iterable[Dim]) -> Dim:
 
 @lru_cache(maxsize=65536)
 def quotient(a: Dim, b: Dim) -> Dim | None:
-    """a / b where b divides a for every value of the symbols, else None."""
+    """Return a / b if b divides a for every value of the symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     ratio = sympy.cancel(sympy.sympify(a) / b)
@@ -43,7 +43,7 @@ def quotient(a: Dim, b: Dim) -> Dim | None:
 
 @lru_cache(maxsize=65536)
 def not_above(a: Dim, b: Dim) -> bool:
-    """Whether a <= b for every value of the symbols (False: not proved)."""
+    """True if a <= b is proved for every value of the symbols."""
     if isinstance(a, int) and isinstance(b, int):
         return a <= b
     return bool(sympy.expand(sympy.sympify(b) - a).is_nonnegative)
@@ -51,21 +51,21 @@ def not_above(a: Dim, b: Dim) -> bool:
 
 @lru_cache(maxsize=65536)
 def smaller(a: int, b: Dim) -> Dim:
-    """min(a, b)."""
+    """Return min(a, b)."""
     return min(a, b) if isinstance(b, int) else sympy.Min(a, b)
 
 
-def no_less(dim: Dim) -> Dim:
-    """`dim`, or what it is no larger than, with n in the place of min(n, size); it grows with these."""
+def upper_bound(dim: Dim) -> Dim:
+    """Return an upper bound of `dim`: n replaces each min(n, size), with which `dim` must grow."""
     if isinstance(dim, int):
         return dim
-    known = {m: next((a for a in m.args if a.is_Integer), m) for m in dim.atoms(sympy.Min)}
-    return simple(dim.xreplace(known))  # type: ignore[arg-type]
+    bounds = {m: next((a for a in m.args if a.is_Integer), m) for m in dim.atoms(sympy.Min)}
+    return simple(dim.xreplace(bounds))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=65536)
 def is_positive(dim: Dim) -> bool:
-    """Whether a size is no zero for any value of the symbols (False: not proved)."""
+    """True if a size is proved to be positive for every value of the symbols."""
     if isinstance(dim, int):
         return dim > 0
     from torch.utils._sympy.numbers import int_oo
@@ -79,29 +79,30 @@ def is_positive(dim: Dim) -> bool:
 
 
 def hint(dim: Dim, values: Hints | None = None) -> int:
-    """A number for estimates: the size itself; symbols from `values`, else 64 each, and FEW at least."""
+    """Return an estimate of a size. Symbols have their size in `values`. Without `values`, each symbol is 64
+    and the result is at least FEW."""
     if isinstance(dim, int):
         return dim
     return int(_value(dim, values)) if values else max(FEW, int(_value(dim, {})))
 
 
-def _value(expr: sympy.Basic, known: Hints) -> int | Fraction:
-    """An expression in numbers, exact; sympy's own substitution takes thirty times as long."""
+def _value(expr: sympy.Basic, sizes: Hints) -> int | Fraction:
+    """Return the exact value of an expression. Sympy's own substitution takes thirty times as long."""
     if isinstance(expr, sympy.Symbol):
-        return known.get(expr, 64)
+        return sizes.get(expr, 64)
     if isinstance(expr, sympy.Integer):
         return int(expr)
     if isinstance(expr, sympy.Rational):
         return Fraction(expr.p, expr.q)
     if isinstance(expr, sympy.Add | sympy.Mul):
-        parts = [_value(part, known) for part in expr.args]
-        return sum(parts) if isinstance(expr, sympy.Add) else prod(parts)
-    value = expr.subs({s: known.get(s, 64) for s in expr.free_symbols})  # type: ignore[arg-type]
-    return _value(value, known) if isinstance(value, sympy.Rational) else int(value)  # type: ignore[arg-type]
+        terms = [_value(term, sizes) for term in expr.args]
+        return sum(terms) if isinstance(expr, sympy.Add) else prod(terms)
+    value = expr.subs({s: sizes.get(s, 64) for s in expr.free_symbols})  # type: ignore[arg-type]
+    return _value(value, sizes) if isinstance(value, sympy.Rational) else int(value)  # type: ignore[arg-type]
 
 
 def numel(shape: Iterable[Dim], values: Hints | None = None) -> int:
-    """Number of elements, symbols estimated as by `hint`."""
+    """Return the number of elements, with symbols estimated as by `hint`."""
     total = 1
     for dim in shape:
         total *= hint(dim, values)
@@ -109,7 +110,7 @@ def numel(shape: Iterable[Dim], values: Hints | None = None) -> int:
 
 
 def strides_of(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Contiguous strides in elements."""
+    """Return contiguous strides in elements."""
     strides: list[Dim] = []
     step: Dim = 1
     for size in reversed(shape):

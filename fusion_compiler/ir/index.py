@@ -1,8 +1,8 @@
-"""Affine index algebra: how an element of a tensor is found from a point of the iteration space.
+"""Affine index algebra: maps from points of the iteration space to elements of tensors.
 
-A tensor's coordinates are one `Index` for each dimension. View operators regroup coordinates
-without moving data: `regroup` finds the new ones, and where that would cut an axis in two it says
-which (`NeedsSplit`), so that the caller can refine the space and start again.
+A tensor's coordinates are one `Index` per dimension. View operators regroup coordinates without moving data.
+`regroup` computes the new coordinates. If that would split an axis, it raises `NeedsSplit`, so that the
+caller can refine the space and start again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ ZERO = Index(0, ())
 
 
 class NotExpressible(Exception):
-    """The layout is not affine over any refinement of the space."""
+    """Raised if the layout is not affine over any refinement of the space."""
 
 
 class NeedsSplit(Exception):
-    """Axis `axis` has to become two, the inner one of extent `inner`."""
+    """Raised if axis `axis` must be split in two, with an inner axis of extent `inner`."""
 
     def __init__(self, axis: int, inner: Dim) -> None:
         super().__init__(axis, inner)
@@ -28,11 +28,12 @@ class NeedsSplit(Exception):
 
 
 def axis(number: int) -> Index:
+    """Return the index that is the axis itself."""
     return Index(0, ((number, 1),))
 
 
 def combine(parts: list[tuple[Index, Dim]]) -> Index:
-    """sum(index * factor)."""
+    """Return sum(index * factor)."""
     if len(parts) == 1 and parts[0][1] == 1:
         return parts[0][0]
     const: Dim = 0
@@ -49,34 +50,32 @@ def shifted(index: Index, offset: Dim) -> Index:
 
 
 def fixed(index: Index, key: int, value: Dim) -> Index:
-    """An index where one of its axes has a value."""
-    at = dict(index.terms).get(key)
-    if at is None:
+    """Return an index with `value` in place of the axis `key`."""
+    coeff = dict(index.terms).get(key)
+    if coeff is None:
         return index
-    return Index(simple(index.const + at * value), tuple((k, c) for k, c in index.terms if k != key))
+    return Index(simple(index.const + coeff * value), tuple((k, c) for k, c in index.terms if k != key))
 
 
 def divided(index: Index, step: int) -> tuple[Index, int] | None:
-    """(index // step, index % step) where the latter is the same for every element; else None."""
+    """Return (index // step, index % step) if the remainder is the same for every element, else None."""
     terms = [(k, quotient(c, step)) for k, c in index.terms]
     if not isinstance(index.const, int) or any(c is None for _, c in terms):
         return None
-    whole, over = divmod(index.const, step)
-    return Index(whole, tuple((k, c) for k, c in terms if c is not None)), over
+    const, rest = divmod(index.const, step)
+    return Index(const, tuple((k, c) for k, c in terms if c is not None)), rest
 
 
 def flatten(coords: tuple[Index, ...], strides: tuple[Dim, ...]) -> Index:
-    """The element number of coordinates under strides."""
+    """Return the element number of coordinates under strides."""
     return (
         combine([(c, s) for c, s in zip(coords, strides, strict=True) if c is not ZERO]) if coords else ZERO
     )
 
 
 class Extents:
-    """Upper limits of the keys of index terms: axis sizes, and the lengths that gathers index.
-
-    narrowed: lower limits of axes, where what is computed counts only under a condition that implies them.
-    """
+    """Extents of the keys of index terms: sizes of axes, and lengths of indirectly indexed dimensions.
+    narrowed: smaller extents of axes. They hold under a condition without which the value is not used."""
 
     def __init__(self, axes: tuple[Dim, ...]) -> None:
         self.axes = axes
@@ -87,7 +86,7 @@ class Extents:
         return self.axes[key] if key >= 0 else self.indirect[key]
 
     def limits(self, index: Index) -> tuple[Dim, Dim]:
-        """Smallest and largest value of an index."""
+        """Return the smallest and the largest value of an index."""
         low = high = index.const
         for key, coeff in index.terms:
             reach = coeff * (self.narrowed.get(key, self.of(key)) - 1)
@@ -102,7 +101,7 @@ def digits(index: Index, sizes: tuple[Dim, ...], extents: Extents) -> tuple[Inde
     """Split an element number into coordinates of a row-major shape."""
     out: list[Index] = []
     for size in reversed(sizes[1:]):
-        if size in (0, 1):  # of an empty tensor no element is ever asked for
+        if size in (0, 1):  # an empty tensor has no element to ask for
             out.append(ZERO)
             continue
         index, low = _divide(index, size, extents)
@@ -113,7 +112,7 @@ def digits(index: Index, sizes: tuple[Dim, ...], extents: Extents) -> tuple[Inde
 
 
 def _divide(index: Index, size: Dim, extents: Extents) -> tuple[Index, Index]:
-    """(index // size, index % size), exactly."""
+    """Return (index // size, index % size). Raises NeedsSplit or NotExpressible if they are not affine."""
     high: list[tuple[int, Dim]] = []
     low: list[tuple[int, Dim]] = []
     for key, coeff in index.terms:
@@ -122,22 +121,22 @@ def _divide(index: Index, size: Dim, extents: Extents) -> tuple[Index, Index]:
             low.append((key, coeff))
         else:
             high.append((key, ratio))
-    whole: Dim = 0
+    const: Dim = 0
     rest = index.const
     if isinstance(rest, int) and isinstance(size, int):
-        whole, rest = divmod(rest, size)
+        const, rest = divmod(rest, size)
     elif (ratio := quotient(rest, size)) is not None:
-        whole, rest = ratio, 0
+        const, rest = ratio, 0
     remainder = Index(rest, tuple(low))
     smallest, largest = extents.limits(remainder)
     if not_above(0, smallest) and not_above(largest, size - 1):
-        return Index(whole, tuple(high)), remainder
-    for key, coeff in low:  # an axis that runs across the boundary has to be cut there
+        return Index(const, tuple(high)), remainder
+    for key, coeff in low:  # an axis that crosses the boundary must be split there
         inner = quotient(size, coeff)
         if key >= 0 and inner is not None and inner != 1 and not_above(size, coeff * extents.of(key)):
             if quotient(extents.of(key), inner) not in (None, 1):
                 raise NeedsSplit(key, inner)
-    # axis of 6 seen as (2, 3) beside another of (3, 2): cut by the common factor
+    # an axis of 6 viewed as (2, 3) beside another viewed as (3, 2): split by the common factor
     for key, coeff in low:
         if key >= 0 and isinstance(coeff, int) and isinstance(size, int) and isinstance(extents.of(key), int):
             inner_int = size // gcd(size, coeff)
@@ -149,10 +148,10 @@ def _divide(index: Index, size: Dim, extents: Extents) -> tuple[Index, Index]:
 def regroup(
     coords: tuple[Index, ...], shape: tuple[Dim, ...], into: tuple[Dim, ...], extents: Extents
 ) -> tuple[Index, ...]:
-    """Coordinates in a tensor of shape `into` of the element at `coords` of its view of shape `shape`.
+    """Return coordinates in a tensor of shape `into` of the element at `coords` of its view of shape `shape`.
 
-    Dimensions are matched in runs of equal product, so that what a view leaves alone passes as it is; of one
-    element there is only the first, whatever the others are.
+    Dimensions are matched in runs of equal product, so dimensions that the view does not change keep their
+    index. A dimension of size 1 gets index 0.
     """
     out: list[Index] = []
     i = j = 0
@@ -185,16 +184,16 @@ def regroup(
 
 
 def is_bijection(coords: tuple[Index, ...], shape: tuple[Dim, ...], extents: Extents) -> bool:
-    """Whether the axes in `coords` visit every element of `shape` exactly once."""
+    """True if the axes in `coords` visit every element of `shape` exactly once."""
     flat = flatten(coords, strides_of(shape))
     if flat.const != 0 or any(key < 0 for key, _ in flat.terms):
         return False
     remaining = list(flat.terms)
     step: Dim = 1
     while remaining:
-        found = next((t for t in remaining if t[1] == step), None)
-        if found is None:
+        term = next((t for t in remaining if t[1] == step), None)
+        if term is None:
             return False
-        remaining.remove(found)
-        step = simple(step * extents.of(found[0]))
+        remaining.remove(term)
+        step = simple(step * extents.of(term[0]))
     return simple(product(shape)) == step

@@ -1,8 +1,7 @@
-"""Layout operators as access maps: where an element of the result lies in the operand.
+"""Layout operators as access maps: the position in the operand of an element of the result.
 
-`pull` is the whole of it for operators that move no data: coordinates of the result in,
-(operand, its coordinates) out. Such ops never belong to a cluster; whoever reads through
-them absorbs them.
+`pull` defines them: it maps coordinates of the result to (operand, coordinates in the operand). These ops
+move no data and never belong to a cluster; their readers absorb them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ VIEWS = frozenset({
 })  # fmt: skip
 
 
-# Views that are ranges of what they read, by the position of the dimension.
+# Views that are ranges of their operand -> the position of their `dim` argument.
 PARTS: dict[object, int] = {
     aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1, aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
@@ -37,18 +36,18 @@ PARTS: dict[object, int] = {
 
 
 def is_view(op: Op) -> bool:
-    """Whether the op only reads its operand at other coordinates."""
+    """True if the op only reads its operand at other coordinates."""
     return op.target in VIEWS or (op.target is operator.getitem and op.kind == "layout")
 
 
 def is_view_node(node: fx.Node) -> bool:
-    """The same of an fx node."""
+    """Same as `is_view`, for an fx node."""
     part = node.target is operator.getitem
     return (node.args[0].target if part else node.target) in VIEWS  # type: ignore[union-attr]
 
 
 def argument(op: Op, position: int, name: str, default: object = None) -> object:
-    """An argument of an ATen call, positional or by keyword."""
+    """Return an argument of an ATen call, positional or by keyword."""
     if position < len(op.args):
         return op.args[position]
     return dict(op.kwargs).get(name, default)
@@ -59,7 +58,7 @@ def wrap(dim: int, rank: int) -> int:
 
 
 def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tuple[str, tuple[Index, ...]]:
-    """(operand, coordinates in it) of the element of a view at `coords`."""
+    """Return (operand, coordinates in it) of the element of a view at `coords`."""
     target = op.target
     if target is operator.getitem:
         return _pull_part(dag, op, coords)
@@ -102,8 +101,8 @@ def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tup
         first, second = (wrap(argument(op, i, f"dim{i - 1}", i - 2), rank) for i in (2, 3))  # type: ignore[arg-type]
         assert isinstance(offset, int)
         others = iter(coords[:-1])
-        along = {first: shifted(coords[-1], max(-offset, 0)), second: shifted(coords[-1], max(offset, 0))}
-        return source, tuple(along[d] if d in along else next(others) for d in range(rank))
+        diagonal = {first: shifted(coords[-1], max(-offset, 0)), second: shifted(coords[-1], max(offset, 0))}
+        return source, tuple(diagonal[d] if d in diagonal else next(others) for d in range(rank))
     if target is aten.expand.default:
         lead = len(out_shape) - rank
         return source, tuple(ZERO if s == 1 else c for s, c in zip(shape, coords[lead:], strict=True))
@@ -114,8 +113,8 @@ def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tup
 
 @dataclass(frozen=True)
 class Cut:
-    """What a view has: `length` elements of `source` from `start` on along `dim`; of one it may leave `dim`
-    out."""
+    """A view of `length` elements of `source` along `dim`, from `start` on. keeps: False if the view drops
+    `dim`, which has one element then."""
 
     source: str
     dim: int
@@ -125,12 +124,12 @@ class Cut:
 
 
 def cut_of(dag: OpDag, op: Op) -> Cut | None:
-    """The range of its operand that a view is; None of any other view, and where data says which it is."""
+    """Return the range of its operand that a view reads; None for other views, and if the range is data."""
     part = op.target is operator.getitem
-    of = dag.op(op.first) if part else op
-    if of.target not in PARTS or not op.outputs:
+    view = dag.op(op.first) if part else op
+    if view.target not in PARTS or not op.outputs:
         return None
-    source, shape = of.first, op.outputs[0].shape
+    source, shape = view.first, op.outputs[0].shape
     rank = len(dag.op(source).outputs[0].shape)
     if argument(op, 4, "step", 1) != 1 and not part:
         return None
@@ -138,17 +137,17 @@ def cut_of(dag: OpDag, op: Op) -> Cut | None:
         _, first = pull(dag, op, (ZERO,) * len(shape), Extents(()))
     except NotExpressible:
         return None
-    dim, keeps = _dim_of_part(of, rank), len(shape) == rank
+    dim, keeps = _dim_of_part(view, rank), len(shape) == rank
     return Cut(source, dim, first[dim].const, shape[dim] if keeps else 1, keeps)
 
 
 def _dim_of_part(op: Op, rank: int) -> int:
-    """The dimension of which a view is a range."""
+    """Return the dimension along which a view is a range."""
     return wrap(argument(op, PARTS[op.target], "dim", 0), rank)  # type: ignore[arg-type]
 
 
 def _pull_part(dag: OpDag, op: Op, coords: tuple[Index, ...]) -> tuple[str, tuple[Index, ...]]:
-    """One piece of split, split_with_sizes, chunk or unbind."""
+    """Return (operand, coordinates in it) of an element of one result of split, chunk or unbind."""
     parent = dag.op(op.first)
     source = parent.first
     rank = len(dag.op(source).outputs[0].shape)

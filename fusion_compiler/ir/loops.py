@@ -8,14 +8,14 @@
               | Checked(operand, position, low, high, within)
               | Compute(target, operands) | Reduce(combine, operand, axes)
               | Scan(combine, operand, reverse) | Counter(first, last) | Total(combine, operand, counter)
-    store    := buffer, index, value, within    several to one buffer have elements of their own each
+    store    := buffer, index, value, within    several stores to one buffer write disjoint elements
 
-Nodes are in SSA order and name each other by position. Every node has a dtype: that in which
-it is computed (float32 for all floats but float64). A node's `groups` are the axis groups it
-varies over; a tile holds it as [ROWS, COLS], [ROWS, 1], [1, COLS] or [1, 1].
+Nodes are in SSA order and refer to each other by position. The dtype of a node is that of its computation
+(float32 for all floats but float64). The `groups` of a node are the axis groups that it varies over. A tile
+holds it as [ROWS, COLS], [ROWS, 1], [1, COLS] or [1, 1].
 
-What depends on a Counter has a value for each of its turns, and is read by nothing but a Total of it: how
-many turns there are is data.
+A value that depends on a Counter has one value per turn, and only a Total of the counter may read it. The
+number of turns is data.
 
 Inner axes come behind all others, which are columns then. A nest has them for one of two reasons:
 - its accesses move along windows, as those of a convolution do: reductions run over the taps, and what is
@@ -38,11 +38,11 @@ from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 
 ROWS, COLS = "rows", "cols"
 GROUPS = (ROWS, COLS)  # the order of a nest's axes
-INNER = "inner"  # no group: axes behind all others, over which nothing but reductions of some values run
+INNER = "inner"  # not a group: axes after all others, of windows or of tiles
 TILE = frozenset({ROWS, COLS})
-SEGMENTS = (8, 16, 32, 64, 128)  # columns: every block of columns has whole ones
+SEGMENTS = (8, 16, 32, 64, 128)  # lengths in columns; each divides every block of columns
 LARGEST_TILE = 1 << 15  # elements: 64 for each thread of 16 warps, of every tensor that it holds
-IN_SEGMENTS = ("sum", "max", "min")  # what tiles make of each segment
+IN_SEGMENTS = ("sum", "max", "min")  # reductions of segments that a tile supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """An affine element index. Keys of terms: axis number, or ~node for an indirect one."""
+    """An affine element index. The keys of terms are axis numbers, or ~node where the value of a node is
+    the index."""
 
     const: Dim
     terms: tuple[tuple[int, Dim], ...]
@@ -62,7 +63,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Element `index` of `buffer` where node `within` (a bool, or None for everywhere) holds, else 0."""
+    """Element `index` of `buffer` where node `within` (a bool; None means everywhere) is true, else 0."""
 
     buffer: str
     index: Index
@@ -79,7 +80,7 @@ class Coordinate:
 
 
 def exact(value: object) -> object:
-    """A key for an argument: 1, 1.0 and True are different, as are 0.0 and -0.0, and a NaN equals itself."""
+    """Return a key of an argument: 1, 1.0 and True differ, as do 0.0 and -0.0, and a NaN equals itself."""
     if isinstance(value, list | tuple):
         return tuple(map(exact, value))
     if isinstance(value, dict):
@@ -104,7 +105,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class InRange:
-    """low <= index < high; the side of a concatenation, the inside of a padding."""
+    """The condition low <= index < high, such as one side of a concatenation or the inside of a padding."""
 
     index: Index
     low: Dim
@@ -114,22 +115,21 @@ class InRange:
 
 @dataclass(frozen=True, slots=True)
 class Random:
-    """Uniform float32 in [0, 1): lane index % 4 of Philox(seed, index // 4), stream `salt`.
-
-    Of dtype uint32: the word itself, of which that would be the upper 24 bits.
-    """
+    """Uniform float32 in [0, 1): lane index % 4 of Philox(seed, index // 4), stream `salt`. If dtype is
+    uint32: the random word, whose upper 24 bits give the float."""
 
     seed: int
     index: Index
-    salt: Dim  # an argument of the kernel once clusters are compared: dropouts differ in it alone
+    salt: Dim  # a kernel argument in canonical clusters, so that dropouts can share a kernel
     dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """`operand`, and an error unless low <= `position` < high wherever `within` holds.
+    """The value of `operand`. Raises an error unless low <= `position` < high wherever `within` is true.
 
-    position: a node whose value says where to read, mostly the operand itself. what: whose index it is.
+    position: the node of the position to read, usually the operand itself.
+    what: the name of the index in the error.
     """
 
     operand: int
@@ -145,10 +145,10 @@ class Checked:
 class Compute:
     """`target` applied to operands: (schema name, node number or Python scalar).
 
-    coarse: eager rounds the result to bfloat16, so that the table's coarse expression serves as well.
-    pinned: made in several kernels it has to be the same number in each (pinned.py): by the table's first
-        expression, and by no product fused into a sum. alone: this kernel alone makes it, so that any
-        expression will do.
+    coarse: eager rounds the result to bfloat16, so the table's coarse expression is accurate enough.
+    pinned: every kernel must compute the same number (ir/pinned.py): with the table's first expression, and
+        without fusing a product into a sum.
+    single_producer: only this kernel computes the value, so any expression is allowed.
     """
 
     target: OpOverload
@@ -156,7 +156,7 @@ class Compute:
     dtype: torch.dtype
     coarse: bool = False
     pinned: bool = False
-    alone: bool = False
+    single_producer: bool = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Compute) and self._key() == other._key()
@@ -166,23 +166,23 @@ class Compute:
 
     def _key(self) -> object:
         operands = tuple([(n, a if isinstance(a, Value) else exact(a)) for n, a in self.operands])
-        return self.target, operands, self.dtype, self.coarse, self.pinned, self.alone
+        return self.target, operands, self.dtype, self.coarse, self.pinned, self.single_producer
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An operand that is another node's value, by its number."""
+    """An operand that is the value of another node."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Combine `operand` over some axes of rows and columns, or over inner ones: the result varies over the
-    others alone.
+    """Combine `operand` over some axes of rows and columns, or over inner axes. The result varies over the
+    others.
 
-    axes: by number. Those of one element belong to them: a reduction over a group has all of its axes, and
-    one that keeps some axes of the two groups has all others. `over_of` says how tiles make it.
+    axes: axis numbers, including those of extent 1. A reduction over a group has all of its axes. One that
+        keeps some axes of the two groups has all other axes of both. `over_of` tells how tiles compute it.
     """
 
     combine: str
@@ -193,9 +193,10 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Combine `operand` along the columns up to each of them, itself included: one value a column.
+    """Combine `operand` along the columns up to and including each one, giving one value per column.
 
-    combine: sum, prod, max, min or logsumexp. reverse: from the last column back to the first.
+    combine: sum, prod, max, min or logsumexp.
+    reverse: from the last column to the first.
     """
 
     combine: str
@@ -206,7 +207,7 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """An integer that goes from the value of `first` up to that of `last`, which it does not reach."""
+    """An integer that counts from the value of `first` up to, but not including, that of `last`."""
 
     first: int
     last: int
@@ -215,7 +216,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What `operand` comes to over the turns of a Counter, in their order: "sum", "max" or "min"."""
+    """Combine `operand` over the turns of a Counter, in order: "sum", "max" or "min"."""
 
     combine: str
     operand: int
@@ -241,15 +242,15 @@ class LoopNest:
     axes: tuple[Axis, ...]
     nodes: tuple[Node, ...]
     stores: tuple[Store, ...]
-    names: tuple[str, ...]  # of the values, for printing: one per node
+    names: tuple[str, ...]  # names of the values for printing, one per node
 
 
 def operands_of(node: Node) -> tuple[int, ...]:
-    """Numbers of the nodes that a node reads."""
+    """Return the numbers of the nodes that a node reads."""
     match node:
         case Load(_, index, within, _):
-            own = () if within is None else (within,)
-            return (*own, *_indirect(index))
+            mask = () if within is None else (within,)
+            return (*mask, *_indirect(index))
         case Coordinate(index, _) | InRange(index, _, _, _):
             return _indirect(index)
         case Random(seed, index, _, _):
@@ -268,23 +269,23 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return ()
 
 
-def before_turns(loops: LoopNest, total: Total) -> tuple[int, ...]:
-    """What the turns of a total's counter read that is the same in each, and the counter's ends."""
+def turn_invariants(loops: LoopNest, total: Total) -> tuple[int, ...]:
+    """Return the loop-invariant nodes that the turns of a total's counter read, and the counter's bounds."""
     in_turns = {total.counter}
     for number in range(total.counter + 1, total.operand + 1):
         node = loops.nodes[number]
         if not isinstance(node, Total) and not in_turns.isdisjoint(operands_of(node)):
             in_turns.add(number)
-    found: dict[int, None] = {}
+    invariants: dict[int, None] = {}
     seen, stack = set[int](), [total.operand, total.counter]
     while stack:
         number = stack.pop()
         if number not in in_turns:
-            found[number] = None
+            invariants[number] = None
         elif number not in seen:
             seen.add(number)
             stack.extend(operands_of(loops.nodes[number]))
-    return tuple(found)
+    return tuple(invariants)
 
 
 def _indirect(index: Index) -> tuple[int, ...]:
@@ -297,18 +298,20 @@ def store_operands(store: Store) -> tuple[int, ...]:
 
 
 def right_neighbours(axes: Sequence[Axis], accesses: Iterable[tuple[int, Load | Store]]) -> dict[int, int]:
-    """Of accesses to every other element along the columns, those with the ones between them.
+    """Pair accesses to even elements along the columns with those to the odd elements beside them. The pairs
+    are aligned: 2 i -> 2 i + 1. Return the numbers, which the accesses come with, of both."""
 
-    2 i -> 2 i + 1, by the numbers that the accesses come with: each is one half of aligned pairs.
-    """
-    wide = {n: a for n, a in accesses if a.within is None and _by_twos(axes, a.index)}
-    at = {(a.buffer, a.index): n for n, a in wide.items()}
-    right = {n: at.get((a.buffer, replace(a.index, const=a.index.const + 1))) for n, a in wide.items()}
-    return {n: other for n, other in right.items() if other is not None and wide[n].index.const % 2 == 0}
+    def shifted(index: Index) -> Index:
+        return replace(index, const=index.const + 1)
+
+    strided = {n: a for n, a in accesses if a.within is None and _by_twos(axes, a.index)}
+    number_of = {(a.buffer, a.index): n for n, a in strided.items()}
+    right = {n: number_of.get((a.buffer, shifted(a.index))) for n, a in strided.items()}
+    return {n: other for n, other in right.items() if other is not None and strided[n].index.const % 2 == 0}
 
 
 def _by_twos(axes: Sequence[Axis], index: Index) -> bool:
-    """Whether an index goes along the innermost columns in steps of two, and elsewhere in even ones."""
+    """True if an index has step 2 along the innermost columns and even steps elsewhere."""
     last = len(axes) - 1
     innermost = dict(index.terms).get(last) == 2 and axes[last].group == COLS
     return (
@@ -324,19 +327,19 @@ def axes_in(axes: Sequence[Axis], groups: Collection[str]) -> frozenset[int]:
 
 
 def over_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[str]:
-    """Return the groups over which tiles are reduced: those of the axes, where these are whole groups.
+    """Return the groups over which tiles are reduced: those of the axes, if these are whole groups.
 
-    A reduction that keeps a part of a group is over both groups: what it keeps is neither a row nor a column
-    of a tile, and its values are only stored. But one over segments, whole ones of which each tile has, is
-    over no group: each element of the tile has the value of the segment in which it lies. One over inner axes
-    is over these, and each element of the tile has its own.
+    A reduction that keeps a part of a group is over both groups. What it keeps is neither a row nor a column
+    of a tile, and its values are only stored. A reduction over segments, of which every tile has whole ones,
+    is over no group: each element of the tile has the value of its segment. A reduction over inner axes is
+    over these, and each element of the tile has its own.
     """
     if is_inner(axes, reduce):
         return frozenset({INNER})
     if kept_of(axes, reduce):
         return frozenset() if _is_over_segments(axes, reduce) else TILE
     groups = frozenset(axes[k].group for k in reduce.axes)
-    # Axes of one element are left out of nests: a reduction without axes is over the group that has none.
+    # Nests leave out axes of extent 1: a reduction without axes is over the group that has none.
     return groups or frozenset({ROWS if axes_in(axes, (COLS,)) else COLS})
 
 
@@ -346,14 +349,14 @@ def is_inner(axes: Sequence[Axis], reduce: Reduce) -> bool:
 
 
 def kept_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[int]:
-    """Return the axes of rows and columns that a reduction keeps; none where it is over whole groups."""
-    whole = axes_in(axes, {axes[k].group for k in reduce.axes})
-    keeps_none = reduce.axes == whole or is_inner(axes, reduce)
+    """Return the axes of rows and columns that a reduction keeps; none if it is over whole groups."""
+    group_axes = axes_in(axes, {axes[k].group for k in reduce.axes})
+    keeps_none = reduce.axes == group_axes or is_inner(axes, reduce)
     return frozenset() if keeps_none else axes_in(axes, TILE) - reduce.axes
 
 
 def _is_over_segments(axes: Sequence[Axis], reduce: Reduce) -> bool:
-    """True if a reduction is over inner columns alone, and over so many of them that tiles make it."""
+    """True if a reduction is over innermost columns that form a segment which tiles support."""
     cols = [k for k, axis in enumerate(axes) if axis.group == COLS and axis.size != 1]
     inner = [k for k in sorted(reduce.axes) if axes[k].size != 1]
     is_inner = 0 < len(inner) < len(cols) and inner == cols[-len(inner) :]
@@ -361,7 +364,7 @@ def _is_over_segments(axes: Sequence[Axis], reduce: Reduce) -> bool:
 
 
 def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
-    """The axis groups that each node varies over within a tile: rows, columns, both or none."""
+    """Return the axis groups that each node varies over within a tile: rows, columns, both or none."""
     out: list[frozenset[str]] = []
     for node in loops.nodes:
         groups = {g for o in operands_of(node) for g in out[o]}
@@ -376,43 +379,46 @@ def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
 
 
 def axes_of(loops: LoopNest) -> tuple[frozenset[int], ...]:
-    """The axes that each node varies over, as far as loads and coordinates tell."""
+    """Return the axes that each node varies over, as loads and coordinates tell."""
     out: list[frozenset[int]] = []
     for node in loops.nodes:
-        found = frozenset[int]().union(*(out[o] for o in operands_of(node)))
+        axes = frozenset[int]().union(*(out[o] for o in operands_of(node)))
         if isinstance(node, Load | Coordinate | InRange | Random):
-            found |= {k for k, _ in node.index.terms if k >= 0}
-        out.append(found - node.axes if isinstance(node, Reduce) else found)
+            axes |= {k for k, _ in node.index.terms if k >= 0}
+        out.append(axes - node.axes if isinstance(node, Reduce) else axes)
     return tuple(out)
 
 
-def stays_in_place(loops: LoopNest, load: int, buffer: str) -> bool:
-    """Whether a loaded element is used for nothing but what is stored in `buffer` in its very place, each
-    element computed alone, and stored once: then whatever program loads it, that which stores it has loaded
-    it before. Of the rows, as of the columns, each stores an element of its own, or all store one, which
-    `passes.fuse.legality.fills` has stored once."""
+def is_only_stored_in_place(loops: LoopNest, load: int, buffer: str) -> bool:
+    """True if a loaded element is used only for the value stored at the same index in `buffer`, and stored
+    once.
+
+    Each element must be computed alone. Then the program that stores an element has loaded it before,
+    whichever programs load it. Along rows, as along columns, each program stores its own element, or all
+    store one, which `passes.fuse.legality.fills` lets only one of them store.
+    """
     reached = {load}
     for number, node in enumerate(loops.nodes):
         if not reached.isdisjoint(operands_of(node)):
             if not isinstance(node, Compute):
                 return False
             reached.add(number)
-    place = loops.nodes[load]
-    assert isinstance(place, Load)
+    source = loops.nodes[load]
+    assert isinstance(source, Load)
     stores = [s for s in loops.stores if not reached.isdisjoint(store_operands(s))]
-    along = {k for k, _ in place.index.terms}
-    wide = {k for k, axis in enumerate(loops.axes) if axis.size != 1}
-    groups = {loops.axes[k].group for k in along & wide if k >= 0}
-    if any(loops.axes[k].group in groups for k in wide - along):
+    varying = {k for k, _ in source.index.terms}
+    nontrivial = {k for k, axis in enumerate(loops.axes) if axis.size != 1}
+    groups = {loops.axes[k].group for k in varying & nontrivial if k >= 0}
+    if any(loops.axes[k].group in groups for k in nontrivial - varying):
         return False
     return all(
-        s.buffer == buffer and s.index == place.index and not reached & {*store_operands(s)[1:]}
+        s.buffer == buffer and s.index == source.index and not reached & {*store_operands(s)[1:]}
         for s in stores
-    ) and all(k >= 0 for k, _ in place.index.terms)
+    ) and all(k >= 0 for k, _ in source.index.terms)
 
 
 def resized(loops: LoopNest, size: Callable[[Dim], Dim]) -> LoopNest:
-    """A loop nest with `size` of each of its sizes in that one's place; salts are none."""
+    """Return a loop nest with `size` applied to each of its sizes. Salts are not sizes."""
 
     def index(i: Index) -> Index:
         return Index(size(i.const), tuple((key, size(step)) for key, step in i.terms))
@@ -434,24 +440,24 @@ def resized(loops: LoopNest, size: Callable[[Dim], Dim]) -> LoopNest:
 
 
 def symbols_of(nests: Iterable[LoopNest], tensors: Iterable[Sequence[Dim]]) -> tuple[sympy.Symbol, ...]:
-    """The symbols in the sizes of some loop nests, and of their tensors in shapes and strides, by name:
-    what a kernel takes as arguments."""
+    """Return a kernel's size arguments: the symbols in the sizes of its nests and tensors, by name."""
     dims = [dim for sizes in tensors for dim in sizes]
     for loops in nests:
         resized(loops, lambda dim: dims.append(dim) or dim)
-    found = {s for dim in dims if not isinstance(dim, int) for s in dim.free_symbols}
-    return tuple(sorted(found, key=lambda s: s.name))  # type: ignore[arg-type,union-attr]
+    symbols = {s for dim in dims if not isinstance(dim, int) for s in dim.free_symbols}
+    return tuple(sorted(symbols, key=lambda s: s.name))  # type: ignore[arg-type,union-attr]
 
 
 def row_major(axes: Sequence[Axis], first: int) -> tuple[tuple[int, Dim], ...]:
-    """Terms of the row-major element number over consecutive axes that start at number `first`."""
+    """Return the terms of the row-major element number over consecutive axes; `first` is the number of the
+    first."""
     steps = strides_of(tuple(a.size for a in axes))
     return tuple((first + i, step) for i, step in enumerate(steps))
 
 
 def segment_of(loops: LoopNest, kept: frozenset[int]) -> int | None:
-    """The columns that a reduction which keeps these axes combines in each row to one value, of the outer
-    columns that it keeps; None where it keeps no columns, and a row is one segment."""
+    """Return how many columns a reduction with these kept axes combines to one value; None if it keeps no
+    column."""
     cols = [k for k, a in enumerate(loops.axes) if a.group == COLS]
     if not kept & set(cols):
         return None
@@ -460,13 +466,14 @@ def segment_of(loops: LoopNest, kept: frozenset[int]) -> int | None:
     return segment
 
 
-def longest_piece(segment: int) -> int:
-    """The largest power of two of columns that a segment consists of: no block of them crosses its end."""
+def largest_aligned_block(segment: int) -> int:
+    """Return the largest power of two that divides a segment. Aligned blocks of this length never cross
+    its end."""
     return segment & -segment
 
 
 def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Node:
-    """A node whose operands, and axes where given, go by new numbers; reductions lose axes without one."""
+    """Return a node with new numbers of its operands and axes. Reductions lose axes without a new number."""
     match node:
         case Load():
             within = None if node.within is None else numbers[node.within]
@@ -480,8 +487,8 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
             within = None if node.within is None else numbers[node.within]
             return replace(node, operand=operand, position=position, within=within)
         case Compute():
-            given = ((n, Value(numbers[a.node]) if isinstance(a, Value) else a) for n, a in node.operands)
-            return replace(node, operands=tuple(given))
+            operands = ((n, Value(numbers[a.node]) if isinstance(a, Value) else a) for n, a in node.operands)
+            return replace(node, operands=tuple(operands))
         case Reduce():
             reduced = node.axes if axes is None else frozenset(axes[k] for k in node.axes if k in axes)
             return replace(node, operand=numbers[node.operand], axes=reduced)
@@ -496,8 +503,8 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
 
 
 def renumber_index(index: Index, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Index:
-    moved = ((~numbers[~k] if k < 0 else k if axes is None else axes[k], c) for k, c in index.terms)
-    return Index(index.const, tuple(sorted(moved)))
+    terms = ((~numbers[~k] if k < 0 else k if axes is None else axes[k], c) for k, c in index.terms)
+    return Index(index.const, tuple(sorted(terms)))
 
 
 def renumber_store(store: Store, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Store:
@@ -507,6 +514,6 @@ def renumber_store(store: Store, numbers: Mapping[int, int], axes: Mapping[int, 
 
 
 def wrapped(value: int, dtype: torch.dtype) -> int:
-    """What a dtype of integers makes of a number: -1 is 255 in uint8."""
+    """Return a number wrapped around to an integer dtype: -1 is 255 in uint8."""
     info = torch.iinfo(dtype)
     return (value - info.min) % (1 << info.bits) + info.min

@@ -107,21 +107,21 @@ class Expression:
         return printed(self)
 
     def parts(self) -> tuple[Expression, ...]:
-        """The expressions of which it is directly made."""
+        """Return the direct subexpressions."""
         return ()
 
     @functools.cached_property
     def names(self) -> frozenset[Variable | Global]:
-        """The variables, parameters and names of the module in it."""
-        found = set[Variable | Global]()
+        """Return the variables, parameters and names of modules in the expression."""
+        names = set[Variable | Global]()
         stack: list[Expression] = [self]
         while stack:
             part = stack.pop()
             if isinstance(part, Var | Name | Global):
-                found.add(part)
+                names.add(part)
             else:
                 stack += part.parts()
-        return frozenset(found)
+        return frozenset(names)
 
 
 Operand: TypeAlias = (
@@ -145,7 +145,7 @@ class Name(Expression):
 
 @dataclass(frozen=True)
 class Global(Expression):
-    """What the kernel's module knows: a function, a dtype or another constant, with its module."""
+    """A name of the kernel's module: a function, a dtype or another constant, with its module."""
 
     text: str
 
@@ -171,7 +171,7 @@ class Call(Expression):
 
 @dataclass(frozen=True)
 class Member(Expression):
-    """value.name, a method of a tile."""
+    """A method of a tile: value.name."""
 
     value: Expression
     name: str
@@ -217,7 +217,7 @@ class Slice(Expression):
 
 @dataclass(frozen=True)
 class Items(Expression):
-    """A list, as of a shape, or a tuple."""
+    """A list, such as a shape, or a tuple."""
 
     items: tuple[Expression, ...]
     is_tuple: bool = False
@@ -230,7 +230,7 @@ Variable = Var | Name
 
 
 class Module:
-    """What stands for a module that kernels import: its attributes are `Global`s."""
+    """Stands for a module that kernels import; its attributes are `Global`s."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -248,7 +248,7 @@ PROPAGATE_NAN = Global("tl.PropagateNan.ALL")
 
 
 def lift(value: Operand) -> Expression:
-    """Return the expression of a value that may stand in its place."""
+    """Return the expression of a Python value."""
     match value:
         case Expression():
             return value
@@ -318,9 +318,9 @@ def times(*factors: Operand) -> Expression:
 
 
 def every(*conditions: Expression | None) -> Expression | None:
-    """Return the conjunction of the conditions that are there, or None if there is none."""
-    given = [condition for condition in conditions if condition is not None]
-    return _joined("&", given) if given else None
+    """Return the conjunction of the conditions that are not None, or None if there are none."""
+    parts = [condition for condition in conditions if condition is not None]
+    return _joined("&", parts) if parts else None
 
 
 # -- reading and rewriting -------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def reads(expression: Expression) -> Iterator[Variable]:
 
 
 def renamed(expression: Expression, names: Mapping[Variable, Expression]) -> Expression:
-    """Return an expression with others in the place of some variables."""
+    """Return an expression with some variables replaced."""
 
     def new(part: Expression) -> Expression:
         return renamed(part, names)
@@ -361,11 +361,11 @@ def renamed(expression: Expression, names: Mapping[Variable, Expression]) -> Exp
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 _LEVELS = (_COMPARISONS, ("|",), ("^",), ("&",), ("<<", ">>"), ("+", "-"), ("*", "/", "//", "%"))
 _BINDS = {sign: level for level, signs in enumerate(_LEVELS) for sign in signs}
-_SIGNED, _WHOLE = len(_LEVELS), len(_LEVELS) + 1  # how strongly -x binds its parts, and a name or a call
+_SIGNED, _ATOM = len(_LEVELS), len(_LEVELS) + 1  # precedence of -x, and of a name or a call
 
 
 def printed(expression: Expression, name: Callable[[Variable], str] = lambda v: v.base) -> str:
-    """Return an expression's text, with the parentheses that it needs. `name` returns a variable's name."""
+    """Return an expression's text with the necessary parentheses. `name` returns a variable's name."""
 
     def text(part: Expression, level: int) -> str:
         return f"({written(part)})" if _binds(part) < level else written(part)
@@ -377,23 +377,23 @@ def printed(expression: Expression, name: Callable[[Variable], str] = lambda v: 
         match part:
             case Var() | Name():
                 return name(part)
-            case Global(known):
-                return known
+            case Global(qualified):
+                return qualified
             case Literal(value):
                 return literal(value)
             case Call(function, arguments, keywords):
                 named = (f"{keyword}={written(value)}" for keyword, value in keywords)
-                return f"{text(function, _WHOLE)}({', '.join([*map(written, arguments), *named])})"
+                return f"{text(function, _ATOM)}({', '.join([*map(written, arguments), *named])})"
             case Member(value, member):
-                return f"{text(value, _WHOLE)}.{member}"
+                return f"{text(value, _ATOM)}.{member}"
             case Unary(sign, operand):
                 return f"{sign}{text(operand, _SIGNED)}"
             case Binary(sign, left, right):
-                level = _BINDS[sign]  # comparisons in a row would mean something else
+                level = _BINDS[sign]  # chained comparisons would have another meaning
                 first = text(left, level + 1 if sign in _COMPARISONS else level)
                 return f"{first} {sign} {text(right, level + 1)}"
             case Subscript(value, items):
-                return f"{text(value, _WHOLE)}[{listed(items)}]"
+                return f"{text(value, _ATOM)}[{listed(items)}]"
             case Slice():
                 return ":"
             case Items(items, is_tuple):
@@ -415,7 +415,7 @@ def _binds(expression: Expression) -> int:
         case Literal(int() | float() as value) if value < 0 and math.isfinite(value):
             return _SIGNED
         case _:
-            return _WHOLE
+            return _ATOM
 
 
 def literal(value: object) -> str:
@@ -425,5 +425,5 @@ def literal(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, float) and not value and math.copysign(1, value) < 0:
-        return "fm.minus_zero()"  # Triton takes every zero that it is given as a number for 0.0
+        return "fm.minus_zero()"  # Triton reads every zero literal as 0.0
     return repr(value)

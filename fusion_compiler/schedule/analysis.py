@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch.utils._sympy.functions import FloorDiv
 
-from fusion_compiler.ir.dims import Dim, hint, no_less, product, quotient
+from fusion_compiler.ir.dims import Dim, hint, product, quotient, upper_bound
 from fusion_compiler.ir.loops import (
     COLS,
     GROUPS,
@@ -31,7 +31,7 @@ from fusion_compiler.ir.loops import (
     axes_in,
     groups_of,
     kept_of,
-    longest_piece,
+    largest_aligned_block,
     operands_of,
     over_of,
     renumber,
@@ -313,7 +313,7 @@ class Analysis:
         size = self.size(ROWS)
         if not self.products or not isinstance(size, int) or size > ahead.MOST_ROWS:
             return frozenset()
-        return ahead.made_ahead(self.loops, self.groups, self.products)
+        return ahead.replicated_reductions(self.loops, self.groups, self.products)
 
     @cached_property
     def segmented(self) -> tuple[int, ...]:
@@ -493,7 +493,9 @@ class Analysis:
         """
         nodes = self.loops.nodes
         exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
-        pinned = {i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.pinned and not n.alone}
+        pinned = {
+            i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.pinned and not n.single_producer
+        }
         exact |= pinned
         exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *SHORT)}
         exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in SHORT}
@@ -524,7 +526,7 @@ class Analysis:
                 if key < 0:
                     continue
                 reach = reach + coeff * (self.loops.axes[key].size - 1)
-            reach = no_less(reach)
+            reach = upper_bound(reach)
             if not isinstance(reach, int):
                 return -1
             worst = max(worst, reach)
@@ -608,7 +610,7 @@ def pieces_of(a: Analysis, s: Schedule, number: int) -> Pieces:
     """What one block of a row adds up for a reduction over segments: none crosses a segment's end."""
     segment, width = segment_of(a.loops, a.kept(number)), a.size(COLS)
     assert isinstance(width, int), "segments have a known size"
-    columns = s.block_cols if segment is None else min(longest_piece(segment), s.block_cols)
+    columns = s.block_cols if segment is None else min(largest_aligned_block(segment), s.block_cols)
     return Pieces(columns, -(-width // columns))
 
 

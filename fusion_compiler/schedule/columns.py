@@ -1,10 +1,12 @@
-"""Sums over the rows alone: tiles of columns, the rows split over programs, partial sums added at the end.
+"""Schedules of nests whose only reductions are sums over rows: tiles of columns, with the rows split over
+programs and the partial sums added at the end.
 
-A shape is (rows, columns, warps, programs a multiprocessor); of no columns, whole rows.
+A shape is (rows, columns, warps, programs per multiprocessor); zero columns mean whole rows.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,26 +19,29 @@ from fusion_compiler.schedule.measured import Shape
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
-WARPS = 16  # of a multiprocessor: with 32 elements a thread, three times, enough in flight
+# warps per multiprocessor: enough in flight with 32 elements per thread in three stages
+WARPS = 16
 SQUARE = ((64, 64, 8, 2), (32, 128, 8, 2), (128, 32, 8, 2))  # both memory orders touch whole sectors
-ALL = ((8192, 4, 8), (4096, 8, 4), (2048, 8, 4), (16384, 2, 16))  # of one column: elements, share, warps
-# Products: a thread has a word of every row of the tile, and adds these up by itself.
+# sums of one column: (elements, programs per multiprocessor, warps)
+ALL = ((8192, 4, 8), (4096, 8, 4), (2048, 8, 4), (16384, 2, 16))
+# Products: a thread has one word of every row of the tile and adds up the rows by itself.
 PRODUCTS = ((8, 256, 1, 4), (8, 512, 2, 2), (4, 256, 1, 8), (16, 256, 1, 2))
-# The same where the matrix's size is known: columns of a block, whole sectors, and programs a multiprocessor.
+# Products with a matrix of known size: (columns of a block, which are whole sectors, programs per
+# multiprocessor).
 IN_FLIGHT = ((128, 2), (64, 2), (128, 1), (128, 4), (64, 4), (256, 2), (32, 4))
-TYPICAL = 4  # of these
-# The same of programs that share no rows: two words or four of each, which are whole sectors.
+TYPICAL = 4  # typical schedules of products
+# The same without a split of the rows: columns per block (two or four words, whole sectors), and most warps.
 UNDIVIDED, UNDIVIDED_WARPS = (4 * WORD, 2 * WORD), 16
-WORDS = 8  # of a thread's tile at most, all of which it loads at once
-# Threads for each row of a tile at least: with fewer, Triton gives each thread rows of its own, as it loads a
-# vector, and brings the matrix there through shared memory.
+WORDS = 8  # words of a thread's tile, all of which it loads at once
+# Least threads for each row of a tile: with fewer, Triton gives each thread rows of its own, as it loads a
+# vector, and moves the matrix there through shared memory.
 ROW_THREADS = 2
-AHEAD = 32  # elements of whole vectors (`schedule.ahead`) that a thread has at most
-# Of a program at most, twice as many where tensor units need few registers; of one that has a larger tile
-# part by part.
+AHEAD = 32  # most elements per thread of whole vectors (`schedule.ahead`)
+# Most warps of a program (twice as many if tensor units need few registers), and warps of a program that
+# loops over the parts of a larger tile.
 MOST_WARPS, TURN_WARPS = 8, 4
 MOST_PARTIALS = 16384  # see `_last_finishes`
-WHOLE = (1, 0, 8, 2)  # what is stored besides goes row by row
+WHOLE = (1, 0, 8, 2)  # for nests that also store elements, row by row
 
 
 def suits(a: Analysis) -> bool:
@@ -48,25 +53,26 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Not a table: the best tiles depend on how many columns there are for each multiprocessor."""
+    """Return the best tiles as a formula, because they depend on the number of columns per multiprocessor."""
     width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
     if a.size(COLS) == 1:
         return _one_column(device, count)
     if _is_known_product(a):
-        return ()  # none was: the model ranks them
+        return ()  # none was measured: the model ranks them
     if a.weighted_columns:
-        return made(a, device, PRODUCTS)
+        return from_shapes(a, device, PRODUCTS)
     stored = any(s.value not in a.finish for s in a.loops.stores)
     by_row = stored and not a.mixed and isinstance(a.size(COLS), int) and 1024 <= padded(width) <= 8192
     tiles = SQUARE if a.mixed else tuple(_tiles(width, count, device))
-    return made(a, device, ((WHOLE,) if by_row else ()) + tiles)
+    return from_shapes(a, device, ((WHOLE,) if by_row else ()) + tiles)
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not _is_known_product(a):
         return measured(a, device)[:3]
-    found = tuple(s for s in _of_products(a, device) if not s.early)
-    return tuple(s for s in found if s.last_finishes or replace(s, last_finishes=True) not in found)[:TYPICAL]
+    products = tuple(s for s in _of_products(a, device) if not s.early)
+    best = (s for s in products if s.last_finishes or replace(s, last_finishes=True) not in products)
+    return tuple(itertools.islice(best, TYPICAL))
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
@@ -75,38 +81,41 @@ def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if hint(a.size(COLS)) <= 1 or a.weighted_columns:
         return ()
     shapes = ((32 * w * 32 // cols, cols, w, 2) for cols in powers(32, 1024) for w in powers(1, 16))
-    return made(a, device, tuple(s for s in shapes if s[0]))
+    return from_shapes(a, device, tuple(s for s in shapes if s[0]))
 
 
-def made(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
     width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
-    whole, tallest = padded(width), padded(count)
-    found: dict[Schedule, None] = {}
+    width_padded, tallest = padded(width), padded(count)
+    schedules: dict[Schedule, None] = {}
     for rows, cols, warps, share in shapes:
         if not cols:
             programs = _programs(count, 1, share * device.sms)
-            found[_staged(1, whole, Cols.WHOLE, programs, warps_of(warps, device))] = None
+            schedules[_staged(1, width_padded, Cols.WHOLE, programs, warps_of(warps, device))] = None
             continue
-        block, rows = min(cols, whole), min(rows, tallest)
+        block, rows = min(cols, width_padded), min(rows, tallest)
         warps = max(1, min(warps_of(warps, device), rows * block // (16 * device.warp_size)))
         programs = _programs(count, rows, share * device.sms // -(-width // block))
         if isinstance(a.size(ROWS), int) and rows >= count:  # all loads at once
-            found[Schedule(rows, block, Cols.GRID, num_warps=warps)] = None
+            schedules[Schedule(rows, block, Cols.GRID, num_warps=warps)] = None
         else:
-            found[_staged(rows, block, Cols.GRID, programs, warps)] = None
-    return tuple(found)
+            schedules[_staged(rows, block, Cols.GRID, programs, warps)] = None
+    return tuple(schedules)
 
 
 def _is_known_product(a: Analysis) -> bool:
-    """Whether all sums are products with a matrix of known size."""
-    known = all(isinstance(a.size(group), int) for group in (ROWS, COLS))
-    return known and a.size(COLS) != 1 and bool(a.products) and a.products == frozenset(a.across_rows)
+    """True if all sums are products with a matrix of known size."""
+    is_static = all(isinstance(a.size(group), int) for group in (ROWS, COLS))
+    return is_static and a.size(COLS) != 1 and bool(a.products) and a.products == frozenset(a.across_rows)
 
 
 def _of_products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
-    """Tiles of all rows of a program's group where its threads hold them, else of a few rows in turn; each
-    finished by the last program of a block, where that may be, and by a second kernel; or of all rows."""
-    turns = made(a, device, PRODUCTS) if a.weighted_columns else ()
+    """Yield schedules of products: split over programs with whole or looped tiles, or not split.
+
+    The last program of a block adds up the partial results if it may; each schedule also comes with a second
+    kernel.
+    """
+    turns = from_shapes(a, device, PRODUCTS) if a.weighted_columns else ()
     for s in dict.fromkeys((*_in_flight(a, device), *_undivided(a, device), *turns)):
         programs = -(-hint(a.size(ROWS)) // s.block_rows) if s.programs is None else s.programs
         if _last_finishes(a, programs, s.block_cols):
@@ -115,45 +124,46 @@ def _of_products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
 
 
 def _in_flight(a: Analysis, device: DeviceSpec) -> list[Schedule]:
-    """In turn only where no threads hold a whole tile: what a loop loads is not on its way before it, so that
-    no weights come while the kernel before ends."""
+    """Return schedules with whole tiles if threads can hold them, else with loops over rows. A loop does not
+    load before it starts, so the weights would not arrive while the previous kernel ends."""
     width, count = max(1, hint(a.size(COLS))), max(1, hint(a.size(ROWS)))
     most = MOST_WARPS * (2 if a.weighted_columns else 1)
     ahead = padded(count) // (AHEAD * device.warp_size) if a.ahead else 0
-    whole: list[Schedule] = []
-    turns: list[Schedule] = []
+    tiles: list[Schedule] = []
+    loops: list[Schedule] = []
     for cols, share in IN_FLIGHT:
         block = min(cols, padded(width))
         groups = max(1, min(share * device.sms // -(-width // block), count // SMALLEST))
-        rows, held = padded(-(-count // groups)), device.warp_size * min(WORD * WORDS, block // ROW_THREADS)
-        if rows * block <= most * held:
-            warps = max(1, rows * block // held, ahead)
-            whole.append(Schedule(rows, block, Cols.GRID, num_warps=warps))
+        rows = padded(-(-count // groups))
+        elements_per_warp = device.warp_size * min(WORD * WORDS, block // ROW_THREADS)
+        if rows * block <= most * elements_per_warp:
+            warps = max(1, rows * block // elements_per_warp, ahead)
+            tiles.append(Schedule(rows, block, Cols.GRID, num_warps=warps))
         else:
-            rows = max(1, TURN_WARPS * held // block)
-            turns.append(_staged(rows, block, Cols.GRID, enough(groups, count, rows), TURN_WARPS))
-    return whole or ([] if a.weighted_columns else turns)
+            rows = max(1, TURN_WARPS * elements_per_warp // block)
+            loops.append(_staged(rows, block, Cols.GRID, enough(groups, count, rows), TURN_WARPS))
+    return tiles or ([] if a.weighted_columns else loops)
 
 
 def _undivided(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
-    """Tiles of all rows, or of as many as threads hold in turn: nothing is left for a counter."""
-    rows, held = padded(max(1, hint(a.size(ROWS)))), device.warp_size * WORD * WORDS
+    """Yield schedules whose programs have all rows, at once or in a loop, and leave no partial results."""
+    rows, elements_per_warp = padded(max(1, hint(a.size(ROWS)))), device.warp_size * WORD * WORDS
     for cols in () if a.weighted_columns else UNDIVIDED:
-        warps = rows * cols // held
+        warps = rows * cols // elements_per_warp
         if 1 <= warps <= UNDIVIDED_WARPS:
             yield Schedule(rows, cols, Cols.GRID, num_warps=warps)
         elif warps > UNDIVIDED_WARPS:
-            turns = _staged(UNDIVIDED_WARPS * held // cols, cols, Cols.GRID, 1, UNDIVIDED_WARPS)
-            yield from (turns, replace(turns, early=1))
+            loop = _staged(UNDIVIDED_WARPS * elements_per_warp // cols, cols, Cols.GRID, 1, UNDIVIDED_WARPS)
+            yield from (loop, replace(loop, early=1))
 
 
 def _last_finishes(a: Analysis, programs: int, block: int) -> bool:
-    """Whether the last program of a block of columns, and no second kernel, adds up what so many left.
+    """True if the last program of a block of columns adds up the partial results, without a second kernel.
 
-    A kernel costs 2 us, a ticket and the way to L2 one; but then one program of few warps reads what a grid
-    would, at 64 bytes a cycle: MOST_PARTIALS of a block in half a microsecond. Products of few rows have so
-    few. Other sums over rows keep their second kernel, with which they were measured: they are longer, and of
-    hundreds of partial results a column.
+    A kernel costs 2 us, an atomic and the round trip to L2 one. But then one program with few warps reads
+    what a grid would read, at 64 bytes per cycle: MOST_PARTIALS of a block take half a microsecond. Products
+    of few rows have no more. Other sums over rows keep their second kernel, with which they were measured:
+    they are longer, with hundreds of partial results per column.
     """
     return programs > 1 and len(a.across_rows) * padded(programs) * block <= MOST_PARTIALS
 
@@ -163,11 +173,11 @@ def _staged(rows: int, block: int, cols: Cols, programs: int, warps: int) -> Sch
 
 
 def _tiles(width: int, count: int, device: DeviceSpec) -> Iterator[Shape]:
-    """32 elements a thread, and as many warps as give a multiprocessor WARPS.
+    """Yield tiles with 32 elements per thread and as many warps as give a multiprocessor WARPS.
 
-    A tile of the few rows that there are has half of that, and no loop. Where there are so many columns that
-    one warp for 128 of them is more than that, it takes more columns; to add up what few warps hold is
-    quicker, and a program of one warp does not wait for others.
+    A tile of very few rows has half of the elements, and no loop. If there are more than WARPS * 128 columns
+    per multiprocessor, tiles get wider: few warps add up their results faster, and a program of one warp does
+    not wait for others.
     """
     if count <= 4:
         rows, share = padded(count), padded(width // device.sms)
@@ -182,15 +192,16 @@ def _tiles(width: int, count: int, device: DeviceSpec) -> Iterator[Shape]:
 
 
 def _programs(count: int, rows: int, most: int) -> int:
-    """Programs along the rows: one wave of them at most unless they would add too long, each with a block."""
+    """Return the number of programs along the rows: at most one wave, or more if one would add too many
+    rows."""
     return enough(max(1, min(-(-count // rows), most)), count, rows)
 
 
 def _one_column(device: DeviceSpec, count: int) -> tuple[Schedule, ...]:
-    """A sum of everything."""
-    found: dict[Schedule, None] = {}
+    """Return schedules of a sum over everything."""
+    schedules: dict[Schedule, None] = {}
     for elements, share, warps in ALL:
         rows = min(elements, padded(count))
         programs = _programs(count, rows, share * device.sms)
-        found[Schedule(rows, 1, Cols.WHOLE, programs, warps_of(warps, device))] = None
-    return tuple(found)
+        schedules[Schedule(rows, 1, Cols.WHOLE, programs, warps_of(warps, device))] = None
+    return tuple(schedules)

@@ -1,9 +1,9 @@
-"""Element-wise work in one pass, any layout: sixteen elements a thread, four of long functions.
+"""Schedules of element-wise work in one pass, with sixteen elements per thread, or four for long functions.
 
-Rows exist where a value belongs to one; tiles hold several of short rows, since a multiprocessor holds so few
-programs that those of one warp leave half of it empty.
+There are rows if a value varies only over rows. Several short rows share a tile: a multiprocessor holds so
+few programs that programs of one warp would leave half of it empty.
 
-A shape is (rows, columns, warps); of no rows, columns are elements.
+A shape is (rows, columns, warps). With zero rows, columns are elements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusion_compiler.schedule.measured import Shape
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
-SHORT = 512  # columns: shorter rows are several to a tile
+SHORT = 512  # columns; several shorter rows share a tile
 
 
 def suits(a: Analysis) -> bool:
@@ -31,15 +31,15 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, table.shapes("flat", a))
+    return from_shapes(a, device, table.shapes("flat", a))
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, ((64, 64, 8),) if a.mixed else ((0, 2048, 4), (0, 1024, 2)))
+    return from_shapes(a, device, ((64, 64, 8),) if a.mixed else ((0, 2048, 4), (0, 1024, 2)))
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, _squares() if a.mixed else _blocks())
+    return from_shapes(a, device, _squares() if a.mixed else _blocks())
 
 
 def _squares() -> Iterator[Shape]:
@@ -52,7 +52,7 @@ def _blocks() -> Iterator[Shape]:
         yield from ((0, elements, warps) for warps in powers(max(1, elements // 1024), elements // 128))
 
 
-def made(
+def from_shapes(
     a: Analysis, device: DeviceSpec, shapes: Iterator[Shape] | tuple[Shape, ...]
 ) -> tuple[Schedule, ...]:
     tallest, widest = (padded(hint(a.size(g))) for g in (ROWS, COLS))
@@ -68,8 +68,8 @@ def made(
         rows_each.append((1, block, max(1, warps * block // cols)))
         if width <= SHORT:
             tiles.append((min(tallest, cols // block), block, warps))
-    found = (*squares, *[t for t in tiles if t[0] > 1][:3], *rows_each)
+    all_shapes = (*squares, *[t for t in tiles if t[0] > 1][:3], *rows_each)
     return tuple(
         Schedule(rows, cols, Cols.GRID, num_warps=warps_of(warps, device))
-        for rows, cols, warps in dict.fromkeys(found)
+        for rows, cols, warps in dict.fromkeys(all_shapes)
     )

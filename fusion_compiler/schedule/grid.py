@@ -1,8 +1,8 @@
-"""All schedules within reason of a loop nest: what an exhaustive search goes through.
+"""Enumerate all reasonable schedules of a loop nest, for an exhaustive search.
 
-The kinds of schedules choose a handful of them; `python -m benchmarks schedules` measures how good these
-are. A schedule is within reason where a thread has a few elements of the tile to do and the
-registers to hold them, and where there is a block for each program that shares the rows.
+The kinds of schedules choose a few of them; `python -m benchmarks schedules` measures how good these are. A
+schedule is reasonable if each thread has a few elements of the tile and the registers for them, and if there
+is a block for each program that shares the rows.
 """
 
 from __future__ import annotations
@@ -20,63 +20,61 @@ from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers
 
 WARPS = (1, 2, 4, 8, 16, 32)
-STAGES = (1, 3)  # of loads in flight, in loops
-SHARES = (1, 2, 4)  # programs a multiprocessor that go through the rows in turn
+STAGES = (1, 3)  # pipeline stages of loops
+SHARES = (1, 2, 4)  # programs per multiprocessor that loop over the rows
 THREAD_ELEMENTS = (2, 64)
 WIDEST_WHOLE, WIDEST_BLOCK, MOST_ROWS = 1 << 17, 1 << 14, 1 << 10
-MOST_SPLITS, LEAST_PART = 64, 1024  # programs that share a row, and columns that each has
-MOST_SHARED_ROWS = 4  # that they take at once
-REGISTERS = 255  # that a thread can have
+MOST_SPLITS, LEAST_PART = 64, 1024  # programs that share a row, and columns of each
+MOST_SHARED_ROWS = 4  # rows that they process at once
+REGISTERS = 255  # registers of a thread
 
 
 def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Every combination of extents, warps, programs and stages that `a` allows, in no order of merit."""
-    found: dict[Schedule, None] = {}
+    """Return every combination of extents, warps, programs and stages that `a` allows, unordered."""
+    schedules: dict[Schedule, None] = {}
     width, count = padded(hint(a.size(COLS))), padded(hint(a.size(ROWS)))
     for cols, block_cols, splits in _coverings(a, width, device):
         for block_rows in powers(1, min(count, MOST_ROWS if splits == 1 else MOST_SHARED_ROWS)):
             for warps in WARPS:
                 tile = Schedule(block_rows, block_cols, cols, num_warps=warps, splits=splits)
                 if _fits_threads(tile, width * count, device) and tile_registers(a, tile) <= REGISTERS:
-                    found.update(dict.fromkeys(_loops(a, tile, device)))
+                    schedules.update(dict.fromkeys(_loops(a, tile, device)))
     if misaligned.fits(a):
-        forms = [(s, misaligned.form_of(a, s)) for s in found]
-        found.update((form, None) for s, form in forms if form and form.block_rows == s.block_rows)
-    return tuple(s for s in found if tile_registers(a, s) <= REGISTERS)
+        forms = [(s, misaligned.form_of(a, s)) for s in schedules]
+        schedules.update((form, None) for s, form in forms if form and form.block_rows == s.block_rows)
+    return tuple(s for s in schedules if tile_registers(a, s) <= REGISTERS)
 
 
 def neighbours(s: Schedule, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """Those that differ in one field, by the next value that the others have in it.
-
-    Halving the tile and the warps together counts as one step: threads keep what they have to do.
-    """
+    """Return the schedules that differ from `s` in one field, by the next value of that field among them.
+    Halving or doubling the tile and the warps together counts as one step: the work of a thread stays."""
     near: dict[Schedule, None] = {}
     for name in (f.name for f in fields(Schedule)):
         value = getattr(s, name)
-        alike = [o for o in schedules if o != s and replace(o, **{name: value}) == s]
+        others = [o for o in schedules if o != s and replace(o, **{name: value}) == s]
         for side in (-1, 1):
-            beyond = [o for o in alike if (_order(getattr(o, name)) - _order(value)) * side > 0]
+            beyond = [o for o in others if (_order(getattr(o, name)) - _order(value)) * side > 0]
             nearest = min(beyond, key=lambda o: abs(_order(getattr(o, name)) - _order(value)), default=None)
             if nearest is not None:
                 near[nearest] = None
-    known = set(schedules)
+    members = set(schedules)
     for factor in (0.5, 2):
         for name in ("block_rows", "block_cols"):
             scaled = {n: int(getattr(s, n) * factor) for n in (name, "num_warps")}
-            if (both := replace(s, **scaled)) in known:
-                near[both] = None
+            if (scaled_schedule := replace(s, **scaled)) in members:
+                near[scaled_schedule] = None
     return tuple(near)
 
 
 def _order(value: object) -> float:
-    """Where a field's value stands among others; no programs at all are the most of them."""
+    """Return the rank of a field's value. None (no loop over the rows) means the most programs."""
     if value is None:
         return float(1 << 40)
     return float(list(Cols).index(value)) if isinstance(value, Cols) else float(value)  # type: ignore[arg-type]
 
 
 def _coverings(a: Analysis, width: int, device: DeviceSpec) -> Iterator[tuple[Cols, int, int]]:
-    """(how the columns are covered, block of columns, programs that share a row)."""
+    """Yield (how the columns are covered, block of columns, programs that share a row)."""
     along = any(COLS in a.over(i) for i in a.reductions)
     if isinstance(a.size(COLS), int) and width <= WIDEST_WHOLE and a.reductions:
         yield Cols.WHOLE, width, 1
@@ -92,7 +90,7 @@ def _coverings(a: Analysis, width: int, device: DeviceSpec) -> Iterator[tuple[Co
 
 
 def _shared(width: int) -> Iterator[tuple[Cols, int, int]]:
-    """Rows shared by programs, each with a part that it holds or goes through."""
+    """Yield coverings by programs that share a row; each keeps its part or loops over it."""
     most = min(MOST_SPLITS, width // LEAST_PART)
     for splits in powers(2, most) if most > 1 else ():
         part = width // splits
@@ -102,7 +100,7 @@ def _shared(width: int) -> Iterator[tuple[Cols, int, int]]:
 
 
 def _loops(a: Analysis, tile: Schedule, device: DeviceSpec) -> Iterator[Schedule]:
-    """One block of rows a program, and programs that go through blocks in turn."""
+    """Yield the schedule with one block of rows per program, and with programs that loop over blocks."""
     blocks = -(-hint(a.size(ROWS)) // tile.block_rows)
     across = -(-hint(a.size(COLS)) // tile.block_cols) if tile.cols is Cols.GRID else 1
     if not a.across_rows or blocks == 1 or (blocks <= rows.MOST_PARTIALS and not a.ends_in_a_row):
@@ -117,8 +115,8 @@ def _loops(a: Analysis, tile: Schedule, device: DeviceSpec) -> Iterator[Schedule
 
 
 def _fits_threads(tile: Schedule, elements: int, device: DeviceSpec) -> bool:
-    """Few elements for each thread; fewer than the least only where the tensor has no more."""
+    """True if each thread has a moderate number of elements, or the tensor is too small for that."""
     least, most = THREAD_ELEMENTS
-    held = tile.block_rows * tile.block_cols
-    each = held / (device.warp_size * tile.num_warps)
-    return (least <= each or (held >= elements and tile.num_warps == 1)) and each <= most
+    tile_elements = tile.block_rows * tile.block_cols
+    per_thread = tile_elements / (device.warp_size * tile.num_warps)
+    return (least <= per_thread or (tile_elements >= elements and tile.num_warps == 1)) and per_thread <= most

@@ -1,9 +1,10 @@
-"""What measurement knows better than the cost model: the fastest shapes of tiles, by kind, width and trait.
+"""Measured schedules: the fastest tile shapes by kind of schedule, width and trait, which override the cost
+model.
 
-Each row holds for loop nests with at most `widest` columns of which all traits hold; the first of a kind
-that does is taken. `at` puts shapes of further rows at that position of its list. A shape is what its kind of
-schedules makes of it, see there; warps are of 32 threads. A row that the model ranks as well can go:
-`python -m benchmarks schedules --from benchmarks/results/schedules.json` tells without a GPU.
+A row applies to loop nests with at most `widest` columns for which all traits are true; the first row of a
+kind that applies is used. A row with `at` inserts its shapes at that position of the result. The kind's
+module defines what a shape means. Warps have 32 threads. Rows that the model ranks equally well can be
+removed: `python -m benchmarks schedules --from benchmarks/results/schedules.json` tells without a GPU.
 """
 
 from __future__ import annotations
@@ -18,116 +19,117 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
+from fusion_compiler.schedule.shapes import padded
 
 Shape = tuple[int, ...]
 Trait = Callable[[Analysis], bool]
 
 ANY = 1 << 60
 LONG = 16  # instructions
-CROWDED = 128  # registers of a thread for tiles: with more, more threads are faster
+CROWDED = 128  # registers of a thread for tiles beyond which more threads are faster
 
 
 def long_functions(a: Analysis) -> bool:
-    """Functions with no short form, the sine say: sixteen copies of libdevice's slow path spill."""
+    """True if there are functions without a short form, such as sine: sixteen copies of libdevice's slow
+    path spill."""
     specs = (spec_of(n.target) for n in a.loops.nodes if isinstance(n, Compute))
     return any(s is not None and s.flops >= LONG and s.rough is None for s in specs)
 
 
 def mixed(a: Analysis) -> bool:
-    """Two memory orders meet: square tiles, through shared memory."""
+    """True if two memory orders meet, which takes square tiles through shared memory."""
     return a.mixed
 
 
 def tall(a: Analysis) -> bool:
-    """Neighbours in memory are rows: a sector of them at least."""
+    """True if neighbours in memory are rows, at least one sector of them."""
     return a.tall
 
 
-def known(a: Analysis) -> bool:
-    """The rows' length is a number."""
+def known_width(a: Analysis) -> bool:
+    """True if the number of columns is known."""
     return isinstance(a.size(COLS), int)
 
 
 def only_reduced(a: Analysis) -> bool:
-    """Nothing of a row is stored."""
+    """True if nothing is stored per element of a row."""
     return not a.tall and not a.stores_rows
 
 
 def stored(a: Analysis) -> bool:
-    """Rows are stored as well."""
+    """True if elements of rows are stored."""
     return not only_reduced(a)
 
 
-def scanned(a: Analysis) -> bool:
-    """Something is scanned along the rows."""
+def has_scans(a: Analysis) -> bool:
+    """True if there is a scan along the rows."""
     return bool(a.scans)
 
 
 def exponentials(a: Analysis) -> bool:
-    """Sums of exponentials, which take registers."""
+    """True if there are sums of exponentials, which need registers."""
     return bool(a.online)
 
 
 def simple(a: Analysis) -> bool:
-    """An element is added and forgotten: registers for more warps."""
+    """True if a reduction needs each element only once, which leaves registers for more warps."""
     return not (a.online or a.moments)
 
 
 def several_tensors(a: Analysis) -> bool:
-    """Of which registers keep what was read; one tensor is read again, from L2 or L1."""
+    """True if several tensors are read, which registers keep. A single tensor is read again from L2 or L1."""
     return a.full_loads > 1
 
 
 def random_numbers(a: Analysis) -> bool:
-    """Whose integers need registers beside the row."""
+    """True if there are random numbers, whose integers need registers beside the row."""
     return any(isinstance(n, Random) for n in a.loops.nodes)
 
 
 def crowded(a: Analysis) -> bool:
-    """Eight warps would have few registers left for anything but tiles."""
-    block = 1 << max(0, hint(a.size(COLS)) - 1).bit_length()
-    return tile_registers(a, Schedule(1, block, Cols.WHOLE, num_warps=8)) > CROWDED
+    """True if eight warps would have few registers left beside tiles."""
+    return tile_registers(a, Schedule(1, padded(hint(a.size(COLS))), Cols.WHOLE, num_warps=8)) > CROWDED
 
 
 def misaligned(a: Analysis) -> bool:
-    """Rows begin anywhere."""
+    """True if rows begin at any address."""
     return hint(a.size(COLS)) % WORD != 0
 
 
 def aligned(a: Analysis) -> bool:
-    """Rows begin with a word."""
+    """True if rows begin with a word."""
     return not misaligned(a)
 
 
 def one_sum(a: Analysis) -> bool:
-    """Programs keep a single row of sums over the rows."""
+    """True if programs keep a single row of sums over the rows."""
     return len(a.across_rows) == 1
 
 
 def no_sums(a: Analysis) -> bool:
-    """Nothing is summed over the rows."""
+    """True if nothing is summed over the rows."""
     return not a.across_rows
 
 
 def shareable(a: Analysis) -> bool:
-    """Programs can exchange what they reduce along the row."""
+    """True if programs can exchange the results of their reductions along the row."""
     return a.shareable
 
 
 def same_for_all_rows(a: Analysis) -> bool:
-    """A weight or a bias is read for each element of every row: to read it again takes as many accesses as
-    the row, more where it is not aligned."""
+    """True if every row reads the same weight or bias. To read it again takes as many accesses as the row, or
+    more if it is not aligned."""
     return any(isinstance(n, Load) and a.groups[i] == frozenset({COLS}) for i, n in enumerate(a.loops.nodes))
 
 
 def few_elements(a: Analysis) -> bool:
-    """Parts of 32768 columns would not fill the device that was measured, with 32 warps a multiprocessor."""
+    """True if parts of 32768 columns would not fill the measured device with 32 warps per multiprocessor."""
     return max(1, hint(a.size(ROWS))) * hint(a.size(COLS)) // 32768 * 16 < 32 * 132
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a row was measured, and with which code."""
+    """The device, date and code of a measurement."""
 
     device: str
     target: str
@@ -150,7 +152,7 @@ class Measured:
 
 NARROW, TWO, WIDE = (2, 2048, 4, 4, 3), (2, 4096, 2, 8, 3), (2, 8192, 1, 16, 3)
 ONE, THREE, WIDEST_PART = (1, 4096, 2, 8, 3), (1, 4096, 3, 8, 3), (1, 16384, 1, 16, 3)
-IN_TURN = (-4096, 0, 8, 2)  # rows in turn by two programs a multiprocessor
+IN_TURN = (-4096, 0, 8, 2)  # two programs per multiprocessor, which loop over rows
 KEPT = 64  # registers of a thread that keeps 32 elements of two tensors
 SMALL, PART = (4096, 4096, 4), (8192, 8192, 8)
 LOOPS = ((0, 16384, 16), (0, 8192, 16))
@@ -177,14 +179,14 @@ TABLE: tuple[Measured, ...] = (
     Measured("flat", ANY, (mixed,), ((64, 64, 8), (32, 64, 4), (64, 32, 4), (128, 64, 8))),
     Measured("flat", ANY, (long_functions,), ((0, 512, 4), (0, 1024, 8), (0, 1024, 4), (0, 256, 2))),
     Measured("flat", ANY, (), ((0, 2048, 4), (0, 1024, 2), (0, 4096, 8), (0, 1024, 4))),
-    # Norms' gradients: a row of sums kept by each program.
+    # Norms' gradients: each program keeps a row of sums.
     Measured("persistent", 256, (), ((8192, 1, 16, 3), (8192, 1, 8, 3), (8192, 2, 16, 3), (1024, 4, 4, 3))),
     Measured("persistent", 1024, (), ((2048, 4, 2, 3), (4096, 2, 4, 3), (8192, 1, 8, 3), (2048, 4, 4, 3))),
     Measured("persistent", 4096, (), ((4096, 2, 4, 3), (8192, 1, 8, 3), (4096, 2, 8, 3), (8192, 1, 16, 2))),
     Measured("persistent", 8192, (), ((8192, 1, 8, 3), (8192, 2, 8, 3), (8192, 1, 16, 2))),
     Measured("persistent", ANY, (shareable,), ((8192, 1, 16, 2), (8192, 1, 8, 3), (8192, 2, 8, 3))),
     Measured("persistent", ANY, (), ((8192, 1, 8, 3), (8192, 2, 8, 3), (8192, 1, 16, 2))),
-    # The wider the row, the longer its programs wait, and the more each has to hold. Misaligned tiles need
+    # The wider the row, the longer its programs wait, and the more each must keep. Misaligned tiles need
     # registers for masks: programs with few columns have more of them.
     Measured("shared", 8192, (), ()),
     Measured("shared", 16384, (), (NARROW, TWO, WIDE)),
@@ -198,16 +200,16 @@ TABLE: tuple[Measured, ...] = (
     Measured("shared", 65536, (), (TWO, WIDE, ONE, NARROW)),
     Measured("shared", 524288, (), (WIDE, TWO, ONE, NARROW)),
     Measured("shared", ANY, (), (WIDE, WIDEST_PART)),
-    # Short rows that are only reduced: four times as many, by a loop's loads, which do not stay in caches.
+    # Short rows that are only reduced: four times as many, with loads in a loop, which do not stay in caches.
     Measured("rows", 256, (only_reduced, exponentials), WITH_EXPONENTIALS),
     Measured("rows", 256, (only_reduced,), LOADED_ONCE),
-    # Scans hold the whole row: of a sector's rows as many as do not spill. Chosen by what sm_90 code takes of
-    # registers, and not yet timed.
-    Measured("rows", 1024, (tall, scanned), ((8, 0, 8), (16, 0, 16), (8, 0, 16))),
-    Measured("rows", 2048, (tall, scanned), ((8, 0, 16), (4, 0, 8), (16, 0, 32))),
-    Measured("rows", 4096, (tall, scanned), ((4, 0, 16), (8, 0, 32))),
-    Measured("rows", 8192, (tall, scanned), ((2, 0, 16), (4, 0, 32))),
-    Measured("rows", ANY, (tall, scanned), ((1, 0, 16), (2, 0, 32))),
+    # Scans keep the whole row in registers: as many rows of a sector as do not spill. Chosen by the registers
+    # of sm_90 code, and not timed yet.
+    Measured("rows", 1024, (tall, has_scans), ((8, 0, 8), (16, 0, 16), (8, 0, 16))),
+    Measured("rows", 2048, (tall, has_scans), ((8, 0, 16), (4, 0, 8), (16, 0, 32))),
+    Measured("rows", 4096, (tall, has_scans), ((4, 0, 16), (8, 0, 32))),
+    Measured("rows", 8192, (tall, has_scans), ((2, 0, 16), (4, 0, 32))),
+    Measured("rows", ANY, (tall, has_scans), ((1, 0, 16), (2, 0, 32))),
     Measured("rows", 1024, (tall,), ((16, 0, 16), (32, 0, 16), (8, 0, 8))),
     Measured("rows", 2048, (tall,), ((16, 0, 16), (8, 0, 8))),
     Measured("rows", 4096, (tall,), ((8, 0, 8),)),
@@ -220,7 +222,7 @@ TABLE: tuple[Measured, ...] = (
     Measured("rows", 8192, (), ((1, 0, 8), (1, 0, 32), (1, 0, 16), (1, 0, 4))),
     Measured("rows", ANY, (misaligned,), ((1, 0, 8), (1, 0, 16), (1, 0, 32))),  # masks take issue slots
     Measured("rows", ANY, (), ((1, 0, 16), (1, 0, 32), (1, 0, 8))),
-    # Rows that are only reduced are gone through by threads of 64 elements.
+    # Rows that are only reduced: a loop with 64 elements per thread.
     Measured("rows", 2048, (), (), at=0),
     Measured("rows", 4096, (only_reduced,), ((1, 4096, 2),), at=0),
     Measured("rows", 8192, (only_reduced,), ((1, 8192, 4), (1, 4096, 2)), at=0),
@@ -234,8 +236,8 @@ TABLE: tuple[Measured, ...] = (
     Measured("rows", 2048, (), (), at=3),
     Measured("rows", ANY, (aligned, same_for_all_rows, no_sums), (IN_TURN,), at=3),
     # Rows that are read, reduced and read again, from registers that keep small parts of several tensors.
-    Measured("wide", ALONE, (known,), ()),
-    Measured("wide", ANY, (scanned,), ((0, 4096, 8), (0, 8192, 16), (0, 4096, 4))),  # not yet timed
+    Measured("wide", ALONE, (known_width,), ()),
+    Measured("wide", ANY, (has_scans,), ((0, 4096, 8), (0, 8192, 16), (0, 4096, 4))),  # not timed yet
     Measured("wide", 65535, (stored, several_tensors), SMALL_FIRST),
     Measured("wide", 131072, (stored, several_tensors), PART_FIRST),
     Measured("wide", 524288, (stored, several_tensors), KEPT_FIRST),
@@ -255,13 +257,13 @@ TABLE: tuple[Measured, ...] = (
 
 
 def shapes(kind: str, a: Analysis) -> tuple[Shape, ...]:
-    """What was measured to be fastest for a loop nest by schedules of a kind, best first."""
+    """Return the measured shapes of a kind of schedule for a loop nest, best first."""
     width = hint(a.size(COLS))
-    taken: dict[int | None, Measured] = {}
+    row_at: dict[int | None, Measured] = {}
     for row in TABLE:
-        if row.kind == kind and row.at not in taken and width <= row.widest and all(t(a) for t in row.when):
-            taken[row.at] = row
-    found = list(taken.pop(None).shapes) if None in taken else []
-    for at in sorted(key for key in taken if key is not None):
-        found[at:at] = taken[at].shapes
-    return tuple(dict.fromkeys(found))
+        if row.kind == kind and row.at not in row_at and width <= row.widest and all(t(a) for t in row.when):
+            row_at[row.at] = row
+    result = list(row_at.pop(None).shapes) if None in row_at else []
+    for at in sorted(key for key in row_at if key is not None):
+        result[at:at] = row_at[at].shapes
+    return tuple(dict.fromkeys(result))

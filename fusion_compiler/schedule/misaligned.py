@@ -1,18 +1,18 @@
-"""Rows that begin anywhere, moved in whole words.
+"""Misaligned rows, moved in whole words.
 
-Where a row's length is no multiple of eight, its elements lie at addresses that allow one element an access
-and no asynchronous copy. A misaligned tile begins with the word in which its row begins: lane `i` is column
-`i - lead`. It is loaded and stored as if it were aligned, but for the words at both ends of the row, which
-hold elements of its neighbours: what is loaded of them counts nowhere, and the row's own elements there are
-stored one by one.
+If the length of a row is not a multiple of eight, the addresses of its elements allow accesses of one element
+only, and no asynchronous copies. A misaligned tile begins with the word in which its row begins: lane `i` is
+column `i - lead`. It is loaded and stored as if it were aligned, except for the words at both ends of the
+row. They contain elements of the neighbouring rows. Loads ignore these elements, and stores write the row's
+own elements there one by one.
 
-A program that goes through rows keeps its lead, and so the column that each lane is: from one of its rows to
-the next is a whole number of words. So their number is a multiple of eight where the width is odd, or of four
-in words of half the size. A block of several rows has as many of the program's own, no neighbours: block `k`
-of program `i` the rows `i + (k * block_rows + r) * programs`.
+A program that loops over rows has a constant lead, so that each lane keeps its column: the distance between
+its rows is a whole number of words. The number of programs is therefore a multiple of eight if the width is
+odd, or of four with words of half the size. A block of several rows has rows of its own program, which are
+not neighbours: block `k` of program `i` has the rows `i + (k * block_rows + r) * programs`.
 
-A loop over columns has the word in which the row begins, and what is left at its end, in one tile behind it:
-its blocks lie within the row and have no masks.
+A loop over columns handles the word in which the row begins, and the rest at its end, in one additional tile
+after the loop. Its blocks are inside the row and have no masks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fusion_compiler.schedule.analysis import Analysis, end_lanes, inner_cols, p
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 
 WORDS = (WORD, WORD // 2)
-NARROWEST = 512  # columns of a tile; narrower ones have several rows, each with a lead of its own
+NARROWEST = 512  # columns of a tile; narrower ones have several rows with different leads
 
 
 def fits(a: Analysis) -> bool:
-    """Whether rows lie in memory one after the other and are not aligned."""
+    """True if rows are adjacent in memory and not aligned."""
     width = a.size(COLS)
     if not isinstance(width, int) or width % WORD == 0 or a.tall or a.segmented:
         return False
@@ -43,20 +43,20 @@ def fits(a: Analysis) -> bool:
 
 
 def form_of(a: Analysis, s: Schedule) -> Schedule | None:
-    """The misaligned form of a schedule, one row a block; None if it has none.
+    """Return the misaligned form of a schedule, with one row per block; None if it has none.
 
-    Of several rows each keeps its warps, but where programs share rows, which then have half as much to do;
-    where these walk the rows with their own parts, they keep several rows a block.
+    The form has the warps of one row. Programs that share a row keep all warps, and if they loop over rows
+    with their own parts, their blocks keep all rows.
     """
     width = a.size(COLS)
     if not isinstance(width, int) or s.block_cols < WORD or (a.scans and s.cols is Cols.LOOP):
-        return None  # a loop's last tile has both ends of a row, and scans go in order
+        return None  # a loop's last tile has both ends of a row, and scans run in order
     warps = s.num_warps if s.splits > 1 else max(1, s.num_warps // s.block_rows)
-    walked = s.splits > 1 and s.cols is Cols.WHOLE and s.programs is not None
-    form = replace(s, block_rows=s.block_rows if walked else 1, num_warps=warps, word=WORD)
+    loops_over_rows = s.splits > 1 and s.cols is Cols.WHOLE and s.programs is not None
+    form = replace(s, block_rows=s.block_rows if loops_over_rows else 1, num_warps=warps, word=WORD)
     if s.cols is Cols.GRID:
-        row_each = s.programs is None and not a.across_rows and a.size(ROWS) != 1
-        return form if row_each else None
+        one_row = s.programs is None and not a.across_rows and a.size(ROWS) != 1
+        return form if one_row else None
     if s.cols is Cols.LOOP:
         form = _with_room_for_its_ends(a, form)
     if not _covers(a, form, width):
@@ -67,15 +67,18 @@ def form_of(a: Analysis, s: Schedule) -> Schedule | None:
 
 
 def _in_step(s: Schedule, programs: int, width: int) -> Schedule | None:
-    """The form for at most so many programs that go through rows: a multiple of the rows from one to the next
-    with its lead. Where a tenth of them is lost so, words of half the size may lose fewer."""
+    """Return the form with at most so many programs looping over rows, with a constant lead.
+
+    Their number must be a multiple of the distance between rows with the same lead. If that loses a tenth of
+    them, words of half the size may lose fewer.
+    """
     in_step = {word: programs // apart * apart for word in WORDS if (apart := word // gcd(width, word))}
     word = next((w for w in WORDS if 10 * in_step[w] >= 9 * programs), max(WORDS, key=in_step.__getitem__))
     return replace(s, programs=in_step[word], word=word) if in_step[word] else None
 
 
 def _with_room_for_its_ends(a: Analysis, s: Schedule) -> Schedule:
-    """A loop over blocks so narrow that one as wide as `s` has both ends of the row."""
+    """Narrow the blocks of a loop over columns until one tile as wide as `s` holds both ends of the row."""
     form = s
     while form.block_cols > WORD and not (inner_cols(a, form) and 0 < end_lanes(a, form) <= s.block_cols):
         form = replace(form, block_cols=form.block_cols // 2)
@@ -83,10 +86,8 @@ def _with_room_for_its_ends(a: Analysis, s: Schedule) -> Schedule:
 
 
 def _covers(a: Analysis, s: Schedule, width: int) -> bool:
-    """Whether the programs of a row have room for it at every lead, and each without a loop has a column.
-
-    In a loop the program with the row's end has the last of its columns.
-    """
+    """True if the programs of a row cover it at every lead, and each has a column if there is no loop. In a
+    loop, the program with the end of the row has its last columns."""
     part, inner = part_cols(a, s), inner_cols(a, s)
     assert isinstance(part, int) and isinstance(inner, int)
     if s.cols is Cols.LOOP:
@@ -95,14 +96,15 @@ def _covers(a: Analysis, s: Schedule, width: int) -> bool:
 
 
 def with_misaligned(a: Analysis, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """Schedules with misaligned forms of them, those that loop over rows before the others. In a loop that
-    begins with the row's first word nothing is early.
+    """Return the schedules and their misaligned forms; forms that loop over rows come first.
 
-    The first stays the first: it serves inputs that do not begin with a word. Its own kind comes last.
+    A loop that begins with the row's first word prefetches nothing. The first schedule stays first: it serves
+    inputs that do not begin with a word. Its own kind comes last.
     """
     if not fits(a):
         return schedules
-    plain = tuple(replace(s, registers=None) for s in schedules)  # to move single elements takes more
-    found = (form_of(a, s) for s in schedules if s.block_cols >= NARROWEST and not s.early)
-    forms = sorted(dict.fromkeys(s for s in found if s is not None), key=lambda s: s.programs is None)
+    # moving single elements takes more registers
+    plain = tuple(replace(s, registers=None) for s in schedules)
+    candidates = (form_of(a, s) for s in schedules if s.block_cols >= NARROWEST and not s.early)
+    forms = sorted(dict.fromkeys(s for s in candidates if s is not None), key=lambda s: s.programs is None)
     return (plain[0], *forms, *plain[1:])

@@ -1,9 +1,9 @@
-"""Row reductions together with sums over the rows: dx and dweight of a norm in one pass.
+"""Schedules of row reductions with sums over the rows: dx and dweight of a norm in one pass.
 
-Each program walks blocks of rows, keeps its share of the sums over rows in registers, and leaves one
-partial row; about one program a multiprocessor, loads of the next rows in flight by software pipelining.
+Each program loops over blocks of rows, keeps its part of the sums over rows in registers, and leaves one
+partial row. There is about one program per multiprocessor, and loads of the next rows are pipelined.
 
-A shape is (elements, programs a multiprocessor, warps, stages).
+A shape is (elements, programs per multiprocessor, warps, stages).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
-HELD = 8192  # elements of a tensor that a multiprocessor works on at a time, 32 a thread
+TILE = 8192  # elements of a tensor in flight per multiprocessor, 32 per thread
 
 
 def suits(a: Analysis) -> bool:
@@ -33,31 +33,31 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, table.shapes("persistent", a))
+    return from_shapes(a, device, table.shapes("persistent", a))
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, ((HELD, 1, 8, 3), (HELD // 2, 2, 4, 3)))
+    return from_shapes(a, device, ((TILE, 1, 8, 3), (TILE // 2, 2, 4, 3)))
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    shapes = [(HELD // share, share, w, 3) for share in (1, 2, 4) for w in powers(8 // share, 16 // share)]
-    return made(a, device, tuple(shapes))
+    shapes = [(TILE // share, share, w, 3) for share in (1, 2, 4) for w in powers(8 // share, 16 // share)]
+    return from_shapes(a, device, tuple(shapes))
 
 
-def made(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
-    block, known = padded(width), isinstance(a.size(ROWS), int)
+    block, is_static = padded(width), isinstance(a.size(ROWS), int)
 
     def programs(rows: int, share: int) -> int:
-        """One wave; more where each would add too long."""
+        """Return at most one wave of programs, or more if a program would have to add too many rows."""
         most = share * device.sms
-        return enough(max(1, min(most, -(-count // rows))), count, rows) if known else most
+        return enough(max(1, min(most, -(-count // rows))), count, rows) if is_static else most
 
     tiles = [(max(1, elements // block), *rest) for elements, *rest in shapes]
-    found = (
+    schedules = (
         Schedule(r, block, Cols.WHOLE, programs(r, share), warps_of(w, device), num_stages=stages)
         for r, share, w, stages in tiles
     )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(schedules))

@@ -1,4 +1,4 @@
-"""How many registers a thread needs under a schedule: what a loop nest holds at once, predicted."""
+"""Predict the registers that a thread needs under a schedule."""
 
 from __future__ import annotations
 
@@ -9,64 +9,66 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.contractions import contractions_of, contracts
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
-# Of the 255 that a thread can have, those that hold tiles: addresses, masks and what is computed between
-# take the others. Measured on the golden kernels, of which the ones above it spill and the others do not.
+# Registers of a thread for tiles. Addresses, masks and temporaries take the rest of the 255. Measured on the
+# golden kernels: those above the limit spill, the others do not.
 MOST = 200
-WORD_SUMS = 4  # elements of a product's terms that a loop adds up at once, at least
+WORD_SUMS = 4  # least elements of a product's terms that a loop adds up at once
 
 
 def tile_registers(a: Analysis, s: Schedule) -> float:
-    """32-bit registers of a thread for the values that exist at the same time, at their most.
+    """Return the largest number of 32-bit registers of a thread that are live at the same time.
 
-    What contracts keeps the tiles that are multiplied, but for a matrix that is loaded ahead. A loop over
-    columns keeps a tile for every reduction that its pass makes, of products a word's sums alone, and two
-    beside them.
+    A schedule with tensor units keeps the tiles that are multiplied, except for a matrix that is prefetched.
+    A loop over columns keeps a tile for each reduction of its pass (for products only a word's sums), and two
+    more.
     """
-    if made := contractions_of(a) if contracts(a, s) else ():
-        matrices = {c.matrix for c in made} if s.num_stages == 1 else set[int]()  # as they were loaded
+    if contractions := contractions_of(a) if contracts(a, s) else ():
+        # prefetched tiles stay in shared memory
+        matrices = {c.matrix for c in contractions} if s.num_stages == 1 else set[int]()
         return (len(matrices) + 2) * _registers(a, s, frozenset({ROWS, COLS}), 2)
     if s.cols is Cols.LOOP:
         tiles = len(a.weighted) / WORD_SUMS if a.weighted else _reductions_in_a_pass(a)
         return (tiles + 2) * _registers(a, s, frozenset({ROWS, COLS}), 4)
-    last: dict[int, int] = {}
+    last_use: dict[int, int] = {}
     for i, node in enumerate(a.loops.nodes):
-        last.update(dict.fromkeys(operands_of(node), i))
+        last_use.update(dict.fromkeys(operands_of(node), i))
     for i, node in reversed(list(enumerate(a.loops.nodes))):
-        if isinstance(node, Checked):  # is its operand
-            last[node.operand] = max(last[node.operand], last.get(i, i))
-    if not a.reductions:  # all is stored in the end
-        last |= dict.fromkeys((store.value for store in a.loops.stores), len(a.loops.nodes))
-    held: dict[int, float] = {}
+        if isinstance(node, Checked):  # a check is its operand
+            last_use[node.operand] = max(last_use[node.operand], last_use.get(i, i))
+    if not a.reductions:  # all values are stored at the end
+        last_use |= dict.fromkeys((store.value for store in a.loops.stores), len(a.loops.nodes))
+    live: dict[int, float] = {}
     most = 0.0
     for i, node in enumerate(a.loops.nodes):
         if i in a.finish:
             continue
         if not isinstance(node, Constant | Checked):
             size = 1 if node.dtype is torch.bool else node.dtype.itemsize
-            held[i] = _registers(a, s, a.groups[i], size)
-        most = max(most, sum(held.values()))
-        held = {n: r for n, r in held.items() if last.get(n, -1) > i}
+            live[i] = _registers(a, s, a.groups[i], size)
+        most = max(most, sum(live.values()))
+        live = {n: r for n, r in live.items() if last_use.get(n, -1) > i}
     sums = [i for i in a.across_rows if s.programs or i not in a.products]
-    whole = frozenset({ROWS, COLS})  # of one turn: its sums are made when all is loaded
-    return most + sum(_registers(a, s, a.groups[i] if s.programs else whole, 4) for i in sums)
+    tile_groups = frozenset({ROWS, COLS})  # without a loop, the sums follow all loads
+    return most + sum(_registers(a, s, a.groups[i] if s.programs else tile_groups, 4) for i in sums)
 
 
 def _registers(a: Analysis, s: Schedule, groups: frozenset[str], size: int) -> float:
-    """A thread's share of a tile of elements of `size` bytes; what is smaller than a warp is repeated."""
+    """Return a thread's share of a tile of elements of `size` bytes. Values smaller than a warp are
+    replicated."""
     rows = s.block_rows if ROWS in groups and a.axes[ROWS] else 1
     cols = s.block_cols if COLS in groups and a.axes[COLS] else 1
     return max(1.0, rows * cols / (32 * s.num_warps)) * size / 4
 
 
 def _reductions_in_a_pass(a: Analysis) -> int:
-    """The most reductions along the row that do not wait for each other."""
+    """Return the most reductions along the row that are independent of each other."""
     passes: list[int] = []
     counts: dict[int, int] = {}
-    by_row = {*a.online, *a.online.values(), *a.moments, *(total for total, _ in a.moments.values())}
+    per_row = {*a.online, *a.online.values(), *a.moments, *(total for total, _ in a.moments.values())}
     for i, node in enumerate(a.loops.nodes):
         level = max((passes[o] for o in operands_of(node)), default=0)
         if i in a.reductions and COLS in a.over(i) and i not in a.segmented:
-            counts[level] = counts.get(level, 0) + (i not in by_row)  # which keep a number a row
+            counts[level] = counts.get(level, 0) + (i not in per_row)  # reductions with one number per row
             level += 1
         passes.append(level)
     return max(counts.values(), default=0)

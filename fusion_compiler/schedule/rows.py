@@ -1,11 +1,11 @@
-"""Whole rows in registers: one read, one write, any number of reductions along the row.
+"""Schedules with whole rows in registers: one read, one write, and any number of reductions along the row.
 
-A shape is (rows, columns, warps) or (rows, columns, warps, programs a multiprocessor): -n rows are as many as
-have n elements; of no columns the tile is the whole row, else there is a loop over blocks of so many; with
-programs that go through the rows in turn, the next ones are loaded ahead.
+A shape is (rows, columns, warps) or (rows, columns, warps, programs per multiprocessor). -n rows mean as many
+as have n elements together. Zero columns mean the whole row; else the program loops over blocks of so many
+columns. With a number of programs, these loop over the rows and prefetch the next ones.
 
-A matrix that few vectors multiply is rows that are only reduced. What a program loads of the vectors serves
-all of its rows, and each of its threads has a word of every row and adds up the word's terms at once.
+A matrix multiplied by few vectors is a nest of rows that are only reduced. A program's loads of the vectors
+serve all of its rows. Each of its threads has one word of every row and adds up the word's terms at once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
-WARPS = 64  # that a multiprocessor holds
-TALLEST = 2048  # columns of a block of several rows, which lie side by side in memory
-PRODUCT_COLS = 256  # of a matrix's row: a word for each thread of a warp, so that no warp waits for another
-PRODUCT_SUMS = 64  # that a thread of a product keeps, of its rows and vectors
-PRODUCT_WORDS = 24  # that it loads at once, of its rows and matrices
-# Of a row that is loaded whole, before the kernel waits for what others make: elements of it and of a warp.
+WARPS = 64  # warps that a multiprocessor holds
+TALLEST = 2048  # columns of a tile of several rows that are adjacent in memory
+PRODUCT_COLS = 256  # columns of a matrix: a word for each thread of a warp, so that no warp waits for another
+PRODUCT_SUMS = 64  # sums of a product that a thread keeps, over its rows and vectors
+PRODUCT_WORDS = 24  # words that it loads at once, over its rows and matrices
+# A row that is loaded whole before the kernel waits for its predecessor: elements of the row and of a warp.
 MOST_AT_ONCE, AT_ONCE = 16384, 1024
-# (rows, columns, warps, elements): tiles of which a thread loads so many of matrices before the kernel waits.
-# What is held then by all programs, with as many registers again as each thread needs for the rest, is near
-# what multiprocessors have. Best among others within recorded graphs, of eighteen that were tried.
+# (rows, columns, warps, elements): a thread loads so many elements of matrices before the kernel waits. The
+# registers for these, plus as many again for the rest, are about what multiprocessors have. The best within
+# recorded CUDA graphs, of eighteen that were tried.
 EARLY = (
     (4, 2048, 8, 32),
     (2, 2048, 4, 32),
@@ -45,10 +45,10 @@ EARLY = (
     (2, 256, 1, 64),
     (8, 512, 2, 128),
 )
-SHORT = 4096  # columns of a matrix, of which a program of many warps has few turns
-MOST_BY_THREADS = 4  # vectors that are multiplied as fast by threads as by tensor units
-IN_FLIGHT = 24576  # elements of matrices that a multiprocessor has to wait for at once
-MOST_PARTIALS = 16384  # of a sum over rows: one program reads them all when the others are done
+SHORT = 4096  # columns of a matrix with few iterations for a program of many warps
+MOST_BY_THREADS = 4  # most vectors that threads multiply as fast as tensor units
+IN_FLIGHT = 24576  # elements of matrices that a multiprocessor must have in flight
+MOST_PARTIALS = 16384  # partial results of a sum over rows, all of which one program reads at the end
 
 
 def suits(a: Analysis) -> bool:
@@ -65,30 +65,32 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not a.weighted:
-        return made(a, device, table.shapes("rows", a))
-    found, tiles = tuple(_products(a, device)), _contracting(a, device)
+        return from_shapes(a, device, table.shapes("rows", a))
+    products, tiles = tuple(_products(a, device)), _contracting(a, device)
     if len(a.weighted) > MOST_BY_THREADS:
-        return (*tiles, *found)
-    both = itertools.chain.from_iterable(itertools.zip_longest(tiles, found))  # tuned together
-    return tuple(s for s in both if s is not None)
+        return (*tiles, *products)
+    # all of them are tuned
+    interleaved = itertools.chain.from_iterable(itertools.zip_longest(tiles, products))
+    return tuple(s for s in interleaved if s is not None)
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if a.weighted:
-        return tuple(s for s in measured(a, device) if not s.early)  # others are of the same work
+        return tuple(s for s in measured(a, device) if not s.early)  # the others do the same work
     block = padded(hint(a.size(COLS)))
     shapes: list[Shape] = [(-max(1024, block), 0, max(1, block // 512)), (1, 0, max(1, block // 1024))]
     if a.tall and block <= TALLEST:
-        shapes.append((16, 0, 16))  # of whole sectors
-    return made(a, device, tuple(shapes))
+        shapes.append((16, 0, 16))  # whole sectors
+    return from_shapes(a, device, tuple(shapes))
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return () if a.weighted else made(a, device, tuple(_tiles(padded(hint(a.size(COLS))))))
+    return () if a.weighted else from_shapes(a, device, tuple(_tiles(padded(hint(a.size(COLS))))))
 
 
 def _products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
-    """Not a table: the fewer rows a matrix has, the more of each a program has to have under way."""
+    """Yield schedules of products by a formula: the fewer rows a matrix has, the more of each is in
+    flight."""
     count, width = max(1, hint(a.size(ROWS))), padded(hint(a.size(COLS)))
     matrices = max(1, _matrices(a))
     most = min(8, PRODUCT_SUMS // len(a.weighted), PRODUCT_WORDS // matrices)
@@ -105,27 +107,28 @@ def _products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
         shapes.insert(int(cols < width), (max(1, rows // 2), 0, max(1, width // warp)))
     elif cols < width <= MOST_AT_ONCE and len(a.weighted) < LEAST:
         shapes.insert(1, (1, width, max(1, width // AT_ONCE)))
-    found = made(a, device, tuple(dict.fromkeys(shapes)))
-    yield from found
+    schedules = from_shapes(a, device, tuple(dict.fromkeys(shapes)))
+    yield from schedules
     for tall, wide, warps, elements in EARLY:
         block = min(wide, width)
         height, warps = min(tall, 2 * rows, tallest), max(1, warps * block // wide)
-        turn = max(1, height * block * matrices // (device.warp_size * warps))
-        for s in made(a, device, ((height, block, warps),)):
-            if block < width or s not in found:
-                yield replace(s, early=max(1, elements // turn))
+        elements_per_iteration = max(1, height * block * matrices // (device.warp_size * warps))
+        for s in from_shapes(a, device, ((height, block, warps),)):
+            if block < width or s not in schedules:
+                yield replace(s, early=max(1, elements // elements_per_iteration))
 
 
 def _matrices(a: Analysis) -> int:
-    """How many matrices a program reads side by side; of several in one tensor, each that a row chooses."""
+    """Return how many matrices a program reads side by side, such as those that rows choose from one
+    tensor."""
     loads = (n for n in a.loops.nodes if isinstance(n, Load))
-    whole = (n for n in loads if len(n.index.terms) >= len(a.loops.axes))
-    return len({(n.buffer, *(k for k, _ in n.index.terms if k < 0)) for n in whole})
+    full = (n for n in loads if len(n.index.terms) >= len(a.loops.axes))
+    return len({(n.buffer, *(k for k, _ in n.index.terms if k < 0)) for n in full})
 
 
 def _contracting(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Tiles of tensor units; the next ones are loaded ahead. What is made of the vectors serves all rows of a
-    tile, so that these are as many as leave each multiprocessor some."""
+    """Return schedules of products on tensor units, with prefetched tiles. Values computed from the vectors
+    serve all rows of a tile, so tiles are as tall as still leaves work for every multiprocessor."""
     if len(a.weighted) < LEAST or a.across_rows or not 1 <= len(contractions_of(a)) <= MOST_MATRICES:
         return ()
     width, count = padded(hint(a.size(COLS))), hint(a.size(ROWS))
@@ -135,37 +138,37 @@ def _contracting(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         shapes = ((16, 512, 4, 3), (32, 256, 4, 4), (16, 1024, 8, 3), (16, 256, 4, 4))
     else:
         shapes = ((16, 512, 4, 3), (16, 1024, 8, 3), (32, 256, 4, 4), (16, 256, 4, 4))
-    found = [Schedule(r, c, Cols.LOOP, num_warps=w, num_stages=n) for r, c, w, n in shapes if c <= width]
-    found += [replace(s, early=1) for s in found if s.block_cols < width]
-    return tuple(s for s in found if contracts(a, s))
+    schedules = [Schedule(r, c, Cols.LOOP, num_warps=w, num_stages=n) for r, c, w, n in shapes if c <= width]
+    schedules += [replace(s, early=1) for s in schedules if s.block_cols < width]
+    return tuple(s for s in schedules if contracts(a, s))
 
 
 def _tiles(block: int) -> Iterator[Shape]:
-    """Of 8 to 64 elements a thread, no more than two thousand where there are several rows."""
+    """Yield tiles with 8 to 64 elements per thread, and at most 2048 elements if they have several rows."""
     for rows in powers(1, max(1, 2048 // block)):
         elements = rows * block
         yield from ((rows, 0, w) for w in powers(max(1, elements // 2048), min(32, max(1, elements // 256))))
 
 
-def made(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
     if a.scans:
         shapes = tuple(shape for shape in shapes if not shape[1])  # the whole row
-    found = [
+    schedules = [
         _schedule(shape, padded(width), count, isinstance(a.size(ROWS), int), device) for shape in shapes
     ]
     if a.across_rows:
-        found = [_in_turn(s, count, device) for s in found if s.programs is None]
-    return tuple(dict.fromkeys(found))
+        schedules = [_limit_partials(s, count, device) for s in schedules if s.programs is None]
+    return tuple(dict.fromkeys(schedules))
 
 
-def _schedule(shape: Shape, block: int, count: int, known: bool, device: DeviceSpec) -> Schedule:
+def _schedule(shape: Shape, block: int, count: int, is_static: bool, device: DeviceSpec) -> Schedule:
     rows, cols, warps, *share = shape
     if rows < 0:
         rows = max(1, -rows // block)
     if share:
-        programs = max(1, min(share[0] * device.sms, -(-(count if known else 1 << 30) // rows)))
+        programs = max(1, min(share[0] * device.sms, -(-(count if is_static else 1 << 30) // rows)))
         return Schedule(rows, block, Cols.WHOLE, programs, warps_of(warps, device), num_stages=3)
     rows = min(rows, padded(count))
     if not cols:
@@ -173,8 +176,8 @@ def _schedule(shape: Shape, block: int, count: int, known: bool, device: DeviceS
     return Schedule(rows, min(cols, block), Cols.LOOP, num_warps=warps_of(warps, device))
 
 
-def _in_turn(s: Schedule, count: int, device: DeviceSpec) -> Schedule:
-    """No more programs than leave the last one few partial sums to add up."""
+def _limit_partials(s: Schedule, count: int, device: DeviceSpec) -> Schedule:
+    """Return the schedule with few enough programs that the last one has few partial sums to add up."""
     if -(-count // s.block_rows) <= MOST_PARTIALS:
         return s
     programs = min(enough(device.sms * WARPS // s.num_warps, count, s.block_rows), MOST_PARTIALS)

@@ -1,4 +1,4 @@
-"""How a loop nest runs: a schedule is one way of cutting its space into programs and threads."""
+"""Schedules: how a loop nest is divided into programs and threads."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ class Cols(StrEnum):
 class Schedule:
     """How a loop nest runs.
 
-    block_rows, block_cols: tile extents, powers of two. cols: how the columns are covered.
-    programs: number of programs that share the rows in a loop; None is one block a program.
-    splits: programs that share a block of rows, each with consecutive columns of all of them; they run at the
-    same time and exchange what they reduced, in 32 bits a row and once a block. In a loop over rows,
-    `programs` counts the groups of them.
-    word: elements in which rows that begin anywhere are moved (`schedule.misaligned`): the columns are
-    counted from the word in which the row begins; 0 counts them from its first element. One row a block, or
-    several of a loop that programs share.
-    registers: the most that a thread may take, so that as many programs as are to run at once do.
-    last_finishes: of the programs that share the rows of a block of columns, the last to be done computes
-    what waits for their sums, in the same launch; else a second kernel does where that is a row.
+    block_rows, block_cols: extents of a tile, powers of two.
+    cols: how the columns are covered.
+    programs: how many programs share the rows in a loop; None means one block per program.
+    splits: programs that share a block of rows, each with consecutive columns. They run at the same time and
+        exchange the results of their reductions, as 32 bits per row, once per block. In a loop over rows,
+        `programs` counts groups of them.
+    word: elements per word if rows begin at any address (`schedule.misaligned`). Columns are then counted
+        from the word in which the row begins. 0 counts them from the row's first element. A block has one
+        row, or several in a loop that programs share.
+    registers: most registers of a thread, so that the intended number of programs runs at the same time.
+    last_finishes: the last of the programs that share the rows of a block of columns computes the second
+        stage, in the same launch. Otherwise a second kernel does if the result is a row.
+    early: iterations of a loop that are prefetched before the kernel waits for its predecessors.
     """
 
     block_rows: int
@@ -66,7 +68,8 @@ class Schedule:
 
     @property
     def rows_apart(self) -> int:
-        """From one row of a block to the next: misaligned ones begin at the same place of a word."""
+        """Return the distance between the rows of a block. Misaligned rows must begin at the same place of
+        a word."""
         if not self.misaligned or self.block_rows == 1:
             return 1
         assert self.programs is not None
@@ -74,5 +77,5 @@ class Schedule:
 
     @property
     def in_passes(self) -> bool:
-        """Whether a reduction along the row takes a pass of its own: the tile is not the whole row."""
+        """True if a reduction along the row takes a pass of its own, because a tile is not the whole row."""
         return self.cols is Cols.LOOP or self.splits > 1

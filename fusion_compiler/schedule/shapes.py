@@ -1,4 +1,4 @@
-"""Numbers that schedules are made of."""
+"""Helpers for the numbers in schedules."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from fusion_compiler.ir.device import DeviceSpec
 
-WARP = 32  # threads of those that shapes are written in
+WARP = 32  # threads of the warps in which shapes are given
 
 
 def padded(size: int) -> int:
-    """The least power of two that is no smaller."""
+    """Return the smallest power of two that is not less than `size`."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def powers(low: int, high: int) -> Iterator[int]:
-    """Powers of two from `low`, which is one, to `high`; `high` alone where it is below."""
+    """Yield the powers of two from `low`, which is one, to `high`; only `high` if it is less than `low`."""
     n = min(low, high)
     while n <= high:
         yield n
@@ -23,5 +23,5 @@ def powers(low: int, high: int) -> Iterator[int]:
 
 
 def warps_of(warps: int, device: DeviceSpec) -> int:
-    """Warps of a device with as many threads as `warps` of 32."""
+    """Return the number of a device's warps with as many threads as `warps` of 32."""
     return max(1, warps * WARP // device.warp_size)

@@ -1,13 +1,12 @@
-"""Row reductions together with sums over the rows, where a program's registers hold only a part of a row.
+"""Schedules of row reductions with sums over the rows, if registers hold only a part of a row.
 
-A norm's gradients in wide rows: groups of programs walk the rows, each program with its columns of every one.
-They exchange what they reduced once a row or once for several, keep their share of the sums over rows in
-registers, and leave one partial row a group. While they wait for each other, their loads of the next rows are
-under way.
+A norm's gradients in wide rows: groups of programs loop over the rows, each program with its part of the
+columns. They exchange the results of their reductions once per row or once per several rows, keep their part
+of the sums over rows in registers, and leave one partial row per group. While they wait for each other, their
+loads of the next rows are in flight.
 
-A shape is (rows, columns of a program, programs a multiprocessor, warps, stages). With two rows an exchange
-programs wait half as often; of programs that wait in turn, three have room where one sum over the rows is
-kept.
+A shape is (rows, columns of a program, programs per multiprocessor, warps, stages). With two rows per
+exchange programs wait half as often. Three programs per multiprocessor fit if there is one sum over the rows.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.measured import NARROW, ONE, TWO, WIDE, WIDEST_PART, Shape
-from fusion_compiler.schedule.row_widths import ALONE, MOST_AT_ONCE, MOST_PARTS, PART
+from fusion_compiler.schedule.row_widths import ALONE, MOST_AT_ONCE, MOST_PARTS, widest_shared
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import WARP, warps_of
 
 SHAPES = (TWO, WIDE, ONE, NARROW, WIDEST_PART)
-# Left alone the compiler takes more registers than a program's share of a multiprocessor's, and half of the
-# programs run when the others are done; it allocates them by eights.
-BY = 8
+# Without a limit, the compiler uses more registers than a program's share of a multiprocessor, and half of
+# the programs run after the others. Registers are allocated in multiples of this.
+REGISTER_UNIT = 8
 
 
 def suits(a: Analysis) -> bool:
@@ -38,20 +37,14 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
         return "sums over rows beside sums along rows of unknown width"
     if not a.ends_in_a_row and width > ALONE:
         return "an unknown number of wide rows is summed"
-    widest = _widest(device) if a.shareable else ALONE
+    widest = widest_shared(device) if a.shareable else ALONE
     if a.shareable and width <= widest and any(_parts(width, shape, device) for shape in SHAPES):
         return None
     return f"{width} sums over rows do not fit in registers ({widest})"
 
 
-def _widest(device: DeviceSpec) -> int:
-    """Columns of a row that programs keep together."""
-    parts = MOST_AT_ONCE if device.sms >= MOST_AT_ONCE else min(MOST_PARTS, device.sms)
-    return max(ALONE, parts * PART)
-
-
 def _parts(width: int, shape: Shape, device: DeviceSpec) -> int:
-    """Programs that share a row; none where it is one alone, or they would be too many."""
+    """Return how many programs share a row; 0 if the row needs one program, or too many."""
     _, block, share, _, _ = shape
     parts, slots = -(-width // block), share * device.sms
     if parts < 2:
@@ -61,31 +54,31 @@ def _parts(width: int, shape: Shape, device: DeviceSpec) -> int:
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, table.shapes("shared", a))
+    return from_shapes(a, device, table.shapes("shared", a))
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, (TWO, WIDE, WIDEST_PART))
+    return from_shapes(a, device, (TWO, WIDE, WIDEST_PART))
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return made(a, device, SHAPES)
+    return from_shapes(a, device, SHAPES)
 
 
-def made(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
     width, rows_known = a.size(COLS), isinstance(a.size(ROWS), int)
     assert isinstance(width, int)
     count = hint(a.size(ROWS)) if rows_known else 1 << 30
-    found: list[Schedule] = []
+    schedules: list[Schedule] = []
     for shape in shapes:
         rows, block, share, warps, stages = shape
         parts = _parts(width, shape, device)
         if parts:
             groups = max(1, min(share * device.sms // parts, -(-count // rows)))
-            limit = device.registers_per_sm // (WARP * warps * share) // BY * BY
-            found.append(
+            limit = device.registers_per_sm // (WARP * warps * share) // REGISTER_UNIT * REGISTER_UNIT
+            schedules.append(
                 Schedule(
                     rows, block, Cols.WHOLE, groups, warps_of(warps, device), stages, parts, registers=limit
                 )
             )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(schedules))

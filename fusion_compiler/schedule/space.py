@@ -1,15 +1,15 @@
-"""The schedules of a loop nest: what the planner prices, and what codegen prints.
+"""The schedules of a loop nest, for the planner's costs and for code generation.
 
-Each kind of schedules is a module that answers for a loop nest `a`
+Each kind of schedules is a module. For a loop nest `a` it has
 
-    suits(a)                 whether it has the kind's reductions,
-    refuses(a, device)       why the kind has no schedule at these sizes, None where it has,
-    measured(a, device)      those known to be fast on the device that was measured, best first,
-    typical(a, device)       the few that tell what the kind takes, for the planner,
-    others(a, device)        what else is within reason.
+    suits(a)                 whether the kind supports the nest's reductions,
+    refuses(a, device)       the reason why it has no schedule at these sizes, or None,
+    measured(a, device)      schedules known to be fast on the measured device, best first,
+    typical(a, device)       a few that show the kind's cost to the planner,
+    others(a, device)        other reasonable ones.
 
-One kind at least suits any loop nest. Where all that suit refuse there is no kernel, and the reason is the
-first one's.
+At least one kind suits any loop nest. If all of those refuse, there is no kernel, and the reason is the first
+one's.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.work import BufferInfo
 
 KINDS: tuple[ModuleType, ...] = (flat, columns, shared_rows, persistent_rows, rows, wide_rows)
-MOST_THREADS = 1024  # of a program, on any device
-LEADING = 4  # of the ranking, that have misaligned forms
-# Of the time that the model predicts, what is taken to be true of a schedule that was fast on another device.
-ELSEWHERE, PLACE = 0.8, 0.01  # the more, the further behind it was
+MOST_THREADS = 1024  # threads of a program, on any device
+LEADING = 4  # leading schedules of the ranking that get misaligned forms
+# Share of the predicted time that is assumed for a schedule that was fast on another device, plus an
+# increment per place behind the fastest.
+ELSEWHERE, PLACE = 0.8, 0.01
 NO_BUFFERS: Mapping[str, BufferInfo] = {}
 
 
 def refusal(a: Analysis, device: DeviceSpec) -> str | None:
-    """Why no schedule runs a loop nest on a device; None where some do."""
+    """Return why no schedule runs a loop nest on a device, or None if some do."""
     if a.inner:
         if a.in_windows:
             return None if windowed.best(a.loops, device) else windowed.REFUSAL
@@ -67,9 +68,11 @@ def schedules(
     buffers: Mapping[str, BufferInfo] = NO_BUFFERS,
     hints: Mapping[sympy.Symbol, int] = NO_HINTS,
 ) -> tuple[Schedule | Placement, ...]:
-    """The legal schedules of a loop nest, best first: what was measured to be fast on this device, then by
-    cost. Those whose tiles would crowd a thread's registers come after all others, the most crowded last.
-    Empty where `refusal` has a reason. buffers: as far as they are known.
+    """Return the legal schedules of a loop nest, best first; none if `refusal` has a reason.
+
+    Schedules measured to be fast on this device come first, then the others by cost. Schedules with too many
+    registers for tiles come last, in order of their registers.
+    buffers: the known ones.
     """
     a = Analysis(loops)
     if a.in_windows:
@@ -78,16 +81,18 @@ def schedules(
         roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
         return tiles.placements(loops, roofline, hints)
     kinds = _kinds(a, device)
-    known = tuple(dict.fromkeys(s for kind in kinds for s in _runnable(a, kind.measured(a, device), device)))
-    more = (s for kind in kinds for s in (*kind.typical(a, device), *kind.others(a, device)))
-    others = tuple(s for s in dict.fromkeys(_runnable(a, more, device)) if s not in known)
+    measured = tuple(
+        dict.fromkeys(s for kind in kinds for s in _runnable(a, kind.measured(a, device), device))
+    )
+    further = (s for kind in kinds for s in (*kind.typical(a, device), *kind.others(a, device)))
+    others = tuple(s for s in dict.fromkeys(_runnable(a, further, device)) if s not in measured)
     roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
     us = {s: roofline.us(s) for s in others}
-    us |= {s: (ELSEWHERE + i * PLACE) * roofline.us(s) for i, s in enumerate(known)}
+    us |= {s: (ELSEWHERE + i * PLACE) * roofline.us(s) for i, s in enumerate(measured)}
     registers = {s: tile_registers(a, s) for s in us}
-    crowded = {s: held if held > MOST else 0.0 for s, held in registers.items()}
-    measured_here = device.target == H200.target and not all(crowded[s] for s in known)
-    leaders = sorted(known, key=crowded.__getitem__) if measured_here else []
+    crowded = {s: count if count > MOST else 0.0 for s, count in registers.items()}
+    measured_here = device.target == H200.target and not all(crowded[s] for s in measured)
+    leaders = sorted(measured, key=crowded.__getitem__) if measured_here else []
     ranked = sorted(us, key=lambda s: (crowded[s], us[s]))
     leaders = leaders or ranked[:LEADING]
     if not leaders:
@@ -96,16 +101,17 @@ def schedules(
 
 
 def cheapest(a: Analysis, roofline: Roofline) -> Cost:
-    """What a loop nest takes under the best of its typical schedules. Raises LookupError without any."""
+    """Return the cost of a loop nest under the best of its typical schedules. Raises LookupError if there
+    are none."""
     if roofline.empty:
         return Cost(0.0, 0, 0, 0, "launch")
-    found: Iterable[Schedule | Placement]
+    candidates: Iterable[Schedule | Placement]
     if a.inner:
-        found = tiles.placements(a.loops, roofline, roofline.work.hints)[:1]
+        candidates = tiles.placements(a.loops, roofline, roofline.work.hints)[:1]
     else:
         typical = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
-        found = _runnable(a, typical, roofline.device)
-    costs = map(roofline.cost, found)
+        candidates = _runnable(a, typical, roofline.device)
+    costs = map(roofline.cost, candidates)
     best = min(costs, key=attrgetter("us"), default=None)
     if best is None:
         raise LookupError(refusal(a, roofline.device) or "no schedule")
@@ -113,7 +119,7 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
 
 
 def fits(kind: ModuleType, a: Analysis, device: DeviceSpec) -> bool:
-    """Whether a kind has schedules for a loop nest."""
+    """True if a kind has schedules for a loop nest."""
     return kind in KINDS and kind.suits(a) and not kind.refuses(a, device)
 
 
@@ -125,17 +131,20 @@ def _kinds(a: Analysis, device: DeviceSpec) -> list[ModuleType]:
     return [kind for kind in _suited(a) if not kind.refuses(a, device)]
 
 
-def _runnable(a: Analysis, found: Iterable[Schedule], device: DeviceSpec) -> Iterator[Schedule]:
-    """Those schedules that a device has threads for. No loop copies ahead what lanes gather: such copies, of
-    four bytes each or past the cache, take longer than the loads, and room for as many whole tiles."""
-    for s in found:
+def _runnable(a: Analysis, candidates: Iterable[Schedule], device: DeviceSpec) -> Iterator[Schedule]:
+    """Yield the schedules for which a device has enough threads, without pipelining of gathers.
+
+    Asynchronous copies of gathered elements, of four bytes each or past the cache, take longer than loads,
+    and need room for as many whole tiles.
+    """
+    for s in candidates:
         if s.num_warps * device.warp_size <= MOST_THREADS:
             gathers = s.num_stages > 1 and a.gathers(s.block_rows, s.block_cols)
             yield replace(s, num_stages=1) if gathers else s
 
 
 def buffers_of(loops: LoopNest) -> dict[str, BufferInfo]:
-    """Buffers that nobody described: of elements of two bytes where they are computed in float32."""
+    """Return default infos of buffers: two bytes per element if they are computed in float32."""
     loads = {n.buffer: n.dtype.itemsize for n in loops.nodes if isinstance(n, Load)}
     stores = {s.buffer: loops.nodes[s.value].dtype.itemsize for s in loops.stores}
     return {name: BufferInfo(1 << 60, 2 if size == 4 else size) for name, size in (loads | stores).items()}

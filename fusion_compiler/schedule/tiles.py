@@ -19,7 +19,7 @@ from math import prod
 import sympy
 import torch
 
-from fusion_compiler.ir.dims import hint, no_less
+from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import (
     INNER,
     LARGEST_TILE,
@@ -110,14 +110,14 @@ def _least(loops: LoopNest) -> int:
 
 
 def _is_injective(loops: LoopNest, index: Index) -> bool:
-    """True if no two elements of a tile have the same index, as far as sizes are known."""
+    """True if no two elements of a tile have the same index."""
     reach = 0
     inner = axes_in(loops.axes, (INNER,))
-    terms = [(abs(hint(step)), no_less(loops.axes[key].size)) for key, step in index.terms if key in inner]
-    for step, size in sorted(terms, key=lambda term: term[0]):
+    terms = [(abs(hint(step)), hint(loops.axes[key].size)) for key, step in index.terms if key in inner]
+    for step, size in sorted(terms):
         if step <= reach and size != 1:
             return False
-        reach += step * (hint(size) - 1)
+        reach += step * (size - 1)
     return True
 
 

@@ -1,6 +1,7 @@
-"""What one loop nest does: elements moved from and to each buffer, and operations by class.
+"""Count the work of one loop nest: elements moved from and to each buffer, and operations by class.
 
-Shapes are plain integers in here (`hint`), groups and axes are bit sets: it runs thousands of times a model.
+Shapes are plain integers here (`hint`), and groups and axes are bit sets, because this runs thousands of
+times per model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from fusion_compiler.ir.loops import (
     Total,
     Value,
     kept_of,
-    longest_piece,
+    largest_aligned_block,
     operands_of,
     over_of,
     right_neighbours,
@@ -45,7 +46,7 @@ from fusion_compiler.schedule.contractions import LEAST, MOST_MATRICES
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
 MUL = torch.ops.aten.mul.Tensor
-# Bits of bytes, which cost nothing where floats are made of them (`codegen/bits.py`), and else little.
+# Integer operations on bytes are almost free: they vanish if the bytes become floats (`codegen/bits.py`).
 BYTES = (torch.int8, torch.uint8)
 AND = (torch.ops.aten.bitwise_and.Tensor, torch.ops.aten.bitwise_and.Scalar)
 RIGHT_SHIFTS = (
@@ -54,20 +55,21 @@ RIGHT_SHIFTS = (
     torch.ops.aten.bitwise_right_shift.Tensor,
     torch.ops.aten.bitwise_right_shift.Tensor_Scalar,
 )
-TAKES_BITS = frozenset({*AND, *RIGHT_SHIFTS, torch.ops.aten.where.self})
+BYTE_OPERATIONS = frozenset({*AND, *RIGHT_SHIFTS, torch.ops.aten.where.self})
 BITS = {ROWS: 1, COLS: 2}
-IN_TILES = {COLS: 0, INNER: 2}  # of nests with inner axes, which count as columns, and the others as a batch
-SECTOR = 32  # bytes: the smallest piece of device memory that is moved
-PIECE = 4096  # columns of a row that a program adds up before it stores what they come to, at most
-SCAN_OPERATIONS = 8  # of an element: with those of its thread, and of the threads with each other
-SCAN_SPECIAL = 3  # exponentials of an element in these, of sums of exponentials
-FP64_SPECIAL = 16  # arithmetic operations of a float64 function: no unit for them, a polynomial each
+IN_TILES = {COLS: 0, INNER: 2}  # of nests with inner axes, which count as columns
+SECTOR = 32  # bytes: the granularity of device-memory traffic
+PIECE = 4096  # at most so many columns of a row make one partial result
+SCAN_OPERATIONS = 8  # per element, for the scan within its thread and between threads
+SCAN_SPECIAL = 3  # exponentials per element of a logsumexp scan
+# arithmetic operations of a float64 function, which is a polynomial because no unit computes it
+FP64_SPECIAL = 16
 
 
 @dataclass(frozen=True, slots=True)
 class BufferInfo:
-    """What the model needs to know of a tensor: elements, bytes an element, and whether the kernel that
-    wrote it ran just before and left it in L2."""
+    """The facts about a tensor that the cost model needs. in_l2: True if the previous kernel wrote it, so
+    that it is still in L2."""
 
     numel: Dim
     itemsize: int
@@ -76,7 +78,7 @@ class BufferInfo:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Operations by class and bytes, of what varies along the columns alone."""
+    """Operations by class, and bytes, of the values that vary only along the columns."""
 
     fp32: int
     special: int
@@ -85,25 +87,26 @@ class Vectors:
 
 @cache
 def _weights(target: OpOverload) -> tuple[int, int]:
-    """(arithmetic, special) operations per element; 1 and 0 for what the table does not have."""
+    """Return (arithmetic, special) operations per element; (1, 0) for an op without a row in the table."""
     spec = ops.spec_of(target)
     return (spec.flops, spec.special) if spec is not None else (1, 0)
 
 
 class Work:
-    """One pass over a nest: what each node varies over and needs, and what the whole nest does.
+    """The work of a nest, counted in one pass over its nodes.
 
-    Groups are bits: 1 rows, 2 cols; `count[groups]` is how many tile elements such a value has. `shape` is
-    what tiles of any axes keep (1 elsewhere), rows, cols. Per node:
-    `varies` (groups), `axes` (bits), `needs` (bits of the tile loads that it is computed from since the
-    last reduction) and `phase` (reductions in a chain before it).
+    Groups are bits: 1 for rows, 2 for columns. `count[groups]` is the number of tile elements of a value that
+    varies over these groups. `shape` is (what all reductions keep in a nest with inner axes, rows,
+    columns).
+    Per node: `varies` (groups), `axes` (bits), `needs` (bits of the tile loads that it is computed from since
+    the last reduction) and `phase` (length of the chain of reductions before it).
     """
 
     def __init__(self, loops: LoopNest, buffers: Mapping[str, BufferInfo], hints: Mapping[sympy.Symbol, int]):
         self.loops = loops
         self.buffers = buffers
         self.hints = hints
-        sizes = (axis.size for axis in loops.axes)  # those that are estimated may come out below zero
+        sizes = (axis.size for axis in loops.axes)  # an estimate of a symbolic size may be negative
         self.sizes = [size if type(size) is int else max(0, hint(size, hints)) for size in sizes]
         self.tile = sum(1 << k for k, axis in enumerate(loops.axes) if axis.group == INNER)  # bits
         bits = IN_TILES if self.tile else BITS
@@ -119,23 +122,26 @@ class Work:
         self.phase: list[int] = []
         self.fp32 = self.fp64 = self.special = self.integer = self.random = self.moves = 0
         self.reduced = 0  # groups that some node reduces
-        self.partials = 0  # of sums over segments: results of single rows, which a second kernel adds up
-        self.totals = self.addends = 0  # the sums that it makes of them, and how many partials one has
-        self.ahead = 0  # reductions that every program of a product makes of its vectors
-        self.of_rows = 0  # operations on what has no columns, of one row
-        self.sums_of_columns = 0  # over the rows, of which each column has one
-        self.sums: list[int] = []  # what is reduced along the rows
+        self.partials = 0  # partial results of segment sums, which a second kernel adds up
+        self.totals = self.addends = 0  # sums that it computes, and the most partial results of one sum
+        # replicated reductions: every program of a product computes them from the product's vectors
+        self.replicated = 0
+        self.row_operations = 0  # operations of one row on values without columns
+        self.sums_of_columns = 0  # reductions over rows with one result per column
+        self.sums: list[int] = []  # operands of reductions along the rows
         self.phases = 0  # the longest chain of reductions
-        self.row_bytes = 4  # of the widest value in a row
-        self.early = self.late = 0  # tile loads that are reduced; that a stored value needs after that
+        self.row_bytes = 4  # bytes of the widest element
+        # tile loads that are reduced; those that a stored value needs after a reduction
+        self.early = self.late = 0
         self.tile_loads: list[str] = []
-        self.reads: dict[str, float] = {}  # elements moved from each buffer
-        self.writes: dict[str, float] = {}  # to each, the same sector again and again where stores share it
-        self.upright: dict[str, float] = {}  # elements of accesses that are contiguous along the rows
+        self.reads: dict[str, float] = {}  # elements read from each buffer
+        # elements written; a sector that several stores share counts several times
+        self.writes: dict[str, float] = {}
+        self.row_contiguous: dict[str, float] = {}  # elements of accesses that are contiguous along the rows
         self.gathered: set[str] = set()
         self.seen: set[object] = set()
-        self.in_turns: set[int] = set()  # nodes that have a value for each turn of a counter
-        self.inside: dict[int, float] = {}  # part of the space in which a condition holds
+        self.in_turns: set[int] = set()  # nodes with one value per turn of a counter
+        self.inside: dict[int, float] = {}  # fraction of the space where a condition is true
         self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
         for number, node in enumerate(loops.nodes):
             if self.in_turns and not self.in_turns.isdisjoint(operands_of(node)):
@@ -177,13 +183,13 @@ class Work:
         flops, special = _weights(node.target)
         count = self.points(axes) if self.tile else self.count[varies]
         dtype = node.dtype
-        self.of_rows += flops + special if varies == 1 else 0
+        self.row_operations += flops + special if varies == 1 else 0
         if dtype is torch.float64:
             self.fp64 += (flops + FP64_SPECIAL * special) * count
             return
         if dtype is torch.float32 or dtype is torch.bool:
             self.fp32 += flops * count
-        elif dtype not in BYTES or node.target not in TAKES_BITS:
+        elif dtype not in BYTES or node.target not in BYTE_OPERATIONS:
             self.integer += flops * count
         self.special += special * count
 
@@ -192,9 +198,9 @@ class Work:
         if type(node) is Load:
             varies, axes, phase = self._index(node.index)
             self.moves += self.points(axes) if self.tile else self.count[varies]
-            if len(self.varies) in self.in_turns:  # of each row one that has it
-                whole = hint(self.buffers[node.buffer].numel, self.hints)
-                self.reads[node.buffer] = self.reads.get(node.buffer, 0.0) + whole
+            if len(self.varies) in self.in_turns:  # each element is read once, by the row that it belongs to
+                size = hint(self.buffers[node.buffer].numel, self.hints)
+                self.reads[node.buffer] = self.reads.get(node.buffer, 0.0) + size
             else:
                 self._touch(False, node.buffer, node.index, axes, node.within)
             is_tile = not self.tile & ~axes if self.tile else self.count[varies] == self.count[3]
@@ -221,7 +227,7 @@ class Work:
             varies, axes, phase = self._index(node.index)
             self.integer += self.count[varies]
             if isinstance(node, InRange):
-                self.inside[len(self.varies)] = self._part(node)
+                self.inside[len(self.varies)] = self._fraction_in_range(node)
         self._add(varies, axes, needs, phase)
 
     def points(self, axes: int) -> int:
@@ -239,10 +245,10 @@ class Work:
         groups = over_of(self.loops.axes, node)
         if len(groups) == 2 and (kept := kept_of(self.loops.axes, node)):
             return self._reduce_segments(operand, kept)
-        over = (ROWS in groups) | 2 * (COLS in groups)
-        self.reduced |= over
-        self.ahead += over == 1 and self.varies[operand] == 1
-        self.sums_of_columns += over == 1 and self.varies[operand] & 2 != 0
+        reduced = (ROWS in groups) | 2 * (COLS in groups)
+        self.reduced |= reduced
+        self.replicated += reduced == 1 and self.varies[operand] == 1
+        self.sums_of_columns += reduced == 1 and self.varies[operand] & 2 != 0
         axes = self.axes[operand]
         self.fp32 += self.points(axes) if self.tile else self.count[self.varies[operand]]
         if INNER in groups:
@@ -250,44 +256,45 @@ class Work:
             self.early |= self.needs[operand]
             self.phases = max(self.phases, self.phase[operand] + 1)
             return 2 * bool(axes & self.tile), axes, 0, self.phase[operand] + 1
-        if over:  # of a segment's value each of its elements has one
+        if reduced:  # a segment's value is repeated for each of its elements
             axes &= ~sum(1 << axis for axis in node.axes)
         phase = self.phase[operand]
-        if over & 2:
-            if over == 2:
+        if reduced & 2:
+            if reduced == 2:
                 self.sums.append(operand)
             phase += 1
             self.early |= self.needs[operand]
             self.phases = max(self.phases, phase)
-        return self.varies[operand] & ~over, axes, 0, phase
+        return self.varies[operand] & ~reduced, axes, 0, phase
 
     def products(self) -> int:
-        """Operations of a product's sums where tensor units make them (`schedule/contractions.py`): several
-        of one matrix, of whose elements bfloat16 holds what counts."""
+        """Return the operations of products that tensor units execute (`schedule/contractions.py`). These are
+        products of one matrix with several vectors, with elements that bfloat16 can represent."""
         sums = list(filter(self._is_weighted, self.sums))
-        held = {self.buffers[name].itemsize for name in self.tile_loads}
+        sizes = {self.buffers[name].itemsize for name in self.tile_loads}
         matrices = len(set(map(self._matrix, sums)))
-        suits = matrices <= MOST_MATRICES and len(sums) >= LEAST * matrices and max(held, default=4) <= 2
-        return 2 * len(sums) * self.count[3] if suits else 0
+        eligible = matrices <= MOST_MATRICES and len(sums) >= LEAST * matrices and max(sizes, default=4) <= 2
+        return 2 * len(sums) * self.count[3] if eligible else 0
 
     def _matrix(self, number: int) -> int:
-        """What a vector weights in such a term."""
+        """Return the factor of a weighted term that is the matrix."""
         return next(n for n in operands_of(self.loops.nodes[number]) if self.varies[n] == 3)
 
     def vectors(self) -> Vectors | None:
-        """What is made for each block of the rows that a vector weights; None where rows are no matrix of a
-        product (`Analysis.weighted`)."""
+        """Return the work on a product's vectors, repeated for each block of rows; None if no vector weights
+        the rows. See `Analysis.weighted`."""
         if not any(map(self._is_weighted, self.sums)):
             return None
-        flops = special = moved = 0
+        flops = special = bytes_read = 0
         for node, varies in zip(self.loops.nodes, self.varies, strict=True):
             if varies == 2 and isinstance(node, Compute):
-                own = _weights(node.target)
-                flops, special = flops + own[0], special + own[1]
+                weights = _weights(node.target)
+                flops, special = flops + weights[0], special + weights[1]
             elif varies == 2 and isinstance(node, Load):
-                flops, moved = flops + 1, moved + self.buffers[node.buffer].itemsize  # and its conversion
+                # one operation converts it
+                flops, bytes_read = flops + 1, bytes_read + self.buffers[node.buffer].itemsize
         cols = self.count[2]
-        return Vectors(flops * cols, special * cols, moved * cols)
+        return Vectors(flops * cols, special * cols, bytes_read * cols)
 
     def _is_weighted(self, number: int) -> bool:
         term = self.loops.nodes[number]
@@ -297,7 +304,7 @@ class Work:
         return factors == {2, 3}
 
     def _scan(self, node: Scan) -> tuple[int, int, int, int]:
-        """As long as a reduction, and as wide as what it is made of."""
+        """Count a scan: it adds a phase, as a reduction does, and varies over the columns."""
         operand, varies = node.operand, self.varies[node.operand] | 2
         needs, phase = self.needs[operand], self.phase[operand]
         count = SCAN_OPERATIONS * self.count[varies]
@@ -314,15 +321,13 @@ class Work:
         return varies, self.axes[operand] | columns, needs, phase
 
     def _reduce_segments(self, operand: int, numbers: frozenset[int]) -> tuple[int, int, int, int]:
-        """A partial result for every piece of a row, the sums of which do not exist in the tile.
-
-        numbers: of the axes that are kept.
-        """
+        """Count a reduction with a partial result for each piece of a row. The tile does not hold the total.
+        numbers: the kept axes."""
         self.fp32 += self.count[3]
         kept = [(self.sizes[k], self.group_of[k]) for k in numbers]
         segment = self.count[2] // max(1, prod(size for size, group in kept if group == 2))
-        whole = all(group == 1 for _, group in kept)
-        piece = min(PIECE, segment if whole else longest_piece(segment))
+        keeps_rows_only = all(group == 1 for _, group in kept)
+        piece = min(PIECE, segment if keeps_rows_only else largest_aligned_block(segment))
         partials, totals = self.count[1] * -(-self.count[2] // max(1, piece)), prod(size for size, _ in kept)
         self.partials += partials
         self.totals = max(self.totals, totals)
@@ -332,7 +337,7 @@ class Work:
         return 0, sum(1 << k for k in numbers), 0, self.phase[operand]
 
     def _together(self, operands: Iterable[int]) -> tuple[int, int, int, int]:
-        """(groups, axis bits, needs, phase) of what some nodes make."""
+        """Return (groups, axis bits, needs, phase) of a value computed from some nodes."""
         varies = axes = needs = phase = 0
         for n in operands:
             varies, axes, needs = varies | self.varies[n], axes | self.axes[n], needs | self.needs[n]
@@ -340,7 +345,7 @@ class Work:
         return varies, axes, needs, phase
 
     def _index(self, index: Index) -> tuple[int, int, int]:
-        """(groups, axis bits, phase) of what an index varies over."""
+        """Return (groups, axis bits, phase) of an index."""
         varies = axes = phase = 0
         for key, _ in index.terms:
             if key >= 0:
@@ -352,8 +357,8 @@ class Work:
                 phase = max(phase, self.phase[~key])
         return varies, axes, phase
 
-    def _part(self, node: InRange) -> float:
-        """Of the values that an index takes, the part that lies in the range."""
+    def _fraction_in_range(self, node: InRange) -> float:
+        """Return the fraction of an index's values that lie in the range."""
         first = last = hint(node.index.const, self.hints)
         for key, coefficient in node.index.terms:
             if key < 0:
@@ -366,51 +371,49 @@ class Work:
     def _touch(
         self, written: bool, buffer: str, index: Index, axes: int, within: int | None, together: int = 1
     ) -> None:
-        """Count the elements that an access moves, in whole sectors; the same access only once.
+        """Count the elements that an access moves, in whole sectors, once per distinct access.
 
-        together: neighbours that are accessed at once, each of which counts for itself.
+        together: the number of neighbouring elements that are accessed at once; each counts for itself.
 
-        Accesses under a condition count for the part of the space where it holds. Those that differ only by
-        an offset (the halves of a rotation, the sides of a concatenation) share the space out among
-        themselves, and lie in what an access without a condition moves anyway.
+        Accesses under a condition count for the part of the space where it is true. Accesses that differ only
+        by an offset (the halves of a rotation, the sides of a concatenation) divide the space among
+        themselves, and are part of any access without a condition.
         """
-        where, exact = (written, buffer, index.terms), (written, buffer, index.terms, index.const, within)
+        pattern, exact = (written, buffer, index.terms), (written, buffer, index.terms, index.const, within)
         if exact in self.seen:
             return
         self.seen.add(exact)
-        moved, run, upright, along = 1.0, 1, False, False
+        elements, run, row_contiguous, varies_over_cols = 1.0, 1, False, False
         for axis, size in enumerate(self.sizes):
             if axes >> axis & 1:
-                moved *= size
+                elements *= size
         for key, coefficient in index.terms:
-            if key < 0:  # by one number for all programs it is a place like any other
+            if key < 0:  # an index that all programs share is an ordinary offset
                 if self.axes[~key]:
                     self.gathered.add(buffer)
                 continue
-            along = along or self.group_of[key] == 2
+            varies_over_cols = varies_over_cols or self.group_of[key] == 2
             if coefficient == 1:
-                run, upright = self.sizes[key], self.group_of[key] == 1
-        if upright and along:
-            self.upright[buffer] = self.upright.get(buffer, 0.0) + moved
+                run, row_contiguous = self.sizes[key], self.group_of[key] == 1
+        if row_contiguous and varies_over_cols:
+            self.row_contiguous[buffer] = self.row_contiguous.get(buffer, 0.0) + elements
         itemsize = self.buffers[buffer].itemsize
         if run * itemsize < SECTOR:
-            moved *= self._waste(index, itemsize, together)
+            elements *= self._waste(index, itemsize, together)
         if within is not None:
-            before, _ = self.partial.get(where, (0.0, 0.0))
-            self.partial[where] = (before + moved * self.inside.get(within, 1.0), moved)
+            counted, _ = self.partial.get(pattern, (0.0, 0.0))
+            self.partial[pattern] = (counted + elements * self.inside.get(within, 1.0), elements)
             return
-        self.seen.add(where)
+        self.seen.add(pattern)
         table = self.writes if written else self.reads
-        table[buffer] = table.get(buffer, 0.0) + moved
+        table[buffer] = table.get(buffer, 0.0) + elements
 
     def _waste(self, index: Index, itemsize: int, run: int) -> float:
-        """Bytes moved per byte used: every contiguous run is rounded up to whole sectors.
-
-        run: elements that are contiguous to begin with.
-        """
+        """Return bytes moved per byte used: every contiguous run is rounded up to whole sectors. run:
+        elements that are contiguous anyway."""
         gap = (
             SECTOR if any(key < 0 for key, _ in index.terms) else 0
-        )  # between runs; gathered ones lie anywhere
+        )  # distance between runs; that of gathered elements is unknown
         steps = [(abs(hint(c, self.hints)), self.sizes[key]) for key, c in index.terms if key >= 0]
         for stride, size in sorted(steps):
             if size > 1 and stride > run:
@@ -420,25 +423,27 @@ class Work:
         return max(1.0, min(SECTOR / (run * itemsize), gap / run)) if gap else 1.0
 
     def rewritten(self) -> float:
-        """Bytes of sectors that several stores write, a part of them each, beyond the first time."""
-        whole = {name: hint(self.buffers[name].numel, self.hints) for name in self.writes}
+        """Return the bytes of sectors that several stores write in parts, beyond the first time."""
+        sizes = {name: hint(self.buffers[name].numel, self.hints) for name in self.writes}
         return sum(
-            max(0.0, moved - whole[name]) * self.buffers[name].itemsize for name, moved in self.writes.items()
+            max(0.0, elements - sizes[name]) * self.buffers[name].itemsize
+            for name, elements in self.writes.items()
         )
 
-    def beside(self, rows: int) -> float:
-        """Bytes of sectors of which blocks of so many rows need a part: what is contiguous along the rows."""
+    def unused_bytes(self, rows: int) -> float:
+        """Return the unused bytes of sectors in blocks of `rows` rows, for accesses that are contiguous
+        along the rows."""
         unused = 0.0
-        for name, moved in self.upright.items():
+        for name, elements in self.row_contiguous.items():
             itemsize = self.buffers[name].itemsize
-            unused += moved * max(0.0, SECTOR / min(rows, self.count[1]) - itemsize)
+            unused += elements * max(0.0, SECTOR / min(rows, self.count[1]) - itemsize)
         return unused
 
     def bytes_of(self, table: dict[str, float], buffer: str, device: DeviceSpec) -> float:
-        """Bytes that an entry of reads or writes moves: no more than the buffer has, unless it is gathered
-        from a buffer too large for L2, where rows that come up again are read again."""
+        """Return the bytes that an entry of reads or writes moves. It is at most the size of the buffer,
+        unless the buffer is gathered from and larger than L2: then rows that occur again are read again."""
         info = self.buffers[buffer]
         count = info.numel
-        whole = (count if type(count) is int else hint(count, self.hints)) * info.itemsize
-        moved = table[buffer] * info.itemsize
-        return moved if buffer in self.gathered and whole > device.l2_bytes else min(moved, whole)
+        size = (count if type(count) is int else hint(count, self.hints)) * info.itemsize
+        bytes_moved = table[buffer] * info.itemsize
+        return bytes_moved if buffer in self.gathered and size > device.l2_bytes else min(bytes_moved, size)

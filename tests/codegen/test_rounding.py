@@ -91,7 +91,7 @@ def test_pinned_values_are_made_alike_everywhere() -> None:
     (loops,) = (c.loops for c in forward.clusters)
     pinned = {i: n for i, n in enumerate(loops.nodes) if isinstance(n, Compute) and n.pinned}
     assert {"tanh", "mul", "add"} <= {n.target._opname for n in pinned.values()}
-    assert not any(n.alone for n in pinned.values()), "the backward makes them again"
+    assert not any(n.single_producer for n in pinned.values()), "the backward makes them again"
     rough = Analysis(loops).rough(dict.fromkeys([s.buffer for s in loops.stores], torch.bfloat16))
     assert not rough & pinned.keys()
     free = plan_of(lambda x: torch.tanh(x * 1.5) + x * x, X)
@@ -101,7 +101,7 @@ def test_pinned_values_are_made_alike_everywhere() -> None:
 def test_what_one_kernel_alone_makes_may_be_made_in_any_way() -> None:
     """It is rounded all the same, and its products before they are added: passes over a row agree."""
     plan = plan_of(lambda x: (torch.tanh(x * 1.5) + x * x) > 0.25, X)
-    assert all(n.pinned and n.alone for n in kernels_of(plan) if n.dtype is torch.float32)
+    assert all(n.pinned and n.single_producer for n in kernels_of(plan) if n.dtype is torch.float32)
     (cluster,) = plan.clusters
     assert Analysis(cluster.loops).rounds_products
     (source,) = fc.explain(lambda x: (torch.tanh(x * 1.5) + x * x) > 0.25, X).json()["kernels"].values()

@@ -27,7 +27,7 @@ from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import Compute, Value
 from fusion_compiler.ir.ops import OPS, OpSpec, spec_of
 from fusion_compiler.ir.syntax import Expression, Literal, Name, lift, literal
-from fusion_compiler.passes.lower.space import HELD, compute_dtype
+from fusion_compiler.passes.lower.space import SUPPORTED, compute_dtype
 from fusion_compiler.passes.lower.special import SPECIAL
 from fusion_compiler.runtime.builds import Build, compile_build
 from fusion_compiler.runtime.interpreter import run_kernel
@@ -290,7 +290,7 @@ def test_opinfo(info: Any) -> None:
                 info.op(sample.input, *sample.args, **sample.kwargs)
         for spec, values in recorder.calls[:6]:
             operands = [value for value in values.values() if isinstance(value, torch.Tensor)]
-            if all(value.dtype in HELD for value in operands) and reaches_kernel(spec, values):
+            if all(value.dtype in SUPPORTED for value in operands) and reaches_kernel(spec, values):
                 check(spec, values)
 
 

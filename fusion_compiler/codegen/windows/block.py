@@ -1,5 +1,5 @@
-"""The window of a load that moves with outer columns alone, or with outer rows: one element serves all lanes
-of the block, or one of each column all its rows."""
+"""The window of a load that varies only over outer columns or only over outer rows: one element serves all
+lanes of the block, or one row of elements all its rows."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from fusion_compiler.ir.syntax import Expression, Variable, every, plus
 
 
 def is_same(b: Builder, node: Load) -> bool:
-    """Whether all lanes of the block load the same element of each row."""
-    alone = _is_alone(b, node) and b.tile.start is not None
-    return alone and b.a.is_outer(node.index, COLS, b.tile.lanes)
+    """True if all lanes of the block load the same element of each row."""
+    is_plain = _is_plain(b, node) and b.tile.start is not None
+    return is_plain and b.a.is_outer(node.index, COLS, b.tile.lanes)
 
 
 def is_same_in_rows(b: Builder, node: Load) -> bool:
-    """Whether all rows of the block load the same elements, one for each column."""
-    alone = _is_alone(b, node) and b.tile.first_row is not None
-    both = b.index_groups(node.index) == frozenset({ROWS, COLS})
-    return alone and both and b.a.is_outer(node.index, ROWS, b.s.block_rows)
+    """True if all rows of the block load the same elements, one per column."""
+    is_plain = _is_plain(b, node) and b.tile.first_row is not None
+    varies_over_both = b.index_groups(node.index) == frozenset({ROWS, COLS})
+    return is_plain and varies_over_both and b.a.is_outer(node.index, ROWS, b.s.block_rows)
 
 
-def _is_alone(b: Builder, node: Load) -> bool:
+def _is_plain(b: Builder, node: Load) -> bool:
+    """True for a load at an affine index, without a mask, in an aligned tile."""
     direct = all(key >= 0 for key, _ in node.index.terms)
     return direct and node.within is None and not b.s.misaligned
 
 
 def loaded_once(b: Builder, number: int, node: Load) -> Variable:
-    """The variable of the one element that each row of the block has: for each lane it were a load."""
+    """Return the variable of the element that a row of the block shares. A load per lane would be slower."""
     rows = b.tile.row_mask if ROWS in b.a.groups[number] else None
     inside = None
     if b.tile.col_mask is not None and b.tile.start is not None:
@@ -39,7 +40,7 @@ def loaded_once(b: Builder, number: int, node: Load) -> Variable:
 
 
 def row_loaded_once(b: Builder, number: int, node: Load) -> Variable:
-    """The variable of the one row of elements that all rows of the block have."""
+    """Return the variable of the row of elements that all rows of the block share."""
     return _once(b, number, node, b.tile.col_mask, lambda k: _row_axis(b, k))
 
 
@@ -55,7 +56,7 @@ def _once(
 
 
 def _axis(b: Builder, number: int) -> Variable:
-    """The variable of an axis, for outer columns that of the block's first lane."""
+    """Return the variable of an axis; for outer columns that of the block's first lane."""
     axes, first = b.a.axes[COLS], b.a.first[COLS]
     if number < first:
         return b.axis(number)
@@ -64,7 +65,7 @@ def _axis(b: Builder, number: int) -> Variable:
 
 
 def _row_axis(b: Builder, number: int) -> Variable:
-    """The variable of an axis, for outer rows that of the block's first row."""
+    """Return the variable of an axis; for outer rows that of the block's first row."""
     if b.loops.axes[number].group == COLS:
         return b.axis(number)
     axes, first = b.a.axes[ROWS], b.a.first[ROWS]

@@ -1,4 +1,4 @@
-"""Accesses over other columns than the tile's: twice as many (`interleaved.py`), or one for each run of lanes
+"""Accesses over other columns than the tile's: twice as many (`interleaved.py`), or one per run of lanes
 (`runs.py`)."""
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from fusion_compiler.schedule.analysis import Analysis
 
 @dataclass(frozen=True)
 class Columns:
-    """name: of the variable with their numbers. axes: the nest's, with the sizes of these columns. lanes: how
-    many of them a tile has. moved: what makes their first number of the tile's first column's. key: what
-    tells columns of one name apart."""
+    """Columns other than those of the tile.
+
+    name: the variable with their numbers.
+    axes: the nest's axes, with the sizes of these columns.
+    lanes: how many of them a tile has.
+    moved: computes their first number in the tile from the tile's first column.
+    key: distinguishes columns with the same name.
+    """
 
     name: str
     axes: tuple[Axis, ...]
@@ -28,26 +33,26 @@ class Columns:
 
 
 def address(b: Builder, columns: Columns, buffer: str, index: Index) -> tuple[Expression, Expression | None]:
-    """(addresses, mask) of an access; the index is over these columns."""
+    """Return (addresses, mask) of an access with an index over these columns."""
     name, axes, first = columns.name, columns.axes, b.a.first[COLS]
-    over = Analysis(replace(b.loops, axes=axes, nodes=()))
-    merged, whole = over.merged(index)
-    several = [i for i in range(first, len(axes)) if axes[i].size != 1]
+    analysis = Analysis(replace(b.loops, axes=axes, nodes=()))
+    merged, merged_axes = analysis.merged(index)
+    nontrivial = [i for i in range(first, len(axes)) if axes[i].size != 1]
 
     def variable(number: int) -> Variable | int:
         if number < first:
-            return own("row") if number in whole and axes[number].group == ROWS else b.axis(number)
-        if number in whole or several == [number]:
+            return own("row") if number in merged_axes and axes[number].group == ROWS else b.axis(number)
+        if number in merged_axes or nontrivial == [number]:
             return _numbers(b, columns)
-        if number not in several:
+        if number not in nontrivial:
             return 0
-        outer, place = tuple(axes[i] for i in several), several.index(number)
-        value = decompose(outer, place, _numbers(b, columns))
+        outer, position = tuple(axes[i] for i in nontrivial), nontrivial.index(number)
+        value = decompose(outer, position, _numbers(b, columns))
         return b.once((columns.key, number), f"{name}_{number - first}", value)
 
     rows, inside = b.tile.row_mask if ROWS in b.index_groups(index) else None, None
     if b.tile.col_mask is not None:
-        value = _numbers(b, columns) < over.size(COLS)
+        value = _numbers(b, columns) < analysis.size(COLS)
         inside = b.once((f"inside {columns.key}", 0), f"{name}_inside", value)
     pointer = plus(b.pointers[buffer], index_of(merged, variable, b.variable))
     return pointer, every(rows, inside)

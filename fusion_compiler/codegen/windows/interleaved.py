@@ -1,7 +1,7 @@
 """Elements and their right neighbours, moved together.
 
-What takes every other element of a row, and then those between them, would touch each sector twice and move
-two bytes at a time; so would what makes them. As one access of twice the columns both move whole words:
+Separate accesses to every other element of a row, and then to those between, would touch each sector twice
+and move two bytes at a time. One access to twice the columns moves whole words:
 
     pair = first_col * 2 + tl.arange(0, 2 * 1024)
     x, y = tl.split(tl.load(in0_ptr + pair).reshape(1024, 2))
@@ -27,17 +27,17 @@ PAIR = "pair"  # the variable with the element numbers of twice the columns
 
 
 def pair_of(b: Builder, number: int) -> tuple[int, int] | None:
-    """A load and that of the elements beside it, where neither is built yet."""
-    found = next((pair for pair in b.a.pairs.items() if number in pair), None)
-    if found is None or b.s.misaligned or any(n in b.env for n in found):
+    """Return a load and that of the neighbouring elements, if neither is built yet, else None."""
+    pair = next((p for p in b.a.pairs.items() if number in p), None)
+    if pair is None or b.s.misaligned or any(n in b.env for n in pair):
         return None
-    left = b.loops.nodes[found[0]]
+    left = b.loops.nodes[pair[0]]
     assert isinstance(left, Load)
-    return None if left.buffer in b.empty else found
+    return None if left.buffer in b.empty else pair
 
 
 def load(b: Builder, pair: tuple[int, int]) -> None:
-    """Two loads as one of twice the columns."""
+    """Build two loads as one of twice the columns."""
     left = b.loops.nodes[pair[0]]
     assert isinstance(left, Load)
     pointer, mask = _address(b, left.buffer, left.index)
@@ -49,13 +49,13 @@ def load(b: Builder, pair: tuple[int, int]) -> None:
 
 
 def store(b: Builder, left: Store, right: Store) -> None:
-    """Two stores as one; the values are built."""
+    """Build two stores as one. Their values must be built."""
     groups = b.index_groups(left.index)
     values: list[Expression] = []
     for number in (left.value, right.value):
         value = convert(b.variable(number), b.loops.nodes[number].dtype, b.dtypes[left.buffer])
-        whole = b.a.groups[number] == groups
-        values.append(value if whole else tl.broadcast_to(value, b.shape(groups)))
+        is_full = b.a.groups[number] == groups
+        values.append(value if is_full else tl.broadcast_to(value, b.shape(groups)))
     pointer, mask = _address(b, left.buffer, left.index)
     b.add(StoreStatement(pointer, tl.interleave(*values), mask))
 
@@ -65,7 +65,7 @@ def can_be_stored(b: Builder, left: Store) -> bool:
 
 
 def _address(b: Builder, buffer: str, index: Index) -> tuple[Expression, Expression | None]:
-    """(addresses of elements and their right neighbours, mask): the index over twice the columns."""
+    """Return (addresses of elements and their right neighbours, mask) for an index over the columns."""
     last = len(b.loops.axes) - 1
     axes = (*b.loops.axes[:last], replace(b.loops.axes[last], size=simple(b.loops.axes[last].size * 2)))
     terms = tuple((k, c if k != last else 1) for k, c in index.terms)

@@ -1,7 +1,7 @@
-"""The window of rows that begin anywhere (`schedule/misaligned.py`): tiles begin with the word in which their
-row begins.
+"""The window of misaligned rows (`schedule/misaligned.py`): tiles begin with the word in which their row
+begins.
 
-Of a row of 531 elements, in a tile of 1024 lanes:
+In a tile of 1024 lanes, for a row of 531 elements:
 
     lead = group * 531 % 8                                            # of every row of the program
     lane = tl.arange(0, 1024)
@@ -30,7 +30,7 @@ from fusion_compiler.schedule.schedule import WORD, Cols
 
 
 def lead_at(b: Builder, row: Expression) -> None:
-    """Define `lead`, which is that of every row of a program."""
+    """Define `lead`, which all rows of a program share."""
     lead = row * b.a.size(COLS) % b.s.word
     b.define("lead", lead.to(torch.int32) if b.wide else lead)
 
@@ -41,10 +41,8 @@ def row_begins(b: Builder) -> None:
 
 
 def cols_at(b: Builder, start: Expression | None, lanes: Expression, inside: bool) -> None:
-    """Define `col` for lanes that are counted from the word in which the row begins.
-
-    A loop's blocks follow that word; the tile after it has the word, and what follows the blocks.
-    """
+    """Define `col` for lanes counted from the word in which the row begins. The blocks of a loop follow that
+    word. The tile after the loop has that word, and the rest after the blocks."""
     width, word, lead = b.a.size(COLS), b.s.word, own("lead")
     assert isinstance(width, int)
     if inside:
@@ -55,7 +53,7 @@ def cols_at(b: Builder, start: Expression | None, lanes: Expression, inside: boo
     if looped:  # both ends of the row
         b.add(Update(lane, "+", tl.where(lane < word, 0, start)))
     col = b.define("col", lane - lead)
-    b.define("col_inside", col.to(tl.uint32) < width)  # what is below zero is far beyond
+    b.define("col_inside", col.to(tl.uint32) < width)  # a negative number is a large unsigned one
     b.define("in_words", lane < (lead + (width + word - 1)) // word * word)
     if any(moves_words(b, s.index, s.within) for s in b.loops.stores):
         first, end = (lead + (word - 1)) // word * word, (lead + width) // word * word
@@ -64,20 +62,20 @@ def cols_at(b: Builder, start: Expression | None, lanes: Expression, inside: boo
 
 
 def moves_words(b: Builder, index: Index, within: int | None) -> bool:
-    """Whether an access moves whole words of a row that may begin anywhere."""
+    """True if an access moves whole words of a misaligned row."""
     return b.s.misaligned and within is None and b.a.lies_in_rows(index)
 
 
 def load(b: Builder, node: Load) -> Expression:
-    """Whole words, in the dtype of the buffer."""
+    """Return whole words, in the dtype of the buffer."""
     return b.loaded(node, _address(b, node.buffer, node.index), _mask(b, own("in_words")))
 
 
-def is_behind(b: Builder, node: Load) -> bool:
-    """Whether a load is of what serves all rows, the words of which are not those of a misaligned row.
+def needs_shift(b: Builder, node: Load) -> bool:
+    """True if a load is shared by all rows, so that its words are not those of a misaligned row.
 
-    Where a loop has blocks within the row, whole words of it are loaded and moved by the lead; so it is for
-    tiles of several rows, which Triton would else lay out as it does a load of single elements.
+    If a loop has blocks inside the row, whole words are loaded and shifted by the lead. The same holds for
+    tiles of several rows, whose layout would otherwise suit loads of single elements.
     """
     within_row = b.s.word == WORD and b.tile.col_mask is None and b.tile.start is not None
     return (
@@ -88,8 +86,8 @@ def is_behind(b: Builder, node: Load) -> bool:
     )
 
 
-def load_behind(b: Builder, node: Load) -> Expression:
-    """That load."""
+def load_shifted(b: Builder, node: Load) -> Expression:
+    """Return such a load, shifted by the lead."""
     pointer = plus(b.pointers[node.buffer], _const(node.index))
     if b.tile.col_mask is None:
         value = fm.load_behind(pointer, plus(b.tile.start, WORD), own("lead"), b.tile.lanes)
@@ -99,7 +97,7 @@ def load_behind(b: Builder, node: Load) -> Expression:
 
 
 def store(b: Builder, buffer: str, index: Index, value: Expression, node: int) -> None:
-    """Whole words, and one by one the row's elements in the words at its ends."""
+    """Store whole words, and one by one the row's elements in the words at its ends."""
     target = _address(b, buffer, index)
     if b.tile.col_mask is None:
         b.add(Store(target, value, None, node))
@@ -110,24 +108,24 @@ def store(b: Builder, buffer: str, index: Index, value: Expression, node: int) -
 
 
 def _address(b: Builder, buffer: str, index: Index) -> Expression:
-    """The addresses of the tile's lanes, from the word in which the row begins."""
+    """Return the addresses of the tile's lanes, counted from the word in which the row begins."""
     return plus(b.pointers[buffer], own("begin"), own("lane"), _const(index))
 
 
 def _mask(b: Builder, lanes: Expression) -> Expression | None:
-    """Some of a block's lanes in those of its rows that exist; None where every lane lies within the row."""
+    """Return some of a block's lanes in its existing rows; None if every lane is inside the row."""
     return None if b.tile.col_mask is None else every(b.tile.row_mask, lanes)
 
 
 def _const(index: Index) -> Dim | None:
-    """What an access adds to where its row begins."""
+    """Return the offset of an access from the start of its row."""
     return index.const if index.const else None
 
 
 def _at_an_end(b: Builder) -> If | None:
-    """What only tiles with an end of their row do; None where every tile has one.
+    """Return the condition that a tile has an end of its row; None if every tile has one.
 
-    In a loop over rows all do it: Triton puts a branch behind the loads of the next rows, and the tile would
+    In a loop over rows it is None: Triton puts a branch after the loads of the next rows, and the tile would
     stay in registers until then.
     """
     if b.s.cols is Cols.GRID:

@@ -1,10 +1,11 @@
-"""The window of a load that moves with outer columns alone, of which a block has several: an element serves a
-run of lanes.
+"""The window of a load that varies only over outer columns, of which a block has several: each element serves
+a run of lanes.
 
     run = first_col // 128 + tl.arange(0, 8)[None, :]
     scale = fm.repeated(tl.load(in2_ptr + row * 16 + run), 128)
 
-The scale of a group of weights, a byte that holds two of them, the nearest pixel of a smaller picture.
+Examples are the scale of a group of weights, a byte that contains two of them, and the nearest pixel of a
+smaller image.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from fusion_compiler.ir.loops import COLS, InRange, Load
 from fusion_compiler.ir.syntax import Expression, fm, tl
 
 RUN = "run"  # the variable with the number of each run
-# Integers that say where to read: Triton sees that neighbours load the same one, and with it that their
-# addresses follow each other, which it does not of what was repeated.
+# Integers used as indices: Triton sees that neighbours load the same one, so that their addresses are
+# contiguous. It does not see that for repeated values.
 POSITIONS = (torch.int32, torch.int64)
 
 
 def length_of(b: Builder, node: Load) -> int:
-    """Lanes that an element serves, the most there are; 1 where the window does not fit."""
+    """Return how many lanes one element serves, at most; 1 if the window does not fit."""
     outer = any(key >= b.a.first[COLS] and b.loops.axes[key].size != 1 for key, _ in node.index.terms)
     direct = all(key >= 0 for key, _ in node.index.terms)
     if b.s.misaligned or not outer or not direct or b.dtypes[node.buffer] in POSITIONS:
@@ -42,19 +43,19 @@ def length_of(b: Builder, node: Load) -> int:
 
 
 def _is_inner(b: Builder, node: Load, within: InRange) -> bool:
-    """Whether a mask tells inner columns apart, each of which has the same element: all may load it."""
+    """True if a mask depends only on inner columns, which share one element: all of them may load it."""
     bounds = within.low, within.high
-    some = all(isinstance(n, int) for n in bounds) and within.low < within.high and bool(within.index.terms)
+    valid = all(isinstance(n, int) for n in bounds) and within.low < within.high and bool(within.index.terms)
     last = max(key for key, _ in node.index.terms)
-    return some and all(key > last for key, _ in within.index.terms)
+    return valid and all(key > last for key, _ in within.index.terms)
 
 
 def load(b: Builder, number: int, node: Load, length: int, dtype: torch.dtype) -> Expression:
-    """One load for each run, repeated along it."""
-    alike = [i for i, n in enumerate(b.loops.nodes) if isinstance(n, Load) and _of(n) == _of(node)]
-    if node.within is None and len(alike) == 1:
+    """Return one load per run, repeated along it."""
+    equal_loads = [i for i, n in enumerate(b.loops.nodes) if isinstance(n, Load) and _of(n) == _of(node)]
+    if node.within is None and len(equal_loads) == 1:
         return loaded(b, node, length, dtype, length)
-    key = (f"{RUN} {dtype}", alike[0])
+    key = (f"{RUN} {dtype}", equal_loads[0])
     if key not in b.named:
         b.named[key] = b.let(b.called(node.buffer), loaded(b, node, length, dtype, length), number)
     if node.within is None:
@@ -67,12 +68,12 @@ def _of(node: Load) -> object:
 
 
 def loaded(b: Builder, node: Load, length: int, dtype: torch.dtype, times: int) -> Expression:
-    """One element for each run of so many lanes, so many times: its index over columns, of which each is a
-    run."""
+    """Return one element per run of `length` lanes, each repeated `times` times. Its index is over columns
+    that are runs."""
     axes, outer = b.loops.axes, max(key for key, _ in node.index.terms) + 1
     inner = b.a.within_moving(node.index, COLS)
-    served = (quotient(inner, length) or 1, *(1 for _ in axes[outer + 1 :]))
-    axes = (*axes[:outer], *(replace(a, size=n) for a, n in zip(axes[outer:], served, strict=True)))
+    sizes = (quotient(inner, length) or 1, *(1 for _ in axes[outer + 1 :]))
+    axes = (*axes[:outer], *(replace(a, size=n) for a, n in zip(axes[outer:], sizes, strict=True)))
     columns = Columns(RUN, axes, b.tile.lanes // length, lambda start: start // length, f"{RUN} {length}")
     value = b.loaded(node, *address(b, columns, node.buffer, node.index))
     value = convert(value, b.dtypes[node.buffer], dtype)

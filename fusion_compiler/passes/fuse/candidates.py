@@ -18,7 +18,7 @@ from fusion_compiler.ir import depthwise, layout
 from fusion_compiler.ir.dag import FEW_ROWS, Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
-from fusion_compiler.ir.loops import Load, LoopNest, stays_in_place
+from fusion_compiler.ir.loops import Load, LoopNest, is_only_stored_in_place
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.plan_data import Cost, Leftover
 from fusion_compiler.ir.writes import bases, waits
@@ -269,7 +269,7 @@ class Candidates:
         into = {self.bases[name]: name for name in ops if name in self.bases}
         for number, load in enumerate(loops.nodes if into else ()):
             if isinstance(load, Load) and (base := self.reads.base(load.buffer)) in into:
-                if load.buffer != base or not stays_in_place(loops, number, into[base]):
+                if load.buffer != base or not is_only_stored_in_place(loops, number, into[base]):
                     raise Illegal("in place", f"{base} is read, and {into[base]} writes into it")
 
     def escapes(self, name: str, inside: set[str], must_store: frozenset[str]) -> bool:

@@ -108,7 +108,10 @@ def _made_once(clusters: Sequence[Cluster], dag: OpDag) -> list[Cluster]:
     again = is_joint(dag.module.graph)
 
     def freed(loops: LoopNest) -> LoopNest:
-        nodes = (replace(n, alone=True) if isinstance(n, Compute) and n.pinned else n for n in loops.nodes)
+        nodes = (
+            replace(n, single_producer=True) if isinstance(n, Compute) and n.pinned else n
+            for n in loops.nodes
+        )
         return replace(loops, nodes=tuple(nodes))
 
     def known(c: Cluster) -> Cluster:

@@ -25,7 +25,7 @@ from fusion_compiler.ir.loops import (
     axes_in,
     axes_of,
     is_inner,
-    longest_piece,
+    largest_aligned_block,
     operands_of,
     segment_of,
     store_operands,
@@ -112,7 +112,7 @@ def _no_pieces(a: Analysis, number: int) -> str | None:
     if any(k in kept and k - 1 in cols and k - 1 not in kept for k in cols):
         return f"{name} keeps columns inside of those that it reduces"
     segment = segment_of(loops, kept)
-    if segment is not None and longest_piece(segment) < LEAST_PIECE:
+    if segment is not None and largest_aligned_block(segment) < LEAST_PIECE:
         return f"{name} reduces segments of {segment} columns, which do not divide into blocks"
     return None
 

@@ -1,5 +1,5 @@
-"""Algebra on loop nests: what a reduction over known positions comes to without a loop, and what in a sum
-need not wait for another."""
+"""Algebraic simplification of loop nests: closed forms of sums over known positions, and common factors of
+sums."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ from fusion_compiler.ir.loops import (
 )
 
 aten = torch.ops.aten
-ALONG = frozenset({COLS})
-Parted = tuple[int | None, tuple[int, ...]]  # what is left of a product, and what was taken out of it
+ALONG_COLS = frozenset({COLS})
+# the product of the remaining factors (None if there are none), and the removed factors
+Factored = tuple[int | None, tuple[int, ...]]
 
 
 class _Rebuilt:
-    """A loop nest that is made anew, node by node. numbers: of old nodes, the new ones with their values."""
+    """Builds a loop nest node by node from an old one. numbers: maps each old node to the new node with its
+    value."""
 
     def __init__(self, loops: LoopNest) -> None:
         self.loops = loops
@@ -59,21 +61,21 @@ class _Rebuilt:
 
 
 def one_hot_sums(loops: LoopNest) -> LoopNest:
-    """sum_j where(j == t, v, 0) -> where(0 <= t < n, v, 0), for t and v that do not vary over j.
+    """Rewrite sum_j where(j == t, v, 0) -> where(0 <= t < n, v, 0), for t and v that do not vary over j.
 
-    The backward pass of a cross-entropy sums such a row: it is one element of it.
+    The backward pass of a cross-entropy contains such a sum, whose result is a single element of the row.
     """
     groups = groups_of(loops)
-    found = {i: hit for i, n in enumerate(loops.nodes) if (hit := _one_hot(loops, groups, n)) is not None}
-    if not found:
+    matches = {i: m for i, n in enumerate(loops.nodes) if (m := _one_hot(loops, groups, n)) is not None}
+    if not matches:
         return loops
     new = _Rebuilt(loops)
     numbers, add = new.numbers, new.add
     for i, node in enumerate(loops.nodes):
-        if i not in found:
+        if i not in matches:
             new.keep(i)
             continue
-        target, value, size = found[i]
+        target, value, size = matches[i]
         position = Value(numbers[target])
         low = add(Compute(aten.ge.Scalar, (("self", position), ("other", 0)), torch.bool), "not_below")
         high = add(Compute(aten.lt.Scalar, (("self", position), ("other", size)), torch.bool), "below")
@@ -86,11 +88,12 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
 
 
 def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) -> tuple[int, int, int] | None:
-    """(t, v, n) of a reduction that has the form; n is the row's length."""
+    """Return (t, v, n) if the reduction has the form of `one_hot_sums`, where n is the length of the row,
+    else None."""
     if not isinstance(node, Reduce) or node.combine != "sum" or kept_of(loops.axes, node):
         return None
     over = over_of(loops.axes, node)
-    if INNER in over:  # which of the values vary over them is not known here
+    if INNER in over:  # groups do not tell which values vary along inner axes
         return None
     choice = loops.nodes[_origin(loops, node.operand)]
     if not isinstance(choice, Compute) or choice.target is not aten.where.self:
@@ -109,23 +112,24 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
     a, b = sides.get("self"), sides.get("other")
     if not (isinstance(a, Value) and isinstance(b, Value)):
         return None
-    for here, there in ((a.node, b.node), (b.node, a.node)):
-        position = loops.nodes[here]
-        if isinstance(position, Coordinate) and not groups[there] & over:
-            size = _counts(loops, position.index, node.axes)
+    for coordinate, target in ((a.node, b.node), (b.node, a.node)):
+        position = loops.nodes[coordinate]
+        if isinstance(position, Coordinate) and not groups[target] & over:
+            size = _count_of_enumeration(loops, position.index, node.axes)
             if size is not None:
-                return there, value.node, size
+                return target, value.node, size
     return None
 
 
 def factored_sums(loops: LoopNest) -> LoopNest:
-    """sum_j w_ij * (x_j * s) -> (sum_j w_ij * x_j) * s, for an s that waits for a sum over j.
+    """Rewrite sum_j w_ij * (x_j * s) -> (sum_j w_ij * x_j) * s, for an s that depends on a sum over j.
 
-    A norm in front of a matrix: both are read in one pass, and nothing of it waits for the row's mean square.
+    One pass then reads both operands of a norm and the matrix product after it, as the product no longer
+    waits.
     """
-    if sum(isinstance(n, Reduce) and over_of(loops.axes, n) == ALONG for n in loops.nodes) < 2:
+    if sum(isinstance(n, Reduce) and over_of(loops.axes, n) == ALONG_COLS for n in loops.nodes) < 2:
         return loops
-    groups, waiting, new = groups_of(loops), _waiting(loops), _Rebuilt(loops)
+    groups, dependent, new = groups_of(loops), _depend_on_column_sums(loops), _Rebuilt(loops)
     changed = False
 
     def times(a: int, b: int, name: str) -> int:
@@ -133,26 +137,27 @@ def factored_sums(loops: LoopNest) -> LoopNest:
         return new.add(Compute(aten.mul.Tensor, operands, new.nodes[a].dtype), name)
 
     @functools.cache
-    def parted(number: int) -> Parted:
-        """A product without the factors that are the same for all terms and wait; and those."""
+    def factored(number: int) -> Factored:
+        """Split a product into the factors that vary over the terms and the invariant factors that depend on
+        a reduction."""
         number = _origin(loops, number)
-        if not groups[number] & ALONG and number in waiting:
+        if not groups[number] & ALONG_COLS and number in dependent:
             return None, (new.numbers[number],)
         factors = _factors(loops, number)
         if not factors:
             return new.numbers[number], ()
-        (a, out), (b, more) = map(parted, factors)
-        if not out + more:
+        (a, removed), (b, removed_right) = map(factored, factors)
+        if not removed + removed_right:
             return new.numbers[number], ()
         left = times(a, b, loops.names[number]) if a is not None and b is not None else a if b is None else b
-        return left, out + more
+        return left, removed + removed_right
 
     for i, node in enumerate(loops.nodes):
-        if isinstance(node, Reduce) and _weighs(loops, groups, node):
-            operand, out = parted(node.operand)
-            if operand is not None and out:
+        if isinstance(node, Reduce) and _is_matrix_product(loops, groups, node):
+            operand, removed = factored(node.operand)
+            if operand is not None and removed:
                 number, changed = new.add(replace(node, operand=operand), loops.names[i]), True
-                for factor in out:
+                for factor in removed:
                     number = times(number, factor, loops.names[i])
                 new.numbers[i] = number
                 continue
@@ -160,30 +165,30 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     return new.done() if changed else loops
 
 
-def _waiting(loops: LoopNest) -> set[int]:
-    """The nodes that wait for a reduction along the columns."""
-    found: set[int] = set()
+def _depend_on_column_sums(loops: LoopNest) -> set[int]:
+    """Return the nodes that are, or depend on, a reduction over the columns."""
+    dependent: set[int] = set()
     for number, node in enumerate(loops.nodes):
-        reduces = isinstance(node, Reduce) and over_of(loops.axes, node) == ALONG
-        if reduces or not found.isdisjoint(operands_of(node)):
-            found.add(number)
-    return found
+        reduces = isinstance(node, Reduce) and over_of(loops.axes, node) == ALONG_COLS
+        if reduces or not dependent.isdisjoint(operands_of(node)):
+            dependent.add(number)
+    return dependent
 
 
 def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
-    """The two of a product of floats; none of what is none."""
+    """Return the two factors of a floating-point product, or () for any other node."""
     node = loops.nodes[number]
     if not isinstance(node, Compute) or node.target is not aten.mul.Tensor:
         return ()
     values = tuple(value.node for _, value in node.operands if isinstance(value, Value))
-    alike = node.dtype.is_floating_point and all(loops.nodes[n].dtype == node.dtype for n in values)
-    return values if len(values) == 2 and alike else ()
+    same_dtype = node.dtype.is_floating_point and all(loops.nodes[n].dtype == node.dtype for n in values)
+    return values if len(values) == 2 and same_dtype else ()
 
 
-def _weighs(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -> bool:
-    """Whether a reduction is a sum along rows of a matrix, or of one and its scales, which lie in memory so,
-    each element times what is the same in all of them."""
-    if node.combine != "sum" or over_of(loops.axes, node) != ALONG:
+def _is_matrix_product(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -> bool:
+    """True if a reduction sums, along each row, the elements of a matrix times values that all rows share.
+    The matrix may come with scales. Both must be contiguous along the columns."""
+    if node.combine != "sum" or over_of(loops.axes, node) != ALONG_COLS:
         return False
     stack, leaves = [node.operand], list[int]()
     while stack:
@@ -192,29 +197,29 @@ def _weighs(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -
         stack.extend(factors)
         leaves += () if factors else (number,)
     wide = [n for n in leaves if groups[n] == frozenset({ROWS, COLS})]
-    if not wide or not all(groups[n] <= ALONG for n in leaves if n not in wide):
+    if not wide or not all(groups[n] <= ALONG_COLS for n in leaves if n not in wide):
         return False
-    return not any(_runs_along_rows(loops, n) for matrix in wide for n in _behind(loops, matrix))
+    return not any(_is_contiguous_along_rows(loops, n) for matrix in wide for n in _ancestors(loops, matrix))
 
 
-def _behind(loops: LoopNest, number: int) -> set[int]:
-    """A node and all that it is made of."""
-    found, stack = set[int](), [number]
+def _ancestors(loops: LoopNest, number: int) -> set[int]:
+    """Return `number` and all nodes that it depends on."""
+    ancestors, stack = set[int](), [number]
     while stack:
-        if (number := stack.pop()) not in found:
-            found.add(number)
+        if (number := stack.pop()) not in ancestors:
+            ancestors.add(number)
             stack.extend(operands_of(loops.nodes[number]))
-    return found
+    return ancestors
 
 
-def _runs_along_rows(loops: LoopNest, number: int) -> bool:
+def _is_contiguous_along_rows(loops: LoopNest, number: int) -> bool:
     node = loops.nodes[number]
     terms = node.index.terms if isinstance(node, Load) else ()
     return any(key >= 0 and step == 1 and loops.axes[key].group == ROWS for key, step in terms)
 
 
 def _origin(loops: LoopNest, number: int) -> int:
-    """The node whose value a cast within the dtype of the computation passes on."""
+    """Follow casts that do not change the dtype or round, and return the node whose value they pass on."""
     node = loops.nodes[number]
     while isinstance(node, Compute) and node.target is aten._to_copy.default:
         operands = dict(node.operands)
@@ -227,14 +232,14 @@ def _origin(loops: LoopNest, number: int) -> int:
     return number
 
 
-def _counts(loops: LoopNest, index: Index, reduced: frozenset[int]) -> int | None:
-    """The number of positions, where `index` counts the reduced axes 0, 1, 2, ... exactly once each."""
+def _count_of_enumeration(loops: LoopNest, index: Index, reduced: frozenset[int]) -> int | None:
+    """Return n if `index` enumerates the reduced axes as 0, 1, ..., n - 1, else None."""
     axes = sorted(reduced)
     terms = dict(index.terms)
     if index.const != 0 or terms.keys() != reduced:
         return None
     step: Dim = 1
-    while axes:  # the innermost first: the one that the index follows in these steps
+    while axes:  # find the innermost axis first: the one along which the index moves by `step`
         i = next((k for k in axes if terms[k] == step), None)
         if i is None:
             return None

@@ -1,7 +1,7 @@
-"""A loop nest as it is written: nodes, each once, and the values that ops have at coordinates.
+"""The loop nest under construction: nodes without duplicates, and the values of ops at coordinates.
 
-`Lowering` is the builder that knows how every op is asked for its value; what `special`, `windows` and
-`rounding` need of it stands here.
+`Lowering` implements the builder for all ops. `Builder` declares what `special`, `windows` and `rounding`
+need of it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ from fusion_compiler.ir.loops import (
     Value,
     wrapped,
 )
-from fusion_compiler.passes.lower.space import Coords
+from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.passes.lower.space import Coords, compute_dtype
 
 aten = torch.ops.aten
 
 
 class Builder(ABC):
-    """nodes, names: of the program so far, in SSA order. extents: of the axes that indices go by, the nest's
-    first."""
+    """Interface and shared parts of the construction of a loop nest.
+
+    nodes, names: the program so far, in SSA order.
+    extents: sizes of the axes that indices use; those of the nest come first.
+    """
 
     def __init__(self, dag: OpDag, axes: tuple[Axis, ...], extents: tuple[Dim, ...]) -> None:
         self.dag, self.axes, self.extents = dag, axes, Extents(extents)
@@ -44,24 +48,25 @@ class Builder(ABC):
 
     @abstractmethod
     def value(self, name: str, coords: Coords, within: int | None) -> int:
-        """The node that holds `name` at `coords`; outside `within` it may be anything finite to read."""
+        """Return the node that holds `name` at `coords`. Where `within` is false the node may hold anything
+        finite."""
 
     @abstractmethod
     def inner_axes(self, key: str, sizes: tuple[Dim, ...]) -> Coords:
-        """Return coordinates that count to `sizes` along axes over which only a value's reduction runs.
+        """Return coordinates that count up to `sizes` along axes over which only one value's reduction runs.
 
-        They are the same whenever the same key is asked for again. Of size 1 there is no axis. Raises Illegal
-        where the space has other keys behind its axes.
+        The same key always returns the same coordinates. A size of 1 needs no axis. Raises Illegal if the
+        space has other keys after its axes.
         """
 
     def operand(self, op: Op, name: str, coords: Coords, within: int | None) -> int:
-        """An operand of an element-wise op, broadcast to its result."""
+        """Return the value of an operand of an element-wise op, broadcast to the op's result."""
         shape = self.dag.op(name).outputs[0].shape if self.dag.op(name).outputs else ()
         lead = len(op.outputs[0].shape) - len(shape)
         return self.value(name, coords[lead:], within)
 
     def emit(self, node: Node, name: str) -> int:
-        """The number of a node, which is added unless the program has it."""
+        """Return the number of a node, and append it if the program does not contain it."""
         number = self.numbering.get(node)
         if number is None:
             number = self.numbering[node] = len(self.nodes)
@@ -76,13 +81,27 @@ class Builder(ABC):
         return self.emit(Constant(typed, dtype), name)
 
     def converted(self, node: int, dtype: torch.dtype, name: str) -> int:
-        """A value in the dtype in which a result is computed."""
+        """Return `node` converted to `dtype`."""
         if self.nodes[node].dtype == dtype:
             return node
         return self.emit(Compute(aten._to_copy.default, (("self", Value(node)),), dtype), name)
 
+    def of_one(self, op: Op, value: int) -> int:
+        """Return a reduction or a scan of one element: the element itself, in the dtype of the result."""
+        spec, dtype = spec_of(op.target), compute_dtype(op.outputs[0].dtype)
+        assert spec is not None and spec.combine is not None
+        if spec.combine.startswith("arg"):
+            return self.constant(0, dtype, op.name)
+        if spec.combine in ("any", "all"):  # the element may be a byte, the result is a truth value
+            value = self.converted(value, torch.bool, op.name)
+        return self.converted(value, dtype, op.name)
+
     def in_range(self, index: Index, low: Dim, high: Dim, within: int | None) -> tuple[int | None, bool]:
-        """(node of low <= index < high and within, whether it can be false); (None, ...) when never true."""
+        """Return (node, partial) for the condition low <= index < high and `within`.
+
+        node: the condition, or None if it is always true.
+        partial: whether the range alone can be false. (None, True) means that the condition is never true.
+        """
         smallest, largest = self.extents.limits(index)
         if not_above(low, smallest) and not_above(largest, simple(high - 1)):
             return within, False
@@ -92,7 +111,8 @@ class Builder(ABC):
         return (node if within is None else self.both(within, node)), True
 
     def value_in_range(self, name: str, coords: Coords, dims: Iterable[int], within: int) -> int:
-        """The node that holds `name` at `coords`, which `within` says lie inside it along `dims`."""
+        """Return the node that holds `name` at `coords`, given that `within` implies that they are in bounds
+        along `dims`."""
         shape, before = self.dag.op(name).outputs[0].shape, self.extents.narrowed
         limits = dict(before)
         for dim in dims:
@@ -111,26 +131,26 @@ class Builder(ABC):
     def stepped(
         self, op: Op, index: Index, length: Dim, step: int, within: int | None
     ) -> tuple[Index, int | None, bool]:
-        """Of `length` elements that lie at 0, step, 2 * step, ...: (number of the one that lies at `index`,
-        node that holds whether one does, and `within`; whether none ever does)."""
-        everywhere = divided(index, step)
-        if everywhere is not None:  # all lie as far from an element
-            number, away = everywhere
+        """Find which of `length` elements at positions 0, step, 2 * step, ... lies at `index`. Return (number
+        of the element, node for "an element is there, and `within`", True if none ever is)."""
+        division = divided(index, step)
+        if division is not None:  # the remainder is the same everywhere
+            number, rest = division
             inside, partial = self.in_range(number, 0, length, within)
-            return number, inside, bool(away) or (inside is None and partial)
+            return number, inside, bool(rest) or (inside is None and partial)
         inside, partial = self.in_range(index, 0, simple((length - 1) * step + 1), within)
         if inside is None and partial:
             return index, None, True
-        here = self.emit(Coordinate(index, torch.int64), f"{op.name}_position")
-        over = self.integer(op, aten.remainder.Scalar, here, step, f"{op.name}_over")
-        equal = (("self", Value(over)), ("other", 0))
-        hit = self.emit(Compute(aten.eq.Scalar, equal, torch.bool), f"{op.name}_hit")
-        hit = hit if inside is None else self.both(inside, hit)
-        number = self.integer(op, aten.floor_divide.default, here, step, f"{op.name}_number")
-        return self.indirect(op, number, length, signed=False), hit, False
+        position = self.emit(Coordinate(index, torch.int64), f"{op.name}_position")
+        remainder = self.integer(op, aten.remainder.Scalar, position, step, f"{op.name}_over")
+        equal = (("self", Value(remainder)), ("other", 0))
+        is_element = self.emit(Compute(aten.eq.Scalar, equal, torch.bool), f"{op.name}_hit")
+        is_element = is_element if inside is None else self.both(inside, is_element)
+        number = self.integer(op, aten.floor_divide.default, position, step, f"{op.name}_number")
+        return self.indirect(op, number, length, signed=False), is_element, False
 
     def indirect(self, op: Op, node: int, length: Dim, signed: bool) -> Index:
-        """An index that is data; `signed`: negative ones count from the end."""
+        """Return the index whose value is that of `node`. signed: negative values count from the end."""
         if signed:
             dtype = self.nodes[node].dtype
             zero = self.constant(0, dtype, "zero")
@@ -150,14 +170,15 @@ class Builder(ABC):
         return Index(0, ((~node, 1),))
 
     def integer(self, op: Op, target: OpOverload, node: int, other: object, name: str = "") -> int:
-        """An operation of an integer and a constant."""
+        """Return the node of a binary operation on an integer and a constant."""
         operands = (("self", Value(node)), ("other", other))
         operands += (("alpha", 1),) if target is aten.add.Tensor else ()
         name = name or f"{op.name}_{target._opname}"
         return self.emit(Compute(target, operands, self.nodes[node].dtype), name)
 
     def zero_outside(self, value: int, inside: int, dtype: torch.dtype, name: str) -> int:
-        """The node that holds `value` where `inside` holds, and else zero, as a load has by itself."""
+        """Return a node that holds `value` where `inside` is true and zero elsewhere. A load masked by
+        `inside` already does."""
         node = self.nodes[value]
         if isinstance(node, Load) and node.within == inside:
             return value

@@ -1,8 +1,9 @@
-"""What planning one graph may take: when it is spent, what was found so far is the plan, which says so.
+"""A limit on the work of planning one graph. When it is reached, the plan is the best one so far, with a
+note.
 
-It is counted in values that lowering computes, so that a plan does not depend on how fast a machine is; a
-clock that lets any machine through is behind it. Models take 5 to 30 values an op, since what repeats in
-their layers is lowered once; random programs of shifted copies a few hundred.
+The unit is one value computed by lowering, so plans do not depend on the speed of the machine. A generous
+limit in seconds stands behind it. Models need 5 to 30 values per op, because repeated layers are lowered
+once; random programs of shifted copies need a few hundred.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import time
 
 LEAST = 200_000
 PER_OP = 300
-ATTEMPT = 20  # values that it takes to look at two parts, whether or not they are lowered
+ATTEMPT = 20  # values that comparing two parts costs, whether or not they are lowered
 SECONDS = 900.0
 
 
 class Effort:
-    """Of one search. note: what the plan says of it, where it ended early."""
+    """The effort of one search. note: why the search ended early, for the plan; None if it did not."""
 
     def __init__(self, ops: int) -> None:
         self.most, self.spent = LEAST + PER_OP * ops, 0
@@ -24,7 +25,7 @@ class Effort:
         self.note: str | None = None
 
     def is_spent(self) -> bool:
-        """Once it is, it stays so."""
+        """True if the limit has been reached. Once true, it stays true."""
         seconds = time.monotonic() - self.start
         if self.note is None and self.spent > self.most:
             self.note = f"{self.spent} values were lowered, of {self.most} that a graph of its size may take"

@@ -1,14 +1,11 @@
-"""Where a cluster's output falls into pieces of one size, each made by an expression of its own.
+"""Index splits: a cluster's output as equal pieces, each computed by an expression of its own.
 
-A concatenation computes as many things as it has parts. Over the space of the whole, every element computes
-all of them under conditions and chooses; over the space of one piece, every element computes each once and
-stores it where it belongs:
+Over the space of the whole output, every element of a concatenation computes all parts under conditions and
+selects one. Over the space of one piece, every element computes each part once and stores it in its place:
 
     out[c] = where(c < n, a[c], b[c - n])   for c < 2 n    ->    out[c], out[n + c] = a[c], b[c]   for c < n
 
-This is index-set splitting with unroll-and-jam. An index split says how an output falls apart; `lower` then
-asks for the output's value in each of the pieces, where the conditions are known. What several pieces need
-is computed once, and outputs of a piece's size fit in.
+This is index-set splitting with unroll-and-jam: values that several pieces need are computed once.
 """
 
 from __future__ import annotations
@@ -26,50 +23,52 @@ from fusion_compiler.ir.loops import Index
 from fusion_compiler.ir.writes import stored_shape
 
 aten = torch.ops.aten
-MOST_PIECES = 8  # what is computed of each is in registers until it is stored
-SECTOR = 32  # bytes that memory moves at once
+MOST_PIECES = 8  # every piece's values stay in registers until they are stored
+SECTOR = 32  # bytes of one memory transaction
 
 
 @dataclass(frozen=True)
 class IndexSplit:
-    """A tensor of `shape` as `count` equal pieces along `dim`: ranges of it, or those of each `block` of its
-    elements there. Of blocks of `count` elements a piece is every count-th element.
+    """A tensor of `shape` as `count` equal pieces along `dim`.
 
-    then: how each of these pieces falls apart along another dimension.
-    there: of pieces of one element, how many there are where that is only known at run time, at most `count`.
-    The others are the last one again, and are not stored.
+    block: without it, a piece is a contiguous range of `dim`. With it, `dim` is cut into blocks of `block`
+        elements, and a piece has the same part of each block; with blocks of `count` elements, a piece is
+        every count-th element.
+    nested: how each piece is split along another dimension.
+    runtime_count: for pieces of one element, the number of pieces if it is known only at run time; it is at
+        most `count`. The remaining pieces repeat the last one and are not stored.
     """
 
     shape: tuple[Dim, ...]
     dim: int
     count: int
     block: int | None = None
-    then: IndexSplit | None = None
-    there: Dim | None = None
+    nested: IndexSplit | None = None
+    runtime_count: Dim | None = None
 
     @property
     def counts(self) -> tuple[Dim, ...]:
-        """How many pieces there are along each dimension that is split."""
-        own = self.count if self.there is None else self.there
-        return (own,) if self.then is None else (own, *self.then.counts)
+        """Return the number of pieces along each split dimension."""
+        count = self.count if self.runtime_count is None else self.runtime_count
+        return (count,) if self.nested is None else (count, *self.nested.counts)
 
     @property
-    def numbers(self) -> tuple[tuple[Dim, ...], ...]:
-        """Of the pieces that are made along each dimension that is split."""
-        own: tuple[Dim, ...] = tuple(range(self.count))
-        if self.there is not None:
-            last = simple(self.there - 1)
-            own = (0, *(smaller(i, last) for i in range(1, self.count)))
-        return (own,) if self.then is None else (own, *self.then.numbers)
+    def piece_numbers(self) -> tuple[tuple[Dim, ...], ...]:
+        """Return the numbers of the computed pieces along each split dimension."""
+        numbers: tuple[Dim, ...] = tuple(range(self.count))
+        if self.runtime_count is not None:
+            last = simple(self.runtime_count - 1)
+            numbers = (0, *(smaller(i, last) for i in range(1, self.count)))
+        return (numbers,) if self.nested is None else (numbers, *self.nested.piece_numbers)
 
     @property
     def dims(self) -> frozenset[int]:
-        return frozenset({self.dim}) | (frozenset() if self.then is None else self.then.dims)
+        return frozenset({self.dim}) | (frozenset() if self.nested is None else self.nested.dims)
 
     @property
     def length(self) -> Dim:
-        """Of a piece along `dim`."""
-        if self.there is not None:
+        """Return the length of a piece along `dim`."""
+        if self.runtime_count is not None:
             return 1
         length = quotient(self.shape[self.dim], self.count)
         assert length is not None
@@ -77,34 +76,37 @@ class IndexSplit:
 
     @property
     def piece(self) -> tuple[Dim, ...]:
-        """The shape of a piece."""
-        shape = self.shape if self.then is None else self.then.piece
+        """Return the shape of a piece."""
+        shape = self.shape if self.nested is None else self.nested.piece
         return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
 
     @property
     def run(self) -> Dim:
-        """How many elements of a piece follow each other in the tensor."""
+        """Return the number of elements of a piece that are adjacent along `dim` in the tensor."""
         return self.length if self.block is None else self.block // self.count
 
     @property
     def factors(self) -> tuple[tuple[Dim, ...], ...]:
-        """The dimensions of a piece, one that is cut into blocks as their number and a run."""
-        own: tuple[Dim, ...] = (self.length,)
+        """Return the dimensions of a piece, each as a tuple of factors: (number of blocks, run) for a
+        dimension cut into blocks."""
+        factors: tuple[Dim, ...] = (self.length,)
         if self.block is not None and self.run != 1:
             blocks = quotient(self.shape[self.dim], self.block)
             assert blocks is not None
-            own = (blocks, self.run)
-        others = tuple((size,) for size in self.shape) if self.then is None else self.then.factors
-        return (*others[: self.dim], own, *others[self.dim + 1 :])
+            factors = (blocks, self.run)
+        others = tuple((size,) for size in self.shape) if self.nested is None else self.nested.factors
+        return (*others[: self.dim], factors, *others[self.dim + 1 :])
 
-    def whole(self, coords: tuple[Index, ...], key: int) -> tuple[Index, ...]:
-        """Coordinates in the tensor of the element at `coords` of a piece, whose terms are each of blocks or
-        within a run. key: of the number of the piece; those along other dimensions are behind it.
+    def tensor_coords(self, coords: tuple[Index, ...], key: int) -> tuple[Index, ...]:
+        """Return the coordinates in the tensor of the element at `coords` of a piece.
+
+        Every term of `coords` moves either between blocks or within a run.
+        key: the key of the piece number along `dim`; those of nested splits follow it.
         """
-        coords = coords if self.then is None else self.then.whole(coords, key + 1)
-        here = coords[self.dim]
-        steps = ((k, c if self.is_within_run(c) else simple(c * self.count)) for k, c in here.terms)
-        along = combine([(Index(here.const, tuple(steps)), 1), (axis(key), self.run)])
+        coords = coords if self.nested is None else self.nested.tensor_coords(coords, key + 1)
+        position = coords[self.dim]
+        steps = ((k, c if self.is_within_run(c) else simple(c * self.count)) for k, c in position.terms)
+        along = combine([(Index(position.const, tuple(steps)), 1), (axis(key), self.run)])
         return (*coords[: self.dim], along, *coords[self.dim + 1 :])
 
     def is_within_run(self, step: Dim) -> bool:
@@ -112,14 +114,16 @@ class IndexSplit:
 
 
 def index_splits_of(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[IndexSplit, ...]:
-    """Every index split, by an op of a cluster, of a tensor as large as one of its outputs."""
+    """Return the index splits that the ops of a cluster suggest and that apply to a tensor as large as one of
+    its outputs."""
     sizes = {product(stored_shape(dag, dag.op(name))) for name in outputs}
     splits = (index_split_by(dag, dag.op(name)) for name in ops)
     return tuple(dict.fromkeys(c for c in splits if c is not None and product(c.shape) in sizes))
 
 
 def index_split_by(dag: OpDag, op: Op) -> IndexSplit | None:
-    """How an op's result falls into few equal pieces that are made differently; None if it does not."""
+    """Return how an op's result splits into a few equal pieces with different expressions, or None if it does
+    not."""
     if op.target not in RANGES:
         return None
     shape = op.outputs[0].shape
@@ -136,7 +140,7 @@ def index_split_by(dag: OpDag, op: Op) -> IndexSplit | None:
 
 
 def index_splits_below(dag: OpDag, name: str) -> Iterator[IndexSplit]:
-    """The pieces into which views cut a tensor, as those of the gate and what it gates, of one product."""
+    """Yield the splits into which views cut a tensor, such as the gate and the gated half of one product."""
     stack, seen = [name], {name}
     while stack:
         for op in map(dag.op, dag.consumers(stack.pop())):
@@ -151,14 +155,14 @@ def index_splits_below(dag: OpDag, name: str) -> Iterator[IndexSplit]:
 
 
 def _count(size: Dim, piece: Dim, lengths: list[Dim]) -> int | None:
-    """How many pieces, where every length is a number of whole ones."""
-    count, parts = quotient(size, piece), [quotient(n, piece) for n in lengths]
+    """Return the number of pieces, or None unless every length is a positive number of pieces."""
+    count, multiples = quotient(size, piece), [quotient(n, piece) for n in lengths]
     if not isinstance(count, int) or not 2 <= count <= MOST_PIECES:
         return None
-    return count if all(isinstance(n, int) and n > 0 for n in parts) else None
+    return count if all(isinstance(n, int) and n > 0 for n in multiples) else None
 
 
-# -- (dimension, lengths of the ranges along it within which a result is made in one way) ------------------
+# -- Handlers return (dimension, lengths of the ranges along it that have one expression each) -------------
 
 
 def _dim(op: Op, position: int) -> int:
@@ -183,8 +187,8 @@ def _pad(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
         return 0, []
     (i,) = padded
     dim, itemsize = len(shape) - 1 - i, op.outputs[0].dtype.itemsize
-    known = [n for n in pads[2 * i : 2 * i + 2] if isinstance(n, int) and n != 0]
-    if i == 0 and known and min(known) * itemsize < SECTOR:  # stores of parts of sectors
+    lengths = [n for n in pads[2 * i : 2 * i + 2] if isinstance(n, int) and n != 0]
+    if i == 0 and lengths and min(lengths) * itemsize < SECTOR:  # a piece would store parts of sectors
         return 0, []
     return dim, [pads[2 * i], shape[dim], pads[2 * i + 1]]  # type: ignore[list-item]
 

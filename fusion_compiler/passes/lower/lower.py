@@ -1,11 +1,11 @@
-"""Lower a set of ops to one loop nest over one iteration space, or say why that is impossible.
+"""Lower a set of ops to one loop nest over one iteration space, or raise `Illegal` with the reason.
 
-The space has two groups of axes: those that the cluster's main reductions keep and those that they
-reduce. Every value is *pulled*: from the stores back to the loads, each op is asked for its value at
-coordinates that are affine in the axes. Views only change coordinates, so they vanish; a value that
-is needed at two different coordinates is computed twice; a reduction exists only at the identity
-coordinates of the group that it keeps. What comes out is therefore right by construction: where an
-output is placed in the space decides how fast it is, never what it is.
+The space has two groups of axes: those that the cluster's main reductions keep and those that they reduce.
+Values are *pulled* from the stores back to the loads: each op is asked for its value at coordinates that are
+affine in the axes. Views only change coordinates, so they vanish. A value that is needed at two different
+coordinates is computed twice. A reduction exists only at the identity coordinates of the group that it keeps.
+The result is therefore right by construction: the place of an output in the space affects the speed, never
+the value.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ aten = torch.ops.aten
 UNROLLED: dict[str | None, OpOverload] = {
     "sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default,
 }  # fmt: skip
-# Elements, and of all pieces together: sixty-four of a decoding step's attention took more than a minute to
-# compile.
+# Elements of one unrolled reduction, and of all pieces together: the attention of one decoding step had
+# sixty-four, and took more than a minute to compile.
 MOST_UNROLLED, MOST_TERMS = 8, 16
-# Of one attempt, views and what becomes dead among them; laws allow 96 operations, of which most were 261.
-# What reads shifted copies of itself, and these again, has exponentially many.
+# Values of one attempt, including views and dead values. Laws allow 96 operations, for which at most 261
+# values were observed. Ops that read shifted copies of values that do the same have exponentially many.
 MOST_VALUES = 4096
 
 
@@ -101,11 +101,13 @@ def lower(
     like_eager: bool = False,
     effort: Effort | None = None,
 ) -> LoopNest:
-    """The loop nest of `ops` (topological order), storing `outputs`, over a piece of a cut tensor where
-    a split is given, or over a tile that holds whatever is reduced. Raises Illegal.
+    """Lower `ops` (in topological order) to a loop nest that stores `outputs`. Raises Illegal.
 
-    stored: ops whose results this program or another one stores. like_eager: numerics="eager".
-    effort: where what it takes is counted.
+    index_split: the space is that of one piece of this split.
+    matrices: the space is that of matrices (see `matrix_space`).
+    stored: ops whose results this or another program stores.
+    like_eager: round as numerics="eager" asks.
+    effort: counts the work.
     """
     rounding = Rounding(stored.union(outputs), like_eager)
     space = free_space(dag, ops) if in_tile else anchor_space(dag, ops, outputs, index_split)
@@ -127,20 +129,21 @@ def lower(
 
 @dataclass(frozen=True)
 class Part:
-    """Coordinates of a part of what fills a space, by its axes; elements that lie in all ranges (index, low,
-    high) are of it."""
+    """Coordinates of a value that has only a part of the space's elements. ranges: (index, low, high); the
+    part consists of the elements with low <= index < high for all ranges."""
 
     coords: Coords
     ranges: tuple[tuple[Index, Dim, Dim], ...] = ()
 
     @property
-    def known(self) -> dict[int, int]:
-        """The axes that have one place in it, which its elements' coordinates do not name."""
+    def fixed_axes(self) -> dict[int, int]:
+        """Return the axes that have a single position in the part, with that position. Coordinates do not
+        name them."""
         ones = [(i, low) for i, low, high in self.ranges if isinstance(low, int) and high == low + 1]
         return {i.terms[0][0]: low for i, low in ones if i.terms and i == axis(i.terms[0][0])}
 
     def cut(self, cut: Cut) -> Part:
-        """What a view cuts of it."""
+        """Return the part that a view cuts out of this one."""
         along = self.coords[cut.dim]
         kept = (shifted(along, simple(-cut.start)),) if cut.keeps else ()
         coords = (*self.coords[: cut.dim], *kept, *self.coords[cut.dim + 1 :])
@@ -148,7 +151,7 @@ class Part:
 
 
 class Lowering(Builder):
-    """One attempt at a loop nest over a space; it ends at the first axis that has to be split."""
+    """One attempt to build a loop nest over a space. It stops at the first axis that must be split."""
 
     def __init__(
         self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding
@@ -160,22 +163,23 @@ class Lowering(Builder):
         self.rounder = Rounder(self, rounding)
         self.inside = set(ops)
         self.memo: dict[tuple[str, Coords, int | None], int] = {}
-        self.placed: dict[str, Coords] = {}  # where a value was computed first
-        self.known: dict[int, int] = {}  # of the axes, in the part at hand
+        self.coords_of: dict[str, Coords] = {}  # the coordinates at which a value was computed first
+        self.fixed_axes: dict[int, int] = {}  # axes with a single position in the current part
         self.reduced: dict[str, tuple[Coords, int]] = {}
-        self.inner: dict[str, Coords] = {}  # what sums over windows count, behind the space's axes
-        self.terms: Counter[str] = Counter()  # of what is unrolled
+        self.inner: dict[str, Coords] = {}  # axes of sums over windows, after the space's axes
+        self.terms: Counter[str] = Counter()  # counts of unrolled terms
         live = [i for i, size in enumerate(space.axes) if size != 1]
         self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in GROUPS}
         columns = scans.Columns.of(space.axes, self.group_axes[COLS], self.group_axes[ROWS])
         self.scans = scans.Scans(self, columns)
-        products = (found for n in ops if (found := product_of(dag, dag.op(n))) is not None)
-        self.along = next((space.groups[p.reduced] for p in products), None)  # what the products reduce
+        products = filter(None, (product_of(dag, dag.op(n)) for n in ops))
+        # the group that the products reduce
+        self.along = next((space.groups[p.reduced] for p in products), None)
 
     def run(self) -> LoopNest:
         stores: list[Store] = []
         self.seed_anchor()
-        for name in self.ops:  # reductions first: they fix where everything upstream lies
+        for name in self.ops:  # reductions first: they fix the coordinates of everything upstream
             if is_reduction(self.dag.op(name)) and name not in self.reduced:
                 coords = self.place(name)
                 for piece in self.pieces(coords) if coords is not None else ():
@@ -203,7 +207,7 @@ class Lowering(Builder):
         return tuple(a if k in kept else replace(a, group=INNER) for k, a in enumerate(self.axes))
 
     def store(self, name: str, coords: Coords, within: int | None = None, piece: int = 0) -> Store:
-        """piece: the number of the piece that the coordinates are in."""
+        """Return the store of an output at `coords`, which lie in the piece with number `piece`."""
         op = self.dag.op(name)
         meta = op.outputs[0]
         value = unrounded(self.nodes, self.stored(name, coords, within), meta.dtype)
@@ -212,28 +216,30 @@ class Lowering(Builder):
         else:
             index = flatten(coords, meta.stride)
         split = self.space.index_split
-        if piece and split is not None and split.there is not None:  # what it stores does not depend on that
-            assert split.then is None, "rows of an unknown number are not cut"
-            within, _ = self.in_range(Index(piece, ()), 0, split.there, within)
+        # the piece may not exist; its value does not depend on that
+        if piece and split is not None and split.runtime_count is not None:
+            assert split.nested is None, "rows of an unknown number are not cut"
+            within, _ = self.in_range(Index(piece, ()), 0, split.runtime_count, within)
         return Store(name, index, value, within)
 
     def stored(self, name: str, coords: Coords, within: int | None = None) -> int:
-        """The node that holds what an output stores: its value, or what `put_` puts there."""
+        """Return the node that an output stores: its value, or the source of `put_`."""
         op = self.dag.op(name)
         if op.target is not put:
             return self.value(name, coords, within)
         source = op.args[2]
         assert isinstance(source, Ref)
         lead = len(stored_shape(self.dag, op)) - len(meta_of(self.dag, source).shape)
-        self.placed.setdefault(name, coords)
+        self.coords_of.setdefault(name, coords)
         node = self.value(source.name, coords[lead:], within)
         return self.converted(node, compute_dtype(op.outputs[0].dtype), name)
 
     def stores_of_part(self, name: str, part: Part) -> list[Store]:
-        """An output that has a part of the space, in every piece: it is stored where that lies."""
+        """Return the stores of an output that has a part of the space, one for each piece that meets the
+        part."""
         stores: list[Store] = []
         rank = len(part.coords)
-        self.known = part.known
+        self.fixed_axes = part.fixed_axes
         for i, piece in enumerate(self.pieces((*part.coords, *(index for index, _, _ in part.ranges)))):
             within, never = None, False
             for index, (_, low, high) in zip(piece[rank:], part.ranges, strict=True):
@@ -241,10 +247,10 @@ class Lowering(Builder):
                 never |= within is None and partial
             if not never:
                 stores.append(self.store(name, piece[:rank], within, i))
-        self.known = {}
+        self.fixed_axes = {}
         return stores
 
-    # -- where things lie -------------------------------------------------------------------
+    # -- coordinates ----------------------------------------------------------------------------
 
     def seed_anchor(self) -> None:
         """Pull the anchor at the identity: a scan, the reduction's input, or the largest output."""
@@ -252,20 +258,20 @@ class Lowering(Builder):
         for op in map(self.dag.op, self.ops):
             if op.kind is Kind.SCAN and op.outputs[0].shape == tuple(map(product, self.space.factors)):
                 stored = op.name in self.outputs
-                coords = identity if stored else scans.turned(self.dag, op, identity, self.scans.columns)
+                coords = identity if stored else scans.scan_coords(self.dag, op, identity, self.scans.columns)
                 self.value(op.name, coords, None)
                 return
         if not any(is_reduction(self.dag.op(n)) for n in self.ops):
             anchor, split = largest(self.dag, self.outputs), self.space.index_split
             if split is None or stored_shape(self.dag, anchor) == split.shape:
-                self.stored(anchor.name, self.pieces(self.space.whole())[0])
+                self.stored(anchor.name, self.pieces(self.space.tensor_coords())[0])
             return
         reductions = [op for op in map(self.dag.op, self.ops) if is_reduction(op)]
         for op in sorted(reductions, key=lambda op: op.kind is not Kind.CONTRACTION):
             reduced, split = reduced_by(self.dag, op), self.space.index_split
             shape, dims = reduced.shape, reduced.dims
             if reduced.is_product and split is not None and split.shape == shape:
-                for piece in self.pieces(self.space.whole()):
+                for piece in self.pieces(self.space.tensor_coords()):
                     self.value(op.name, _reduced_coords(op, piece, dims), None)
                 return
             if shape == tuple(product(f) for f in self.space.factors):
@@ -276,19 +282,23 @@ class Lowering(Builder):
                     return
 
     def pieces(self, coords: Coords) -> list[Coords]:
-        """The same coordinates in each of the pieces into which the space is split, if they differ there."""
+        """Return the coordinates in each piece of the index split, or once if they are the same in all
+        pieces."""
         split, first = self.space.index_split, len(self.space.axes)
-        found = [coords]
-        for key, numbers in enumerate(() if split is None else split.numbers, first):
+        pieces = [coords]
+        for key, numbers in enumerate(() if split is None else split.piece_numbers, first):
             if any(k == key for c in coords for k, _ in c.terms):
-                found = [tuple(fixed(c, key, i) for c in piece) for piece in found for i in numbers]
-        return found
+                pieces = [tuple(fixed(c, key, i) for c in piece) for piece in pieces for i in numbers]
+        return pieces
 
     def place(self, name: str) -> Coords | None:
-        """Coordinates at which a value fills the space: where it was needed already, where its operands
-        lie, the identity, or the space's elements in order."""
-        if name in self.placed:
-            return self.placed[name]
+        """Return coordinates at which a value covers the space, or None.
+
+        They are the coordinates at which the value was needed before, those of an operand, the identity, or
+        the elements of the space in row-major order.
+        """
+        if name in self.coords_of:
+            return self.coords_of[name]
         op = self.dag.op(name)
         shape = stored_shape(self.dag, op)
         if is_reduction(op):
@@ -305,9 +315,9 @@ class Lowering(Builder):
         return self.in_order(shape)
 
     def place_of_operand(self, name: str) -> Coords | None:
-        """Coordinates of an operand that was placed, seen through views."""
-        if name in self.placed:
-            return self.placed[name]
+        """Return the coordinates of an operand that has some, also through views."""
+        if name in self.coords_of:
+            return self.coords_of[name]
         op = self.dag.op(name)
         if not layout.is_view(op):
             return self.place(name) if name in self.inside else None
@@ -315,28 +325,29 @@ class Lowering(Builder):
         return None if source is None else self.push(op, source)
 
     def part(self, name: str) -> Part | None:
-        """Where an output lies that is made of a part of what fills the space, as of the keys among all that
-        one product makes; None where that is not known."""
+        """Return the part of the space that an output covers, such as the keys within one product's result;
+        None if unknown."""
         op = self.dag.op(name)
-        if name in self.placed or (name in self.inside and is_reduction(op)):
+        if name in self.coords_of or (name in self.inside and is_reduction(op)):
             return None if (coords := self.place(name)) is None else Part(coords)
         if layout.is_view(op):
             cut = layout.cut_of(self.dag, op)
-            found = self.part(op.first if cut is None else cut.source)
-            if found is None:
+            part = self.part(op.first if cut is None else cut.source)
+            if part is None:
                 return None
             if cut is not None:
-                return found.cut(cut)
-            coords = self.push(op, found.coords)
-            return None if coords is None else Part(coords, found.ranges)
+                return part.cut(cut)
+            coords = self.push(op, part.coords)
+            return None if coords is None else Part(coords, part.ranges)
         if name not in self.inside:
             return None
-        made = ((o, self.dag.op(o).outputs) for o in op.inputs)
-        alike = (o for o, outputs in made if outputs and outputs[0].shape == stored_shape(self.dag, op))
-        return next((found for o in alike if (found := self.part(o)) is not None), None)
+        inputs = ((o, self.dag.op(o).outputs) for o in op.inputs)
+        same = (o for o, outputs in inputs if outputs and outputs[0].shape == stored_shape(self.dag, op))
+        return next((part for o in same if (part := self.part(o)) is not None), None)
 
     def push(self, op: Op, coords: Coords) -> Coords | None:
-        """Coordinates of a view's result from those of its operand, for views that keep every element."""
+        """Return the coordinates of a view's result, given those of its operand; None unless the view keeps
+        every element."""
         shape, out = self.dag.op(op.first).outputs[0].shape, op.outputs[0].shape
         if product(shape) != product(out) or op.target is operator.getitem:
             return None
@@ -355,14 +366,16 @@ class Lowering(Builder):
             return None
 
     def in_order(self, shape: tuple[Dim, ...]) -> Coords | None:
-        """The elements of the whole space, or of one group of it, in row-major order if that is affine."""
+        """Return coordinates that enumerate the space, or one group of it, in row-major order, if those are
+        affine."""
         if shape == tuple(product(f) for f in self.space.factors):
             return self.space.identity()
         if self.space.index_split is not None and shape == self.space.index_split.shape:
-            return self.space.whole()
+            return self.space.tensor_coords()
         size = product(shape)
         every = tuple(sorted(i for axes in self.group_axes.values() for i in axes))
-        kept = sorted((ROWS, COLS), key=lambda g: g == self.along)  # results of products lie along the other
+        # a product's result has the other group
+        kept = sorted((ROWS, COLS), key=lambda g: g == self.along)
         for axes in (every, *(self.group_axes[g] for g in kept)):
             sizes = tuple(self.space.axes[i] for i in axes)
             if product(sizes) == size:
@@ -373,7 +386,7 @@ class Lowering(Builder):
         return None
 
     def spread(self, axes: tuple[int, ...], shape: tuple[Dim, ...]) -> Coords:
-        """Row-major coordinates in `shape` of the element numbered by `axes`."""
+        """Return row-major coordinates in `shape` of the element numbered by `axes`."""
         sizes = tuple(self.space.axes[i] for i in axes)
         flat = combine([(axis(i), s) for i, s in zip(axes, strides_of(sizes), strict=True)]) if axes else ZERO
         return tuple(
@@ -391,7 +404,8 @@ class Lowering(Builder):
         key = (name, coords, within)
         if key in self.memo:
             return self.memo[key]
-        if within is None and self.extents.narrowed:  # it counts outside of that condition as well
+        # the value is also used outside of the condition that narrows the extents
+        if within is None and self.extents.narrowed:
             narrowed, self.extents.narrowed = self.extents.narrowed, {}
             try:
                 return self.value(name, coords, None)
@@ -401,11 +415,11 @@ class Lowering(Builder):
             raise Illegal("size", f"values that are needed at several places are more than {MOST_VALUES}")
         if name in self.inside:
             node = self.compute(op, coords, within)
-            # No piece of it, and no window.
+            # Neither a piece of the value nor a window.
             if not self.is_window(coords) and (
                 self.space.index_split is None or is_bijection(coords, shape, self.extents)
             ):
-                self.placed.setdefault(name, coords)
+                self.coords_of.setdefault(name, coords)
         elif layout.is_view(op):
             node = self.through(op, coords, within)
         else:
@@ -417,18 +431,18 @@ class Lowering(Builder):
         if self.space.index_split is not None:
             raise Illegal("space", f"{key} sums over windows, and is not made in pieces")
         if key not in self.inner:
-            self.inner[key] = tuple(ZERO if size == 1 else axis(self.inner_axis(size)) for size in sizes)
+            self.inner[key] = tuple(ZERO if size == 1 else axis(self.add_inner_axis(size)) for size in sizes)
         return self.inner[key]
 
-    def inner_axis(self, size: Dim) -> int:
-        """Return the number of a new axis, behind all others."""
+    def add_inner_axis(self, size: Dim) -> int:
+        """Add an axis after all others and return its number."""
         number = len(self.axes)
         self.axes += (Axis(f"a{number}", size, INNER),)
         self.extents.axes += (size,)
         return number
 
     def is_window(self, coords: Coords) -> bool:
-        """True for coordinates that move along inner axes."""
+        """True if the coordinates move along inner axes."""
         return any(k >= len(self.space.extents) for c in coords for k, _ in c.terms)
 
     def through(self, op: Op, coords: Coords, within: int | None) -> int:
@@ -469,12 +483,12 @@ class Lowering(Builder):
             raise Illegal("operator", f"{op.target} has no expression")
         operands: list[tuple[str, object]] = []
         schema = op.target._schema.arguments  # type: ignore[union-attr]
-        given = dict(op.kwargs)
+        kwargs = dict(op.kwargs)
         for position, argument in enumerate(schema):
             arg = (
                 op.args[position]
                 if position < len(op.args)
-                else given.get(argument.name, argument.default_value)
+                else kwargs.get(argument.name, argument.default_value)
             )
             if isinstance(arg, Ref):
                 operands.append((argument.name, Value(self.operand(op, arg.name, coords, within))))
@@ -500,9 +514,9 @@ class Lowering(Builder):
     # -- reductions -----------------------------------------------------------------------------
 
     def reduce(self, op: Op, coords: Coords, within: int | None) -> int:
-        if op.name in self.reduced and not self.is_piece(coords):
-            where, node = self.reduced[op.name]
-            if self.here(where) != coords:
+        if op.name in self.reduced and not self.is_one_row(coords):
+            coords_before, node = self.reduced[op.name]
+            if self.with_fixed_axes(coords_before) != coords:
                 raise Illegal("rows", f"{op.name} is needed at rows other than the one being reduced")
             return node
         reduced = reduced_by(self.dag, op)
@@ -512,7 +526,7 @@ class Lowering(Builder):
             if not split.dims.isdisjoint(dims):
                 raise Illegal("rows", f"{op.name} reduces across the pieces of {op.first}")
             return self.reduce_piece(op, coords, dims)
-        if (found := product_of(self.dag, op)) is not None and found.rows != 1:
+        if (matrix_product := product_of(self.dag, op)) is not None and matrix_product.rows != 1:
             raise Illegal("rows", f"{op.name} is made for all of its rows at once, in a space of its own")
         keepdim = len(op.outputs[0].shape) == len(shape)
         kept_dims = reduced.kept
@@ -520,9 +534,9 @@ class Lowering(Builder):
         if self.is_unrolled(op, reduced):
             return self.unrolled(op, dict(zip(kept_dims, kept, strict=True)), reduced)
         if product(shape[d] for d in dims) == 1 and not reduced.is_product:
-            one = dict(zip(kept_dims, kept, strict=True))
-            source = tuple(one.get(d, ZERO) for d in range(len(shape)))
-            node = self.of_one(op, self.value(op.first, source, None))
+            index_of_kept = dict(zip(kept_dims, kept, strict=True))
+            source = tuple(index_of_kept.get(d, ZERO) for d in range(len(shape)))
+            node = self.rounder.rounded(op, self.of_one(op, self.value(op.first, source, None)))
             self.reduced[op.name] = (coords, node)
             return node
         if self.space.is_free:
@@ -542,9 +556,9 @@ class Lowering(Builder):
         self.reduced[op.name] = (coords, node)
         return node
 
-    def here(self, coords: Coords) -> Coords:
-        """Coordinates with what is known of the part at hand."""
-        for key, place in self.known.items():
+    def with_fixed_axes(self, coords: Coords) -> Coords:
+        """Return the coordinates with the current part's single positions filled in."""
+        for key, place in self.fixed_axes.items():
             coords = tuple(fixed(c, key, place) for c in coords)
         return coords
 
@@ -555,7 +569,8 @@ class Lowering(Builder):
         return self.along is not None and few and spec is not None and spec.combine in UNROLLED
 
     def unrolled(self, op: Op, kept: dict[int, Index], reduced: Reduced) -> int:
-        """A reduction of few elements as an expression of them. Raises Illegal where pieces have too many."""
+        """Return a reduction of few elements as an expression. Raises Illegal if all pieces together have too
+        many."""
         spec, dtype = spec_of(op.target), compute_dtype(op.outputs[0].dtype)
         assert spec is not None
         count = int(product(reduced.shape[d] for d in reduced.dims))
@@ -573,29 +588,18 @@ class Lowering(Builder):
         assert total is not None
         return self.rounder.rounded(op, total)
 
-    def is_piece(self, kept: Coords) -> bool:
-        """Whether a reduction is of one row of those that products have, each piece's its own."""
+    def is_one_row(self, kept: Coords) -> bool:
+        """True if a reduction's result is one row of a product's few rows. Each piece has its own."""
         return self.along is not None and not any(c.terms for c in kept)
 
-    def of_one(self, op: Op, value: int) -> int:
-        """A reduction of one element: the element, in the dtype of the result."""
-        spec = spec_of(op.target)
-        assert spec is not None
-        dtype = compute_dtype(op.outputs[0].dtype)
-        if spec.combine in ("argmax", "argmin"):
-            return self.constant(0, dtype, op.name)
-        if spec.combine in ("any", "all"):  # of bytes they are bytes
-            value = self.converted(value, torch.bool, op.name)
-        return self.rounder.rounded(op, self.converted(value, dtype, op.name))
-
     def reduce_piece(self, op: Op, coords: Coords, dims: tuple[int, ...]) -> int:
-        """A reduction of a tensor in pieces that keeps the dimension that is split: one for each piece."""
+        """Return one piece of a reduction that keeps the split dimension."""
         shape, groups = op.outputs[0].shape, self.space.groups
         live = [d for d, factors in enumerate(self.space.factors) if product(factors) != 1]
         over = frozenset(groups[d] for d in live if d in dims)
         if over and not over & {groups[d] for d in live if d not in dims}:
-            for piece in self.pieces(self.space.whole()):
-                kept = self.here(_reduced_coords(op, piece, dims))
+            for piece in self.pieces(self.space.tensor_coords()):
+                kept = self.with_fixed_axes(_reduced_coords(op, piece, dims))
                 if coords == tuple(ZERO if s == 1 else c for s, c in zip(shape, kept, strict=True)):
                     inner = tuple(piece[d] for d in dims)
                     sizes = tuple(product(self.space.factors[d]) for d in dims)
@@ -604,11 +608,12 @@ class Lowering(Builder):
         raise Illegal("rows", f"{op.name} does not keep whole axes")
 
     def spread_like_operand(self, op: Op, axes: tuple[int, ...], reduced: Reduced) -> Coords:
-        """Coordinates of the reduced dimensions: where the operand lies, if it covers just these axes."""
+        """Return coordinates of the reduced dimensions: those of the operand if they use exactly these axes,
+        else row-major."""
         sizes = tuple(reduced.shape[d] for d in reduced.dims)
-        known = None if reduced.is_product else self.place_of_operand(op.first)
-        if known is not None:
-            inner = tuple(known[d] for d in reduced.dims)
+        source = None if reduced.is_product else self.place_of_operand(op.first)
+        if source is not None:
+            inner = tuple(source[d] for d in reduced.dims)
             keys = {k for c in inner for k, _ in c.terms}
             if keys == set(axes) and is_bijection(inner, sizes, self.extents):
                 return inner
@@ -635,10 +640,12 @@ class Lowering(Builder):
     def reduced_axes(
         self, op: Op, kept: Coords, kept_shape: tuple[Dim, ...], reduced: tuple[Dim, ...]
     ) -> frozenset[int]:
-        """The axes that a reduction at these coordinates runs over."""
-        if self.is_piece(kept):
+        """Return the axes over which a reduction with these kept coordinates runs. Raises Illegal if there
+        are none."""
+        if self.is_one_row(kept):
             assert self.along is not None
-            if simple(product(reduced)) == product(self.space.axes[i] for i in self.group_axes[self.along]):
+            size = product(self.space.axes[i] for i in self.group_axes[self.along])
+            if simple(product(reduced)) == size:
                 return axes_in(self.axes, (self.along,))
         keys = {k for c in kept for k, _ in c.terms}
         if not is_bijection(kept, kept_shape, self.extents):
@@ -664,15 +671,16 @@ class Lowering(Builder):
         )
 
     def combine(self, op: Op, coords: Coords, axes: frozenset[int], position: Index) -> int:
-        """The reduction node; argmax and argmin as the first position that holds the extremum."""
+        """Return the reduction node. argmax and argmin become the first position that holds the extremum."""
         if op.kind is Kind.CONTRACTION:
             return self.combine_product(op, coords, axes)
         spec = spec_of(op.target)
         assert spec is not None and spec.combine is not None
         value = self.value(op.first, coords, None)
         dtype = compute_dtype(op.outputs[0].dtype)
-        small = self.counts_in_32_bits(axes)
-        if spec.combine == "sum" and dtype is torch.int64 and self.nodes[value].dtype is torch.bool and small:
+        fits_int32 = self.counts_in_32_bits(axes)
+        counts = spec.combine == "sum" and dtype is torch.int64 and self.nodes[value].dtype is torch.bool
+        if counts and fits_int32:
             return self.widened(Reduce("sum", value, axes, torch.int32), op.name)
         if spec.combine not in ("argmax", "argmin"):
             node = self.emit(Reduce(spec.combine, value, axes, dtype), op.name)
@@ -691,55 +699,55 @@ class Lowering(Builder):
                 Compute(aten.logical_or.default, (("self", Value(hit)), ("other", Value(nan))), torch.bool),
                 f"{op.name}_hit",
             )
-        integer = torch.int32 if small else torch.int64
-        here = self.emit(Coordinate(position, integer), f"{op.name}_position")
+        integer = torch.int32 if fits_int32 else torch.int64
+        position_node = self.emit(Coordinate(position, integer), f"{op.name}_position")
         never = self.emit(Constant(torch.iinfo(integer).max, integer), "never")
-        first = (("condition", Value(hit)), ("self", Value(here)), ("other", Value(never)))
+        first = (("condition", Value(hit)), ("self", Value(position_node)), ("other", Value(never)))
         candidates = self.emit(Compute(aten.where.self, first, integer), f"{op.name}_candidate")
         return self.widened(Reduce("min", candidates, axes, integer), op.name)
 
     def combine_product(self, op: Op, coords: Coords, axes: frozenset[int]) -> int:
-        """alpha * sum(left * right) + beta * added, at [.., m, k, n]."""
-        found = product_of(self.dag, op)
-        assert found is not None
+        """Return alpha * sum(left * right) + beta * added, at [.., m, k, n]."""
+        factors = product_of(self.dag, op)
+        assert factors is not None
         *batch, m, k, n = coords
-        left = self.value(found.left, (*batch, m, k), None)
-        if found.chosen is None:
-            right = self.value(found.right, (*batch, k, n), None)
+        left = self.value(factors.left, (*batch, m, k), None)
+        if factors.chosen is None:
+            right = self.value(factors.right, (*batch, k, n), None)
         else:
-            right = looked_up(self, op, found.right, (ZERO, k, n), [(m,)], None)
+            right = looked_up(self, op, factors.right, (ZERO, k, n), [(m,)], None)
         dtype = compute_dtype(op.outputs[0].dtype)
         term = self.computed(aten.mul.Tensor, left, right, dtype, f"{op.name}_terms")
         node = self.emit(Reduce("sum", term, axes, dtype), op.name)
-        if found.alpha != 1:
-            alpha = self.constant(found.alpha, dtype, "alpha")
+        if factors.alpha != 1:
+            alpha = self.constant(factors.alpha, dtype, "alpha")
             node = self.computed(aten.mul.Tensor, node, alpha, dtype, op.name)
-        if found.added is not None and found.beta != 0:
-            added = self.operand(op, found.added, (*batch, m, n), None)
-            if found.beta != 1:
-                beta = self.constant(found.beta, dtype, "beta")
+        if factors.added is not None and factors.beta != 0:
+            added = self.operand(op, factors.added, (*batch, m, n), None)
+            if factors.beta != 1:
+                beta = self.constant(factors.beta, dtype, "beta")
                 added = self.computed(aten.mul.Tensor, added, beta, dtype, op.name)
             node = self.computed(aten.add.Tensor, node, added, dtype, op.name)
         return self.rounder.rounded(op, node)
 
     def computed(self, target: OpOverload, left: int, right: int, dtype: torch.dtype, name: str) -> int:
-        """A binary operator of two values."""
+        """Return the node of a binary operator of two values."""
         more = (("alpha", 1),) if target is aten.add.Tensor else ()
         operands = (("self", Value(left)), ("other", Value(right)), *more)
         return self.emit(Compute(target, operands, dtype), name)
 
     def counts_in_32_bits(self, axes: frozenset[int]) -> bool:
-        """Whether the elements along some axes can be counted in int32, which programs can exchange."""
+        """True if int32 can count the elements along some axes. Programs can exchange int32."""
         count = product(self.axes[i].size for i in axes)
         return isinstance(count, int) and count < 2**31
 
     def widened(self, reduce: Reduce, name: str) -> int:
-        """A reduction to an integer, as int64."""
+        """Return an int32 reduction converted to int64."""
         return self.converted(self.emit(reduce, name), torch.int64, name)
 
 
 def _reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:
-    """Coordinates of a reduction's result from those of its operand."""
+    """Return the coordinates of a reduction's result, given those of its operand."""
     keepdim = len(op.outputs[0].shape) == len(coords)
     if keepdim:
         return tuple(ZERO if d in dims else c for d, c in enumerate(coords))
@@ -747,12 +755,12 @@ def _reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:
 
 
 def keeps_parts(op: Op) -> bool:
-    """Whether a reduction may keep a part of the columns: products, and places of extrema, keep none."""
+    """True if a reduction may keep some of the columns. argmax and argmin may not."""
     spec = spec_of(op.target)
     return spec is not None and spec.combine not in ("argmax", "argmin")
 
 
 def spec_is_pointwise(op: Op) -> bool:
-    """Element-wise in the strict sense: the result at a point depends on its operands at that point."""
+    """True if the result at a point depends only on the operands at that point."""
     spec = spec_of(op.target)
     return spec is not None and spec.expr is not None and op.kind is Kind.ELEMENTWISE

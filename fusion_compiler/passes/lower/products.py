@@ -1,11 +1,11 @@
-"""Products of few rows as reductions: each row's sums over k are one pass over the matrix.
+"""Matrix products with few rows, as reductions that read the matrix once for all rows.
 
     mm(x, w)[i, n]  ->  sum over k of x[i, k] * w[k, n]   for each of the few rows i
 
-Of either operand there may be few rows (or columns); the other one is the matrix, whose elements are all that
-counts. Over the space of the matrix every row is a piece of the product, so that what a program reads of the
-matrix serves all of them. Where each row chooses its own of several matrices, a program reads the same part
-of each that is chosen:
+Either operand may be the one with few rows (or columns); the other one is called the matrix, and its size
+decides the time. The space is that of the matrix, and each row is a piece of the product (see `IndexSplit`),
+so every element of the matrix that a program reads serves all rows. If each row chooses one of several
+matrices, a program reads the same part of each chosen one:
 
     expert_mm(x, w, e)[i, n]  ->  sum over k of x[i, k] * w[e[i], k, n]
 """
@@ -23,7 +23,7 @@ from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.passes.lower.index_splits import IndexSplit, index_split_by, index_splits_below
 
 aten = torch.ops.aten
-# Position of the first operand; before it comes what is added.
+# Position of the first factor; an added operand precedes it.
 PRODUCTS: dict[object, int] = {
     aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1,
 }  # fmt: skip
@@ -32,12 +32,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Product:
-    """left [.., m, k] times right [.., k, n] as a reduction of [.., m, k, n].
+    """The product of left [.., m, k] and right [.., k, n] as a reduction of a tensor [.., m, k, n].
 
-    few: the dimension with few elements, m or n. most: of them, at most; None where that is not known.
-    stride: of the matrix, in that shape. The result is alpha times the product and beta times what is added.
-    chosen: which of the matrices of `right` a row is multiplied by, int64 [m]; None where `right` is the one
-    matrix.
+    few: the dimension with few elements, m or n.
+    most: an upper bound of its size, or None if unknown.
+    stride: strides of the matrix in the shape [.., m, k, n].
+    added, beta, alpha: the result is alpha * product + beta * added.
+    chosen: the name of an int64 tensor [m] with the number of each row's matrix in `right`, or None if
+        `right` is one matrix.
     """
 
     left: str
@@ -53,7 +55,7 @@ class Product:
 
     @property
     def reduced(self) -> int:
-        """The dimension of k."""
+        """Return the dimension of k."""
         return len(self.shape) - 2
 
     @property
@@ -62,31 +64,31 @@ class Product:
 
     @property
     def split(self) -> IndexSplit | None:
-        """The pieces of the product; None where there is one."""
+        """Return the split of the product into its rows, or None if it has one row or an unbounded number."""
         if self.rows == 1 or self.most is None:
             return None
-        there = None if isinstance(self.rows, int) else self.rows
-        return IndexSplit(self.shape, self.few, self.most, there=there)
+        runtime_count = None if isinstance(self.rows, int) else self.rows
+        return IndexSplit(self.shape, self.few, self.most, runtime_count=runtime_count)
 
     def cut(self, split: IndexSplit) -> IndexSplit | None:
-        """The pieces in which a split of its results, or of some of them, falls, and those for the rows; None
-        where a row has none."""
+        """Extend the split by rows with `split`, a split of the result or a part of it; None if it does not
+        fit in a row."""
         wide = 2 * self.reduced - self.few  # m and n are on both sides of k
         run = product((split.run, *split.shape[split.dim + 1 :]))
-        size, whole = self.shape[wide], product(split.shape)
-        if not (isinstance(run, int) and isinstance(size, int) and isinstance(whole, int)) or not run:
+        size, tensor_size = self.shape[wide], product(split.shape)
+        if not (isinstance(run, int) and isinstance(size, int) and isinstance(tensor_size, int)) or not run:
             return None
         block = run * split.count
-        if size % block or not isinstance(self.rows, int) or whole > size * self.rows:
+        if size % block or not isinstance(self.rows, int) or tensor_size > size * self.rows:
             return None
         block = None if block == size else block
         if self.split is None:
             return IndexSplit(self.shape, wide, split.count, block)
-        return replace(self.split, then=IndexSplit(self.split.piece, wide, split.count, block))
+        return replace(self.split, nested=IndexSplit(self.split.piece, wide, split.count, block))
 
 
 def product_of(dag: OpDag, op: Op) -> Product | None:
-    """An op as a product of floats; None for any other."""
+    """Return an op as a product of floating-point matrices, or None if it is not one."""
     if op.target is expert_mm:
         return _of_experts(dag, op)
     first = PRODUCTS.get(op.target)
@@ -99,12 +101,12 @@ def product_of(dag: OpDag, op: Op) -> Product | None:
         return None
     batch = len(a.shape) - 2
     m, k, n = *a.shape[-2:], b.shape[-1]
-    known = ((d, _most(dag, size)) for d, size in ((batch, m), (batch + 2, n)))
-    few, most = min(known, key=lambda own: math.inf if own[1] is None else own[1])
+    sizes = ((d, _most(dag, size)) for d, size in ((batch, m), (batch + 2, n)))
+    few, most = min(sizes, key=lambda bound: math.inf if bound[1] is None else bound[1])
     stride = (*b.stride[:batch], 0, *b.stride[-2:]) if few == batch else (*a.stride, 0)
     added = names[0] if first else None
-    given = dict(op.kwargs)
-    beta, alpha = given.get("beta", 1), given.get("alpha", 1)
+    kwargs = dict(op.kwargs)
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     if not (isinstance(beta, int | float) and isinstance(alpha, int | float)):
         return None
     return Product(left, right, (*a.shape[:batch], m, k, n), stride, few, most, added, beta, alpha)
@@ -120,25 +122,31 @@ def _of_experts(dag: OpDag, op: Op) -> Product | None:
 
 
 def splits_of(dag: OpDag, ops: tuple[str, ...]) -> tuple[IndexSplit, ...]:
-    """The index splits by which the products among some ops are made, for each of their rows."""
+    """Return the index splits into the rows of the products among `ops`."""
     products = (product_of(dag, dag.op(name)) for name in ops)
     return tuple(dict.fromkeys(p.split for p in products if p is not None and p.split is not None))
 
 
 def cuts_of(dag: OpDag, ops: tuple[str, ...], most: int) -> tuple[IndexSplit, ...]:
-    """Index splits that give each program several elements of a row of a product, which are computed with:
-    halves of a head that are turned, a gate and what it gates. most: rows that the product has."""
-    found: dict[IndexSplit | None, None] = {}
+    """Return index splits that give each program several elements of a product's row that are combined with
+    each other.
+
+    Examples are the two halves of a head under rotary embedding, or a gate and the gated value.
+    most: an upper bound of the product's rows.
+    """
+    splits: dict[IndexSplit | None, None] = {}
     for i, name in enumerate(ops):
-        made = product_of(dag, dag.op(name))
-        if made is not None and has_few_rows(made, most):
+        product = product_of(dag, dag.op(name))
+        if product is not None and has_few_rows(product, most):
             later = (index_split_by(dag, dag.op(n)) for n in ops[i + 1 :])
-            found |= {made.cut(c): None for c in (*later, *index_splits_below(dag, name)) if c is not None}
-    return tuple(split for split in found if split is not None)
+            splits |= {
+                product.cut(c): None for c in (*later, *index_splits_below(dag, name)) if c is not None
+            }
+    return tuple(split for split in splits if split is not None)
 
 
 def has_few_rows(product: Product, most: int) -> bool:
-    """Whether its matrix is read for no more than `most` rows, as far as that is known."""
+    """True if the product is known to have between 1 and `most` rows."""
     return product.most is not None and 0 < product.most <= most
 
 

@@ -1,7 +1,7 @@
-"""Indices that are data, and between which numbers they lie as far as the graph tells.
+"""Value ranges of integer tensors that index others, as far as the graph proves them.
 
-One that is known to lie within what it indexes is not looked at when the kernel runs: positions that are
-counted, the place of a maximum, what was clamped.
+A kernel does not check an index that is proved to be in bounds, such as an arange, an argmax or a clamped
+value.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from fusion_compiler.ir.writes import meta_of
 
 aten = torch.ops.aten
 Range = tuple[Dim, Dim]
-DEEPEST = 64  # ops one behind the other; what lies further back counts as unknown
+DEEPEST = 64  # depth of the analysis, in ops; a value beyond it has an unknown range
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """An index of an op that is data.
 
-    dim: of the op's operand, or of the view that is written, along which the elements of the tensor `index`
-        point to low <= i < high.
-    unproved: whose index it is, for the error where it lies outside; "" where it is known not to.
+    dim: the dimension of the op's operand (or of the written view) along which elements of the tensor `index`
+        select positions low <= i < high.
+    unproved: the name of the op for the error message of an index out of bounds; "" if the index is proved to
+        be in bounds.
     """
 
     dim: int
@@ -43,7 +44,8 @@ class Lookup:
 
 
 def lookups(dag: OpDag, op: Op) -> tuple[Lookup, ...]:
-    """The indices of a gather, a write or their kin, in the order of its arguments; of other ops none."""
+    """Return the lookups of a gather, a write or a similar op, in the order of its arguments; () for other
+    ops."""
     if op.target not in _LOOKUPS or (op.target is put and len(op.args) < 4):
         return ()
     source = op.args[1] if op.target in (put, expert_mm) else op.args[0]
@@ -57,20 +59,20 @@ def lookups(dag: OpDag, op: Op) -> tuple[Lookup, ...]:
     else:
         indices = op.args[3] if op.target is put else op.args[1]
         pairs = [(i, a) for i, a in enumerate(indices) if a is not None]  # type: ignore[arg-type]
-    found: list[Lookup] = []
+    result: list[Lookup] = []
     for dim, index in pairs:
         assert isinstance(index, Ref)
         length = shape[dim] if shape else 1
         low = simple(-length) if op.target in _WRAP else 0
         smallest, largest = _Ranges(dag).of(index.name, DEEPEST)
-        inside = not_above(low, smallest) and not_above(largest, simple(length - 1))
-        trusted = inside or op.target is aten._unsafe_index.Tensor  # it promises so
-        found.append(Lookup(dim, index.name, low, length, "" if trusted else _title(op)))
-    return tuple(found)
+        in_bounds = not_above(low, smallest) and not_above(largest, simple(length - 1))
+        trusted = in_bounds or op.target is aten._unsafe_index.Tensor  # the op promises indices in bounds
+        result.append(Lookup(dim, index.name, low, length, "" if trusted else _title(op)))
+    return tuple(result)
 
 
 def _title(op: Op) -> str:
-    """What an error calls an op: the user's call that it is a piece of, and its line."""
+    """Return the name of an op in error messages: the user's call that it is part of, and its source line."""
     name = op.call.target if op.call is not None else op.target._opname  # type: ignore[union-attr]
     if op.source is None:
         return name
@@ -81,19 +83,21 @@ def _title(op: Op) -> str:
 class _Ranges:
     def __init__(self, dag: OpDag) -> None:
         self.dag = dag
-        self.known: dict[str, Range] = {}
+        self.ranges: dict[str, Range] = {}
 
     def of(self, name: str, depth: int) -> Range:
-        """(smallest, largest) that an element can be: what its dtype holds where nothing else is known."""
-        if name not in self.known:
+        """Return (smallest, largest) of a tensor's elements; the dtype's range if nothing else is known."""
+        if name not in self.ranges:
             op = self.dag.op(name)
             dtype = op.outputs[0].dtype if op.outputs else torch.float32
-            whole = _held_by(dtype)
-            found = self._found(op, depth) if depth else None
-            self.known[name] = found if found is not None and _fits(found, whole, dtype) else whole
-        return self.known[name]
+            limits = _range_of_dtype(dtype)
+            range_ = self._infer(op, depth) if depth else None
+            self.ranges[name] = range_ if range_ is not None and _fits(range_, limits, dtype) else limits
+        return self.ranges[name]
 
-    def _found(self, op: Op, depth: int) -> Range | None:
+    def _infer(self, op: Op, depth: int) -> Range | None:
+        """Return the range that follows from the op's rule, or None."""
+
         def of(position: int, name: str, default: object = None) -> Range | None:
             value = layout.argument(op, position, name, default)
             if isinstance(value, Ref):
@@ -105,16 +109,17 @@ class _Ranges:
         if op.target in _ANY_OF:
             return _hull([self.of(name, depth - 1) for name in op.inputs])
         if op.target is operator.getitem:
-            return self._place(self.dag.op(op.first)) if op.args[1] == 1 else None
+            return self._position_range(self.dag.op(op.first)) if op.args[1] == 1 else None
         if op.target in (aten.argmax.default, aten.argmin.default):
-            return self._place(op)
+            return self._position_range(op)
         if op.target in _COUNTS:
             return _counted(op)
         rule = _RULES.get(op.target)
         return rule(of) if rule is not None else None
 
-    def _place(self, op: Op) -> Range | None:
-        """A position along a dimension, or in the whole tensor where none is named."""
+    def _position_range(self, op: Op) -> Range | None:
+        """Return the range of positions along a dimension, or in the flattened tensor if no dimension is
+        given."""
         shape = self.dag.op(op.first).outputs[0].shape
         if op.target not in _PLACES:
             return None
@@ -124,33 +129,34 @@ class _Ranges:
         return 0, simple(count - 1)
 
 
-def _held_by(dtype: torch.dtype) -> Range:
-    """What a dtype holds; of a float, what an integer that is made of it can be."""
+def _range_of_dtype(dtype: torch.dtype) -> Range:
+    """Return the range of a dtype; for a float, the range of an integer converted from it."""
     if dtype is torch.bool:
         return 0, 1
     info = torch.iinfo(torch.int64 if dtype.is_floating_point or dtype.is_complex else dtype)
     return info.min, info.max
 
 
-def _fits(found: Range, whole: Range, dtype: torch.dtype) -> bool:
-    """Whether a range lies within its dtype: nothing wrapped around. Sizes of tensors never do in int64."""
-    if all(isinstance(end, int) for end in found):
-        return not_above(whole[0], found[0]) and not_above(found[1], whole[1])
+def _fits(range_: Range, limits: Range, dtype: torch.dtype) -> bool:
+    """True if a range lies within its dtype, so that nothing wrapped around. Tensor sizes always fit in
+    int64."""
+    if all(isinstance(end, int) for end in range_):
+        return not_above(limits[0], range_[0]) and not_above(range_[1], limits[1])
     return dtype is torch.int64
 
 
 def _hull(ranges: Iterable[Range | None]) -> Range | None:
-    """The least range with all of them in it."""
-    found: Range | None = None
-    for each in ranges:
-        if each is None:
+    """Return the smallest range that contains all of them, or None if one is unknown."""
+    hull: Range | None = None
+    for range_ in ranges:
+        if range_ is None:
             return None
-        before = each if found is None else found
-        low, high = _least(before[0], each[0]), _greatest(before[1], each[1])
+        previous = range_ if hull is None else hull
+        low, high = _least(previous[0], range_[0]), _greatest(previous[1], range_[1])
         if low is None or high is None:
             return None
-        found = low, high
-    return found
+        hull = low, high
+    return hull
 
 
 def _least(a: Dim, b: Dim) -> Dim | None:
@@ -161,13 +167,17 @@ def _greatest(a: Dim, b: Dim) -> Dim | None:
     return b if not_above(a, b) else a if not_above(b, a) else None
 
 
-def _counted(op: Op) -> Range | None:
-    """arange and iota: start, start + step, ..."""
+def start_and_step(op: Op) -> tuple[object, object]:
+    """Return the first element of arange or iota, and the difference of neighbours."""
     if op.target is torch.ops.prims.iota.default:
-        start, step = dict(op.kwargs)["start"], dict(op.kwargs)["step"]
-    else:
-        given = [a for a in op.args if not isinstance(a, torch.dtype)]
-        start, step = (0, 1) if len(given) == 1 else (given[0], given[2] if len(given) > 2 else 1)
+        return dict(op.kwargs)["start"], dict(op.kwargs)["step"]
+    bounds = [a for a in op.args if not isinstance(a, torch.dtype)]
+    return (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
+
+
+def _counted(op: Op) -> Range | None:
+    """Return the range of arange and iota: start, start + step, ..."""
+    start, step = start_and_step(op)
     if op.outputs[0].dtype.is_floating_point or not all(isinstance(n, int | float) for n in (start, step)):
         return None
     start, step = int(start), int(step)  # type: ignore[arg-type]
@@ -179,7 +189,7 @@ Operand = Callable[..., Range | None]  # (position, name, default) of an argumen
 
 
 def _clamped(value: Range | None, least: Range | None, most: Range | None) -> Range | None:
-    if value is None:  # whatever it is, it lies between two bounds
+    if value is None:  # the bounds alone give a range
         return None if least is None or most is None else (least[0], most[1])
     low, high = value
     if least is not None:
@@ -206,10 +216,10 @@ def _scaled(of: Operand) -> Range | None:
 
 
 def _rest(of: Operand) -> Range | None:
-    """x % n, whose sign is that of n."""
+    """Return the range of x % n, which has the sign of n."""
     divisor = of(1, "other")
-    known = divisor is not None and divisor[0] == divisor[1] and not_above(1, divisor[0])
-    return (0, simple(divisor[0] - 1)) if known and divisor is not None else None
+    is_constant = divisor is not None and divisor[0] == divisor[1] and not_above(1, divisor[0])
+    return (0, simple(divisor[0] - 1)) if is_constant and divisor is not None else None
 
 
 def _quotient(of: Operand) -> Range | None:
@@ -221,7 +231,7 @@ def _quotient(of: Operand) -> Range | None:
 
 
 def _masked(of: Operand) -> Range | None:
-    """x & y lies between zero and whatever of them is not negative."""
+    """Return the range of x & y: from zero to any operand that is not negative."""
     tops = [r[1] for r in (of(0, "self"), of(1, "other")) if r is not None and not_above(0, r[0])]
     return (0, tops[0]) if tops else None
 
@@ -239,7 +249,7 @@ _ANY_OF = frozenset({
 _COUNTS = frozenset({
     aten.arange.default, aten.arange.start, aten.arange.start_step, torch.ops.prims.iota.default,
 })  # fmt: skip
-_PLACES: dict[object, tuple[int, int | None]] = {  # where the dimension stands, and what it is otherwise
+_PLACES: dict[object, tuple[int, int | None]] = {  # position of the `dim` argument, and its default
     aten.argmax.default: (1, None), aten.argmin.default: (1, None), aten.max.dim: (1, None),
     aten.min.dim: (1, None), aten.sort.default: (1, -1), aten.sort.stable: (2, -1),
     aten.topk.default: (2, -1),

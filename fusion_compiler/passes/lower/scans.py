@@ -1,9 +1,9 @@
-"""Scans: for every element of a row, what all elements up to it come to.
+"""Lower scans (cumsum and similar ops), which run along the columns, either forwards or backwards.
 
-A scan is made along the columns, from the first to the last or back, whichever way it is asked for:
+    flip(cumsum(flip(x)))    becomes one reverse scan of x,
+    cumsum(x)[..., -1:]      becomes the last element of each row's scan.
 
-    flip(cumsum(flip(x)))    one scan of x in reverse,
-    cumsum(x)[..., -1:]      the element of each row's scan that stands there.
+A scan that is needed in both directions is refused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype, scanned_dim
 
 aten = torch.ops.aten
-MOST = 2**31  # elements whose places are counted in so many bits
-WORD = 4  # bytes: of shorter integers the results are what is left of scans of so many
+MOST = 2**31  # int32 counts the positions of fewer elements than this
+WORD = 4  # bytes of the shortest integer that is scanned; shorter ones are truncated from it
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a space in order, how many they are, and the axes of its rows."""
+    """The columns of a space.
+
+    index: the position along the columns.
+    size: the number of columns.
+    rows: the axes of the rows.
+    """
 
     index: Index
     size: Dim
@@ -38,52 +43,56 @@ class Columns:
 
     @staticmethod
     def of(axes: Sequence[Dim], cols: Sequence[int], rows: Sequence[int]) -> Columns:
-        """axes: their sizes. cols, rows: the numbers of those that are columns, and rows."""
+        """Return the columns of a space.
+
+        axes: sizes of all axes.
+        cols, rows: the numbers of the column and row axes.
+        """
         sizes = tuple(axes[i] for i in cols)
         index = combine([(axis(i), step) for i, step in zip(cols, strides_of(sizes), strict=True)])
         return Columns(index, product(sizes), frozenset(rows))
 
     @property
-    def back(self) -> Index:
-        """The columns from the last to the first."""
+    def reversed(self) -> Index:
+        """Return the position counted from the last column."""
         return shifted(combine([(self.index, -1)]), simple(self.size - 1))
 
 
-def turned(dag: OpDag, op: Op, coords: Coords, columns: Columns) -> Coords:
-    """Coordinates of a scan that is not stored: backwards where all that reads it turns it around."""
+def scan_coords(dag: OpDag, op: Op, coords: Coords, columns: Columns) -> Coords:
+    """Return the coordinates of a scan that is not stored: reversed if all of its readers flip it."""
     dim, readers = scanned_dim(op), [dag.op(name) for name in dag.consumers(op.name)]
-    if dim is None or not all(_turns(reader, dim) for reader in readers):
+    if dim is None or not all(_flips(reader, dim) for reader in readers):
         return coords
-    return (*coords[:dim], columns.back, *coords[dim + 1 :])
+    return (*coords[:dim], columns.reversed, *coords[dim + 1 :])
 
 
-def _turns(op: Op, dim: int) -> bool:
+def _flips(op: Op, dim: int) -> bool:
     dims = op.args[1] if op.target is aten.flip.default else ()
     return dim in [layout.wrap(d, len(op.outputs[0].shape)) for d in dims]  # type: ignore[union-attr]
 
 
 class Scans:
-    """The scans of a loop nest, each in one direction: the other would round in another order."""
+    """The scans of a loop nest. Each has one direction, because the other one rounds in another order."""
 
     def __init__(self, build: Builder, columns: Columns) -> None:
         self.build, self.columns = build, columns
         self.backwards: dict[str, bool] = {}
 
     def value(self, op: Op, coords: Coords) -> int:
-        """The node that holds a scan's value at some coordinates. Raises Illegal where no row of the space is
-        what it runs along, or it runs along it the other way."""
+        """Return the node that holds a scan's value at `coords`. Raises Illegal if the scan does not run
+        along the space's rows, or is needed in both directions."""
         dim, columns = scanned_dim(op), self.columns
         if dim is None or op.outputs[0].shape[dim] == 1:
-            return _of_one(self.build, op, self.build.value(op.first, coords, None))
+            return self.build.of_one(op, self.build.value(op.first, coords, None))
         _check_rows(self.build, op, coords, dim, columns)
         place = coords[dim]
-        if place in (columns.index, columns.back):
+        if place in (columns.index, columns.reversed):
             return self.running(op, coords, place)
         if place.terms or not isinstance(place.const, int):
             raise Illegal("rows", f"{op.name} is needed in another order than that in which it is scanned")
-        along = columns.back if self.backwards.get(op.name) else columns.index
-        value = self.running(op, (*coords[:dim], along, *coords[dim + 1 :]), along)
-        return _picked(self.build, op, value, along, place.const)
+        place_of_scan = columns.reversed if self.backwards.get(op.name) else columns.index
+        value = self.running(op, (*coords[:dim], place_of_scan, *coords[dim + 1 :]), place_of_scan)
+        return _picked(self.build, op, value, place_of_scan, place.const)
 
     def running(self, op: Op, coords: Coords, place: Index) -> int:
         backwards = place != self.columns.index
@@ -107,7 +116,7 @@ def _check_rows(build: Builder, op: Op, coords: Coords, dim: int, columns: Colum
 
 
 def _running(build: Builder, op: Op, coords: Coords, place: Index, reverse: bool) -> int:
-    """A scan of whole rows, of which `place` is the element at each column."""
+    """Return the scan of whole rows. place: its position at each column."""
     spec = spec_of(op.target)
     assert spec is not None and spec.combine is not None
     value = build.value(op.first, coords, None)
@@ -117,57 +126,49 @@ def _running(build: Builder, op: Op, coords: Coords, place: Index, reverse: bool
     if spec.combine not in ("max", "min") and result is torch.bool:
         raise Illegal("dtype", f"{op.name} adds or multiplies bools")
     counts = spec.combine == "sum" and build.nodes[value].dtype is torch.bool
-    made = _scanned(build, op, spec.combine, value, _counted(op) if counts else result, reverse)
-    return build.converted(made, result, op.name)
+    scan = _scanned(build, op, spec.combine, value, _position_dtype(op) if counts else result, reverse)
+    return build.converted(scan, result, op.name)
 
 
 def _last_place(build: Builder, op: Op, value: int, place: Index, reverse: bool) -> int:
-    """Where a running maximum stands: the last place up to here that holds it, or a NaN."""
+    """Return the position of a running maximum: the last one so far that holds the maximum or a NaN."""
     spec, dtype = spec_of(op.target), build.nodes[value].dtype
     assert spec is not None and spec.combine is not None
     best = _scanned(build, op, spec.combine.removeprefix("arg"), value, dtype, reverse)
-    hit = _truth(build, op, aten.eq.Tensor, self=value, other=best)
+    is_best = _truth(build, op, aten.eq.Tensor, self=value, other=best)
     if dtype.is_floating_point:
         nan = _truth(build, op, aten.isnan.default, self=value)
-        hit = _truth(build, op, aten.logical_or.default, self=hit, other=nan)
-    integer = _counted(op)
-    here = build.emit(Coordinate(place, integer), f"{op.name}_position")
+        is_best = _truth(build, op, aten.logical_or.default, self=is_best, other=nan)
+    integer = _position_dtype(op)
+    position = build.emit(Coordinate(place, integer), f"{op.name}_position")
     first = build.constant(0, integer, f"{op.name}_first")
-    candidates = build.choose(hit, here, first, integer, f"{op.name}_candidate")
+    candidates = build.choose(is_best, position, first, integer, f"{op.name}_candidate")
     return build.converted(_scanned(build, op, "max", candidates, integer, reverse), torch.int64, op.name)
 
 
-def _counted(op: Op) -> torch.dtype:
-    """The integers that count the elements of a row."""
+def _position_dtype(op: Op) -> torch.dtype:
+    """Return the integer dtype that counts the elements of a row."""
     dim = scanned_dim(op)
     size = 1 if dim is None else op.outputs[0].shape[dim]
     return torch.int32 if isinstance(size, int) and size < MOST else torch.int64
 
 
 def _truth(build: Builder, op: Op, target: OpOverload, **operands: int) -> int:
-    given = tuple((name, Value(node)) for name, node in operands.items())
-    return build.emit(Compute(target, given, torch.bool), f"{op.name}_hit")
+    values = tuple((name, Value(node)) for name, node in operands.items())
+    return build.emit(Compute(target, values, torch.bool), f"{op.name}_hit")
 
 
 def _scanned(build: Builder, op: Op, combine: str, value: int, dtype: torch.dtype, reverse: bool) -> int:
-    """Short integers, and bools, are cut off from longer ones: these wrap alike."""
+    """Return a scan in `dtype`. Short integers and bools are truncated from int32, which wraps to the same
+    value."""
     short = not dtype.is_floating_point and dtype.itemsize < WORD
-    made = build.emit(Scan(combine, value, reverse, torch.int32 if short else dtype), op.name)
-    return build.converted(made, dtype, op.name)
+    scan = build.emit(Scan(combine, value, reverse, torch.int32 if short else dtype), op.name)
+    return build.converted(scan, dtype, op.name)
 
 
 def _picked(build: Builder, op: Op, value: int, place: Index, number: int) -> int:
-    """One element of each row: the sum of the row where all others are zero."""
+    """Return one element of each row, as the sum of the row with all other elements replaced by zero."""
     dtype = build.nodes[value].dtype
-    here = build.emit(InRange(place, number, number + 1), f"{op.name}_here")
-    alone = build.choose(here, value, build.constant(0, dtype, "zero"), dtype, f"{op.name}_alone")
-    return build.emit(Reduce("sum", alone, axes_in(build.axes, (COLS,)), dtype), f"{op.name}_picked")
-
-
-def _of_one(build: Builder, op: Op, value: int) -> int:
-    """A scan of one element: the element, in the dtype of the result."""
-    spec, dtype = spec_of(op.target), compute_dtype(op.outputs[0].dtype)
-    assert spec is not None and spec.combine is not None
-    if spec.combine.startswith("arg"):
-        return build.constant(0, dtype, op.name)
-    return build.converted(value, dtype, op.name)
+    is_place = build.emit(InRange(place, number, number + 1), f"{op.name}_here")
+    selected = build.choose(is_place, value, build.constant(0, dtype, "zero"), dtype, f"{op.name}_alone")
+    return build.emit(Reduce("sum", selected, axes_in(build.axes, (COLS,)), dtype), f"{op.name}_picked")

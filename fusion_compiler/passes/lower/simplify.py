@@ -1,8 +1,7 @@
-"""Normalise a loop nest: dead nodes go, axes are ordered by stride and merged where memory allows.
+"""Normalize a loop nest: remove dead nodes, order axes by stride, and merge axes.
 
-Two axes of one group become one where every access steps over the outer as it would over
-`inner size` steps of the inner: the coalescing of TensorIterator. Most clusters come out with one
-axis a group.
+Two axes of one group become one if every access moves along the outer axis as it would over `inner size`
+steps of the inner one, like the coalescing of TensorIterator. Most clusters end with one axis per group.
 """
 
 from __future__ import annotations
@@ -38,15 +37,13 @@ from fusion_compiler.passes.lower.algebra import factored_sums, one_hot_sums
 
 NAMES = {ROWS: "row", COLS: "col", INNER: "inner"}
 ORDER = (*GROUPS, INNER)
-LEAST_TILE = 16  # elements along which a transposing tile has to run to touch whole sectors
-LONG_ROW = 8192  # elements of which a last tile that is not full wastes little
+LEAST_TILE = 16  # elements that a transposing tile needs along an axis to touch whole sectors
+LONG_ROW = 8192  # elements of a row from which on a partial last tile wastes little
 
 
 def simplify(loops: LoopNest, by_memory: bool = False) -> LoopNest:
-    """Algebra, dead code, group roles, axis order, coalescing, names; in that order.
-
-    by_memory: columns are what is contiguous, even where something else is reduced and broadcast back.
-    """
+    """Apply algebra, remove dead code, and assign groups, order, merge and name axes, in that order.
+    by_memory: choose the contiguous axes as columns even if other axes are reduced and broadcast back."""
     loops = remove_dead(one_hot_sums(loops))
     loops = remove_dead(factored_sums(contiguous_cols(loops, by_memory)))
     loops, crossing = split_orders(loops)
@@ -55,7 +52,7 @@ def simplify(loops: LoopNest, by_memory: bool = False) -> LoopNest:
 
 
 def renumbered(loops: LoopNest, numbers: dict[int, int], axes: dict[int, int] | None = None) -> LoopNest:
-    """Keep the nodes in `numbers` under their new numbers; `axes` renames axes."""
+    """Return a nest with the nodes in `numbers` under their new numbers. axes: new numbers of the axes."""
     kept = sorted(numbers, key=numbers.__getitem__)
     stores = tuple(renumber_store(s, numbers, axes) for s in loops.stores)
     nodes = tuple(renumber(loops.nodes[i], numbers, axes) for i in kept)
@@ -76,16 +73,13 @@ def remove_dead(loops: LoopNest) -> LoopNest:
 
 
 def accesses(loops: LoopNest) -> list[Index]:
-    """Indices of all loads and stores."""
+    """Return the indices of all loads and stores."""
     return [n.index for n in loops.nodes if isinstance(n, Load)] + [s.index for s in loops.stores]
 
 
 def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
-    """Columns are what is reduced and broadcast back, else the group of most contiguous accesses.
-
-    Segments of rows are segments of columns, whatever else there is, and scans run along columns. Everything
-    beside inner axes is columns.
-    """
+    """Choose the columns: the group that is reduced and broadcast back, else that of most contiguous
+    accesses. The groups stay as they are for segments, scans, and nests with inner axes."""
     fixed = any(a.group == INNER for a in loops.axes)
     reductions = (n for n in loops.nodes if isinstance(n, Reduce))
     in_segments = any(not over_of(loops.axes, n) for n in reductions)
@@ -109,31 +103,32 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
 
 
 def _axes_of_nodes(loops: LoopNest) -> list[set[int]]:
-    """The axes along which each node has different values: a lookup's also those of its index."""
-    found: list[set[int]] = []
+    """Return the axes along which each node varies. For a lookup they include those of its index."""
+    axes: list[set[int]] = []
     for node in loops.nodes:
         index = getattr(node, "index", None)
         keys = [key for key, _ in index.terms] if index is not None else []
-        found.append({key for key in keys if key >= 0}.union(*(found[o] for o in operands_of(node))))
-    return found
+        axes.append({key for key in keys if key >= 0}.union(*(axes[o] for o in operands_of(node))))
+    return axes
 
 
 def _normalized(loops: LoopNest) -> set[str]:
-    """Groups over which something is reduced and then used for every element again."""
+    """Return the groups over which a value is reduced and then used for every element again."""
     groups = groups_of(loops)
-    over: list[frozenset[str]] = []
-    found: set[str] = set()
+    reduced: list[frozenset[str]] = []
+    normalized: set[str] = set()
     for i, node in enumerate(loops.nodes):
-        behind = frozenset[str]().union(*(over[o] for o in operands_of(node)))
-        found |= behind & groups[i]
-        over.append(behind | over_of(loops.axes, node) if isinstance(node, Reduce) else behind)
-    return found
+        upstream = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
+        normalized |= upstream & groups[i]
+        reduced.append(upstream | over_of(loops.axes, node) if isinstance(node, Reduce) else upstream)
+    return normalized
 
 
 def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
-    """Element-wise work between two memory orders gets rows along one and columns along the other.
+    """Give element-wise work between two memory orders rows along one order and columns along the other.
 
-    Tiles then touch whole sectors on both sides. Also returns the access that runs along the rows.
+    Tiles then touch whole sectors on both sides. The second result is the access that is contiguous along the
+    rows.
     """
     if any(a.group == ROWS for a in loops.axes) or any(isinstance(n, Reduce | Scan) for n in loops.nodes):
         return loops, None
@@ -151,11 +146,11 @@ def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
 
 
 def long_rows(loops: LoopNest) -> LoopNest:
-    """Element-wise work on long rows, each with values of its own, reads those once a tile, not for each
-    element: the last axis is the columns then."""
+    """Make the last axis of element-wise work the columns, if rows are long and a load is constant along a
+    row. A tile then loads such a value once instead of once per element."""
     if len(loops.axes) < 2 or any(a.group == ROWS for a in loops.axes):
         return loops
-    counts = any(isinstance(n, Counter) for n in loops.nodes)  # turns for a whole tile
+    counts = any(isinstance(n, Counter) for n in loops.nodes)  # a tile shares the turns of a ragged axis
     short = hint(loops.axes[-1].size) < LONG_ROW and not counts
     if short or any(isinstance(n, Reduce | Scan) for n in loops.nodes):
         return loops
@@ -168,21 +163,21 @@ def long_rows(loops: LoopNest) -> LoopNest:
 
 
 def _unit_axis(index: Index) -> int | None:
-    """The axis along which an access is contiguous."""
+    """Return the axis along which an access is contiguous, or None."""
     return next((key for key, coeff in index.terms if key >= 0 and coeff == 1), None)
 
 
 def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
-    """Outermost first: by decreasing stride of the largest access that moves with the axis.
+    """Order axes by decreasing stride of the largest access that moves along the axis.
 
-    crossing: the access that orders the rows, where it is not the columns'. The order in which something is
-    scanned stays.
+    crossing: the access that orders the rows, if their memory order is not that of the columns.
+    The order of scanned axes stays.
     """
     scanned = {COLS} if any(isinstance(n, Scan) for n in loops.nodes) else frozenset[str]()
     indices, axes = sorted(accesses(loops), key=lambda i: -len(i.terms)), _axes_of_nodes(loops)
 
     def stride(number: int, lookups: bool) -> int:
-        """lookups: an axis along which an index differs moves as far as that."""
+        """Return the stride along an axis. lookups: include indices that vary along the axis."""
         for index in [crossing, *indices] if crossing and loops.axes[number].group == ROWS else indices:
             for key, coeff in index.terms:
                 if key == number or (lookups and key < 0 and number in axes[~key]):
@@ -191,7 +186,7 @@ def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
 
     live = {k for i in _all_indices(loops) for k, _ in i.terms if k >= 0}
     reduced = frozenset[int]().union(*(n.axes for n in loops.nodes if isinstance(n, Reduce)))
-    idle = axes_in(loops.axes, (INNER,)) - reduced - live  # of reductions that are dead
+    idle = axes_in(loops.axes, (INNER,)) - reduced - live  # axes of removed reductions
     keep = [i for i, a in enumerate(loops.axes) if i not in idle and (i in live or a.size != 1)]
     free = [i for i in keep if loops.axes[i].group not in scanned]
     steps = dict.fromkeys(keep, (0, 0)) | {i: (-stride(i, True), -stride(i, False)) for i in free}
@@ -211,13 +206,13 @@ def _all_indices(loops: LoopNest) -> list[Index]:
 
 
 def coalesce(loops: LoopNest) -> LoopNest:
-    """Merge neighbouring axes until none fits."""
+    """Merge neighbouring axes wherever possible."""
     i = 0
     while i + 1 < len(loops.axes):
         outer, inner = loops.axes[i], loops.axes[i + 1]
-        parted = any((i in n.axes) != (i + 1 in n.axes) for n in loops.nodes if isinstance(n, Reduce))
-        alike = outer.group == inner.group and not parted
-        if alike and all(_merges(x, i, inner.size) for x in _all_indices(loops)):
+        separate = any((i in n.axes) != (i + 1 in n.axes) for n in loops.nodes if isinstance(n, Reduce))
+        may_merge = outer.group == inner.group and not separate
+        if may_merge and all(_merges(x, i, inner.size) for x in _all_indices(loops)):
             loops = _merge(loops, i)
         else:
             i += 1
@@ -231,7 +226,7 @@ def _merges(index: Index, outer: int, inner_size: Dim) -> bool:
 
 
 def _merge(loops: LoopNest, outer: int) -> LoopNest:
-    """Axes outer and outer + 1 become one, numbered outer."""
+    """Merge axes `outer` and `outer + 1` into one with the number `outer`."""
     a, b = loops.axes[outer], loops.axes[outer + 1]
     axes = (*loops.axes[:outer], Axis(a.name, simple(a.size * b.size), a.group), *loops.axes[outer + 2 :])
 
@@ -253,7 +248,7 @@ def _merge(loops: LoopNest, outer: int) -> LoopNest:
 
 
 def name_axes(loops: LoopNest) -> LoopNest:
-    """row and col where a group has one axis; row_0, row_1, ... where it has several."""
+    """Name the axis row or col if its group has one axis, and row_0, row_1, ... if it has several."""
     counts = {g: sum(a.group == g for a in loops.axes) for g in ORDER}
     seen: dict[str, int] = dict.fromkeys(ORDER, 0)
     axes: list[Axis] = []

@@ -20,22 +20,22 @@ Coords = tuple[Index, ...]
 
 
 class Illegal(Exception):
-    """The ops do not share one iteration space. rule names the law, reason the numbers."""
+    """Raised if the ops do not share one iteration space. rule: the violated law. reason: the details."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(reason)
         self.rule, self.reason = rule, reason
 
 
-HELD = frozenset({
+SUPPORTED = frozenset({
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
 })  # fmt: skip
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for every float but float64; integers and bool as they are."""
-    if dtype not in HELD:
+    """Return float32 for every float but float64; integers and bool are unchanged."""
+    if dtype not in SUPPORTED:
         raise Illegal("dtype", f"{dtype} has no Triton type")
     if dtype.is_floating_point:
         return torch.float64 if dtype is torch.float64 else torch.float32
@@ -44,11 +44,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Space:
-    """Dimensions of the anchor, each cut into factors from the outside in, with their groups.
+    """Dimensions of the anchor, each split into factors from the outermost, with their groups.
 
-    index_split: where the anchor is one of several pieces of a larger tensor, all of which every element
-    makes. The number of the piece, along each dimension that is split, is then a key behind the axes', and no
-    axis. is_free: reductions may be over any axes, of which no group says anything.
+    index_split: given if the anchor is one piece of a larger tensor. Each element computes all pieces. The
+        number of the piece along each split dimension is a key after the axes, but not an axis.
+    is_free: True if reductions may be over any axes; no group says anything then.
     """
 
     factors: tuple[tuple[Dim, ...], ...]
@@ -62,7 +62,7 @@ class Space:
 
     @property
     def extents(self) -> tuple[Dim, ...]:
-        """Sizes of all keys: the axes', and the number of pieces."""
+        """Return the sizes of all keys: the axes, and the numbers of pieces."""
         return self.axes if self.index_split is None else (*self.axes, *self.index_split.counts)
 
     @property
@@ -74,19 +74,19 @@ class Space:
             across = "windows" if self.index_split is None else "the pieces of a concatenation"
             raise Illegal("layout", f"a view cuts across {across}")
         position = 0
-        found: list[tuple[Dim, ...]] = []
+        result: list[tuple[Dim, ...]] = []
         for factors in self.factors:
             if position <= number < position + len(factors):
                 i = number - position
                 outer = factors[i] // inner if isinstance(factors[i], int) else simple(factors[i] / inner)  # type: ignore[arg-type]
                 factors = (*factors[:i], outer, inner, *factors[i + 1 :])
                 position -= 1
-            found.append(factors)
+            result.append(factors)
             position += len(factors)
-        return replace(self, factors=tuple(found))
+        return replace(self, factors=tuple(result))
 
     def identity(self) -> Coords:
-        """Coordinates of the anchor: one index a dimension."""
+        """Return the coordinates of the anchor, one index per dimension."""
         coords: list[Index] = []
         number = 0
         for factors in self.factors:
@@ -98,14 +98,14 @@ class Space:
             coords.append(combine(live) if live else ZERO)
         return tuple(coords)
 
-    def whole(self) -> Coords:
-        """Coordinates of the tensor of which the anchor is a piece, or of the anchor itself."""
+    def tensor_coords(self) -> Coords:
+        """Return the coordinates of the tensor of which the anchor is a piece, or of the anchor itself."""
         split, piece = self.index_split, self.identity()
-        return piece if split is None else split.whole(piece, len(self.axes))
+        return piece if split is None else split.tensor_coords(piece, len(self.axes))
 
 
 def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
-    """Dimensions that a reduction reduces, counted from the front."""
+    """Return the dimensions that a reduction reduces, counted from the front."""
     arg = (
         layout.argument(op, 1, "dim") if len(op.args) > 1 or dict(op.kwargs).get("dim") is not None else None
     )
@@ -119,10 +119,8 @@ def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a reduction reads as one tensor: of a product that of all terms, whose strides are its matrix's.
-
-    dims: those that it reduces, counted from the front.
-    """
+    """The operand of a reduction. For a matrix product it is the tensor of all terms, with the matrix's
+    strides. dims: the reduced dimensions, counted from the front."""
 
     shape: tuple[Dim, ...]
     stride: tuple[Dim, ...]
@@ -133,13 +131,20 @@ class Reduced:
     def kept(self) -> tuple[int, ...]:
         return tuple(d for d in range(len(self.shape)) if d not in self.dims)
 
+    @property
+    def contiguous(self) -> int:
+        """Return the dimension with stride 1, or the last one if there is none."""
+        unit = (d for d, s in enumerate(self.stride) if s == 1 and self.shape[d] != 1)
+        return next(unit, len(self.shape) - 1)
+
 
 def is_reduction(op: Op) -> bool:
-    """Whether an op of a cluster reduces whole axes: products do, and sums over windows do not."""
+    """True if an op reduces whole axes of the cluster, as products do and sums over windows do not."""
     return op.kind in (Kind.REDUCTION, Kind.CONTRACTION) and op.target not in depthwise.CALLS
 
 
 def reduced_by(dag: OpDag, op: Op) -> Reduced:
+    """Return the operand of a reduction."""
     product = product_of(dag, op)
     if product is not None:
         return Reduced(product.shape, product.stride, (product.reduced,), True)
@@ -148,7 +153,7 @@ def reduced_by(dag: OpDag, op: Op) -> Reduced:
 
 
 def scanned_dim(op: Op) -> int | None:
-    """The dimension along which a scan runs, counted from the front; None of a tensor without dimensions."""
+    """Return the dimension of a scan, counted from the front; None for a 0-d tensor."""
     rank = len(op.outputs[0].shape)
     return layout.wrap(layout.argument(op, 1, "dim"), rank) if rank else None  # type: ignore[arg-type]
 
@@ -156,8 +161,12 @@ def scanned_dim(op: Op) -> int | None:
 def anchor_space(
     dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], split: IndexSplit | None = None
 ) -> Space:
-    """The iteration space: a scan's input; else a reduction's, best one that is broadcast back; else the
-    largest output, or a piece of it. Raises Illegal where the input of a scan or a reduction is no piece."""
+    """Return the iteration space of a cluster.
+
+    It has the dimensions of a scan's input, else of a reduction's input (preferring one that is broadcast
+    back), else of the largest output or a piece of it. Raises Illegal if the input of the scan or reduction
+    does not match the pieces.
+    """
     scans = [dag.op(n) for n in ops if dag.op(n).kind is Kind.SCAN]
     if scans:
         if split is not None or any(dag.op(n).kind is Kind.CONTRACTION for n in ops):
@@ -174,18 +183,15 @@ def anchor_space(
     best = max(reductions, key=lambda op: _precedence(dag, op, inside))
     source = reduced_by(dag, best)
     reduced = source.dims
-    contiguous = next(
-        (d for d, s in enumerate(source.stride) if s == 1 and source.shape[d] != 1), len(source.shape) - 1
-    )
-    inner = COLS if contiguous in reduced else ROWS
+    inner = COLS if source.contiguous in reduced else ROWS
     outer = ROWS if inner == COLS else COLS
     groups = tuple(inner if d in reduced else outer for d in range(len(source.shape)))
     if split is None:
         return Space(tuple((s,) for s in source.shape), groups)
-    whole = source.shape == split.shape and split.dims.isdisjoint(reduced)
-    if not whole and _long(source.shape) != _long(split.piece):
+    same_shape = source.shape == split.shape and split.dims.isdisjoint(reduced)
+    if not same_shape and _without_ones(source.shape) != _without_ones(split.piece):
         raise Illegal("space", f"{best.name} reduces {list(source.shape)}, pieces are {list(split.piece)}")
-    if not whole:  # they may lie in it side by side, in a dimension of their own
+    if not same_shape:  # the pieces may be side by side, in a dimension of their own
         left = iter(g for g, s in zip(groups, source.shape, strict=True) if s != 1)
         groups = tuple(outer if s == 1 else next(left) for s in split.piece)
     return Space(split.factors, groups, split)
@@ -212,12 +218,12 @@ def free_space(dag: OpDag, ops: tuple[str, ...]) -> Space:
     return Space(tuple((s,) for s in largest.shape), tuple(COLS for _ in largest.shape), is_free=True)
 
 
-def _long(shape: tuple[Dim, ...]) -> list[Dim]:
+def _without_ones(shape: tuple[Dim, ...]) -> list[Dim]:
     return [s for s in shape if s != 1]
 
 
 def largest(dag: OpDag, outputs: tuple[str, ...]) -> Op:
-    """The output that has the space's elements where nothing is reduced."""
+    """Return the largest output, whose elements are those of the space if nothing is reduced."""
     return max((dag.op(n) for n in outputs), key=lambda op: numel(stored_shape(dag, op)))
 
 
@@ -226,13 +232,14 @@ def _input_size(dag: OpDag, op: Op) -> int:
 
 
 def _precedence(dag: OpDag, op: Op, inside: set[str]) -> tuple[bool, bool, int]:
-    """Products before others: what they read is computed again wherever it is needed."""
+    """Return the sort key of a reduction as the anchor. Products come first: their operands are recomputed
+    wherever they are needed."""
     product = op.kind is Kind.CONTRACTION
     return product, not product and _is_broadcast_back(dag, op, inside), _input_size(dag, op)
 
 
 def _is_broadcast_back(dag: OpDag, op: Op, inside: set[str]) -> bool:
-    """Whether a descendant inside the cluster is as large as the reduction's input."""
+    """True if a descendant inside the cluster is as large as the reduction's input."""
     size = _input_size(dag, op)
     if numel(op.outputs[0].shape) == size:
         return False

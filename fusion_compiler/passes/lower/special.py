@@ -1,8 +1,7 @@
-"""Ops whose value at a point is no expression of their operands at that point: what cuts, joins, turns and
-looks up, and what has no operands at all.
+"""Lower ops that are no expression of their operands at the same point: ops that cut, join, reorder, look up
+or fill.
 
-Each handler answers which node holds an op's value at some coordinates, given the op; `within` as in
-`Builder.value`.
+A handler returns the node that holds an op's value at `coords`. `within` is as in `Builder.value`.
 """
 
 from __future__ import annotations
@@ -33,11 +32,16 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.writes import indexed
 from fusion_compiler.passes.lower import windows
 from fusion_compiler.passes.lower.builder import Builder
-from fusion_compiler.passes.lower.ranges import Lookup, lookups
+from fusion_compiler.passes.lower.ranges import Lookup, lookups, start_and_step
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
 
 aten = torch.ops.aten
 Handler = Callable[[Builder, Op, Coords, int | None], int]
+FILLS = dict.fromkeys(("ones", "ones_like", "new_ones"), 1) | dict.fromkeys(
+    ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor", "empty", "empty_permuted", "empty_strided",
+     "new_empty_strided"), 0,
+)  # fmt: skip
+FILL_ARGUMENTS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}
 
 
 def _cat(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -114,7 +118,7 @@ def _scatter_slice(build: Builder, op: Op, coords: Coords, within: int | None) -
     dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
     step = layout.argument(op, 5, "step", 1)
     start = layout.argument(op, 3, "start") or 0
-    if isinstance(start, int) and start < 0:  # a symbol that is smaller than that has been guarded against
+    if isinstance(start, int) and start < 0:  # guards exclude a smaller symbol
         start = start + shape[dim]
         start = max(start, 0) if isinstance(start, int) else start
     length = build.dag.op(source).outputs[0].shape[dim]
@@ -145,7 +149,7 @@ def _overlay(
     length: Dim,
     keep: bool,
 ) -> int:
-    """`source` on the slice [start, start + length) of `dim`, `base` elsewhere."""
+    """Return `source` on the slice [start, start + length) of `dim`, and `base` elsewhere."""
     inside, partial = build.in_range(coords[dim], start, simple(start + length), within)
     if inside is None and partial:
         return build.value(base, coords, within)
@@ -167,18 +171,18 @@ def _overlay_with_steps(
     length: Dim,
     step: int,
 ) -> int:
-    """Element i of the written tensor at start + i * step of `dim`, the other operand elsewhere."""
+    """Return element i of the written tensor at start + i * step of `dim`, and the base elsewhere."""
     base, source = op.operand("self"), op.operand("src")
     rest = build.value(base, coords, within)
     moved = shifted(coords[dim], simple(-start))
     dtype = compute_dtype(op.outputs[0].dtype)
-    number, hit, never = build.stepped(op, moved, length, step, within)
+    number, is_written, never = build.stepped(op, moved, length, step, within)
     if never:
         return rest
-    value = build.value(source, (*coords[:dim], number, *coords[dim + 1 :]), hit)
-    if hit is None or hit == within:
+    value = build.value(source, (*coords[:dim], number, *coords[dim + 1 :]), is_written)
+    if is_written is None or is_written == within:
         return build.converted(value, dtype, op.name)
-    return build.choose(hit, value, rest, dtype, op.name)
+    return build.choose(is_written, value, rest, dtype, op.name)
 
 
 def _flip(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -191,22 +195,8 @@ def _flip(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 
 def _full(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    fill: object = {
-        "zeros": 0,
-        "zeros_like": 0,
-        "new_zeros": 0,
-        "ones": 1,
-        "ones_like": 1,
-        "new_ones": 1,
-        "empty": 0,
-        "empty_permuted": 0,
-        "empty_strided": 0,
-        "new_empty_strided": 0,
-        "_efficientzerotensor": 0,
-    }.get(op.target._opname)  # type: ignore[union-attr]
-    if fill is None:
-        fill = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}[op.target._opname]  # type: ignore[union-attr]
-        fill = op.args[fill]  # type: ignore[call-overload]
+    name = op.target._opname  # type: ignore[union-attr]
+    fill = FILLS[name] if name in FILLS else op.args[FILL_ARGUMENTS[name]]
     if isinstance(fill, Ref):
         return build.value(fill.name, (), within)
     if not isinstance(fill, bool | int | float):
@@ -216,11 +206,7 @@ def _full(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 def _iota(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     dtype = compute_dtype(op.outputs[0].dtype)
-    if op.target._opname == "iota":  # type: ignore[union-attr]
-        start, step = dict(op.kwargs)["start"], dict(op.kwargs)["step"]
-    else:
-        bounds = [a for a in op.args if not isinstance(a, torch.dtype)]
-        start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
+    start, step = start_and_step(op)
     if not isinstance(start, int | float) or not isinstance(step, int | float):
         raise Illegal("operand", f"{op.name} counts by a size that is only known at run time")
     if not dtype.is_floating_point:  # eager converts both before it counts
@@ -231,10 +217,10 @@ def _iota(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 
 def _in_fractions(build: Builder, op: Op, place: Index, start: float, step: float) -> int:
-    """start + step * place, in floats."""
+    """Return start + step * place in floating point."""
     dtype = compute_dtype(op.outputs[0].dtype)
-    here = build.emit(Coordinate(place, torch.int64), f"{op.name}_position")
-    scaled = (("self", Value(build.converted(here, dtype, op.name))), ("other", step))
+    position = build.emit(Coordinate(place, torch.int64), f"{op.name}_position")
+    scaled = (("self", Value(build.converted(position, dtype, op.name))), ("other", step))
     steps = build.emit(Compute(aten.mul.Tensor, scaled, dtype), f"{op.name}_steps")
     moved = (("self", Value(steps)), ("other", start), ("alpha", 1))
     return build.emit(Compute(aten.add.Tensor, moved, dtype), op.name)
@@ -243,39 +229,41 @@ def _in_fractions(build: Builder, op: Op, place: Index, start: float, step: floa
 def looked_up(
     build: Builder, op: Op, source: str, coords: Coords, at: Sequence[Coords], within: int | None
 ) -> int:
-    """The value of an op's operand `source` where some of its coordinates are data.
+    """Return the value of an op's operand `source` if some of its coordinates are data.
 
-    coords: the operand's; those along which it is looked up are not read. at: the coordinates of each index.
-    What might lie outside is checked before anything is read by it; a dimension of one element is not read
-    by an index at all, and its value waits for the check.
+    coords: coordinates of the operand; those along lookups are ignored.
+    at: the coordinates of each index.
+    An index that is not proved to be in bounds is checked before it is used. A dimension of one element needs
+    no index, so the check is attached to the value instead.
     """
     inner = list(coords)
-    lone: list[Checked] = []
+    deferred: list[Checked] = []
     for lookup, place in zip(lookups(build.dag, op), at, strict=True):
         node = build.value(lookup.index, place, within)
         if lookup.unproved:
             dtype = build.nodes[node].dtype
             check = Checked(node, node, lookup.low, lookup.high, within, lookup.unproved, dtype)
             if lookup.high == 1:
-                lone.append(check)
+                deferred.append(check)
             else:
                 node = build.emit(check, f"{op.name}_index")
         if inner:
             inner[lookup.dim] = build.indirect(op, node, lookup.high, lookup.low != 0)
     value = build.value(source, tuple(inner), within)
-    for check in lone:
+    for check in deferred:
         value = build.emit(replace(check, operand=value, dtype=build.nodes[value].dtype), op.name)
     return value
 
 
 def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    """Return the sum of a ragged segment of rows (see ir/sum_rows.py)."""
     rows = op.operand("rows")
     order = layout.argument(op, 1, "order", None)
     each = layout.argument(op, 4, "each", 1)
     first, last = _ends(build, op, coords[:1], within)
     turn = build.emit(Counter(first, last, torch.int64), f"{op.name}_turn")
-    here = (("self", Value(turn)), ("other", Value(last)))
-    inside = build.emit(Compute(aten.lt.Tensor, here, torch.bool), "inside")
+    bounds = (("self", Value(turn)), ("other", Value(last)))
+    inside = build.emit(Compute(aten.lt.Tensor, bounds, torch.bool), "inside")
     inside = inside if within is None else build.both(within, inside)
     place = turn
     if isinstance(order, Ref):
@@ -294,22 +282,22 @@ def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int
 
 
 def _ends(build: Builder, op: Op, row: Coords, within: int | None) -> tuple[int, int]:
-    """Nodes for `sum_rows.ends`."""
+    """Return the nodes of the first and last row of a segment (see `sum_rows.ends`)."""
     first, last = (layout.argument(op, i, name, None) for i, name in ((2, "first"), (3, "last")))
     unit, block = (layout.argument(op, *of) for of in ((5, "unit", 1), (6, "block", 0)))
     assert isinstance(last, Ref) and isinstance(block, int)
 
-    def up(node: int, unit: object) -> int:
+    def round_up(node: int, unit: object) -> int:
         if unit == 1:
             return node
         assert isinstance(unit, int)
         above = build.integer(op, aten.add.Tensor, node, unit - 1)
         return build.integer(op, aten.floor_divide.default, above, unit)
 
-    stops = up(build.value(last.name, row, within), unit)
+    stops = round_up(build.value(last.name, row, within), unit)
     if isinstance(first, Ref):
-        begins = up(build.value(first.name, row, within), unit)
-        limit = build.integer(op, aten.mul.Tensor, up(begins, block), block) if block else None
+        begins = round_up(build.value(first.name, row, within), unit)
+        limit = build.integer(op, aten.mul.Tensor, round_up(begins, block), block) if block else None
     else:
         begins = build.emit(Coordinate(combine([(row[0], block)]), torch.int64), f"{op.name}_first")
         limit = build.integer(op, aten.add.Tensor, begins, block)
@@ -320,17 +308,17 @@ def _ends(build: Builder, op: Op, row: Coords, within: int | None) -> tuple[int,
 
 
 def _counters(build: Builder, number: int) -> set[int]:
-    """The counters in each of whose turns a value is another."""
-    found: set[int] = set()
+    """Return the counters whose turns change a value."""
+    counters: set[int] = set()
     seen, stack = {number}, [number]
     while stack:
-        here = stack.pop()
-        node = build.nodes[here]
-        found |= {here} if isinstance(node, Counter) else set()
+        current = stack.pop()
+        node = build.nodes[current]
+        counters |= {current} if isinstance(node, Counter) else set()
         if not isinstance(node, Total):
             stack += [o for o in operands_of(node) if o not in seen]
             seen.update(stack)
-    return found
+    return counters
 
 
 def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -338,7 +326,7 @@ def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> in
 
 
 def _along(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    """gather, and index_select, whose index has no dimension but the one that it looks up along."""
+    """Lower gather and index_select. The index of index_select has at most one dimension."""
     (lookup,) = lookups(build.dag, op)
     scalar = not build.dag.op(op.first).outputs[0].shape
     at = coords
@@ -349,48 +337,50 @@ def _along(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 
 def _index(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    """index.Tensor with integer indices; where they are not side by side their dimensions come first."""
+    """Lower index.Tensor with integer indices. If they are not adjacent, their dimensions come first."""
     shape = build.dag.op(op.first).outputs[0].shape
-    found = lookups(build.dag, op)
-    inner, at = _indexed(build, op, found, len(shape), coords)
+    indices = lookups(build.dag, op)
+    inner, at = _indexed(build, op, indices, len(shape), coords)
     return looked_up(build, op, op.first, inner, at, within)
 
 
 def _indexed(
-    build: Builder, op: Op, found: Sequence[Lookup], rank: int, coords: Coords
+    build: Builder, op: Op, indices: Sequence[Lookup], rank: int, coords: Coords
 ) -> tuple[Coords, list[Coords]]:
-    """From coordinates of what integer indices point to: those in the indexed tensor, which has `rank`
-    dimensions and 0 along the indexed ones, and those of each index."""
-    used = [lookup.dim for lookup in found]
-    metas = [build.dag.op(lookup.index).outputs[0] for lookup in found]
+    """Return the coordinates in the indexed tensor (0 along indexed dimensions) and those of each index.
+
+    coords: coordinates of the result.
+    rank: number of dimensions of the indexed tensor.
+    """
+    indexed_dims = [lookup.dim for lookup in indices]
+    metas = [build.dag.op(lookup.index).outputs[0] for lookup in indices]
     if any(m.dtype in (torch.bool, torch.uint8) for m in metas):
         raise Illegal("operand", f"{op.name} selects by a mask: its result has no size before it runs")
-    start, shape = indexed(used, [meta.shape for meta in metas])
+    start, shape = indexed(indexed_dims, [meta.shape for meta in metas])
     common = coords[start : start + len(shape)]
-    whole = iter((*coords[:start], *coords[start + len(shape) :]))
-    inner = tuple(ZERO if i in used else next(whole) for i in range(rank))
+    rest = iter((*coords[:start], *coords[start + len(shape) :]))
+    inner = tuple(ZERO if i in indexed_dims else next(rest) for i in range(rank))
     return inner, [common[len(shape) - len(meta.shape) :] for meta in metas]
 
 
 def put_place(
     build: Builder, op: Op, coords: Coords, within: int | None = None
 ) -> tuple[Index, int | None]:
-    """Where `put_` stores what it has at `coords`: the element of its base, and the node that says whether
-    that is one, of those `within`. An index that may lie outside is checked, and nothing is stored by it
-    where it does."""
+    """Return where `put_` stores its value at `coords`: the index in its base, and the node of the store's
+    mask. An index that may be out of bounds is checked, and its element is not stored."""
     (base, name), inside = (r.name for r in op.args[:2] if isinstance(r, Ref)), within
-    found = lookups(build.dag, op)
-    if found:
-        coords, at = _indexed(build, op, found, len(build.dag.op(name).outputs[0].shape), coords)
+    indices = lookups(build.dag, op)
+    if indices:
+        coords, at = _indexed(build, op, indices, len(build.dag.op(name).outputs[0].shape), coords)
         inner = list(coords)
-        for lookup, place in zip(found, at, strict=True):
-            there = within if any(c.terms for c in place) else None  # one index for all is always there
-            node = build.value(lookup.index, place, there)
+        for lookup, place in zip(indices, at, strict=True):
+            mask = within if any(c.terms for c in place) else None  # a constant position is always read
+            node = build.value(lookup.index, place, mask)
             if lookup.unproved:
-                fits = build.emit(InRange(Index(0, ((~node, 1),)), lookup.low, lookup.high), "inside")
-                inside = fits if inside is None else build.both(inside, fits)
+                in_bounds = build.emit(InRange(Index(0, ((~node, 1),)), lookup.low, lookup.high), "inside")
+                inside = in_bounds if inside is None else build.both(inside, in_bounds)
                 dtype = build.nodes[node].dtype
-                check = Checked(node, node, lookup.low, lookup.high, there, lookup.unproved, dtype)
+                check = Checked(node, node, lookup.low, lookup.high, mask, lookup.unproved, dtype)
                 node = build.emit(check, f"{op.name}_index")
             inner[lookup.dim] = build.indirect(op, node, lookup.high, lookup.low != 0)
         coords = tuple(inner)
@@ -407,12 +397,12 @@ def _uniform(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 
 def _same(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    """clone and its kin: the operand in another memory format."""
+    """Lower clone and similar ops: the operand in another memory format."""
     return build.value(op.first, coords, within)
 
 
 def _copy(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    """The second operand in the first one's shape and dtype."""
+    """Return the second operand in the first operand's shape and dtype."""
     value = build.operand(op, op.operand("src"), coords, within)
     return build.converted(value, compute_dtype(op.outputs[0].dtype), op.name)
 
