@@ -1,8 +1,13 @@
-"""Programs that share rows tell each other what they reduced, by messages (`math.send`, `math.receive`)."""
+"""Programs tell each other what they computed.
+
+Programs that share rows exchange what they reduced, by messages that hold the values (`math.send`,
+`math.receive`), which are a `Signal` and a `Wait` of the tile program.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,10 +15,18 @@ from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.monoids import is_logical, neutral
 from fusion_compiler.codegen.names import own
 from fusion_compiler.codegen.online_reductions import Running, complete_after, states_of
-from fusion_compiler.codegen.tile import Assign, For, Range, Wait
+from fusion_compiler.codegen.tile import (
+    Assign,
+    Boxes,
+    For,
+    Range,
+    Signal,
+    Wait,
+)
 from fusion_compiler.ir.loops import ROWS, Reduce
-from fusion_compiler.ir.syntax import Expression, Operand, Var, Variable, fm, lift, plus, tl
+from fusion_compiler.ir.syntax import Expression, Var, Variable, fm, lift, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
+from fusion_compiler.schedule.shapes import padded
 
 
 def mailbox(message: tuple[int, ...]) -> str:
@@ -38,38 +51,38 @@ def _messages(a: Analysis, states: Sequence[Running]) -> list[tuple[int, ...]]:
 def exchange(b: Builder, states: Sequence[Running], names: Sequence[Sequence[Variable]]) -> None:
     """Every program of a block of rows sends its values to the others, waits for theirs, and merges all."""
     splits = b.s.splits
-    lanes = own("part"), b.define("parts", tl.arange(0, 1 << (splits - 1).bit_length())), splits
+    part, parts = own("part"), b.define("parts", tl.arange(0, padded(splits)))
+    rows = _rows_left(b)
     held = zip(states, names, strict=True)
     sent = {n: name for state, given in held for n, name in zip(state.numbers, given, strict=True)}
     theirs: dict[int, Variable] = {number: Var(f"all_{b.base_of(number)}") for number in sent}
-    received: list[tuple[tuple[Variable, ...], Expression]] = []
+    received: list[Wait] = []
     for message in _messages(b.a, states):
-        pair = len(message) == 2
         values: list[Expression] = [sent[n] for n in message]
         if is_logical(b.reduction(message[0])):
             values = [sent[message[0]].to(torch.int32)]
         first = own("row" if b.tile.flat else "first_row")
-        mail, rows = plus(b.pointers[mailbox(message)], first * (splits * splits)), _rows_left(b)
-        b.do((fm.send_pair if pair else fm.send)(mail, *values, *lanes, *rows))
-        neutrals = [neutral(b.reduction(n)) for n in message]
-        take = (fm.receive_pair if pair else fm.receive)(mail, values[0], *lanes, *neutrals, *rows)
-        received.append((tuple(theirs[n] for n in message), take))
+        mail = plus(b.pointers[mailbox(message)], first * (splits * splits))
+        b.add(Signal(Boxes(plus(mail, parts * splits, part), parts < splits, rows), tuple(values)))
+        neutrals = tuple(lift(neutral(b.reduction(n))) for n in message)
+        boxes = Boxes(plus(mail, part * splits, parts), parts < splits, rows)
+        received.append(Wait(tuple(theirs[n] for n in message), boxes, values[0], neutrals))
     if b.tile.flat:
-        for found, take in received:
-            b.add(Wait(found, take))
+        for wait in received:
+            b.add(wait)
         for state, given in zip(states, names, strict=True):
             state.merge(b, given, [theirs[number] for number in state.numbers])
     else:
         _merge_rows(b, states, names, theirs, received)
 
 
-def _rows_left(b: Builder) -> tuple[Operand, ...]:
-    """The last arguments for several rows: how many there are from the first on, and how far apart."""
+def _rows_left(b: Builder) -> tuple[Expression, ...]:
+    """Return `Boxes.rows` of a block of several rows."""
     if b.tile.flat:
         return ()
     apart = b.s.rows_apart
-    rows = lift(b.a.size(ROWS)) - own("first_row") if b.tile.row_mask else b.s.block_rows * apart
-    return (rows, apart) if apart > 1 else (rows,)
+    rows = lift(b.a.size(ROWS)) - own("first_row") if b.tile.row_mask else lift(b.s.block_rows * apart)
+    return (rows, lift(apart), lift(b.s.splits**2))
 
 
 def _merge_rows(
@@ -77,16 +90,16 @@ def _merge_rows(
     states: Sequence[Running],
     names: Sequence[Sequence[Variable]],
     theirs: Mapping[int, Variable],
-    received: Sequence[tuple[tuple[Variable, ...], Expression]],
+    received: Sequence[Wait],
 ) -> None:
     """Row by row: tiles over the rows and the parts would be laid out anew, and waited for each time."""
     messages = [Var("messages") for _ in received]
-    for message, (_, take) in zip(messages, received, strict=True):
-        b.add(Wait((message,), take))
+    for message, wait in zip(messages, received, strict=True):
+        b.add(replace(wait, targets=(message,)))
     r = own("r")
     with b.inside(For(r, Range(lift(0), lift(b.s.block_rows), static=True))), b.one_row():
-        for message, (found, _) in zip(messages, received, strict=True):
-            b.add(Assign(found, message[r]))
+        for message, wait in zip(messages, received, strict=True):
+            b.add(Assign(wait.targets, message[r]))
         for state, given in zip(states, names, strict=True):
             merged = [Var(f"one_{name.base}") for name in given]
             state.merge(b, merged, [theirs[number] for number in state.numbers])
