@@ -1,8 +1,15 @@
-"""Programs that share rows tell each other what they reduced, by messages (`math.send`, `math.receive`)."""
+"""Programs tell each other what they computed.
+
+Programs that share rows exchange what they reduced, by messages that hold the values (`math.send`,
+`math.receive`). Programs of several devices exchange tiles in memory that all of them can read, and signal
+that a tile is there (`math.signal`, `math.arrived`). Both are a `Signal` and a `Wait` of the tile program.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,10 +17,21 @@ from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.monoids import is_logical, neutral
 from fusion_compiler.codegen.names import own
 from fusion_compiler.codegen.online_reductions import Running, complete_after, states_of
-from fusion_compiler.codegen.tile import Assign, For, Range, Wait
+from fusion_compiler.codegen.tile import (
+    Assign,
+    Boxes,
+    For,
+    Range,
+    Scope,
+    Signal,
+    Statement,
+    Store,
+    Wait,
+)
 from fusion_compiler.ir.loops import ROWS, Reduce
-from fusion_compiler.ir.syntax import Expression, Operand, Var, Variable, fm, lift, plus, tl
+from fusion_compiler.ir.syntax import Expression, Name, Operand, Var, Variable, fm, lift, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
+from fusion_compiler.schedule.shapes import padded
 
 
 def mailbox(message: tuple[int, ...]) -> str:
@@ -38,38 +56,38 @@ def _messages(a: Analysis, states: Sequence[Running]) -> list[tuple[int, ...]]:
 def exchange(b: Builder, states: Sequence[Running], names: Sequence[Sequence[Variable]]) -> None:
     """Every program of a block of rows sends its values to the others, waits for theirs, and merges all."""
     splits = b.s.splits
-    lanes = own("part"), b.define("parts", tl.arange(0, 1 << (splits - 1).bit_length())), splits
+    part, parts = own("part"), b.define("parts", tl.arange(0, padded(splits)))
+    rows = _rows_left(b)
     held = zip(states, names, strict=True)
     sent = {n: name for state, given in held for n, name in zip(state.numbers, given, strict=True)}
     theirs: dict[int, Variable] = {number: Var(f"all_{b.base_of(number)}") for number in sent}
-    received: list[tuple[tuple[Variable, ...], Expression]] = []
+    received: list[Wait] = []
     for message in _messages(b.a, states):
-        pair = len(message) == 2
         values: list[Expression] = [sent[n] for n in message]
         if is_logical(b.reduction(message[0])):
             values = [sent[message[0]].to(torch.int32)]
         first = own("row" if b.tile.flat else "first_row")
-        mail, rows = plus(b.pointers[mailbox(message)], first * (splits * splits)), _rows_left(b)
-        b.do((fm.send_pair if pair else fm.send)(mail, *values, *lanes, *rows))
-        neutrals = [neutral(b.reduction(n)) for n in message]
-        take = (fm.receive_pair if pair else fm.receive)(mail, values[0], *lanes, *neutrals, *rows)
-        received.append((tuple(theirs[n] for n in message), take))
+        mail = plus(b.pointers[mailbox(message)], first * (splits * splits))
+        b.add(Signal(Boxes(plus(mail, parts * splits, part), parts < splits, rows), tuple(values)))
+        neutrals = tuple(lift(neutral(b.reduction(n))) for n in message)
+        boxes = Boxes(plus(mail, part * splits, parts), parts < splits, rows)
+        received.append(Wait(tuple(theirs[n] for n in message), boxes, values[0], neutrals))
     if b.tile.flat:
-        for found, take in received:
-            b.add(Wait(found, take))
+        for wait in received:
+            b.add(wait)
         for state, given in zip(states, names, strict=True):
             state.merge(b, given, [theirs[number] for number in state.numbers])
     else:
         _merge_rows(b, states, names, theirs, received)
 
 
-def _rows_left(b: Builder) -> tuple[Operand, ...]:
-    """The last arguments for several rows: how many there are from the first on, and how far apart."""
+def _rows_left(b: Builder) -> tuple[Expression, ...]:
+    """Return `Boxes.rows` of a block of several rows."""
     if b.tile.flat:
         return ()
     apart = b.s.rows_apart
-    rows = lift(b.a.size(ROWS)) - own("first_row") if b.tile.row_mask else b.s.block_rows * apart
-    return (rows, apart) if apart > 1 else (rows,)
+    rows = lift(b.a.size(ROWS)) - own("first_row") if b.tile.row_mask else lift(b.s.block_rows * apart)
+    return (rows, lift(apart), lift(b.s.splits**2))
 
 
 def _merge_rows(
@@ -77,16 +95,16 @@ def _merge_rows(
     states: Sequence[Running],
     names: Sequence[Sequence[Variable]],
     theirs: Mapping[int, Variable],
-    received: Sequence[tuple[tuple[Variable, ...], Expression]],
+    received: Sequence[Wait],
 ) -> None:
     """Row by row: tiles over the rows and the parts would be laid out anew, and waited for each time."""
     messages = [Var("messages") for _ in received]
-    for message, (_, take) in zip(messages, received, strict=True):
-        b.add(Wait((message,), take))
+    for message, wait in zip(messages, received, strict=True):
+        b.add(replace(wait, targets=(message,)))
     r = own("r")
     with b.inside(For(r, Range(lift(0), lift(b.s.block_rows), static=True))), b.one_row():
-        for message, (found, _) in zip(messages, received, strict=True):
-            b.add(Assign(found, message[r]))
+        for message, wait in zip(messages, received, strict=True):
+            b.add(Assign(wait.targets, message[r]))
         for state, given in zip(states, names, strict=True):
             merged = [Var(f"one_{name.base}") for name in given]
             state.merge(b, merged, [theirs[number] for number in state.numbers])
@@ -98,3 +116,81 @@ def reduction_of(a: Analysis, number: int) -> Reduce:
     reduce = a.loops.nodes[number]
     assert isinstance(reduce, Reduce)
     return reduce
+
+
+# -- tiles, through memory of several devices --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Programs that exchange tiles: the one of the same number on each of several devices.
+
+    tiles, pads: pointers to tables of addresses, int64 [count] by rank, as `buffer_ptrs_dev` of PyTorch's
+    symmetric memory is. Each address in `tiles` is that of [2, size] elements of dtype, each one in `pads`
+    that of the boxes of all programs, int64 [programs, count] by program and sender. The boxes are zero
+    before the first round. This memory belongs to one kernel with one grid, which every device launches
+    equally often.
+    rank: this device's number. program: the number of this program.
+    scope: SYSTEM, or DEVICE where the peers are programs of one device.
+    """
+
+    tiles: Name
+    pads: Name
+    rank: Expression
+    count: int
+    program: Expression
+    dtype: torch.dtype
+    size: int
+    scope: Scope = Scope.SYSTEM
+
+
+def all_reduced(
+    peers: Peers, value: Expression, lane: Expression, mask: Expression | None = None
+) -> tuple[list[Statement], Var]:
+    """Return the statements that add up one tile of each peer, and the variable of the sum.
+
+    before  value
+    after   store(own half, value); signal(peers); wait(peers); tiles = load(halves); total = sum(tiles)
+
+    lane: where each element lies in [size]; mask: the lanes that exist. Every peer adds in the order of the
+    ranks, in float32 (float64 for float64), so that all have the same bits.
+
+    The number of a round is one more than what this rank left in its own box in the round before. So nothing
+    is put back to zero, and a CUDA graph counts on when it is replayed. Rounds take the two halves in turn. A
+    program that has passed the wait of a round knows that all peers have read the tiles of the round before,
+    whose half the next round overwrites: one wait for each round is enough.
+    """
+    ranks, number, total = Var("ranks"), Var("number"), Var("total")
+    own_pad, pads, own_tiles = Var("own_pad"), Var("pads"), Var("own_tiles")
+    buffers = [Var("buffer") for _ in range(peers.count)]
+    tiles = [Var("tile") for _ in buffers]
+    there = ranks < peers.count
+    first = peers.program * peers.count
+    masked: dict[str, Operand] = {} if mask is None else {"mask": mask, "other": 0.0}
+    held = torch.float64 if peers.dtype is torch.float64 else torch.float32
+
+    def tiles_of(rank: Operand) -> Expression:
+        return tl.multiple_of(tl.load(plus(peers.tiles, rank)).to(tl.pointer_type(peers.dtype)), 16)
+
+    def half(buffer: Expression) -> Expression:
+        return plus(buffer, number % 2 * peers.size, lane)
+
+    boxes = tl.pointer_type(torch.int64)
+    # The tables are read first, so that no load behind the wait waits for an address. The number is assigned
+    # twice, so that no rewrite reads it before the kernel has waited for the one of the round before.
+    return [
+        Assign((ranks,), tl.arange(0, padded(peers.count))),
+        Assign((own_pad,), plus(tl.load(plus(peers.pads, peers.rank)).to(boxes), first)),
+        Assign((pads,), plus(tl.load(plus(peers.pads, ranks), mask=there, other=0).to(boxes), first)),
+        Assign((own_tiles,), tiles_of(peers.rank)),
+        *(Assign((buffer,), tiles_of(rank)) for rank, buffer in enumerate(buffers)),
+        Assign((number,), tl.load(plus(own_pad, peers.rank)) + 1),
+        Store(half(own_tiles), value.to(peers.dtype), mask),
+        Signal(Boxes(plus(pads, peers.rank), there), (number,), peers.scope),
+        Wait((number,), Boxes(plus(own_pad, ranks), there), number, scope=peers.scope),
+        *(
+            Assign((tile,), tl.load(half(buffer), **masked).to(held))
+            for buffer, tile in zip(buffers, tiles, strict=True)
+        ),
+        Assign((total,), functools.reduce(Expression.__add__, tiles)),
+    ], total

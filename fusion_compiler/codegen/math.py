@@ -745,41 +745,37 @@ UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it ever
 
 
 @triton.jit
-def send(mail, value, part, parts, splits: tl.constexpr, rows=1, apart: tl.constexpr = 1):
+def send(boxes, value, inside, rows=1, apart: tl.constexpr = 1, size: tl.constexpr = 0):
     """Leave a row's value for every one of the programs that share it, this one included.
 
-    mail: int64 [splits, splits] of this row, by receiver and sender, zero before and after. value: a number
-    of 32 bits. part: this program's number; parts: all numbers, 0, 1, ... to a power of two. A value of
-    [n, 1] is that of n rows, each so many rows `apart` from the next; rows: how many exist from the first on.
+    boxes: int64, one for each receiver, zero before and after; inside: the lanes that have one. value: a
+    number of 32 bits. A value of [n, 1] is that of n rows, each so many rows `apart` from the next and with
+    `size` boxes; rows: how many exist from the first on.
 
     A message is the value with a mark above it, in one store, so that nothing has to be ordered (the status
     words of Merrill and Garland's decoupled look-back, 2016). The programs of one row run at the same time:
     the launcher sees to it (`binding.Entry.apart`).
     """
-    post(mail, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), part, parts, splits, rows, apart)
+    post(boxes, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), inside, rows, apart, size)
 
 
 @triton.jit
-def send_pair(mail, first, second, part, parts, splits: tl.constexpr, rows=1, apart: tl.constexpr = 1):
+def send_pair(boxes, first, second, inside, rows=1, apart: tl.constexpr = 1, size: tl.constexpr = 0):
     """The same for two float32 values in one message, where no bit is left for a mark."""
     first = tl.where(first == first, first, float("nan"))  # a NaN of the user's may be any
     low, high = (first.to(tl.uint32, bitcast=True) ^ UNSENT).to(tl.int64), second.to(tl.uint32, bitcast=True)
-    post(mail, low | (high.to(tl.int64) << 32), part, parts, splits, rows, apart)
+    post(boxes, low | (high.to(tl.int64) << 32), inside, rows, apart, size)
 
 
 @triton.jit
-def post(mail, message, part, parts, splits: tl.constexpr, rows, apart: tl.constexpr):
-    """The message of one row, or of each, to all parts."""
+def post(boxes, message, inside, rows, apart: tl.constexpr, size: tl.constexpr):
+    """The message of one row, or of each, to all receivers."""
     if len(message.shape) == 2:
         for r in tl.static_range(message.shape[0]):
             one = tl.sum(tl.sum(tl.where(row_numbers(message.shape[0]) == r, message, 0), axis=0), axis=0)
-            box, inside = (
-                mail + (r * apart * splits + parts) * splits + part,
-                (parts < splits) & (r * apart < rows),
-            )
-            tl.atomic_xchg(box, one + parts * 0, mask=inside, sem="relaxed")
+            tl.atomic_xchg(boxes + r * apart * size, one, mask=inside & (r * apart < rows), sem="relaxed")
     else:
-        tl.atomic_xchg(mail + parts * splits + part, message + parts * 0, mask=parts < splits, sem="relaxed")
+        tl.atomic_xchg(boxes, message, mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -795,19 +791,19 @@ def with_row(values, r: tl.constexpr, value):
 
 
 @triton.jit
-def receive(mail, value, part, parts, splits: tl.constexpr, neutral, rows=1, apart: tl.constexpr = 1):
-    """What each of the programs has sent, in the type of `value`; `neutral` past the last.
+def receive(boxes, value, inside, neutral, rows=1, apart: tl.constexpr = 1, size: tl.constexpr = 0):
+    """What each of the programs has sent, in the type of `value`; `neutral` in the lanes without a box.
 
     Where `value` is that of several rows: a tuple of that for each of them.
     """
-    messages = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
+    messages = collected(boxes, value, inside, rows, apart, size)
     if len(value.shape) == 2:
         theirs = ()
         for r in tl.static_range(value.shape[0]):
-            theirs = theirs + (opened(messages[r], value, (parts < splits) & (r * apart < rows), neutral),)
+            theirs = theirs + (opened(messages[r], value, inside & (r * apart < rows), neutral),)
         return theirs
     else:
-        return opened(messages, value, parts < splits, neutral)
+        return opened(messages, value, inside, neutral)
 
 
 @triton.jit
@@ -818,18 +814,17 @@ def opened(messages, value, inside, neutral):
 
 @triton.jit
 def receive_pair(
-    mail, value, part, parts, splits: tl.constexpr, neutral, other_neutral, rows=1, apart: tl.constexpr = 1
+    boxes, value, inside, neutral, other_neutral, rows=1, apart: tl.constexpr = 1, size: tl.constexpr = 0
 ):
     """The same for two float32 values."""
-    messages = collected(mail + part * splits + parts, value, parts < splits, splits, rows, apart)
+    messages = collected(boxes, value, inside, rows, apart, size)
     if len(value.shape) == 2:
         theirs = ()
         for r in tl.static_range(value.shape[0]):
-            inside = (parts < splits) & (r * apart < rows)
-            theirs = theirs + (opened_pair(messages[r], inside, neutral, other_neutral),)
+            theirs = theirs + (opened_pair(messages[r], inside & (r * apart < rows), neutral, other_neutral),)
         return theirs
     else:
-        return opened_pair(messages, parts < splits, neutral, other_neutral)
+        return opened_pair(messages, inside, neutral, other_neutral)
 
 
 @triton.jit
@@ -841,7 +836,7 @@ def opened_pair(messages, inside, neutral, other_neutral):
 
 
 @triton.jit
-def collected(mail, value, inside, splits: tl.constexpr, rows, apart: tl.constexpr):
+def collected(mail, value, inside, rows, apart: tl.constexpr, size: tl.constexpr):
     """The messages, once all have come, out of mailboxes that are empty then; 1 where none is expected.
 
     A first look, before the wait: in a loop it goes out early and sees nothing, yet programs that begin to
@@ -850,7 +845,7 @@ def collected(mail, value, inside, splits: tl.constexpr, rows, apart: tl.constex
     count: tl.constexpr = value.shape[0] if len(value.shape) == 2 else 1
     boxes, wanted, messages = (), (), ()
     for r in tl.static_range(count):
-        boxes = boxes + (mail + r * apart * splits * splits,)
+        boxes = boxes + (mail + r * apart * size,)
         wanted = wanted + (inside & (r * apart < rows) if count > 1 else inside,)
     if compiles_to_ptx():
         for r in tl.static_range(count):
@@ -858,7 +853,7 @@ def collected(mail, value, inside, splits: tl.constexpr, rows, apart: tl.constex
         messages = awaited(boxes, messages)
     else:
         for r in tl.static_range(count):
-            messages = messages + (looked_for(boxes[r], wanted[r], splits),)
+            messages = messages + (looked_for(boxes[r], wanted[r], 0),)
         tl.debug_barrier()
     for r in tl.static_range(count):
         tl.store(boxes[r], messages[r] * 0, mask=wanted[r])
@@ -866,23 +861,52 @@ def collected(mail, value, inside, splits: tl.constexpr, rows, apart: tl.constex
 
 
 @triton.jit
-def looked_for(mail, inside, splits: tl.constexpr):
-    """The messages, once all have come."""
-    messages = delivered(mail, inside, 1)
+def looked_for(boxes, inside, before, scope: tl.constexpr = ""):
+    """The messages, once none is what its box held `before`. scope: see `delivered`."""
+    messages = delivered(boxes, inside, before + 1, scope)
     looks = 0
-    while tl.min((messages != 0).to(tl.int32)) == 0:
-        messages = delivered(mail, inside, 1)
+    while tl.min((messages != before).to(tl.int32)) == 0:
+        messages = delivered(boxes, inside, before + 1, scope)
         looks += 1
         tl.device_assert(looks < PATIENCE, "a program waits for others that do not run")
-    if splits > 32:  # warps with the same messages have agreed on what one of them saw: now all are there
-        messages = delivered(mail, messages == 0, messages)
+    if boxes.numel > 32:  # warps with the same messages have agreed on what one saw: now all are there
+        messages = delivered(boxes, messages == before, messages, scope)
     return messages
 
 
 @triton.jit
-def delivered(mail, wanted, others):
-    """The messages that have come so far, 0 for those that have not; `others` where none is wanted."""
-    return tl.load(mail, mask=wanted, other=others, volatile=True)
+def delivered(boxes, wanted, others, scope: tl.constexpr = ""):
+    """What boxes hold by now; `others` where none is wanted.
+
+    scope: with one, later loads see what a sender stored before its signal (`signal`).
+    """
+    if scope == "":
+        return tl.load(boxes, mask=wanted, other=others, volatile=True)
+    else:
+        held = tl.atomic_add(boxes, 0, mask=wanted, sem="acquire", scope=scope)
+        return tl.where(wanted, held, others)
+
+
+@triton.jit
+def signal(boxes, number, inside, scope: tl.constexpr):
+    """Leave a number in some boxes, when all threads of this program have stored what they store before.
+
+    boxes: int64, one for each receiver, in memory of this device or of others. scope: "gpu", or "sys" where
+    the receivers are on other devices. They see those stores after their wait (`arrived`).
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(boxes, number, mask=inside, sem="release", scope=scope)
+
+
+@triton.jit
+def arrived(boxes, number, inside, scope: tl.constexpr):
+    """`number`, once all senders have left it in this program's boxes; one may have left the next by then.
+
+    The boxes held number - 1 before. They count the rounds of an exchange, so that nobody puts them back.
+    """
+    looked_for(boxes, inside, number - 1, scope)
+    tl.debug_barrier()
+    return number
 
 
 @triton.jit

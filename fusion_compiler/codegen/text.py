@@ -21,6 +21,7 @@ from fusion_compiler.codegen.tile import (
     If,
     Range,
     Return,
+    Signal,
     Statement,
     Store,
     Update,
@@ -110,9 +111,12 @@ class _Printer:
 
     def line(self, statement: Statement) -> str:
         match statement:
-            case Assign(targets, value) | Wait(targets, value):
-                text = self.text(_value(value))
-                return f"{', '.join(map(self.name, targets))} = {text}"
+            case Assign(targets, value):
+                return self.assignment(targets, _value(value))
+            case Wait(targets):
+                return self.assignment(targets, _received(statement))
+            case Signal():
+                return self.text(_sent(statement))
             case Update(target, sign, value):
                 return f"{self.name(target)} {sign}= {self.text(value)}"
             case Store(pointer, value, mask):
@@ -128,6 +132,10 @@ class _Printer:
                 return f"for {self.name(variable)} in {self.text(_range(values))}:"
             case If(condition):
                 return f"if {self.text(condition)}:"
+
+    def assignment(self, targets: Sequence[Variable], value: Expression) -> str:
+        text = self.text(value)  # names that it reads come first
+        return f"{', '.join(map(self.name, targets))} = {text}"
 
     def text(self, value: Expression) -> str:
         return syntax.printed(value, self.name)
@@ -157,6 +165,22 @@ def _value(value: Value) -> Expression:
             return fm.sums(*tiles, axis, keep)
         case Expression():
             return value
+
+
+def _sent(signal: Signal) -> Expression:
+    boxes, values, scope = signal.boxes, signal.values, signal.scope
+    if scope is not None:
+        return fm.signal(boxes.pointers, *values, boxes.inside, Literal(scope.value))
+    send = fm.send_pair if len(values) == 2 else fm.send
+    return send(boxes.pointers, *values, boxes.inside, *boxes.rows)
+
+
+def _received(wait: Wait) -> Expression:
+    boxes, scope = wait.boxes, wait.scope
+    if scope is not None:
+        return fm.arrived(boxes.pointers, wait.like, boxes.inside, Literal(scope.value))
+    receive = fm.receive_pair if len(wait.neutrals) == 2 else fm.receive
+    return receive(boxes.pointers, wait.like, boxes.inside, *wait.neutrals, *boxes.rows)
 
 
 def _range(values: Range) -> Expression:

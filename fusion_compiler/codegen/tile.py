@@ -6,7 +6,8 @@
                 | Store(pointer, value, mask)
                 | For(variable, range, body) | If(condition, body)
                 | Check(index, low, high, mask)   an index outside ends the program in an error
-                | Wait(targets, value)            what other programs sent, once it has come
+                | Signal(boxes, values, scope)    a message for other programs
+                | Wait(targets, boxes, like)      what other programs sent, once it has come
                 | Do(value)                       a call that returns nothing
                 | Return(values)
     value      := Combine(reduction, tiles, axis) | expression (`ir/syntax.py`)
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import cast
 
 from fusion_compiler.ir import syntax
@@ -128,12 +130,58 @@ class Check:
     zero: Expression
 
 
+class Scope(StrEnum):
+    """Which programs see what another stored before its signal: those of its device, or of all devices."""
+
+    DEVICE = "gpu"
+    SYSTEM = "sys"
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Where programs leave messages for each other: int64, each written by one program and read by another.
+
+    pointers: a tile of addresses, in memory of this device or of others. inside: the lanes that have a box.
+    rows: of a block whose rows have boxes each, how many rows exist from the first on, how far they lie apart
+    and how many boxes one has.
+    """
+
+    pointers: Expression
+    inside: Expression
+    rows: tuple[Expression, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Expression, ...]:
+        return (self.pointers, self.inside, *self.rows)
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Leave a message for other programs, in a box of each.
+
+    values: one or two numbers of 32 bits, which are all that the others read. With a scope, the number of the
+    round, one more than the boxes held: the others then read what this program has stored before.
+    """
+
+    boxes: Boxes
+    values: tuple[Expression, ...]
+    scope: Scope | None = None
+
+
 @dataclass(frozen=True)
 class Wait:
-    """Receive what other programs reduced. Later statements run when every program has sent its part."""
+    """Receive what other programs have signalled. Later statements run when each of them has.
+
+    like: a tile that has the dtype of the values. With a scope, the number of the round, which the target is
+    too: loads of what the others stored have to be addressed by the target, as rewrites keep the order of
+    statements by the variables alone. neutrals: of each value, what the lanes without a box get.
+    """
 
     targets: tuple[Variable, ...]
-    value: Expression
+    boxes: Boxes
+    like: Expression
+    neutrals: tuple[Expression, ...] = ()
+    scope: Scope | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +196,7 @@ class Return:
     values: tuple[Expression, ...]
 
 
-Statement = Assign | Update | Store | For | If | Check | Wait | Do | Return
+Statement = Assign | Update | Store | For | If | Check | Signal | Wait | Do | Return
 
 
 @dataclass(frozen=True)
@@ -166,8 +214,12 @@ def expressions(statement: Statement) -> Iterator[Expression]:
     match statement:
         case Assign(_, Combine(_, tiles)) | Return(tiles):
             yield from tiles
-        case Assign(_, Expression() as value) | Wait(_, value) | Do(value) | If(value):
+        case Assign(_, Expression() as value) | Do(value) | If(value):
             yield value
+        case Signal(boxes, values):
+            yield from (*boxes.parts, *values)
+        case Wait(_, boxes, like, neutrals):
+            yield from (*boxes.parts, like, *neutrals)
         case Update(target, _, value):
             yield from (target, value)
         case Store(pointer, value, mask):
@@ -225,6 +277,10 @@ def renamed(statement: Statement, names: Mapping[Variable, Expression]) -> State
             return replace(statement, pointer=new(pointer), value=new(value), mask=mask)
         case Check(index, _, _, _, mask):
             return replace(statement, index=new(index), mask=None if mask is None else new(mask))
+        case Signal(boxes, values):
+            pointers, inside, *rows = map(new, boxes.parts)
+            boxes = Boxes(pointers, inside, tuple(rows))
+            return replace(statement, boxes=boxes, values=tuple(map(new, values)))
         case Do(value):
             return Do(new(value))
         case _:

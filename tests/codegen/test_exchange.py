@@ -35,14 +35,15 @@ def exchange(splits: int, warps: int = 4, pair: bool = False) -> Program:
         f"    part = program % {splits}\n"
         f"    parts = tl.arange(0, {lanes})\n"
         f"    mail = mail_ptr + program // {splits} * {splits * splits}\n"
+        f"    theirs, mine = mail + parts * {splits} + part, mail + part * {splits} + parts\n"
         f"    x = tl.load(x_ptr + program)\n"
         + (
-            f"    fm.send_pair(mail, -x, x, part, parts, {splits})\n"
-            f"    minus, all_x = fm.receive_pair(mail, x, part, parts, {splits}, -{NEUTRAL}, {NEUTRAL})\n"
+            f"    fm.send_pair(theirs, -x, x, parts < {splits})\n"
+            f"    minus, all_x = fm.receive_pair(mine, x, parts < {splits}, -{NEUTRAL}, {NEUTRAL})\n"
             f"    all_x = tl.where(-minus == all_x, all_x, minus)\n"
             if pair
-            else f"    fm.send(mail, x, part, parts, {splits})\n"
-            f"    all_x = fm.receive(mail, x, part, parts, {splits}, {NEUTRAL})\n"
+            else f"    fm.send(theirs, x, parts < {splits})\n"
+            f"    all_x = fm.receive(mine, x, parts < {splits}, {NEUTRAL})\n"
         )
         + f"    tl.store(y_ptr + program * {lanes} + parts, all_x)\n"
     )  # fmt: skip
@@ -70,7 +71,7 @@ def exchange_rows(
     lanes = 1 << (splits - 1).bit_length()
     kind, sent = ("_pair", "-x, x") if pair else ("", "x")
     neutral = f"-{NEUTRAL}, {NEUTRAL}" if pair else f"{NEUTRAL}"
-    left = f"{rows} - first_row, {apart}"
+    left = f"{rows} - first_row, {apart}, {splits * splits}"
     found = "tl.where(-theirs[r][0] == theirs[r][1], theirs[r][1], theirs[r][0])" if pair else "theirs[r]"
     source = "from fusion_compiler.codegen import math as fm\n" + HEADER + (
         f"def exchange(x_ptr, y_ptr, mail_ptr):\n"
@@ -82,8 +83,10 @@ def exchange_rows(
         f"    mail = mail_ptr + first_row * {splits * splits}\n"
         f"    row = first_row + tl.arange(0, {block})[:, None] * {apart}\n"
         f"    x = tl.load(x_ptr + row * {splits} + part, mask=row < {rows}, other=-1.0)\n"
-        f"    fm.send{kind}(mail, {sent}, part, parts, {splits}, {left})\n"
-        f"    theirs = fm.receive{kind}(mail, x, part, parts, {splits}, {neutral}, {left})\n"
+        f"    boxes = mail + parts * {splits} + part\n"
+        f"    fm.send{kind}(boxes, {sent}, parts < {splits}, {left})\n"
+        f"    boxes = mail + part * {splits} + parts\n"
+        f"    theirs = fm.receive{kind}(boxes, x, parts < {splits}, {neutral}, {left})\n"
         f"    for r in tl.static_range({block}):\n"
         f"        row = first_row + r * {apart}\n"
         f"        tl.store(y_ptr + (row * {splits} + part) * {lanes} + parts, {found}, mask=row < {rows})\n"
