@@ -14,6 +14,8 @@ The structure of the program follows from the placement:
 - What is known for some elements of unrolled axes is not computed: of a convolution's gradient with strides,
   the taps that meet no element are left out.
 - Lanes and loops that reach past the end of an axis are masked.
+- A load through a descriptor has no mask: the hardware fills a box with zeros where it leaves the tensor. The
+  descriptor describes the elements that the condition and the axes of the load allow, and no others.
 """
 
 from __future__ import annotations
@@ -59,9 +61,23 @@ from fusion_compiler.ir.loops import (
     store_operands,
 )
 from fusion_compiler.ir.loops import Value as Operand
-from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, every, fm, lift, plus, times, tl
+from fusion_compiler.ir.syntax import (
+    Call,
+    Expression,
+    Items,
+    Literal,
+    Member,
+    Name,
+    Var,
+    every,
+    fm,
+    lift,
+    plus,
+    times,
+    tl,
+)
 from fusion_compiler.schedule.analysis import accumulator_dtype, operand_of, rounding_of
-from fusion_compiler.schedule.placement import Leaf, Place, Placement
+from fusion_compiler.schedule.placement import Box, Leaf, Place, Placement, box_of
 
 aten = torch.ops.aten
 KEEP_ZERO = frozenset({aten._to_copy.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor})
@@ -117,7 +133,7 @@ class Emitter:
     ) -> None:
         self.loops, self.placement = loops, placement
         self.pointers, self.dtypes, self.empty, self.rough, self.wide = pointers, dtypes, empty, rough, wide
-        leaves = placement.leaves(loops.axes)
+        self.all_leaves = leaves = placement.leaves(loops.axes)
         self.leaves = {n: [leaf for leaf in leaves if leaf.axis == n] for n in range(len(loops.axes))}
         self.lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
         self.grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
@@ -387,6 +403,9 @@ class Emitter:
 
     def loaded(self, node: Load) -> Tile:
         """Return a load; elements outside of an axis, or where `within` is false, are zero."""
+        if node.buffer in self.placement.descriptors:
+            is_dead = node.within is not None and self.literal(node.within) is False
+            return Tile(Literal(0)) if is_dead else self.boxed(node, self.box(node))
         index = self.index(node.index)
         within = [] if node.within is None else self.condition(node.within)
         if within is None:
@@ -400,6 +419,43 @@ class Emitter:
         masked = {} if mask is None else {"mask": mask.value, "other": zero}
         value = tl.load(pointer.value, **masked)
         return self.joined(convert(value, held, node.dtype), pointer)
+
+    def box(self, load: Load) -> Box:
+        """Return what a load through a descriptor copies. Raises ValueError where it cannot."""
+        box = box_of(self.loops, load, self.all_leaves, self.dtypes[load.buffer].itemsize)
+        if isinstance(box, str):
+            raise ValueError(box)
+        return box
+
+    def boxed(self, load: Load, box: Box) -> Tile:
+        """Return a load through a descriptor, which is made once in a program.
+
+        Where lanes are several elements apart, the elements that they meet make up a tensor of their own: the
+        descriptor begins at the first of them.
+        """
+        sides, held = box.sides, self.dtypes[load.buffer]
+        offset, sizes, places = box.offset, list[int](), list[Expression]()
+        for side in sides:
+            terms, const = self.terms(side.index)
+            whole, rest = divmod(cast(int, const), side.apart)
+            offset += rest * side.stride
+            sizes.append(-(-(side.size - rest) // side.apart))
+            scalars = [(leaf, c) for leaf, c in terms if isinstance(leaf, Leaf) and leaf != side.leaf]
+            parts = [(self.element(leaf), cast(int, c) // side.apart) for leaf, c in scalars]
+            place = self.sum_of(parts, whole)
+            places.append(place.to(torch.int32) if self.wide and scalars else place)
+        strides, block = [side.stride * side.apart for side in sides], [side.lanes for side in sides]
+        with self.in_scope(0):
+            pointer = plus(self.pointers[load.buffer], offset or None)
+            made = tl.make_tensor_descriptor(pointer, sizes, strides, block)
+            descriptor = self.let(f"{self.called(load.buffer)}_box", made)
+        value: Expression = Call(Member(descriptor, "load"), (Items(tuple(places)),))
+        lanes = frozenset(side.leaf for side in sides if side.leaf is not None)
+        in_tile = [-1 if side.leaf is None else self.lanes.index(side.leaf) for side in sides]
+        order = sorted(range(len(sides)), key=in_tile.__getitem__)
+        if order != sorted(order):
+            value = tl.permute(value, order)
+        return Tile(convert(value.reshape(self.shape(lanes)), held, load.dtype), lanes, True)
 
     def condition(self, number: int) -> list[Tile] | None:
         """Return the conditions that make up a node, without those that hold; None if one does not."""
@@ -427,7 +483,12 @@ class Emitter:
 
     def guarded(self, load: Load) -> frozenset[int]:
         """Return the axes whose ends a load's condition keeps: those of an index that it holds in a range,
-        where they move the address by nothing but this index."""
+        where they move the address by nothing but this index; of a box, those of all sides that are not just
+        one axis."""
+        if load.buffer in self.placement.descriptors:
+            whole = {Index(0, ((n, 1),)): axis.size for n, axis in enumerate(self.loops.axes)}
+            sides = (side for side in self.box(load).sides if whole.get(side.index) != side.size)
+            return frozenset[int]().union(*(_axes(side.index) for side in sides))
         steps = dict(load.index.terms)
         ranges = [] if load.within is None else list(self.ranges(load.within))
         found = Counter(axis for index in ranges for axis in _axes(index))
