@@ -119,7 +119,8 @@ class Scope:
 
 class Emitter:
     """Emits one nest. pointers, dtypes: of the buffers, by name. empty: buffers without elements. rough:
-    nodes for which a faster expression of the operator table will do. wide: offsets need 64 bits."""
+    nodes for which a faster expression of the operator table will do. wide: offsets need 64 bits. Raises
+    ValueError where a load that the placement has through a descriptor has no box."""
 
     def __init__(
         self,
@@ -133,7 +134,14 @@ class Emitter:
     ) -> None:
         self.loops, self.placement = loops, placement
         self.pointers, self.dtypes, self.empty, self.rough, self.wide = pointers, dtypes, empty, rough, wide
-        self.all_leaves = leaves = placement.leaves(loops.axes)
+        leaves = placement.leaves(loops.axes)
+        self.boxes: dict[Load, Box] = {}  # of loads through descriptors
+        for node in loops.nodes:
+            if isinstance(node, Load) and node.buffer in placement.descriptors:
+                box = box_of(loops, node, leaves, dtypes[node.buffer].itemsize)
+                if isinstance(box, str):
+                    raise ValueError(box)
+                self.boxes[node] = box
         self.leaves = {n: [leaf for leaf in leaves if leaf.axis == n] for n in range(len(loops.axes))}
         self.lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
         self.grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
@@ -403,9 +411,9 @@ class Emitter:
 
     def loaded(self, node: Load) -> Tile:
         """Return a load; elements outside of an axis, or where `within` is false, are zero."""
-        if node.buffer in self.placement.descriptors:
+        if node in self.boxes:
             is_dead = node.within is not None and self.literal(node.within) is False
-            return Tile(Literal(0)) if is_dead else self.boxed(node, self.box(node))
+            return Tile(Literal(0)) if is_dead else self.boxed(node, self.boxes[node])
         index = self.index(node.index)
         within = [] if node.within is None else self.condition(node.within)
         if within is None:
@@ -419,13 +427,6 @@ class Emitter:
         masked = {} if mask is None else {"mask": mask.value, "other": zero}
         value = tl.load(pointer.value, **masked)
         return self.joined(convert(value, held, node.dtype), pointer)
-
-    def box(self, load: Load) -> Box:
-        """Return what a load through a descriptor copies. Raises ValueError where it cannot."""
-        box = box_of(self.loops, load, self.all_leaves, self.dtypes[load.buffer].itemsize)
-        if isinstance(box, str):
-            raise ValueError(box)
-        return box
 
     def boxed(self, load: Load, box: Box) -> Tile:
         """Return a load through a descriptor, which is made once in a program.
@@ -485,9 +486,9 @@ class Emitter:
         """Return the axes whose ends a load's condition keeps: those of an index that it holds in a range,
         where they move the address by nothing but this index; of a box, those of all sides that are not just
         one axis."""
-        if load.buffer in self.placement.descriptors:
+        if load in self.boxes:
             whole = {Index(0, ((n, 1),)): axis.size for n, axis in enumerate(self.loops.axes)}
-            sides = (side for side in self.box(load).sides if whole.get(side.index) != side.size)
+            sides = (side for side in self.boxes[load].sides if whole.get(side.index) != side.size)
             return frozenset[int]().union(*(_axes(side.index) for side in sides))
         steps = dict(load.index.terms)
         ranges = [] if load.within is None else list(self.ranges(load.within))
