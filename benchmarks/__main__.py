@@ -17,6 +17,7 @@ BENCHMARKS = {
     "kernels": "benchmarks.kernels",
     "sweep": "benchmarks.sweep",
     "depthwise": "benchmarks.depthwise",
+    "descriptors": "benchmarks.descriptors",
     "schedules": "benchmarks.schedules",
     "models": "benchmarks.models",
     "memory": "benchmarks.models",

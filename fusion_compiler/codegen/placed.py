@@ -14,6 +14,8 @@ The structure of the program follows from the placement:
 - What is known for some elements of unrolled axes is not computed: of a convolution's gradient with strides,
   the taps that meet no element are left out.
 - Lanes and loops that reach past the end of an axis are masked.
+- A load through a descriptor has no mask: the hardware fills a box with zeros where it leaves the tensor. The
+  descriptor describes the elements that the condition and the axes of the load allow, and no others.
 """
 
 from __future__ import annotations
@@ -59,9 +61,23 @@ from fusion_compiler.ir.loops import (
     store_operands,
 )
 from fusion_compiler.ir.loops import Value as Operand
-from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, every, fm, lift, plus, times, tl
+from fusion_compiler.ir.syntax import (
+    Call,
+    Expression,
+    Items,
+    Literal,
+    Member,
+    Name,
+    Var,
+    every,
+    fm,
+    lift,
+    plus,
+    times,
+    tl,
+)
 from fusion_compiler.schedule.analysis import accumulator_dtype, operand_of, rounding_of
-from fusion_compiler.schedule.placement import Leaf, Place, Placement, Product, products_of
+from fusion_compiler.schedule.placement import Box, Leaf, Place, Placement, Product, box_of, products_of
 from fusion_compiler.schedule.tiles import CONVERSIONS
 
 aten = torch.ops.aten
@@ -106,7 +122,8 @@ class Scope:
 
 class Emitter:
     """Emits one nest. pointers, dtypes: of the buffers, by name. empty: buffers without elements. rough:
-    nodes for which a faster expression of the operator table will do. wide: offsets need 64 bits."""
+    nodes for which a faster expression of the operator table will do. wide: offsets need 64 bits. Raises
+    ValueError where a load that the placement has through a descriptor has no box."""
 
     def __init__(
         self,
@@ -121,6 +138,13 @@ class Emitter:
         self.loops, self.placement = loops, placement
         self.pointers, self.dtypes, self.empty, self.rough, self.wide = pointers, dtypes, empty, rough, wide
         leaves = placement.leaves(loops.axes)
+        self.boxes: dict[Load, Box] = {}  # of loads through descriptors
+        for node in loops.nodes:
+            if isinstance(node, Load) and node.buffer in placement.descriptors:
+                box = box_of(loops, node, leaves, dtypes[node.buffer].itemsize)
+                if isinstance(box, str):
+                    raise ValueError(box)
+                self.boxes[node] = box
         self.leaves = {n: [leaf for leaf in leaves if leaf.axis == n] for n in range(len(loops.axes))}
         self.lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
         self.grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
@@ -408,6 +432,9 @@ class Emitter:
     def loaded(self, node: Load, as_held: bool = False) -> Tile:
         """Return a load; elements outside of an axis, or where `within` is false, are zero. as_held: in the
         buffer's dtype."""
+        if node in self.boxes:
+            is_dead = node.within is not None and self.literal(node.within) is False
+            return Tile(Literal(0)) if is_dead else self.boxed(node, self.boxes[node])
         index = self.index(node.index)
         within = [] if node.within is None else self.condition(node.within)
         if within is None:
@@ -425,6 +452,36 @@ class Emitter:
     def loaded_as_held(self, node: Load) -> Tile:
         tile = self.loaded(node, as_held=True)
         return replace(tile, value=self.let(self.called(node.buffer), tile.value))
+
+    def boxed(self, load: Load, box: Box) -> Tile:
+        """Return a load through a descriptor, which is made once in a program.
+
+        Where lanes are several elements apart, the elements that they meet make up a tensor of their own: the
+        descriptor begins at the first of them.
+        """
+        sides, held = box.sides, self.dtypes[load.buffer]
+        offset, sizes, places = box.offset, list[int](), list[Expression]()
+        for side in sides:
+            terms, const = self.terms(side.index)
+            whole, rest = divmod(cast(int, const), side.apart)
+            offset += rest * side.stride
+            sizes.append(-(-(side.size - rest) // side.apart))
+            scalars = [(leaf, c) for leaf, c in terms if isinstance(leaf, Leaf) and leaf != side.leaf]
+            parts = [(self.element(leaf), cast(int, c) // side.apart) for leaf, c in scalars]
+            place = self.sum_of(parts, whole)
+            places.append(place.to(torch.int32) if self.wide and scalars else place)
+        strides, block = [side.stride * side.apart for side in sides], [side.lanes for side in sides]
+        with self.in_scope(0):
+            pointer = plus(self.pointers[load.buffer], offset or None)
+            made = tl.make_tensor_descriptor(pointer, sizes, strides, block)
+            descriptor = self.let(f"{self.called(load.buffer)}_box", made)
+        value: Expression = Call(Member(descriptor, "load"), (Items(tuple(places)),))
+        lanes = frozenset(side.leaf for side in sides if side.leaf is not None)
+        in_tile = [-1 if side.leaf is None else self.lanes.index(side.leaf) for side in sides]
+        order = sorted(range(len(sides)), key=in_tile.__getitem__)
+        if order != sorted(order):
+            value = tl.permute(value, order)
+        return Tile(convert(value.reshape(self.shape(lanes)), held, load.dtype), lanes, True)
 
     def condition(self, number: int) -> list[Tile] | None:
         """Return the conditions that make up a node, without those that hold; None if one does not."""
@@ -452,7 +509,12 @@ class Emitter:
 
     def guarded(self, load: Load) -> frozenset[int]:
         """Return the axes whose ends a load's condition keeps: those of an index that it holds in a range,
-        where they move the address by nothing but this index."""
+        where they move the address by nothing but this index; of a box, those of all sides that are not just
+        one axis."""
+        if load in self.boxes:
+            whole = {Index(0, ((n, 1),)): axis.size for n, axis in enumerate(self.loops.axes)}
+            sides = (side for side in self.boxes[load].sides if whole.get(side.index) != side.size)
+            return frozenset[int]().union(*(_axes(side.index) for side in sides))
         steps = dict(load.index.terms)
         ranges = [] if load.within is None else list(self.ranges(load.within))
         found = Counter(axis for index in ranges for axis in _axes(index))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import ctypes
 import errno
@@ -226,7 +227,26 @@ def gpu_of(index: int) -> CudaGpu:
 
 def _entry(build: Build, kernel: CompiledKernel, run: Any) -> Entry:
     function, packed = kernel.function, kernel.packed_metadata
+    if getattr(kernel.metadata, "global_scratch_size", 0):
+        run = copy.copy(run)
+        run.launch_pdl = False  # it writes there at once, into what may be memory of the kernel before it
+        return Entry(functools.partial(_run_with_scratch, run), function, packed, kernel)
     return Entry(run, function, packed, kernel, direct_call(run, function, packed, len(build.signature)))
+
+
+def _run_with_scratch(run: Callable[..., None], *arguments: Any) -> None:
+    """Launch a kernel that needs memory of Triton's allocator, for its tensor descriptors: PyTorch's is
+    Triton's during the call."""
+    import triton
+
+    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def launch() -> None:
+        triton.set_allocator(allocate)
+        run(*arguments)
+
+    contextvars.copy_context().run(launch)
 
 
 def _reload(build: Build, error: Exception) -> tuple[CompiledKernel, Any]:

@@ -271,14 +271,19 @@ def _patch_builder(scope: Any, memory: Sequence[tuple[int, int]] | None) -> None
 
 
 def _load_inside(
-    load: Callable[..., Any], memory: Sequence[tuple[int, int]], addresses: Any, mask: Any, *rest: Any
+    load: Callable[..., Any],
+    memory: Sequence[tuple[int, int]],
+    addresses: Any,
+    mask: Any,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
     """A load of the lanes whose addresses are those of an argument; nothing is read elsewhere."""
     data = addresses.data
     if data.size and not any(start <= data.min() and data.max() < end for start, end in memory):
         inside = functools.reduce(np.logical_or, [(data >= start) & (data < end) for start, end in memory])
-        mask = TensorHandle(mask.data & inside, mask.dtype)
-    return load(addresses, mask, *rest)
+        mask = TensorHandle(np.asarray(mask.data) & inside, tl.int1)  # a descriptor's mask is a bare array
+    return load(addresses, mask, *rest, **options)
 
 
 def _patch_libdevice(scope: Any) -> None:

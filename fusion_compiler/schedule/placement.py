@@ -7,6 +7,7 @@
     place(a, UNROLL)    the program's text is repeated for each element
     unit(r, TENSOR_CORE)  tensor cores make the reduction r: a sum of products of two tiles that have the axes
                         which it reduces in common, and no others
+    access(x, DESCRIPTOR)    loads of buffer x copy boxes of it by a tensor descriptor (TMA)
 
 `str` prints a placement and `parse` reads it back. `refusal` says why a nest cannot run under a placement.
 """
@@ -14,21 +15,39 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 from typing import ClassVar
 
 import torch
 
-from fusion_compiler.ir.dims import Dim
-from fusion_compiler.ir.loops import Axis, Compute, Constant, LoopNest, Reduce, axes_of, operands_of
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import Dim, quotient
+from fusion_compiler.ir.kernel import Buffer
+from fusion_compiler.ir.loops import (
+    Axis,
+    Compute,
+    Constant,
+    Index,
+    InRange,
+    Load,
+    LoopNest,
+    Reduce,
+    axes_of,
+    operands_of,
+)
 from fusion_compiler.schedule.analysis import ceil_div
 from fusion_compiler.schedule.shapes import WARP, padded
 
 MUL = torch.ops.aten.mul.Tensor
 SMALLEST = 16  # rows and terms of a product that tensor cores take
 MOST_COPIES = 256  # of one statement, that unrolled axes make
+MOST_SIDES = 5  # of a box
+DESCRIPTORS = 90  # the first compute capability that has them, times ten
+BOX_BYTES = 16  # a box starts at a multiple of them, its rows lie at multiples, and are no shorter
+NO_BUFFERS: Mapping[str, Buffer] = {}
 
 
 class Place(StrEnum):
@@ -36,6 +55,11 @@ class Place(StrEnum):
     LOOP = "LOOP"
     LANES = "LANES"
     UNROLL = "UNROLL"
+
+
+class Access(StrEnum):
+    PLAIN = "PLAIN"
+    DESCRIPTOR = "DESCRIPTOR"
 
 
 @dataclass(frozen=True)
@@ -76,6 +100,17 @@ class On:
 
 
 @dataclass(frozen=True)
+class Via:
+    """Load a buffer in some way. PLAIN, by pointers, is the default and is not printed."""
+
+    buffer: str
+    access: Access
+
+    def __str__(self) -> str:
+        return f"access({self.buffer}, {self.access})"
+
+
+@dataclass(frozen=True)
 class Leaf:
     """A part of an axis that is placed as one.
 
@@ -98,22 +133,61 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class Side:
+    """One dimension of a box.
+
+    index: the elements of the dimension that are loaded; those outside of 0 <= index < size are zero. stride:
+    of the dimension, in elements of the buffer. leaf: the lanes along it, None for one element. apart: the
+    step from one lane to the next, in elements of the dimension.
+    """
+
+    index: Index
+    size: int
+    stride: int
+    leaf: Leaf | None = None
+    apart: int = 1
+
+    @property
+    def lanes(self) -> int:
+        return 1 if self.leaf is None else self.leaf.lanes
+
+
+@dataclass(frozen=True)
+class Box:
+    """What one load copies. offset: elements from the buffer's first to the one at 0 along all sides."""
+
+    offset: int
+    sides: tuple[Side, ...]
+
+
+@dataclass(frozen=True)
 class Placement:
     """Directives, with what a launch needs besides: threads, stages of loops, registers of a thread."""
 
-    directives: tuple[Split | At | On, ...]
+    directives: tuple[Split | At | On | Via, ...]
     num_warps: int = 4
     num_stages: int = 1
     registers: int | None = None
     splits: ClassVar[int] = 1  # what a `Schedule` says besides
     early: ClassVar[int] = 0
     in_passes: ClassVar[bool] = False
-    misaligned: ClassVar[bool] = False
 
     def __str__(self) -> str:
         stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
         limit = f", {self.registers} registers" if self.registers else ""
-        return f"{'; '.join(map(str, self.directives))}; {self.num_warps} warps{stages}{limit}"
+        printed = (str(d) for d in self.directives if not isinstance(d, Via) or d.access is not Access.PLAIN)
+        return f"{'; '.join(printed)}; {self.num_warps} warps{stages}{limit}"
+
+    @property
+    def descriptors(self) -> frozenset[str]:
+        """Return the buffers that are loaded through descriptors."""
+        accesses = {d.buffer: d.access for d in self.directives if isinstance(d, Via)}
+        return frozenset(buffer for buffer, access in accesses.items() if access is Access.DESCRIPTOR)
+
+    @property
+    def misaligned(self) -> bool:
+        """True if another program has to run where an input is not aligned, as under such a `Schedule`."""
+        return bool(self.descriptors)
 
     @property
     def elements(self) -> int:
@@ -125,15 +199,17 @@ class Placement:
     @staticmethod
     def parse(text: str) -> Placement:
         """Return the placement that prints as `text`. Raises ValueError for any other text."""
-        directives: list[Split | At | On] = []
-        for word, name, value in re.findall(r"(split|place|unit)\(([\w.]+), (\w+)\)", text):
+        directives: list[Split | At | On | Via] = []
+        for word, name, value in re.findall(r"(split|place|unit|access)\(([\w.]+), (\w+)\)", text):
             match word:
                 case "split":
                     directives.append(Split(name, int(value)))
+                case "place":
+                    directives.append(At(name, Place(value)))
                 case "unit":
                     directives.append(On(name, Unit(value)))
                 case _:
-                    directives.append(At(name, Place(value)))
+                    directives.append(Via(name, Access(value)))
         counts = {word: int(number) for number, word in re.findall(r"(\d+) (warps|stages|registers)", text)}
         placement = Placement(
             tuple(directives), counts.get("warps", 4), counts.get("stages", 1), counts.get("registers")
@@ -148,7 +224,7 @@ class Placement:
         parts = {axis.name: (number, axis.size, 1) for number, axis in enumerate(axes)}
         leaves: list[Leaf] = []
         for position, directive in enumerate(self.directives):
-            if isinstance(directive, On):
+            if isinstance(directive, On | Via):
                 continue
             if directive.axis not in parts:
                 raise ValueError(f"{directive}: there is no axis {directive.axis} left to place")
@@ -164,8 +240,14 @@ class Placement:
         return tuple(leaves)
 
 
-def refusal(loops: LoopNest, placement: Placement) -> str | None:
-    """Return why a nest cannot run under a placement, or None if it can."""
+def refusal(
+    loops: LoopNest,
+    placement: Placement,
+    buffers: Mapping[str, Buffer] = NO_BUFFERS,
+    device: DeviceSpec | None = None,
+) -> str | None:
+    """Return why a nest cannot run under a placement, or None if it can. buffers, device: where the placement
+    has descriptors; those buffers, and all that the nest stores, and the device if it is known."""
     try:
         leaves = placement.leaves(loops.axes)
     except ValueError as error:
@@ -191,6 +273,22 @@ def refusal(loops: LoopNest, placement: Placement) -> str | None:
             return f"{loops.names[number]} needs {loops.names[min(before.values())]}, which programs share"
         shared = node.axes & on_grid if isinstance(node, Reduce) else frozenset[int]()
         waits.append({node.axes: number} if isinstance(node, Reduce) and shared else before)
+    capability = re.fullmatch(r"sm_(\d+)", device.target) if device is not None else None
+    for name in sorted(placement.descriptors):
+        if device is not None and (capability is None or int(capability[1]) < DESCRIPTORS):
+            return f"{device.target} has no tensor descriptors"
+        loads = [node for node in loops.nodes if isinstance(node, Load) and node.buffer == name]
+        if not loads:
+            return f"the nest loads no {name}"
+        if name not in buffers:
+            return f"nothing is known about {name}"
+        if any(buffer.over == name for buffer in buffers.values()):
+            return f"{name} is overwritten"
+        if buffers[name].dtype is torch.bool:
+            return f"{name} has elements of {buffers[name].dtype}"
+        boxes = (box_of(loops, load, leaves, buffers[name].dtype.itemsize) for load in loads)
+        if (reason := next((box for box in boxes if isinstance(box, str)), None)) is not None:
+            return reason
     return None
 
 
@@ -267,6 +365,87 @@ def held_registers(loops: LoopNest, placement: Placement) -> float:
         most = max(most, sum(held.values()))
         held = {n: registers for n, registers in held.items() if last.get(n, -1) > number}
     return most
+
+
+def box_of(loops: LoopNest, load: Load, leaves: Sequence[Leaf], itemsize: int) -> Box | str:
+    """Return the box that a load copies, or why it copies none.
+
+    The load reads an element, and not zero, where its axes are within their sizes and its condition holds.
+    A condition is a conjunction of ranges. A range of an index whose axes move the address by nothing else is
+    a side with that range. Any other axis is a side of its own; axes with the same step share one, of all
+    elements that they reach together.
+    """
+    name, steps = load.buffer, dict[int, int]()
+    for axis, step in load.index.terms:
+        if axis < 0:
+            return f"an index that is data says where {name} is read"
+        if not isinstance(step, int) or not isinstance(loops.axes[axis].size, int):
+            return f"{name}'s strides and sizes along {loops.axes[axis].name} are known at launch only"
+        steps[axis] = step
+    if not isinstance(offset := load.index.const, int):
+        return f"where {name} begins is known at launch only"
+    sides: list[Side] = []
+    for node in () if load.within is None else _conjuncts(loops, load.within):
+        if node is None:
+            return f"{name} is read under a condition that is no range"
+        low, high, const = node.low, node.high, node.index.const
+        if not isinstance(low, int) or not isinstance(high, int) or not isinstance(const, int):
+            return f"{name}'s ranges are known at launch only"
+        ratios = {quotient(steps.pop(key, 0), c) for key, c in node.index.terms}
+        stride = next(iter(ratios), None)
+        is_whole = all(isinstance(c, int) for _, c in node.index.terms)
+        if len(ratios) != 1 or not is_whole or not isinstance(stride, int) or stride < 1:
+            return f"a range that {name} is read in is none of one of its dimensions"
+        sides.append(Side(replace(node.index, const=const - low), high - low, stride))
+        offset += stride * (low - const)
+    for step in dict.fromkeys(steps.values()):
+        axes = [axis for axis, other in steps.items() if other == step]
+        reached = sum(int(loops.axes[axis].size) - 1 for axis in axes)
+        sides.append(Side(Index(0, tuple((axis, 1) for axis in axes)), reached + 1, step))
+    return _checked(name, Box(offset, tuple(sides)), leaves, itemsize)
+
+
+def _conjuncts(loops: LoopNest, condition: int) -> Iterator[InRange | None]:
+    """Yield the ranges whose conjunction a condition is, and None for what is no range."""
+    node = loops.nodes[condition]
+    if isinstance(node, Compute) and node.target is torch.ops.aten.logical_and.default:
+        for operand in operands_of(node):
+            yield from _conjuncts(loops, operand)
+    else:
+        yield node if isinstance(node, InRange) else None
+
+
+def _checked(name: str, box: Box, leaves: Sequence[Leaf], itemsize: int) -> Box | str:
+    """Return a box with its lanes and its innermost side last, or what the hardware or Triton has not."""
+    sides: list[Side] = []
+    for side in box.sides:
+        coefficients = {axis: int(c) for axis, c in side.index.terms}
+        along = [leaf for leaf in leaves if leaf.axis in coefficients and leaf.place is Place.LANES]
+        if len(along) > 1:
+            return f"{' and '.join(leaf.name for leaf in along)} are lanes along one dimension of {name}"
+        apart = 1
+        for leaf in along:
+            apart = coefficients[leaf.axis] * leaf.step
+            moving = [o for o in leaves if o.axis in coefficients and o.place is not Place.UNROLL]
+            if not 0 < apart <= side.size or any(coefficients[o.axis] * o.step % apart for o in moving):
+                return f"boxes of {name} move by no multiple of {apart} elements, the step of {leaf.name}"
+            if leaf.lanes != leaf.extent and sum(other.axis == leaf.axis for other in leaves) > 1:
+                return f"{leaf.name} has {leaf.extent} elements in {leaf.lanes} lanes, and more follow"
+        sides.append(replace(side, leaf=along[0] if along else None, apart=apart))
+    sides.sort(key=lambda side: (-side.stride, side.lanes))
+    if len(sides) > MOST_SIDES:
+        return f"{name} is read along {len(sides)} dimensions, more than {MOST_SIDES}"
+    is_dense = bool(sides) and sides[-1].stride == sides[-1].apart == 1
+    if not is_dense or sides[-1].lanes * itemsize < BOX_BYTES:
+        return f"lanes do not cover {BOX_BYTES} bytes of neighbours in {name}"
+    inner, others = sides[-1], [leaf for leaf in leaves if leaf != sides[-1].leaf]
+    starts = [int(c) * leaf.step for axis, c in inner.index.terms for leaf in others if leaf.axis == axis]
+    starts += [box.offset, int(inner.index.const), *(side.stride for side in sides[:-1])]
+    if any(start * itemsize % BOX_BYTES for start in starts):
+        return f"boxes of {name} or their rows begin at no multiple of {BOX_BYTES} bytes"
+    if box.offset < 0 or any(side.stride < 1 or not 0 < side.size < 2**31 for side in sides):
+        return f"{name} is read backwards, from before its beginning, or has no elements"
+    return Box(box.offset, tuple(sides))
 
 
 def placed_registers(loops: LoopNest, placement: Placement) -> float:

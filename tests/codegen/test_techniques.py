@@ -17,9 +17,10 @@ from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
 from benchmarks.block_scaled import groups_of_128
-from fusion_compiler.codegen.emit import emit
+from fusion_compiler.codegen.emit import emit, program_of, schedules_of
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
+from fusion_compiler.schedule.placement import Access, Placement, Via
 from tests import ROOT
 from tests.codegen.test_golden import of_pinned_versions
 
@@ -139,6 +140,10 @@ def is_maximum(x: Tensor) -> Tensor:
     return y == y.amax(-1, keepdim=True)
 
 
+def depthwise(x: Tensor, w: Tensor) -> Tensor:
+    return F.silu(F.conv2d(x.permute(0, 3, 1, 2), w, padding=2, groups=len(w)))
+
+
 def gelu(x: Tensor) -> Tensor:
     return F.gelu(x)
 
@@ -164,12 +169,13 @@ def store_keys(cache: Tensor, key: Tensor, cos: Tensor, sin: Tensor, at: Tensor)
 @dataclass(frozen=True)
 class Example:
     """A small program. inputs: dtypes and shapes, as the page has them. weights: positions of those that
-    nobody writes, of a kernel in a row of others."""
+    nobody writes, of a kernel in a row of others. boxed: a buffer that is loaded through a descriptor."""
 
     fn: Callable[..., Any]
     inputs: str
     gradients: bool = False
     weights: tuple[int, ...] = ()
+    boxed: str | None = None
 
     def __str__(self) -> str:
         return f"{'gradients of ' if self.gradients else ''}{self.fn.__name__}, {self.inputs}"
@@ -193,7 +199,14 @@ class Example:
                 key = canonical(replace(cluster, constants=constants), plan.dag)
                 buffers = {b.name: b for b in key.buffers}
                 device = device_spec(DEVICE)
-                programs = emit(key.nests, cluster.name, "", buffers, device, constants=key.constants)
+                if self.boxed is None:
+                    programs = emit(key.nests, cluster.name, "", buffers, device, constants=key.constants)
+                else:
+                    placement = schedules_of(key.nests[0], cluster.name, device)[0]
+                    assert isinstance(placement, Placement)
+                    through = (*placement.directives, Via(self.boxed, Access.DESCRIPTOR))
+                    placement = replace(placement, directives=through)
+                    programs = (program_of(key.nests, placement, cluster.name, "", buffers, device),)
                 found += ["\n".join(kernel.source for kernel in p.kernels) for p in programs]
         return [re.sub(r"test_techniques\.py:\d+", "model.py:7", text) for text in found]
 
@@ -213,6 +226,7 @@ EXAMPLES = {
         rotary_of_pairs, "bfloat16 [4, 2048, 32, 128], bfloat16 [2048, 1, 64], bfloat16 [2048, 1, 64]"
     ),
     "Misaligned rows": Example(softmax, "bfloat16 [8192, 531]"),
+    "Boxes": Example(depthwise, "bfloat16 [128, 7, 7, 1152], bfloat16 [1152, 1, 5, 5]", boxed="buffer0"),
     "Peeled ends": Example(sum_of_squares, "float32 [8192, 50257]"),
     "Online reductions": Example(softmax, "bfloat16 [4096, 32768]"),
     "Scans": Example(decays, "float32 [8192, 1024]", gradients=True),
