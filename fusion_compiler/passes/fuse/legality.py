@@ -6,6 +6,7 @@ what waits for a sum over all rows can run only at the end, and what is kept per
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from fusion_compiler.ir.device import DeviceSpec
@@ -14,6 +15,7 @@ from fusion_compiler.ir.loops import (
     COLS,
     ROWS,
     Load,
+    LoopNest,
     Reduce,
     Scan,
     axes_of,
@@ -40,12 +42,20 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
     """A kernel that people can read and compilers can schedule."""
     loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
-    # A product has the same for each of its rows: people read them once.
+    # A product has the same for each of its rows, and a search for a row's largest: people read them once.
     alike = len(a.reductions) // SUMS_OF_A_QUERY if a.matrices else len(a.weighted or a.products)
-    most = MOST_OPS * max(1, min(alike, MOST_ALIKE))
+    most = MOST_OPS * max(1, min(max(alike, _beside_a_row(loops)), MOST_ALIKE))
     if len(loops.nodes) > most:
         return f"{len(loops.nodes)} operations are more than {most}"
     return f"{len(buffers)} tensors are more than {MOST_BUFFERS}" if len(buffers) > MOST_BUFFERS else None
+
+
+def _beside_a_row(loops: LoopNest) -> int:
+    """Return the most elements of one tensor that are read or stored one by one for each row."""
+    cols = {k for k, axis in enumerate(loops.axes) if axis.group == COLS}
+    accesses = (*(n for n in loops.nodes if isinstance(n, Load)), *loops.stores)
+    counts = Counter(a.buffer for a in accesses if all(k >= 0 and k not in cols for k, _ in a.index.terms))
+    return max(counts.values(), default=0)
 
 
 def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:

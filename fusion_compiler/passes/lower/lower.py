@@ -78,7 +78,8 @@ from fusion_compiler.passes.lower.space import (
 from fusion_compiler.passes.lower.special import SPECIAL, looked_up, put_place
 
 aten = torch.ops.aten
-# Beside a product what is reduced may lie across its rows, of each of which a program has its own value.
+# Beside a product what is reduced may lie across its rows, of each of which a program has its own value; so
+# may the few elements that a tensor beside a space has for each of its rows.
 UNROLLED: dict[str | None, OpOverload] = {
     "sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default,
 }  # fmt: skip
@@ -185,11 +186,14 @@ class Lowering(Builder):
                 stores += self.stores_of_part(name, part)
                 continue
             coords, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
-            if coords is None or not is_bijection(coords, shape, self.extents):
+            if coords is not None and is_bijection(coords, shape, self.extents):
+                stores += [self.store(name, own, piece=i) for i, own in enumerate(self.pieces(coords))]
+            elif (places := self.beside(shape)) and self.dag.op(name).target is not put:
+                stores += [self.store(name, at) for at in places]
+            else:
                 raise Illegal(
                     "space", f"{name} is {list(shape)}, and the others' space is {list(self.space.axes)}"
                 )
-            stores += [self.store(name, own, piece=i) for i, own in enumerate(self.pieces(coords))]
         return LoopNest(self.axes, tuple(self.nodes), tuple(stores), tuple(self.names))
 
     def store(self, name: str, coords: Coords, within: int | None = None, piece: int = 0) -> Store:
@@ -293,7 +297,31 @@ class Lowering(Builder):
                 coords = self.place_of_operand(operand)
                 if coords is not None and is_bijection(coords, shape, self.extents):
                     return coords
-        return self.in_order(shape)
+        return None if self.along is None and self.beside(shape) else self.in_order(shape)
+
+    def beside(self, shape: tuple[Dim, ...]) -> tuple[Coords, ...]:
+        """Return the coordinates of each of the few elements that a tensor has for every row of the space, or
+        for every column, as the largest of them; nothing where it has no such elements."""
+        for dim, count in enumerate(shape):
+            if isinstance(count, int) and 1 < count <= MOST_UNROLLED:
+                one = (*shape[:dim], 1, *shape[dim + 1 :])
+                at = self.in_order(one) if self.along is not None else self.without(dim, shape)
+                if at is not None and is_bijection(at, one, self.extents):
+                    return tuple((*at[:dim], Index(i, ()), *at[dim + 1 :]) for i in range(count))
+        return ()
+
+    def without(self, dim: int, shape: tuple[Dim, ...]) -> Coords | None:
+        """Return the coordinates of the space without a dimension that is a group by itself; None unless all
+        other sizes are those of `shape`, and this one is not."""
+        sizes, groups = tuple(map(product, self.space.factors)), self.space.groups
+        if self.space.index_split is not None or len(shape) != len(sizes):
+            return None
+        if [d for d, size in enumerate(sizes) if size != shape[d]] != [dim]:
+            return None
+        if any(groups[d] == groups[dim] and size != 1 for d, size in enumerate(sizes) if d != dim):
+            return None
+        at = self.space.identity()
+        return (*at[:dim], ZERO, *at[dim + 1 :])
 
     def place_of_operand(self, name: str) -> Coords | None:
         """Coordinates of an operand that was placed, seen through views."""
@@ -519,10 +547,12 @@ class Lowering(Builder):
         return coords
 
     def is_unrolled(self, op: Op, reduced: Reduced) -> bool:
-        """Whether a reduction is beside a product and of few elements."""
+        """True if a reduction is of few elements, beside a product or of those that each row has."""
         spec, count = spec_of(op.target), product(reduced.shape[d] for d in reduced.dims)
         few = isinstance(count, int) and 1 < count <= MOST_UNROLLED
-        return self.along is not None and few and spec is not None and spec.combine in UNROLLED
+        if not few or spec is None or spec.combine not in UNROLLED:
+            return False
+        return self.along is not None or bool(self.beside(reduced.shape))
 
     def unrolled(self, op: Op, kept: dict[int, Index], reduced: Reduced) -> int:
         """A reduction of few elements as an expression of them. Raises Illegal where pieces have too many."""
