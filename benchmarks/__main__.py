@@ -16,6 +16,7 @@ import torch
 BENCHMARKS = {
     "kernels": "benchmarks.kernels",
     "sweep": "benchmarks.sweep",
+    "depthwise": "benchmarks.depthwise",
     "schedules": "benchmarks.schedules",
     "models": "benchmarks.models",
     "memory": "benchmarks.models",

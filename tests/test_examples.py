@@ -55,7 +55,7 @@ def test_encoder_layer_trains_and_prints_its_plan(capsys: pytest.CaptureFixture[
 def test_one_kernel_is_followed_from_code_to_triton(capsys: pytest.CaptureFixture[str]) -> None:
     one_kernel.main()  # tests/test_architecture.py has the text
     out = capsys.readouterr().out
-    assert "sum of 2 over cols" in out and "def rms_norm(" in out
+    assert "sum of 2 over col\n" in out and "def rms_norm(" in out
 
 
 def test_three_sorts_of_pattern_are_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from torch.amp import autocast_mode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusion_compiler.ir import random, record, recurrent, running
+from fusion_compiler.ir import depthwise, random, record, recurrent, running
 from fusion_compiler.ir.channel_order import to_memory_format
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.convolution_relu import convolution_relu
@@ -240,7 +240,7 @@ class _Reader:
 
 # Operators whose names say what they do, as PyTorch's own do; by those, as nodes hold copies of overloads.
 _RUNNING = (running.largest, running.smallest, running.where_largest, running.where_smallest)
-_IMAGES = (group_norm, group_norm_backward, max_pool, max_pool_backward)
+_IMAGES = (group_norm, group_norm_backward, max_pool, max_pool_backward, *depthwise.CALLS)
 _CALLS = (expert_mm, permuted_rows, *COMBINES, convolution_relu, to_memory_format, *recurrent.OPERATORS)
 _OWN = frozenset(map(str, (random.seed, random.uniform, attend, *_CALLS, *_RUNNING, *_IMAGES)))
 _OF_LOOPS = ("name", "rows", "chunk", "inputs", "results", "saved", "unit")

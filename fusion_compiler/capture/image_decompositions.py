@@ -3,8 +3,9 @@
 cuDNN's convolutions add no bias: ATen adds it in a pass over the result, and sums its gradient in another
 over the result's gradient. Apart from the convolution both join the clusters around them. ATen and cuDNN also
 copy an operand that does not lie as the convolution wants it. Here such a copy is a node of the graph, which
-the kernel that computes the operand carries out by storing it in that order. On a CPU convolutions have their
-bias inside, which rounds once, and stay whole.
+the kernel that computes the operand carries out by storing it in that order. Depthwise convolutions are
+operators that clusters hold (`ir/depthwise.py`). On a CPU convolutions have their bias inside, which rounds
+once, and stay whole.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
-from fusion_compiler.ir.channel_order import copy_in_order, to_memory_format
+from fusion_compiler.ir import depthwise
+from fusion_compiler.ir.channel_order import copy_in_order, order_of_result, to_memory_format
 from fusion_compiler.ir.convolution_times import convolution_of, faster_is_last
 
 aten = torch.ops.aten
@@ -38,9 +40,14 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) 
     faster = _faster_order(x, weight, geometry, "forward", order)
     operands = _in_order((x, weight), faster)
     beside = bias if bias is not None and bias.dtype == x.dtype else None
-    if beside is None and operands is None:
+    alone = _is_depthwise(x, weight, geometry) and bias is beside
+    if beside is None and operands is None and not alone:
         return NotImplemented
-    result = aten.convolution.default(*(operands or (x, weight)), bias if beside is None else None, *geometry)
+    image, kernel = operands or (x, weight)
+    if alone:
+        result = depthwise.depthwise(image, kernel, *_per_dimension(x, geometry))
+    else:
+        result = aten.convolution.default(image, kernel, bias if beside is None else None, *geometry)
     result = _returned(result, x, faster, order)
     if beside is None:
         return result
@@ -57,9 +64,12 @@ def convolution_backward(
         return NotImplemented
     order, calls = order_of_result(x, weight), [wanted[:2]]
     faster = [_faster_order(x, weight, geometry, name, order) for name in ("dgrad", "wgrad")]
+    gradients: list[Tensor | None] = [None, None, _bias_gradient(gradient) if wanted[2] else None]
+    if _is_depthwise(x, weight, geometry):
+        of_image, of_weight = _depthwise_gradients(gradient, x, weight, geometry, faster, wanted)
+        return of_image, of_weight, gradients[2]
     if wanted[0] and wanted[1] and faster[0] is not faster[1]:
         calls = [[True, False], [False, True]]
-    gradients: list[Tensor | None] = [None, None, _bias_gradient(gradient) if wanted[2] else None]
     for mask in calls:
         if not any(mask):
             continue
@@ -76,16 +86,38 @@ def convolution_backward(
     return gradients[0], gradients[1], gradients[2]
 
 
+def _is_depthwise(x: Tensor, weight: Tensor, geometry: Sequence[Any]) -> bool:
+    *_, transposed, _, groups = geometry
+    return depthwise.is_depthwise(x, weight, transposed, groups)
+
+
+def _per_dimension(x: Tensor, geometry: Sequence[Any]) -> list[list[int]]:
+    """Return stride, padding and dilation with a number for each dimension; one alone is meant for all."""
+    return [list(n) * (x.ndim - 2) if len(n) == 1 else list(n) for n in geometry[:3]]
+
+
+def _depthwise_gradients(
+    gradient: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any],
+    orders: Sequence[torch.memory_format], wanted: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradients of image and weight that are wanted, each computed in its order of `orders`."""
+    gradients: list[Tensor | None] = []
+    image = (depthwise.depthwise_input_gradient, weight, x, x.shape)
+    kernel = (depthwise.depthwise_weight_gradient, x, weight, weight.shape[2:])
+    for (operator, other, like, size), order, wish in zip((image, kernel), orders, wanted[:2], strict=True):
+        if not wish:
+            gradients.append(None)
+            continue
+        operands = _in_order((gradient, other), order) or (gradient, other)
+        result = operator(*operands, size, *_per_dimension(x, geometry))
+        gradients.append(_returned(result, like, order, suggest_memory_format(like)))
+    return gradients
+
+
 def _bias_gradient(gradient: Tensor) -> Tensor:
     dims = [d for d in range(gradient.ndim) if d != 1]
     half = gradient.dtype in (torch.float16, torch.bfloat16)
     return torch.sum(gradient, dims, dtype=torch.float32 if half else None).to(gradient.dtype)
-
-
-def order_of_result(x: Tensor, weight: Tensor) -> torch.memory_format:
-    """Return the order of an eager convolution's result: channels last if either operand has them last."""
-    orders = (suggest_memory_format(x), suggest_memory_format(weight))
-    return next((order for order in orders if order is not torch.contiguous_format), orders[0])
 
 
 def _faster_order(

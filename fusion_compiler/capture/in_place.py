@@ -35,7 +35,7 @@ from fusion_compiler.capture.graphs import aliases, arguments, copied, emit, era
 from fusion_compiler.ir.dag import dim_of, kind_of
 from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.layout import is_view_node
-from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ir.ops import Kind, is_always_held, spec_of
 from fusion_compiler.ir.put import put
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 from fusion_compiler.ir.schema import written
@@ -311,7 +311,7 @@ class _Writes:
 
 def _is_computed(node: fx.Node) -> bool:
     """Whether a cluster makes a value, and may store it anywhere."""
-    return node.op == "call_function" and node.target is not put and spec_of(node.target) is not None
+    return node.op == "call_function" and node.target is not put and is_always_held(node.target)
 
 
 def root(node: fx.Node) -> fx.Node:

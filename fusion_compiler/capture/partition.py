@@ -36,7 +36,7 @@ from fusion_compiler.ir.device import DEFAULT, device_spec
 from fusion_compiler.ir.effects import has_effect, is_random
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.loops import exact
-from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ir.ops import is_always_held
 from fusion_compiler.ir.pinned import pin
 from fusion_compiler.ir.random import merge_seeds
 from fusion_compiler.ir.recurrent import FORWARDS
@@ -209,7 +209,7 @@ def _reads_on_the_way(node: fx.Node) -> bool:
     """True if only clusters read a value through `node`, an operator or a view."""
     if is_view_node(node):
         return all(map(_reads_on_the_way, node.users))
-    return spec_of(node.target) is not None
+    return is_always_held(node.target)
 
 
 def keep_records(graph: fx.Graph) -> None:

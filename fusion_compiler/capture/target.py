@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_compiler.capture.attention_choice import attention
 from fusion_compiler.capture.autocast import autocasting, with_kernel
-from fusion_compiler.capture.image_decompositions import order_of_result
+from fusion_compiler.ir.channel_order import order_of_result
 from fusion_compiler.ir.device import DeviceSpec
 
 GPU = torch.device("cuda", 0)

@@ -361,8 +361,7 @@ class Emitter:
                 tile, base = self.loaded(node), self.called(node.buffer)
             case Coordinate():
                 index = self.index(node.index)
-                is_known = not index.value.names
-                value = tl.full([], index.value, node.dtype) if is_known else index.value.to(node.dtype)
+                value = index.value.to(node.dtype) if index.is_block else tl.full([], index.value, node.dtype)
                 tile, base = self.joined(value, index), "position"
             case InRange():
                 index = self.index(node.index)
@@ -566,6 +565,7 @@ class Emitter:
                     state = Tile(self.state(node.combine, term.value), term.lanes, term.is_block)
                 elif term is not None and state is not None:
                     self.add(monoids.step(node, cast(Var, state.value), term.value))
+                    state = self.joined(state.value, state, term)
             if state is None:
                 state = self.started(number)
             return self.folded(number, node, state)

@@ -16,9 +16,20 @@ from fusion_compiler.codegen.finishing import completed
 from fusion_compiler.codegen.partial_reductions import schedule_of
 from fusion_compiler.ir.dims import product, strides_of
 from fusion_compiler.ir.kernel import Buffer
-from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, Store, row_major
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Axis,
+    Index,
+    Load,
+    LoopNest,
+    Reduce,
+    Store,
+    axes_of,
+    row_major,
+)
 from fusion_compiler.schedule.analysis import accumulator_dtype, waiting
-from fusion_compiler.schedule.placement import Leaf, Place, Placement, axes_of_values
+from fusion_compiler.schedule.placement import Leaf, Place, Placement
 from fusion_compiler.schedule.schedule import Schedule
 
 
@@ -58,7 +69,7 @@ def split_reductions(loops: LoopNest, placement: Placement, numbers: Iterator[in
     leaves = placement.leaves(loops.axes)
     on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
-    behind = axes_of_values(loops)
+    behind = axes_of(loops)
     partials: dict[int, Partial] = {}
     for n, node in enumerate(loops.nodes):
         shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.axis in node.axes)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 NAME = "fusion_compiler::to_memory_format"
 torch.library.define(NAME, "(Tensor input, MemoryFormat memory_format) -> Tensor")
@@ -30,6 +31,12 @@ def with_dimensions(x: Tensor, dims: list[int]) -> Tensor:
 def dimensions_in_memory(x: Tensor) -> list[int]:
     """Return the dimensions of `x` from the outermost in memory to the innermost."""
     return sorted(range(x.dim()), key=lambda d: -x.stride(d))
+
+
+def order_of_result(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """Return the order of an eager convolution's result: channels last if either operand has them last."""
+    orders = (suggest_memory_format(x), suggest_memory_format(weight))
+    return next((order for order in orders if order is not torch.contiguous_format), orders[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -232,7 +232,7 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
 
     spec = spec_of(node.target)
     out = sum(map(numel_of, outputs))
-    if spec is not None:
+    if spec is not None and spec.kind is not Kind.CONTRACTION:
         return spec.flops * (max([out, *map(numel_of, inputs)]) if spec.combine else out)
     name = name_of(node.target)
     named = bound(node.target, node.args, node.kwargs) if isinstance(node.target, OpOverload) else {}
@@ -242,6 +242,10 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
         """Return the tensor of an argument by its name, or by its position if the operator has no schema."""
         return metas_of(named.get(argument, operands[position]).meta["val"])[0]
 
+    if spec is not None:  # a depthwise convolution, or a gradient of one
+        positions = meta("gradient") if "gradient" in named else outputs[0]
+        weight = meta("weight") if "weight" in named else outputs[0]
+        return spec.flops * numel_of(positions) * numel(weight.shape[2:], hints)
     backward = "backward" in name
     if name in _SUMMED:
         return 2 * out * hint(meta(_SUMMED[name]).shape[-1], hints)

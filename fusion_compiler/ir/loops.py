@@ -1,7 +1,7 @@
 """The loop nest: one cluster over one iteration space, before a schedule is chosen.
 
     LoopNest := axes, nodes, stores
-    axis     := name, size, group            group is "batch", "rows" or "cols"
+    axis     := name, size, group            group is "batch", "rows", "cols" or "inner"
     index    := const + sum(coeff * axis) + sum(coeff * value)
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
@@ -19,6 +19,9 @@ many turns there are is data.
 
 A nest with batch axes is one of matrices, one for each of their points: a tile holds all rows of one, so that
 reductions over its rows and along them may feed each other. Other nests have no batch axes.
+
+Inner axes come behind all others. Only reductions run over them, as those of a convolution do over its taps:
+what is stored does not vary along them, and all other axes of such a nest are columns.
 """
 
 from __future__ import annotations
@@ -173,7 +176,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Combine `operand` over some axes of the rows and columns: the result varies over the others alone.
+    """Combine `operand` over some axes of rows and columns, or over inner ones: the result varies over the
+    others alone.
 
     axes: by number. Those of one element belong to them: a reduction over a group has all of its axes, and
     one that keeps some axes of the two groups has all others. `over_of` says how tiles make it.
@@ -322,8 +326,11 @@ def over_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[str]:
 
     A reduction that keeps a part of a group is over both groups: what it keeps is neither a row nor a column
     of a tile, and its values are only stored. But one over segments, whole ones of which each tile has, is
-    over no group: each element of the tile has the value of the segment in which it lies.
+    over no group: each element of the tile has the value of the segment in which it lies. One over inner axes
+    is over these, and each element of the tile has its own.
     """
+    if is_inner(axes, reduce):
+        return frozenset({INNER})
     if kept_of(axes, reduce):
         return frozenset() if _is_over_segments(axes, reduce) else TILE
     groups = frozenset(axes[k].group for k in reduce.axes)
@@ -331,10 +338,16 @@ def over_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[str]:
     return groups or frozenset({ROWS if axes_in(axes, (COLS,)) else COLS})
 
 
+def is_inner(axes: Sequence[Axis], reduce: Reduce) -> bool:
+    """True if a reduction is over inner axes."""
+    return any(axes[k].group == INNER for k in reduce.axes)
+
+
 def kept_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[int]:
     """Return the axes of rows and columns that a reduction keeps; none where it is over whole groups."""
     whole = axes_in(axes, {axes[k].group for k in reduce.axes})
-    return frozenset() if reduce.axes == whole else axes_in(axes, TILE) - reduce.axes
+    keeps_none = reduce.axes == whole or is_inner(axes, reduce)
+    return frozenset() if keeps_none else axes_in(axes, TILE) - reduce.axes
 
 
 def _is_over_segments(axes: Sequence[Axis], reduce: Reduce) -> bool:
@@ -345,19 +358,13 @@ def _is_over_segments(axes: Sequence[Axis], reduce: Reduce) -> bool:
     return is_inner and reduce.combine in IN_SEGMENTS and product(axes[k].size for k in inner) in SEGMENTS
 
 
-def partial_reductions(loops: LoopNest) -> frozenset[int]:
-    """Return the reductions of which a tile has only a part: they keep neither a row nor a column of it."""
-    reductions = ((i, n) for i, n in enumerate(loops.nodes) if isinstance(n, Reduce))
-    return frozenset(i for i, n in reductions if kept_of(loops.axes, n) and over_of(loops.axes, n))
-
-
 def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
     """The axis groups that each node varies over within a tile: rows, columns, both or none."""
     out: list[frozenset[str]] = []
     for node in loops.nodes:
         groups = {g for o in operands_of(node) for g in out[o]}
         if isinstance(node, Load | Coordinate | InRange | Random):
-            groups |= {loops.axes[k].group for k, _ in node.index.terms if k >= 0} - {BATCH}
+            groups |= {loops.axes[k].group for k, _ in node.index.terms if k >= 0} & TILE
         if isinstance(node, Reduce):
             groups -= over_of(loops.axes, node)
         if isinstance(node, Scan):

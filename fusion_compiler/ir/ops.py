@@ -27,7 +27,7 @@ from enum import StrEnum
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import put, random, running, sum_rows
+from fusion_compiler.ir import depthwise, put, random, running, sum_rows
 from fusion_compiler.ir.syntax import (
     INFINITY,
     MINUS_INFINITY,
@@ -618,6 +618,9 @@ _LAYOUTS = _layout(
     aten.flip.default,
 )
 
+# Operations of each element and tap, of which `ir/dag.py` counts how many there are.
+_CONVOLUTIONS = tuple(OpSpec(target, Kind.CONTRACTION, flops=2) for target in depthwise.CALLS)
+
 _WRITES = _layout(put.put)  # into memory that exists: stores at other places than those of their results
 
 OPS: tuple[OpSpec, ...] = (
@@ -632,6 +635,7 @@ OPS: tuple[OpSpec, ...] = (
     *_REDUCTIONS,
     *_SCANS,
     *_LAYOUTS,
+    *_CONVOLUTIONS,
     *_WRITES,
     OpSpec(random.uniform, Kind.RANDOM, flops=16),
 )
@@ -642,3 +646,9 @@ _BY_TARGET = {spec.target: spec for spec in OPS}
 def spec_of(target: object) -> OpSpec | None:
     """The row of an ATen overload; None for everything that is not in the table."""
     return _BY_TARGET.get(target) if isinstance(target, OpOverload) else None
+
+
+def is_always_held(target: object) -> bool:
+    """True for an operator that clusters hold whatever it costs; a contraction only if that is faster."""
+    spec = spec_of(target)
+    return spec is not None and spec.kind is not Kind.CONTRACTION

@@ -17,7 +17,7 @@ import networkx as nx
 from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.dag import OpDag, Source
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import BATCH, GROUPS
+from fusion_compiler.ir.loops import BATCH, GROUPS, INNER
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Cluster, Leftover, PlanData, Rejected
 from fusion_compiler.ir.recurrent import LAYERS
@@ -127,13 +127,17 @@ def library_calls(plan: PlanData) -> Counter[str]:
 
 
 def iteration_space(cluster: Cluster) -> str:
-    """ "16384 rows x 4096", "512 x 64 rows x 128" of so many matrices, or the number of elements where all
-    axes are of one group; of loop nests that share a launch the first's, and how many more there are."""
+    """Return "16384 rows x 4096", "512 x 64 rows x 128" for as many matrices, or "4096 elements of 9 terms",
+    which is without terms where nothing is reduced. Of loop nests that share a launch it is the first's, with
+    the number of others."""
     more = f", +{len(cluster.horizontal)}" if cluster.horizontal else ""
     batch, rows, cols = (prod(a.size for a in cluster.loops.axes if a.group == group) for group in GROUPS)
     groups = {axis.group for axis in cluster.loops.axes}
     if BATCH in groups:
         return f"{batch} x {rows} rows x {cols}{more}"
+    if INNER in groups:
+        inner = prod(a.size for a in cluster.loops.axes if a.group == INNER)
+        return f"{cols} elements of {inner} terms{more}"
     return (f"{rows} rows x {cols}" if len(groups) == 2 else f"{rows * cols} elements") + more
 
 

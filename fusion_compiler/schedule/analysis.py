@@ -34,7 +34,6 @@ from fusion_compiler.ir.loops import (
     longest_piece,
     operands_of,
     over_of,
-    partial_reductions,
     renumber,
     renumber_index,
     right_neighbours,
@@ -316,7 +315,7 @@ class Analysis:
     @cached_property
     def segmented(self) -> tuple[int, ...]:
         """Reductions that keep axes of both groups, or of the rows: each block stores its part of them."""
-        return tuple(sorted(partial_reductions(self.loops)))
+        return tuple(i for i in self.reductions if self.kept(i))
 
     def kept(self, node: int) -> frozenset[int]:
         reduce = self.loops.nodes[node]

@@ -18,16 +18,7 @@ from math import prod
 from typing import ClassVar
 
 from fusion_compiler.ir.dims import Dim
-from fusion_compiler.ir.loops import (
-    Axis,
-    Coordinate,
-    InRange,
-    Load,
-    LoopNest,
-    Random,
-    Reduce,
-    operands_of,
-)
+from fusion_compiler.ir.loops import Axis, LoopNest, Reduce, axes_of, operands_of
 from fusion_compiler.schedule.analysis import ceil_div
 from fusion_compiler.schedule.shapes import WARP, padded
 
@@ -169,21 +160,10 @@ def refusal(loops: LoopNest, placement: Placement) -> str | None:
     return None
 
 
-def axes_of_values(loops: LoopNest) -> tuple[frozenset[int], ...]:
-    """Return the axes of each node's value: those of its index and its operands, less what it reduces."""
-    axes: list[frozenset[int]] = []
-    for node in loops.nodes:
-        of = frozenset[int]().union(*(axes[o] for o in operands_of(node)))
-        if isinstance(node, Load | Coordinate | InRange | Random):
-            of |= {key for key, _ in node.index.terms if key >= 0}
-        axes.append(of - node.axes if isinstance(node, Reduce) else of)
-    return tuple(axes)
-
-
 def placed_registers(loops: LoopNest, placement: Placement) -> float:
     """Return the 32-bit registers of a thread for the accumulators of a nest's reductions, and two tiles."""
     leaves = placement.leaves(loops.axes)
-    threads, axes = WARP * placement.num_warps, axes_of_values(loops)
+    threads, axes = WARP * placement.num_warps, axes_of(loops)
     tiles = 0.0
     for number, node in enumerate(loops.nodes):
         if isinstance(node, Reduce):

@@ -55,7 +55,7 @@ NO_BUFFERS: Mapping[str, BufferInfo] = {}
 def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     """Why no schedule runs a loop nest on a device; None where some do."""
     if a.inner:
-        return None if windowed.placements(a.loops, device) else "no placement holds its windows"
+        return None if windowed.best(a.loops, device) else windowed.REFUSAL
     reasons = [kind.refuses(a, device) for kind in _suited(a)]
     return None if None in reasons else reasons[0]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 import sympy
@@ -31,15 +31,15 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Store,
     Value,
+    axes_of,
 )
 from fusion_compiler.ir.plan_data import Cost
-from fusion_compiler.schedule.analysis import operand_of
+from fusion_compiler.schedule.analysis import MOST_TURNS, operand_of
 from fusion_compiler.schedule.placement import (
     At,
     Place,
     Placement,
     Split,
-    axes_of_values,
     placed_registers,
     refusal,
 )
@@ -52,9 +52,11 @@ MOST_UNROLLED = 36  # taps times positions, beyond which the outer taps are a lo
 MOST_ROWS = 4  # of positions in a tile, beside the sliding one
 MOST_REGISTERS = 150  # of a thread, for accumulators
 WARPS = 16  # of each multiprocessor, in all programs that share a filter's gradient
-ISSUE, ISSUE_SPLIT = 1.5, 3.4  # instructions issued for each that is counted: of a convolution, a gradient
+ISSUE, ISSUE_SPLIT = 1.5, 2.5  # instructions issued for each that is counted: of a convolution, a gradient
 LATENCY_US = 8.0  # in which a program waits for the first of its taps, and stores
 PER_LOAD = 9 / 8  # instructions of an element that is loaded: its conversion, and a share of a vector's load
+REFUSAL = "no tile holds what its windows read"
+NO_HINTS: Mapping[sympy.Symbol, int] = {}
 KEPT = 8  # placements of a nest, best first
 # Times the predicted time of issue, measured on an H200 (2026-11-27): by the vector's elements of a tile,
 # where it has few sliding positions side by side in lanes, and where it has more than four in turn.
@@ -63,13 +65,14 @@ BLOCKS, FEW_LANES, MANY_IN_TURN = {16: 1.2, 32: 1.0, 64: 1.1}, 1.2, 1.15
 
 @dataclass(frozen=True)
 class Windows:
-    """What a nest's windows look like. Numbers are those of axes.
+    """What a nest's windows look like; numbers are those of axes.
 
     vector: the axis along which neighbours lie in memory. slide: the position, not the vector, whose elements
     are computed side by side, and its tap; None if there is none. rows: the other positions but the vector.
-    taps: all taps. rest: all other axes but the vector. are_reduced: True if the taps are reduced, False if
-    the positions are. stride: of the sliding position, in taps. phases: of a position, how many neighbours
-    meet different taps, as in the gradient of a convolution with strides: they are unrolled.
+    taps: all taps. rest: all other axes but the vector. parted: of them, those that are reduced. are_reduced:
+    True if the taps are reduced, False if the positions are. stride: of the sliding position, in taps.
+    phases: of a position, how many neighbours meet different taps, as in the gradient of a convolution with
+    strides: they are unrolled.
     """
 
     vector: int
@@ -77,6 +80,7 @@ class Windows:
     rows: tuple[int, ...]
     taps: tuple[int, ...]
     rest: tuple[int, ...]
+    parted: tuple[int, ...]
     are_reduced: bool
     stride: int
     phases: Mapping[int, int]
@@ -114,10 +118,11 @@ def windows_of(loops: LoopNest) -> Windows | None:
     rows = tuple(p for p in positions if p != vector and (slide is None or p != slide[1]))
     used = {vector, *positions, *pairs}
     rest = tuple(n for n in range(len(loops.axes)) if n not in used)
+    parted = tuple(n for n in rest if n in reduced)
     stride = 1 if slide is None else pairs[slide[0]][1]
     sliding = slide and (slide[1], slide[0])
     phases = {k: s for k, s in _remainders(loops).items() if k in positions}
-    return Windows(vector, sliding, rows, tuple(pairs), rest, are_reduced, stride, phases)
+    return Windows(vector, sliding, rows, tuple(pairs), rest, parted, are_reduced, stride, phases)
 
 
 def _remainders(loops: LoopNest) -> dict[int, int]:
@@ -136,9 +141,12 @@ def _remainders(loops: LoopNest) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """block: of the vector's elements. unrolled: sliding positions side by side. lanes: of the sliding
-    position. rows: of the first other position. parts: programs that share a reduction over the first other
-    axis. spread: as many more share one over the first other position. looped: the outer taps are a loop."""
+    """How a tile covers a nest with windows.
+
+    block: of the vector's elements. unrolled: sliding positions side by side. lanes: of the sliding position.
+    rows: of the first other position. parts: programs that share a reduction over the first of the parted
+    axes. spread: as many more share one over the first other position. looped: the outer taps are a loop.
+    """
 
     block: int
     unrolled: int
@@ -151,18 +159,33 @@ class _Shape:
 
 
 def placements(
-    loops: LoopNest, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = {}
+    loops: LoopNest, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
 ) -> tuple[Placement, ...]:
     """Return placements of a nest with windows, best first by prediction; none if it has no windows."""
+    legal = (placement for placement, _ in _legal(loops, windows_of(loops), device, hints))
+    return tuple(itertools.islice(dict.fromkeys(legal), KEPT))
+
+
+def best(
+    loops: LoopNest, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
+) -> tuple[Windows, _Shape] | None:
+    """Return the windows of a nest and the shape of its best placement; None if it has none."""
     windows = windows_of(loops)
+    found = next(_legal(loops, windows, device, hints), None)
+    return None if windows is None or found is None else (windows, found[1])
+
+
+def _legal(
+    loops: LoopNest, windows: Windows | None, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
+) -> Iterator[tuple[Placement, _Shape]]:
+    """Yield the placements that run a nest, best first, with their shapes."""
     if windows is None:
-        return ()
-    found: dict[Placement, float] = {}
-    for shape in _shapes(loops, windows, device, hints):
+        return
+    shapes = dict.fromkeys(_shapes(loops, windows, device, hints))
+    for shape in sorted(shapes, key=lambda shape: _rank(loops, windows, shape, device, hints)):
         placement = _placement(loops, windows, shape)
         if refusal(loops, placement) is None and placed_registers(loops, placement) <= MOST_REGISTERS:
-            found.setdefault(placement, _rank(loops, windows, shape, device, hints))
-    return tuple(sorted(found, key=found.__getitem__)[:KEPT])
+            yield placement, shape
 
 
 def _shapes(
@@ -173,6 +196,8 @@ def _shapes(
     phase = 1 if w.slide is None else w.phases.get(w.slide[0], 1)
     each = (8, 16) if w.are_reduced else (4, 2, 1)
     blocks = powers(32, 128) if w.are_reduced else powers(16, 64)
+    if w.slide is None:
+        blocks = powers(128, 1024)
     for block in dict.fromkeys(min(b, padded(size[w.vector])) for b in blocks):
         for unrolled in dict.fromkeys(phase * n for n in (1, 2, 4) if w.slide is not None or n == 1):
             for warps in (2, 4, 8):
@@ -186,11 +211,10 @@ def _shapes(
                     tall = min(lanes // wide, padded(high), MOST_ROWS if w.are_reduced else lanes)
                     many = w.are_reduced and taps * unrolled > MOST_UNROLLED and len(w.taps) > 1
                     looped = many and not w.phases
-                    across = ceil(size[w.vector] / block)
-                    wanted = WARPS * device.sms / (across * warps)
-                    parts = 1 if w.are_reduced or not w.rest else _parts(size, w, wanted)
-                    spread = not w.are_reduced and 2 * parts < wanted
-                    yield _Shape(block, unrolled, wide, tall, parts, spread, looped, warps_of(warps, device))
+                    shape = _Shape(block, unrolled, wide, tall, 1, False, looped, warps_of(warps, device))
+                    shape = shape if w.are_reduced else _shared(loops, size, w, shape, device)
+                    if shape is not None:
+                        yield shape
 
 
 def _rank(
@@ -205,10 +229,25 @@ def _rank(
     return us
 
 
-def _parts(size: Mapping[int, int], w: Windows, wanted: float) -> int:
-    """Return the programs that share a reduction over the first other axis: a divisor of its size."""
-    count = size[w.rest[0]]
-    return max((d for d in range(1, count + 1) if count % d == 0 and d <= wanted), default=1)
+def _shared(
+    loops: LoopNest, size: Mapping[int, int], w: Windows, s: _Shape, device: DeviceSpec
+) -> _Shape | None:
+    """Return a shape whose reductions programs share: enough to fill the device, and so that no lane adds up
+    more than `MOST_TURNS` terms one after the other. None if there is none."""
+    across = ceil(size[w.vector] / s.block)
+    is_reduced = _is_reduced(loops, w.vector)
+    wanted = WARPS * device.sms / (s.num_warps * (1 if is_reduced else across))
+    wanted /= prod(size[n] for n in w.rest if n not in w.parted)
+    count = size[w.parted[0]] if w.parted else 1
+    turns = prod(size[n] for n in w.parted[1:]) * (across if is_reduced else 1)
+    turns *= size[w.slide[0]] if w.slide is not None else 1
+    blocks = ceil(size[w.rows[0]] / s.rows) if w.rows else 1
+    for spread in (False, True):
+        for parts in (d for d in range(1, count + 1) if count % d == 0):
+            enough = parts * (blocks if spread else 1) >= wanted or (spread and parts == count)
+            if enough and turns * (count // parts) * (1 if spread else blocks) <= MOST_TURNS:
+                return replace(s, parts=parts, spread=spread and blocks > 1)
+    return None
 
 
 def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
@@ -217,16 +256,16 @@ def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
     grid: list[Split | At] = []
     lanes: list[Split | At] = []
     unrolled: list[Split | At] = []
-    if not w.are_reduced and w.rest:
-        parted, *others = w.rest
-        grid += [Split(name[parted], loops.axes[parted].size // s.parts), At(f"{name[parted]}.o", Place.GRID)]  # type: ignore[operator]
-        grid += [At(name[n], Place.GRID) for n in others if not _is_reduced(loops, n)]
-        vector = [Split(name[w.vector], s.block), At(f"{name[w.vector]}.o", _outer(loops, w.vector))]
+    vector = [Split(name[w.vector], s.block), At(f"{name[w.vector]}.o", _outer(loops, w.vector))]
+    grid += [At(name[n], Place.GRID) for n in w.rest if n not in w.parted]
+    if not w.are_reduced:
+        for n in w.parted[:1]:
+            size = loops.axes[n].size
+            assert isinstance(size, int), "parts of a reduction have a known size"
+            grid += [Split(name[n], size // s.parts), At(f"{name[n]}.o", Place.GRID)]
         grid += vector
-        grid += [At(f"{name[parted]}.i", Place.LOOP)]
-        grid += [At(name[n], Place.LOOP) for n in others if _is_reduced(loops, n)]
-    else:
-        grid += [At(name[n], _outer(loops, n)) for n in w.rest]
+        grid += [At(f"{name[n]}.i", Place.LOOP) for n in w.parted[:1]]
+    grid += [At(name[n], Place.LOOP) for n in (w.parted if w.are_reduced else w.parted[1:])]
     for i, n in enumerate(w.rows):
         rows, base = s.rows if i == 0 else 1, name[n]
         if n in w.phases:
@@ -252,8 +291,8 @@ def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
             lanes.append(At(f"{base}.i", Place.LANES))
         else:
             grid.append(At(base, outer))
-    if w.are_reduced or not w.rest:
-        grid += [Split(name[w.vector], s.block), At(f"{name[w.vector]}.o", _outer(loops, w.vector))]
+    if w.are_reduced:
+        grid += vector
     lanes.append(At(f"{name[w.vector]}.i", Place.LANES))
     kept = {w.slide[1]} if w.slide is not None else {w.taps[-1]}
     taps: list[Split | At] = [
@@ -301,15 +340,13 @@ def cost(
     loops: LoopNest,
     device: DeviceSpec,
     buffers: Mapping[str, BufferInfo],
-    hints: Mapping[sympy.Symbol, int] = {},
+    hints: Mapping[sympy.Symbol, int] = NO_HINTS,
 ) -> Cost:
     """Return what a nest with windows takes under its best placement. Raises LookupError if it has none."""
-    windows = windows_of(loops)
-    best = placements(loops, device, hints)
-    if windows is None or not best:
-        raise LookupError("no placement holds its windows")
-    shapes = {_placement(loops, windows, s): s for s in _shapes(loops, windows, device, hints)}
-    shape = shapes[best[0]]
+    found = best(loops, device, hints)
+    if found is None:
+        raise LookupError(REFUSAL)
+    windows, shape = found
 
     def moved(names: set[str]) -> int:
         infos = (buffers[name] for name in names)
@@ -321,7 +358,7 @@ def cost(
     issue = issue_us(loops, windows, shape, device, hints)
     second = device.launch_us if shape.parts > 1 or shape.spread else 0.0
     sizes = [hint(axis.size, hints) for axis in loops.axes]
-    axes = axes_of_values(loops)
+    axes = axes_of(loops)
     flops = sum(2 * prod(sizes[k] for k in axes[n.operand]) for n in loops.nodes if isinstance(n, Reduce))
     us = device.launch_us - device.floor_us + LATENCY_US + memory + issue + second
     return Cost(us, read, written, flops, "memory" if memory > issue else "arithmetic")

@@ -39,7 +39,6 @@ from fusion_compiler.ir.loops import (
     longest_piece,
     operands_of,
     over_of,
-    partial_reductions,
     right_neighbours,
 )
 from fusion_compiler.schedule.contractions import LEAST, MOST_MATRICES
@@ -136,15 +135,13 @@ class Work:
         self.in_turns: set[int] = set()  # nodes that have a value for each turn of a counter
         self.inside: dict[int, float] = {}  # part of the space in which a condition holds
         self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
-        partial = partial_reductions(loops)
         for number, node in enumerate(loops.nodes):
             if self.in_turns and not self.in_turns.isdisjoint(operands_of(node)):
                 self.in_turns.add(number)
             if type(node) is Compute:
                 self._compute(node)
-            elif number in partial:
-                assert isinstance(node, Reduce)
-                self._add(*self._reduce_segments(node))
+            elif type(node) is Reduce:
+                self._add(*self._reduce(node))
             else:
                 self._other(node)
         several = len(loops.stores) > 1
@@ -203,8 +200,6 @@ class Work:
                 self.tile_loads.append(node.buffer)
             if node.dtype is torch.float64:
                 self.row_bytes = 8
-        elif type(node) is Reduce:
-            varies, axes, phase = self._reduce(node)
         elif type(node) is Scan:
             varies, axes, needs, phase = self._scan(node)
         elif isinstance(node, Random):
@@ -232,9 +227,11 @@ class Work:
         self.needs.append(needs)
         self.phase.append(phase)
 
-    def _reduce(self, node: Reduce) -> tuple[int, int, int]:
+    def _reduce(self, node: Reduce) -> tuple[int, int, int, int]:
         operand = node.operand
         groups = over_of(self.loops.axes, node)
+        if len(groups) == 2 and (kept := kept_of(self.loops.axes, node)):
+            return self._reduce_segments(operand, kept)
         over = (ROWS in groups) | 2 * (COLS in groups)
         self.reduced |= over
         self.ahead += over == 1 and self.varies[operand] == 1
@@ -250,7 +247,7 @@ class Work:
             phase += 1
             self.early |= self.needs[operand]
             self.phases = max(self.phases, phase)
-        return self.varies[operand] & ~over, axes, phase
+        return self.varies[operand] & ~over, axes, 0, phase
 
     def products(self) -> int:
         """Operations of a product's sums where tensor units make them (`schedule/contractions.py`): several
@@ -304,11 +301,12 @@ class Work:
         columns = sum(1 << axis for axis, group in enumerate(self.group_of) if group == 2)
         return varies, self.axes[operand] | columns, needs, phase
 
-    def _reduce_segments(self, node: Reduce) -> tuple[int, int, int, int]:
-        """A partial result for every piece of a row, the sums of which do not exist in the tile."""
-        operand = node.operand
+    def _reduce_segments(self, operand: int, numbers: frozenset[int]) -> tuple[int, int, int, int]:
+        """A partial result for every piece of a row, the sums of which do not exist in the tile.
+
+        numbers: of the axes that are kept.
+        """
         self.fp32 += self.count[3]
-        numbers = kept_of(self.loops.axes, node)
         kept = [(self.sizes[k], self.group_of[k]) for k in numbers]
         segment = self.count[2] // max(1, prod(size for size, group in kept if group == 2))
         whole = all(group == 1 for _, group in kept)

@@ -29,13 +29,15 @@ from torch import fx
 from torch.autograd import profiler
 from torch.fx.graph import CodeGen, PythonCode
 
+from fusion_compiler.ir import depthwise
+
 # Matrix products by torch's own bindings: two thirds of the host time of an ATen overload's call.
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_QUICK = {getattr(torch.ops.aten, name).default: getattr(torch, name) for name in _PRODUCTS}
+_QUICK = {getattr(torch.ops.aten, name).default: getattr(torch, name) for name in _PRODUCTS} | depthwise.CALLS
 
 
 def quick(target: Any) -> Any:
-    """The cheapest callable that does the same as an ATen overload."""
+    """Return the cheapest callable that does the same as an operator's overload."""
     return _QUICK.get(target, target)
 
 

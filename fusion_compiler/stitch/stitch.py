@@ -15,7 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fusion_compiler.errors import IndexRangeError
-from fusion_compiler.ir import loops
+from fusion_compiler.ir import depthwise, loops
 from fusion_compiler.ir.canonical import salts_of
 from fusion_compiler.ir.dag import OpDag, size_hints
 from fusion_compiler.ir.dims import hint
@@ -231,7 +231,8 @@ class _Stitcher:
         """Has the results of an operator compared with what is known of them, but for products."""
         value = call.meta.get("val")
         strides = [strides_of(v) for v in (value if isinstance(value, tuple | list) else (value,))]
-        if isinstance(call.target, OpOverload) and any(s is not None for s in strides):
+        is_looked_at = isinstance(call.target, OpOverload) or call.target in depthwise.CALLS.values()
+        if is_looked_at and any(s is not None for s in strides):
             call.target = AsPlanned(call.target, strides)
             self.as_planned.append(call.target)
 

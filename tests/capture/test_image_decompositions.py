@@ -1,4 +1,4 @@
-"""Biases of convolutions apart from them, gradients of interpolation, pooling to one element."""
+"""Biases of convolutions apart from them, depthwise convolutions, interpolation, pooling to one element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.capture import image_decompositions
 from fusion_compiler.capture.image_decompositions import TABLE
+from fusion_compiler.ir import depthwise
 from fusion_compiler.passes.rewrites import average_whole
+from tests.convolutions import Depthwise, depthwise_cases
 from tests.exactness import Compiled, not_as_close, wide
 
 aten = torch.ops.aten
@@ -190,3 +192,82 @@ def test_operands_in_two_orders_are_copied_by_the_graph() -> None:
     for our, true, operand in zip(ours, truth, (x, weight), strict=True):
         torch.testing.assert_close(our.double(), true, rtol=1e-4, atol=1e-4)
         assert our.stride() == operand.stride()
+
+
+def geometry_of(case: Depthwise) -> tuple[Any, ...]:
+    return *case.geometry, False, [0] * len(case.size), case.channels
+
+
+def with_bias(geometry: tuple[Any, ...]) -> Callable[..., Any]:
+    """A convolution with a bias, and its three gradients."""
+
+    def passes(x: Tensor, weight: Tensor, gradient: Tensor, bias: Tensor) -> Any:
+        y = aten.convolution.default(x, weight, bias, *geometry)
+        every = (gradient, x, weight, bias.shape, *geometry, [True, True, True])
+        return y, *aten.convolution_backward.default(*every)
+
+    return passes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_depthwise_convolution_and_its_gradients_are_operators_of_their_own(dtype: torch.dtype) -> None:
+    for case in depthwise_cases(6):
+        passes = with_bias(geometry_of(case))
+        args = (*case.tensors(dtype), torch.randn(case.channels).to(dtype))
+        apart = on_cuda(passes, *args)
+        assert not {aten.convolution.default, aten.convolution_backward.default} & {*targets(apart)}, case
+        assert {*depthwise.CALLS} <= {*targets(apart)}, case
+        for our, true in zip(apart(*args), passes(*wide(args)), strict=True):
+            # A result is rounded before the bias is added, as by a library on a GPU.
+            allowed = 4 * torch.finfo(dtype).eps * (1 + float(true.abs().max()))
+            torch.testing.assert_close(our.double(), true, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("wanted", [[True, False], [False, True], [False, False]], ids=str)
+def test_only_the_gradients_that_are_wanted_are_computed(wanted: list[bool]) -> None:
+    (case,) = depthwise_cases(1)
+
+    def backward(x: Tensor, weight: Tensor, gradient: Tensor) -> Any:
+        return aten.convolution_backward.default(
+            gradient, x, weight, [case.channels], *geometry_of(case), [*wanted, True]
+        )
+
+    apart = on_cuda(backward, *case.tensors(torch.float32))
+    expected = (depthwise.depthwise_input_gradient, depthwise.depthwise_weight_gradient)
+    assert [target in targets(apart) for target in expected] == wanted
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("faster", ["", "forward", "dgrad", "wgrad", "forward dgrad wgrad"])
+def test_each_depthwise_pass_runs_in_its_faster_order(
+    last: bool, faster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """faster: the passes that are faster with channels last."""
+    monkeypatch.setattr(image_decompositions, "faster_is_last", lambda shape, name, _: name in faster.split())
+    case = Depthwise(2, 4, (7, 9), (3, 3), (2, 1), (1, 1), (1, 1), (last, last, last), 0)
+    args = case.tensors(torch.bfloat16)
+
+    def passes(x: Tensor, weight: Tensor, gradient: Tensor) -> Any:
+        return case.eager(x, weight, gradient)
+
+    apart = on_cuda(passes, *args)
+    names = dict(zip(depthwise.CALLS, ("forward", "dgrad", "wgrad"), strict=True))
+    for node in apart.graph.nodes:
+        if node.target in names:
+            values = [value.meta["val"] for value in (node, *node.all_input_nodes)]
+            orders = {value.stride(1) == 1 for value in values if value.shape[1] > 1}  # a kernel has both
+            assert orders == {names[node.target] in faster.split()}, node.target
+    for our, true, like in zip(apart(*args), passes(*wide(args)), (args[2], *args[:2]), strict=True):
+        torch.testing.assert_close(our.double(), true, rtol=2e-2, atol=2e-2)
+        assert our.stride() == like.stride() or our.shape[1] == 1
+
+
+def test_depthwise_convolutions_stay_as_they_are_on_a_cpu() -> None:
+    x, weight = image(2, 4, 7, 9), image(4, 1, 3, 3)
+    geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 4)
+
+    def conv(x: Tensor, weight: Tensor) -> Tensor:
+        return aten.convolution.default(x, weight, None, *geometry)
+
+    assert targets(on_cuda(conv, x, weight)) == [depthwise.depthwise]
+    assert targets(make_fx(conv, decomposition_table=TABLE)(x, weight)) == [aten.convolution.default]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from fusion_compiler.ir import layout
+from fusion_compiler.ir import depthwise, layout
 from fusion_compiler.ir.dag import FEW_ROWS, Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
@@ -47,6 +47,7 @@ CHOOSING = 0.85
 # sixteen rows of the matrix for each of them, of which a small matrix has too few to keep a device busy.
 MOST_ROWS_CUT = contractions.LEAST - 1
 LIBRARY_MARGIN = 0.9  # of a library's time that a product's cluster may take: both are predicted
+WINDOWS_MARGIN = 1.0  # the same of a depthwise convolution, with which other operators of the cluster fuse
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Candidates:
 
     def fusible(self, op: Op) -> bool:
         if op.kind is Kind.CONTRACTION:
-            return self.streams(op)
+            return not self.rounded and (op.target in depthwise.CALLS or self.streams(op))
         return (
             op.kind in FUSIBLE
             and not layout.is_view(op)
@@ -126,7 +127,7 @@ class Candidates:
 
     def streams(self, op: Op) -> bool:
         """Whether it is a product of few rows, which takes as long as its matrix is read."""
-        product = None if self.rounded else product_of(self.dag, op)
+        product = product_of(self.dag, op)
         return product is not None and has_few_rows(product, FEW_ROWS)
 
     def cheap(self, op: Op) -> bool:
@@ -405,11 +406,13 @@ class Candidates:
         return complete
 
     def worth_it(self, name: str, candidate: Candidate) -> Candidate:
-        """A candidate, which for a product has to be faster than a library's. Raises Illegal."""
+        """Return a candidate; one with a product or a convolution has to be faster than a library. Raises
+        Illegal."""
         op = self.dag.op(name)
         if op.kind is Kind.CONTRACTION:
             ours, library = candidate.cost.us, contraction_cost(op, self.device, self.hints).us
-            if ours > LIBRARY_MARGIN * library:
+            margin = WINDOWS_MARGIN if op.target in depthwise.CALLS else LIBRARY_MARGIN
+            if ours > margin * library:
                 raise Illegal("library", f"it takes {library:.1f} us, a cluster {ours:.1f} us")
         return candidate
 

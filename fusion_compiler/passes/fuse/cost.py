@@ -7,16 +7,19 @@ and eager's kernels have a roofline of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf, prod
 
 import sympy
 import torch
 from torch._ops import OpOverload
 
+from fusion_compiler.ir import depthwise
 from fusion_compiler.ir.dag import FEW_ROWS, Op
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import LoopNest
+from fusion_compiler.ir.loops import INNER, Compute, LoopNest, Reduce, axes_in, axes_of
+from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
@@ -31,7 +34,16 @@ ATTENTION_SHARE = 0.35  # the same for attention: eight causal layers of 4 x 204
 FEW_ROWS_SHARE = 0.68
 # Of such a launch at least: GPT-2 medium's 96 products of a token, of 2 to 8 MB, take 4.3 to 5.2 on an H200.
 FEW_ROWS_US, FEW_ROWS_BYTES = 4.3, 2e6
+# What a library's depthwise convolutions reach, of bandwidth and of the float units' rate, the latter with
+# channels first and last: measured in bfloat16 on an H200 at 20 shapes of three networks (2026-11-27).
+DEPTHWISE_SHARE = 0.7
+DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
+    depthwise.depthwise: (0.04, 0.15),
+    depthwise.depthwise_input_gradient: (0.03, 0.09),
+    depthwise.depthwise_weight_gradient: (0.02, 0.13),
+}
 MATRIX_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "expert_mm"})
+DEPTHWISE_US = 4.0  # of such a call at least, of a single image
 EAGER_SHARE = 0.9  # of copy bandwidth that an ATen element-wise kernel reaches
 EAGER_NORM_SHARE = 0.65  # the same for its reductions and normalizations
 
@@ -48,9 +60,25 @@ def cost_of(
     buffers: every buffer that the nest loads or stores. hints: the sizes to plan for where they are symbolic.
     """
     analysis = analysis or Analysis(loops)
-    if analysis.inner:
-        return windowed.cost(loops, device, buffers, hints)
-    return cheapest(analysis, Roofline(loops, device, buffers, hints))
+    if not analysis.inner:
+        return cheapest(analysis, Roofline(loops, device, buffers, hints))
+    cost = windowed.cost(loops, device, buffers, hints)
+    return replace(cost, us=cost.us + 1e6 * work_in_windows(loops, hints) / device.fp32_per_s)
+
+
+def work_in_windows(loops: LoopNest, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> int:
+    """Return the operations on what sums over windows read, beside the sums themselves: of an element as many
+    as there are windows that read it, although neighbours in a program may share them."""
+    inner, total = axes_in(loops.axes, (INNER,)), 0
+    if not inner:
+        return 0
+    sums = {node.operand for node in loops.nodes if isinstance(node, Reduce)}
+    for number, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops), strict=True)):
+        if isinstance(node, Compute) and axes & inner and node.dtype.is_floating_point:
+            spec = None if number in sums else spec_of(node.target)
+            times = prod(hint(loops.axes[k].size, hints) for k in axes)
+            total += 0 if spec is None else spec.flops * times
+    return total
 
 
 def side_by_side(costs: Sequence[Cost], device: DeviceSpec) -> Cost:
@@ -67,6 +95,13 @@ def side_by_side(costs: Sequence[Cost], device: DeviceSpec) -> Cost:
     elif bound == "launch":
         bound = "memory" if copied > us / 2 else "latency"
     return Cost(us, read, written, sum(c.flops for c in costs), bound)
+
+
+def one_after_the_other(costs: Sequence[Cost]) -> Cost:
+    """Return what some calls take together; the longest says what bounds them."""
+    read, written = sum(c.bytes_read for c in costs), sum(c.bytes_written for c in costs)
+    longest = max(costs, key=lambda c: c.us)
+    return Cost(sum(c.us for c in costs), read, written, sum(c.flops for c in costs), longest.bound)
 
 
 def _roofline(device: DeviceSpec, seconds: float, bytes_moved: float, share: float) -> tuple[float, str]:
@@ -87,19 +122,26 @@ def _traffic(op: Op, hints: Mapping[sympy.Symbol, int]) -> tuple[int, int]:
 def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Cost:
     """A library call (matrix product, convolution, attention) by roofline, from the op's own flops and bytes.
 
-    16-bit types run on the tensor units, float32 on the float units (PyTorch's default), both at the share of
-    their rate that large ones reach. Causal attention computes half of what its shapes say.
+    16-bit types run on the tensor units, float32 and depthwise convolutions on the float units (PyTorch's
+    default), at the share of their rate that large ones reach. Causal attention computes half of what its
+    shapes say.
     """
     read, written = _traffic(op, hints)
     flops = op.flops // 2 if _is_causal(op) else op.flops
     dtype = op.outputs[0].dtype if op.outputs else torch.float32
-    attention = "attention" in str(op.target)
-    if dtype.itemsize <= 2:
+    attention, share = "attention" in str(op.target), 1.0
+    if op.target in DEPTHWISE_RATES:
+        last, share = op.outputs[0].stride[1] == 1, DEPTHWISE_SHARE
+        rate = 2 * device.fp32_per_s * DEPTHWISE_RATES[op.target][last]
+        if op.target is depthwise.depthwise_input_gradient:  # tries all taps for each element of the image
+            rate /= prod(op.args[-3])  # type: ignore[arg-type]
+    elif dtype.itemsize <= 2:
         rate = device.tensor_flops * (ATTENTION_SHARE if attention else GEMM_SHARE)
     else:
         lanes = device.fp64_per_s if dtype is torch.float64 else device.fp32_per_s
         rate = 2 * lanes * GEMM_SHARE
-    us, bound = _roofline(device, flops / rate, op.bytes, 1.0)
+    us, bound = _roofline(device, flops / rate, op.bytes, share)
+    us = max(us, DEPTHWISE_US) if op.target in DEPTHWISE_RATES else us
     if tokens_of(op, hints) <= FEW_ROWS:
         streamed = device.launch_us + 1e6 * op.bytes / (device.copy_bandwidth * FEW_ROWS_SHARE)
         streamed = max(streamed, FEW_ROWS_US) if op.bytes >= FEW_ROWS_BYTES else streamed

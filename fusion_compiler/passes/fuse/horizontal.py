@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import sympy
 
 from fusion_compiler.ir.dims import hint, product
-from fusion_compiler.ir.loops import COLS, LoopNest, Reduce, Scan, over_of
+from fusion_compiler.ir.loops import COLS, INNER, LoopNest, Reduce, Scan, axes_in, over_of
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
@@ -29,11 +29,8 @@ def launches(search: Search) -> list[list[int]]:
     alike: dict[tuple[frozenset[str], int], list[list[int]]] = {}  # of small ones, that may take more
     for number in sorted(search.candidates):
         candidate = search.candidates[number]
-        near = (
-            alike.setdefault(style(candidate.loops, search.pool.hints), [])
-            if candidate.cost.us <= SMALL_US
-            else []
-        )
+        alone = candidate.cost.us > SMALL_US or axes_in(candidate.loops.axes, (INNER,))  # tiles of windows
+        near = [] if alone else alike.setdefault(style(candidate.loops, search.pool.hints), [])
         home = next((g for g in near if _fits(search, g, number)), None)
         if home is None:
             groups.append([number])

@@ -6,29 +6,39 @@ what waits for a sum over all rows can run only at the end, and what is kept per
 
 from __future__ import annotations
 
-from collections import Counter
+import collections
 from collections.abc import Callable
+
+import torch
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import (
     BATCH,
     COLS,
+    INNER,
     ROWS,
+    Compute,
+    Counter,
     Load,
     LoopNest,
+    Node,
+    Random,
     Reduce,
     Scan,
+    axes_in,
     axes_of,
+    is_inner,
     longest_piece,
     operands_of,
-    partial_reductions,
     segment_of,
     store_operands,
 )
+from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.schedule.ahead import with_operands
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.space import refusal
 
+aten = torch.ops.aten
 MOST_OPS = 96
 SUMS_OF_A_QUERY = 4  # reductions: its scores, their maximum, the sum of their exponentials, that of values
 MOST_ALIKE = 4  # times as many in a product of several rows, for compilers' sake
@@ -54,8 +64,8 @@ def _beside_a_row(loops: LoopNest) -> int:
     """Return the most elements of one tensor that are read or stored one by one for each row."""
     cols = {k for k, axis in enumerate(loops.axes) if axis.group == COLS}
     accesses = (*(n for n in loops.nodes if isinstance(n, Load)), *loops.stores)
-    counts = Counter(a.buffer for a in accesses if all(k >= 0 and k not in cols for k, _ in a.index.terms))
-    return max(counts.values(), default=0)
+    beside = (a.buffer for a in accesses if all(k >= 0 and k not in cols for k, _ in a.index.terms))
+    return max(collections.Counter(beside).values(), default=0)
 
 
 def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
@@ -88,8 +98,7 @@ def product_rows(a: Analysis, device: DeviceSpec) -> str | None:
 def segments(a: Analysis, device: DeviceSpec) -> str | None:
     """A reduction that keeps some rows' axes and the outer columns' leaves a partial result for each piece of
     each row, of sizes known to the code; only stores may follow it."""
-    loops, groups = a.loops, a.groups
-    partial = partial_reductions(loops)
+    loops, groups, partial = a.loops, a.groups, frozenset(a.segmented)
     if not partial:
         return None
     behind: list[frozenset[int]] = []  # reductions that a value is made of
@@ -139,19 +148,20 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     """Every result is computed once, not once in every program.
 
     A program that reduces along rows holds whole rows, and stores a row's value once; one of a matrix stores
-    what that has. Where nothing is reduced, every element of the space is one element of every result.
+    what that has. Where nothing is reduced but over inner axes, every element of the space is one element of
+    every result.
     """
     loops, groups = a.loops, a.groups
     along_row = bool(a.scans) or any(a.over(i) == frozenset({COLS}) for i in a.reductions)
-    present = {axis.group for axis in loops.axes} - ({COLS} if along_row else set())
+    present = {axis.group for axis in loops.axes} - ({COLS} if along_row else set()) - {INNER}
     if a.matrices:
         present = {BATCH}
     batch = {i for i, axis in enumerate(loops.axes) if axis.group == BATCH}
     reduced: list[frozenset[str]] = []
     for i, node in enumerate(loops.nodes):
         over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
-        reduced.append(over | a.over(i) if isinstance(node, Reduce) else over)
-    live = {i for i, axis in enumerate(loops.axes) if axis.size != 1}
+        reduced.append(over | a.over(i) - {INNER} if isinstance(node, Reduce) else over)
+    live = {i for i, axis in enumerate(loops.axes) if axis.size != 1 and axis.group != INNER}
     empty = {i for i, axis in enumerate(loops.axes) if axis.size == 0}
     perhaps_empty = {
         i for i, axis in enumerate(loops.axes) if axis.size == 0 or not isinstance(axis.size, int)
@@ -175,6 +185,30 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
+def windows(a: Analysis, device: DeviceSpec) -> str | None:
+    """Sums over windows stand beside nothing that needs whole rows, and what they read is cheap: each of them
+    computes it."""
+    loops, inner = a.loops, axes_in(a.loops.axes, (INNER,))
+    if not inner:
+        return None
+    for i, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops), strict=True)):
+        over_rows = isinstance(node, Reduce) and not is_inner(loops.axes, node)
+        if over_rows or isinstance(node, Scan | Counter):
+            return f"{loops.names[i]} needs whole rows, of which sums over windows have none"
+        if axes & inner and (isinstance(node, Reduce | Random) or _is_expensive(node)):
+            return f"{loops.names[i]} would be computed again for each window that reads it"
+    return None
+
+
+def _is_expensive(node: Node) -> bool:
+    """True for functions of floats that special units compute; a division by a number is a product."""
+    if not isinstance(node, Compute) or not node.dtype.is_floating_point:
+        return False
+    spec, by = spec_of(node.target), dict(node.operands).get("other")
+    divides = node.target in (aten.div.Tensor, aten.div.Scalar) and isinstance(by, int | float)
+    return spec is not None and spec.special > 0 and not divides
+
+
 def schedule(a: Analysis, device: DeviceSpec) -> str | None:
     """Some schedule runs it: what is kept until the end has room in registers."""
     return refusal(a, device)
@@ -182,6 +216,7 @@ def schedule(a: Analysis, device: DeviceSpec) -> str | None:
 
 LAWS: tuple[tuple[str, Law], ...] = (
     ("size", size),
+    ("windows", windows),
     ("grid", grid_wide),
     ("in place", known_places),
     ("grid", product_rows),

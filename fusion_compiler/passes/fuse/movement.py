@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from fusion_compiler.ir import layout
+from fusion_compiler.ir import depthwise, layout
 from fusion_compiler.ir.calls import EagerCall
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
@@ -21,7 +21,7 @@ from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Call
 from fusion_compiler.ir.random import seed
 from fusion_compiler.ir.schema import is_view, short_name
-from fusion_compiler.passes.fuse.cost import contraction_cost, eager_cost
+from fusion_compiler.passes.fuse.cost import contraction_cost, eager_cost, one_after_the_other
 
 L2_SHARE = 0.25  # of L2 that a tensor may fill and still be there when the next kernel reads it
 # The class of a call by the first of these kinds that it has: the paper's three, then others.
@@ -122,7 +122,9 @@ def _call(tensors: Tensors, names: list[str], returned: set[str]) -> Call | None
     sizes = {i: n * (1 if i in masks else tensors.itemsize(i)) for i, n in read.items()}
     products = [op for op in runs if op.kind is Kind.CONTRACTION]
     if products:
-        cost = contraction_cost(products[0], tensors.device, tensors.hints)
+        alone = products if products[0].target in depthwise.CALLS else products[:1]  # a kernel each
+        costs = [contraction_cost(op, tensors.device, tensors.hints) for op in alone]
+        cost = one_after_the_other(costs)
     else:
         cost = eager_cost(
             bytes_read=sum(size for i, size in sizes.items() if not tensors.near(i)),

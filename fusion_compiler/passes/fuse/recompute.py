@@ -13,6 +13,7 @@ Products of few rows read kilobytes beside their matrices: what makes these is c
 
 from __future__ import annotations
 
+from fusion_compiler.ir import depthwise
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.sum_rows import COMBINES
 from fusion_compiler.passes.fuse.candidates import Candidate
@@ -75,7 +76,8 @@ def _absorb(search: Search, number: int) -> bool:
 
 
 def _is_product(search: Search, candidate: Candidate) -> bool:
-    return any(search.dag.op(op).kind is Kind.CONTRACTION for op in candidate.ops)
+    ops = map(search.dag.op, candidate.ops)
+    return any(op.kind is Kind.CONTRACTION and op.target not in depthwise.CALLS for op in ops)
 
 
 def _settle(search: Search, found: dict[int, Candidate], chain: frozenset[str]) -> None:

@@ -263,7 +263,7 @@ def _epilogue(name: str, ops: Sequence[Op]) -> str:
         return "each step of a recurrent layer needs the one before, and PyTorch's library runs all of them"
     if "attention" in name:
         return "attention kernels take a mask and a scale, and nothing after the second product"
-    if "convolution" in name:
+    if "convolution" in name or "depthwise" in name:
         return "a convolution takes a bias; in inference of 16 bits a sum and ReLU; nothing after that"
     if {op.kind for op in ops} & {Kind.REDUCTION, Kind.NORMALIZATION, Kind.SCAN}:
         return "the epilogues of cuBLAS reduce nothing but a bias gradient"

@@ -11,6 +11,7 @@ import torch
 from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import (
     COLS,
+    INNER,
     ROWS,
     Compute,
     Constant,
@@ -89,6 +90,8 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
     if not isinstance(node, Reduce) or node.combine != "sum" or kept_of(loops.axes, node):
         return None
     over = over_of(loops.axes, node)
+    if INNER in over:  # which of the values vary over them is not known here
+        return None
     choice = loops.nodes[_origin(loops, node.operand)]
     if not isinstance(choice, Compute) or choice.target is not aten.where.self:
         return None

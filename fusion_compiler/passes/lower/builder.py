@@ -1,7 +1,7 @@
 """A loop nest as it is written: nodes, each once, and the values that ops have at coordinates.
 
-`Lowering` is the builder that knows how every op is asked for its value; what `special` and `rounding`
-need of it stands here.
+`Lowering` is the builder that knows how every op is asked for its value; what `special`, `windows` and
+`rounding` need of it stands here.
 """
 
 from __future__ import annotations
@@ -10,11 +10,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
+from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, not_above, simple
-from fusion_compiler.ir.index import Extents
-from fusion_compiler.ir.loops import Axis, Compute, Constant, Index, InRange, Node, Value, wrapped
+from fusion_compiler.ir.index import Extents, divided
+from fusion_compiler.ir.loops import (
+    Axis,
+    Compute,
+    Constant,
+    Coordinate,
+    Index,
+    InRange,
+    Load,
+    Node,
+    Value,
+    wrapped,
+)
 from fusion_compiler.passes.lower.space import Coords
 
 aten = torch.ops.aten
@@ -33,6 +45,14 @@ class Builder(ABC):
     @abstractmethod
     def value(self, name: str, coords: Coords, within: int | None) -> int:
         """The node that holds `name` at `coords`; outside `within` it may be anything finite to read."""
+
+    @abstractmethod
+    def inner_axes(self, key: str, sizes: tuple[Dim, ...]) -> Coords:
+        """Return coordinates that count to `sizes` along axes over which only a value's reduction runs.
+
+        They are the same whenever the same key is asked for again. Of size 1 there is no axis. Raises Illegal
+        where the space has other keys behind its axes.
+        """
 
     def operand(self, op: Op, name: str, coords: Coords, within: int | None) -> int:
         """An operand of an element-wise op, broadcast to its result."""
@@ -87,6 +107,61 @@ class Builder(ABC):
             return self.value(name, coords, within)
         finally:
             self.extents.narrowed = before
+
+    def stepped(
+        self, op: Op, index: Index, length: Dim, step: int, within: int | None
+    ) -> tuple[Index, int | None, bool]:
+        """Of `length` elements that lie at 0, step, 2 * step, ...: (number of the one that lies at `index`,
+        node that holds whether one does, and `within`; whether none ever does)."""
+        everywhere = divided(index, step)
+        if everywhere is not None:  # all lie as far from an element
+            number, away = everywhere
+            inside, partial = self.in_range(number, 0, length, within)
+            return number, inside, bool(away) or (inside is None and partial)
+        inside, partial = self.in_range(index, 0, simple((length - 1) * step + 1), within)
+        if inside is None and partial:
+            return index, None, True
+        here = self.emit(Coordinate(index, torch.int64), f"{op.name}_position")
+        over = self.integer(op, aten.remainder.Scalar, here, step, f"{op.name}_over")
+        equal = (("self", Value(over)), ("other", 0))
+        hit = self.emit(Compute(aten.eq.Scalar, equal, torch.bool), f"{op.name}_hit")
+        hit = hit if inside is None else self.both(inside, hit)
+        number = self.integer(op, aten.floor_divide.default, here, step, f"{op.name}_number")
+        return self.indirect(op, number, length, signed=False), hit, False
+
+    def indirect(self, op: Op, node: int, length: Dim, signed: bool) -> Index:
+        """An index that is data; `signed`: negative ones count from the end."""
+        if signed:
+            dtype = self.nodes[node].dtype
+            zero = self.constant(0, dtype, "zero")
+            negative = self.emit(
+                Compute(aten.lt.Tensor, (("self", Value(node)), ("other", Value(zero))), torch.bool),
+                f"{op.name}_negative",
+            )
+            wrapped: Compute | Coordinate = Coordinate(Index(length, ((~node, 1),)), dtype)
+            if isinstance(length, int):
+                wrapped = Compute(
+                    aten.add.Tensor, (("self", Value(node)), ("other", length), ("alpha", 1)), dtype
+                )
+            node = self.choose(
+                negative, self.emit(wrapped, f"{op.name}_wrapped"), node, dtype, f"{op.name}_index"
+            )
+        self.extents.indirect[~node] = length
+        return Index(0, ((~node, 1),))
+
+    def integer(self, op: Op, target: OpOverload, node: int, other: object, name: str = "") -> int:
+        """An operation of an integer and a constant."""
+        operands = (("self", Value(node)), ("other", other))
+        operands += (("alpha", 1),) if target is aten.add.Tensor else ()
+        name = name or f"{op.name}_{target._opname}"
+        return self.emit(Compute(target, operands, self.nodes[node].dtype), name)
+
+    def zero_outside(self, value: int, inside: int, dtype: torch.dtype, name: str) -> int:
+        """The node that holds `value` where `inside` holds, and else zero, as a load has by itself."""
+        node = self.nodes[value]
+        if isinstance(node, Load) and node.within == inside:
+            return value
+        return self.choose(inside, value, self.constant(0, dtype, "zero"), dtype, name)
 
     def both(self, a: int, b: int) -> int:
         return self.emit(

@@ -40,6 +40,7 @@ from fusion_compiler.ir.loops import (
     BATCH,
     COLS,
     GROUPS,
+    INNER,
     ROWS,
     TILE,
     Axis,
@@ -164,6 +165,7 @@ class Lowering(Builder):
         self.placed: dict[str, Coords] = {}  # where a value was computed first
         self.known: dict[int, int] = {}  # of the axes, in the part at hand
         self.reduced: dict[tuple[str, Dim | None], tuple[Coords, int]] = {}
+        self.inner: dict[str, Coords] = {}  # what sums over windows count, behind the space's axes
         self.terms: Counter[str] = Counter()  # of what is unrolled
         live = [i for i, size in enumerate(space.axes) if size != 1]
         self.group_axes = {g: tuple(i for i in live if groups[i] == g) for g in GROUPS}
@@ -421,9 +423,10 @@ class Lowering(Builder):
             raise Illegal("size", f"values that are needed at several places are more than {MOST_VALUES}")
         if name in self.inside:
             node = self.compute(op, coords, within)
-            if self.space.index_split is None or is_bijection(
-                coords, shape, self.extents
-            ):  # and no piece of it
+            # No piece of it, and no window.
+            if not self.is_window(coords) and (
+                self.space.index_split is None or is_bijection(coords, shape, self.extents)
+            ):
                 self.placed.setdefault(name, coords)
         elif layout.is_view(op):
             node = self.through(op, coords, within)
@@ -432,6 +435,24 @@ class Lowering(Builder):
         self.memo[key] = node
         return node
 
+    def inner_axes(self, key: str, sizes: tuple[Dim, ...]) -> Coords:
+        if self.space.index_split is not None:
+            raise Illegal("space", f"{key} sums over windows, and is not made in pieces")
+        if key not in self.inner:
+            self.inner[key] = tuple(ZERO if size == 1 else axis(self.inner_axis(size)) for size in sizes)
+        return self.inner[key]
+
+    def inner_axis(self, size: Dim) -> int:
+        """Return the number of a new axis, behind all others."""
+        number = len(self.axes)
+        self.axes += (Axis(f"a{number}", size, INNER),)
+        self.extents.axes += (size,)
+        return number
+
+    def is_window(self, coords: Coords) -> bool:
+        """True for coordinates that move along inner axes."""
+        return any(k >= len(self.space.extents) for c in coords for k, _ in c.terms)
+
     def through(self, op: Op, coords: Coords, within: int | None) -> int:
         try:
             source, inner = layout.pull(self.dag, op, coords, self.extents)
@@ -439,6 +460,10 @@ class Lowering(Builder):
             if self.touches_inside(op.first):
                 raise
             return self.load(op, coords, within)  # the view exists as a tensor: read it by its strides
+        except NeedsSplit as split:
+            if split.axis < len(self.space.extents) or self.touches_inside(op.first):
+                raise
+            return self.load(op, coords, within)
         return self.value(source, inner, within)
 
     def touches_inside(self, name: str) -> bool:

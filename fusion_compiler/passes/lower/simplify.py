@@ -14,6 +14,7 @@ from fusion_compiler.ir.loops import (
     BATCH,
     COLS,
     GROUPS,
+    INNER,
     ROWS,
     Axis,
     Coordinate,
@@ -26,6 +27,7 @@ from fusion_compiler.ir.loops import (
     Random,
     Reduce,
     Scan,
+    axes_in,
     groups_of,
     operands_of,
     over_of,
@@ -35,7 +37,8 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.passes.lower.algebra import factored_sums, one_hot_sums
 
-NAMES = {BATCH: "batch", ROWS: "row", COLS: "col"}
+NAMES = {BATCH: "batch", ROWS: "row", COLS: "col", INNER: "inner"}
+ORDER = (*GROUPS, INNER)
 LEAST_TILE = 16  # elements along which a transposing tile has to run to touch whole sectors
 LONG_ROW = 8192  # elements of which a last tile that is not full wastes little
 
@@ -82,12 +85,12 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     """Columns are what is reduced and broadcast back, else the group of most contiguous accesses.
 
     Segments of rows are segments of columns, whatever else there is, and scans run along columns. Matrices
-    have their columns.
+    have their columns, as has everything beside inner axes.
     """
-    matrices = any(a.group == BATCH for a in loops.axes)
+    fixed = any(a.group in (BATCH, INNER) for a in loops.axes)
     reductions = (n for n in loops.nodes if isinstance(n, Reduce))
     in_segments = any(not over_of(loops.axes, n) for n in reductions)
-    if matrices or in_segments or any(isinstance(n, Scan) for n in loops.nodes):
+    if fixed or in_segments or any(isinstance(n, Scan) for n in loops.nodes):
         return loops
     normalized = set[str]() if by_memory else _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
@@ -188,10 +191,12 @@ def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
         return 0
 
     live = {k for i in _all_indices(loops) for k, _ in i.terms if k >= 0}
-    keep = [i for i, a in enumerate(loops.axes) if i in live or a.size != 1]
+    reduced = frozenset[int]().union(*(n.axes for n in loops.nodes if isinstance(n, Reduce)))
+    idle = axes_in(loops.axes, (INNER,)) - reduced  # of reductions that are dead
+    keep = [i for i, a in enumerate(loops.axes) if i not in idle and (i in live or a.size != 1)]
     free = [i for i in keep if loops.axes[i].group not in scanned]
     steps = dict.fromkeys(keep, (0, 0)) | {i: (-stride(i, True), -stride(i, False)) for i in free}
-    order = sorted(keep, key=lambda i: (GROUPS.index(loops.axes[i].group), steps[i], i))
+    order = sorted(keep, key=lambda i: (ORDER.index(loops.axes[i].group), steps[i], i))
     if order == list(range(len(loops.axes))):
         return loops
     index = {old: new for new, old in enumerate(order)}
@@ -250,8 +255,8 @@ def _merge(loops: LoopNest, outer: int) -> LoopNest:
 
 def name_axes(loops: LoopNest) -> LoopNest:
     """row and col where a group has one axis; row_0, row_1, ... where it has several."""
-    counts = {g: sum(a.group == g for a in loops.axes) for g in GROUPS}
-    seen: dict[str, int] = dict.fromkeys(GROUPS, 0)
+    counts = {g: sum(a.group == g for a in loops.axes) for g in ORDER}
+    seen: dict[str, int] = dict.fromkeys(ORDER, 0)
     axes: list[Axis] = []
     for a in loops.axes:
         base = NAMES[a.group]

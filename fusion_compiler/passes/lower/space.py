@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.ir import layout
+from fusion_compiler.ir import depthwise, layout
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, numel, simple, strides_of
 from fusion_compiler.ir.index import ZERO, axis, combine
@@ -70,7 +70,8 @@ class Space:
 
     def split_axis(self, number: int, inner: Dim) -> Space:
         if number >= len(self.axes):
-            raise Illegal("layout", "a view cuts across the pieces of a concatenation")
+            across = "windows" if self.index_split is None else "the pieces of a concatenation"
+            raise Illegal("layout", f"a view cuts across {across}")
         position = 0
         found: list[tuple[Dim, ...]] = []
         for factors in self.factors:
@@ -133,8 +134,8 @@ class Reduced:
 
 
 def is_reduction(op: Op) -> bool:
-    """Whether an op of a cluster reduces: contractions that a cluster holds do."""
-    return op.kind in (Kind.REDUCTION, Kind.CONTRACTION)
+    """Whether an op of a cluster reduces whole axes: products do, and sums over windows do not."""
+    return op.kind in (Kind.REDUCTION, Kind.CONTRACTION) and op.target not in depthwise.CALLS
 
 
 def reduced_by(dag: OpDag, op: Op) -> Reduced:

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from fusion_compiler.ir import layout, sum_rows
 from fusion_compiler.ir.dag import Op, Ref
 from fusion_compiler.ir.dims import Dim, simple, strides_of
-from fusion_compiler.ir.index import ZERO, combine, divided, flatten, shifted
+from fusion_compiler.ir.index import ZERO, combine, flatten, shifted
 from fusion_compiler.ir.loops import (
     Checked,
     Compute,
@@ -24,7 +24,6 @@ from fusion_compiler.ir.loops import (
     Counter,
     Index,
     InRange,
-    Load,
     Random,
     Total,
     Value,
@@ -32,6 +31,7 @@ from fusion_compiler.ir.loops import (
     operands_of,
 )
 from fusion_compiler.ir.writes import indexed
+from fusion_compiler.passes.lower import windows
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.ranges import Lookup, lookups
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
@@ -103,9 +103,8 @@ def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     if not padded or inside is None:
         return build.value(source, tuple(inner), inside)
     value = build.value_in_range(source, tuple(inner), padded, inside)
-    node = build.nodes[value]
-    if exact(fill) in map(exact, (0, 0.0, False)) and isinstance(node, Load) and node.within == inside:
-        return value  # which is zero elsewhere
+    if exact(fill) in map(exact, (0, 0.0, False)):
+        return build.zero_outside(value, inside, dtype, op.name)
     return build.choose(inside, value, build.constant(fill, dtype, "fill"), dtype, op.name)  # type: ignore[arg-type]
 
 
@@ -173,31 +172,12 @@ def _overlay_with_steps(
     rest = build.value(base, coords, within)
     moved = shifted(coords[dim], simple(-start))
     dtype = compute_dtype(op.outputs[0].dtype)
-    known = divided(moved, step)
-    if known is not None:  # all are as far from an element that is written
-        number, away = known
-        inside, partial = build.in_range(number, 0, length, within)
-        if away or (inside is None and partial):
-            return rest
-        value = build.value(source, (*coords[:dim], number, *coords[dim + 1 :]), inside)
-        if not partial or inside is None:
-            return build.converted(value, dtype, op.name)
-        return build.choose(inside, value, rest, dtype, op.name)
-    inside, partial = build.in_range(moved, 0, simple((length - 1) * step + 1), within)
-    if inside is None and partial:
+    number, hit, never = build.stepped(op, moved, length, step, within)
+    if never:
         return rest
-    here = (
-        ("self", Value(build.emit(Coordinate(moved, torch.int64), f"{op.name}_position"))),
-        ("other", step),
-    )
-    over = build.emit(Compute(aten.remainder.Scalar, here, torch.int64), f"{op.name}_over")
-    hit = build.emit(
-        Compute(aten.eq.Scalar, (("self", Value(over)), ("other", 0)), torch.bool), f"{op.name}_hit"
-    )
-    hit = hit if inside is None else build.both(inside, hit)
-    number = build.emit(Compute(aten.floor_divide.default, here, torch.int64), f"{op.name}_number")
-    position = _indirect(build, op, number, length, signed=False)
-    value = build.value(source, (*coords[:dim], position, *coords[dim + 1 :]), hit)
+    value = build.value(source, (*coords[:dim], number, *coords[dim + 1 :]), hit)
+    if hit is None or hit == within:
+        return build.converted(value, dtype, op.name)
     return build.choose(hit, value, rest, dtype, op.name)
 
 
@@ -281,32 +261,11 @@ def looked_up(
             else:
                 node = build.emit(check, f"{op.name}_index")
         if inner:
-            inner[lookup.dim] = _indirect(build, op, node, lookup.high, lookup.low != 0)
+            inner[lookup.dim] = build.indirect(op, node, lookup.high, lookup.low != 0)
     value = build.value(source, tuple(inner), within)
     for check in lone:
         value = build.emit(replace(check, operand=value, dtype=build.nodes[value].dtype), op.name)
     return value
-
-
-def _indirect(build: Builder, op: Op, node: int, length: Dim, signed: bool) -> Index:
-    """An index that is data; `signed`: negative ones count from the end."""
-    if signed:
-        dtype = build.nodes[node].dtype
-        zero = build.constant(0, dtype, "zero")
-        negative = build.emit(
-            Compute(aten.lt.Tensor, (("self", Value(node)), ("other", Value(zero))), torch.bool),
-            f"{op.name}_negative",
-        )
-        wrapped: Compute | Coordinate = Coordinate(Index(length, ((~node, 1),)), dtype)
-        if isinstance(length, int):
-            wrapped = Compute(
-                aten.add.Tensor, (("self", Value(node)), ("other", length), ("alpha", 1)), dtype
-            )
-        node = build.choose(
-            negative, build.emit(wrapped, f"{op.name}_wrapped"), node, dtype, f"{op.name}_index"
-        )
-    build.extents.indirect[~node] = length
-    return Index(0, ((~node, 1),))
 
 
 def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -321,11 +280,11 @@ def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int
     place = turn
     if isinstance(order, Ref):
         count = build.dag.op(order.name).outputs[0].shape[0]
-        place = build.value(order.name, (_indirect(build, op, turn, count, False),), inside)
+        place = build.value(order.name, (build.indirect(op, turn, count, False),), inside)
     if each != 1:
-        place = _whole(build, op, aten.floor_divide.default, place, each)
+        place = build.integer(op, aten.floor_divide.default, place, each)
     count = build.dag.op(rows).outputs[0].shape[0]
-    value = build.value(rows, (_indirect(build, op, place, count, False), coords[1]), inside)
+    value = build.value(rows, (build.indirect(op, place, count, False), coords[1]), inside)
     if _counters(build, value) | _counters(build, turn) != {turn}:
         raise Illegal("rows", f"{op.name} would be added up in each turn of another sum of rows")
     dtype = compute_dtype(op.outputs[0].dtype)
@@ -344,27 +303,20 @@ def _ends(build: Builder, op: Op, row: Coords, within: int | None) -> tuple[int,
         if unit == 1:
             return node
         assert isinstance(unit, int)
-        above = _whole(build, op, aten.add.Tensor, node, unit - 1)
-        return _whole(build, op, aten.floor_divide.default, above, unit)
+        above = build.integer(op, aten.add.Tensor, node, unit - 1)
+        return build.integer(op, aten.floor_divide.default, above, unit)
 
     stops = up(build.value(last.name, row, within), unit)
     if isinstance(first, Ref):
         begins = up(build.value(first.name, row, within), unit)
-        limit = _whole(build, op, aten.mul.Tensor, up(begins, block), block) if block else None
+        limit = build.integer(op, aten.mul.Tensor, up(begins, block), block) if block else None
     else:
         begins = build.emit(Coordinate(combine([(row[0], block)]), torch.int64), f"{op.name}_first")
-        limit = _whole(build, op, aten.add.Tensor, begins, block)
+        limit = build.integer(op, aten.add.Tensor, begins, block)
     if limit is None:
         return begins, stops
     both = (("self", Value(stops)), ("other", Value(limit)))
     return begins, build.emit(Compute(aten.minimum.default, both, torch.int64), f"{op.name}_last")
-
-
-def _whole(build: Builder, op: Op, target: OpOverload, node: int, other: object) -> int:
-    """An operation of an integer and a constant."""
-    operands = (("self", Value(node)), ("other", other))
-    operands += (("alpha", 1),) if target is aten.add.Tensor else ()
-    return build.emit(Compute(target, operands, torch.int64), f"{op.name}_{target._opname}")  # type: ignore[arg-type]
 
 
 def _counters(build: Builder, number: int) -> set[int]:
@@ -440,7 +392,7 @@ def put_place(
                 dtype = build.nodes[node].dtype
                 check = Checked(node, node, lookup.low, lookup.high, there, lookup.unproved, dtype)
                 node = build.emit(check, f"{op.name}_index")
-            inner[lookup.dim] = _indirect(build, op, node, lookup.high, lookup.low != 0)
+            inner[lookup.dim] = build.indirect(op, node, lookup.high, lookup.low != 0)
         coords = tuple(inner)
     while name != base:
         name, coords = layout.pull(build.dag, build.dag.op(name), coords, build.extents)
@@ -475,6 +427,7 @@ def _special() -> dict[object, Handler]:
         aten.flip.default: _flip,
         aten.embedding.default: _embedding,
         **dict.fromkeys(sum_rows.COMBINES, _sum_rows),
+        **windows.HANDLERS,
         aten.gather.default: _along,
         aten.index_select.default: _along,
         aten.index.Tensor: _index,

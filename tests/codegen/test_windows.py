@@ -1,0 +1,63 @@
+"""Kernels of depthwise convolutions with what is around them in Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion_compiler.codegen.emit import emit
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.kernel import Buffer, Program
+from fusion_compiler.ir.loops import INNER, Load
+from fusion_compiler.passes.fuse.legality import first_refusal
+from fusion_compiler.passes.lower.lower import lower
+from fusion_compiler.passes.lower.simplify import simplify
+from fusion_compiler.runtime.launch import interpret
+from fusion_compiler.schedule.analysis import Analysis
+from tests.convolutions import depthwise_cases
+from tests.passes.test_windows import AFTER, BEFORE, PASSES, Recorder, around, graph, ops_of, outputs
+
+H200 = device_spec("h200")
+
+
+def programs_of(function: Any, *args: Tensor) -> tuple[tuple[Program, ...], dict[str, Tensor]]:
+    """Return the programs of a function as one cluster, and the values of its ops in float64."""
+    built = graph(function, *args)
+    recorder = Recorder(built)
+    recorder.run(*(arg.double() if arg.is_floating_point() else arg for arg in args))
+    loops = simplify(lower(built, ops_of(built), outputs(built)))
+    if not any(axis.group == INNER for axis in loops.axes) or first_refusal(Analysis(loops), H200):
+        return (), {}
+    names = {node.buffer for node in loops.nodes if isinstance(node, Load)}
+    names |= {store.buffer for store in loops.stores}
+    metas = {name: built.op(name).outputs[0] for name in names}
+    buffers = {name: Buffer(name, m.shape, m.stride, m.dtype) for name, m in metas.items()}
+    return emit((loops,), "windows", "", buffers, H200), recorder.values
+
+
+@pytest.mark.sample(16)
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("name", PASSES)
+def test_kernels_give_what_a_library_computes(name: str, before: str, after: str) -> None:
+    for case in depthwise_cases(4):
+        programs, values = programs_of(around(case, name, before, after), *case.tensors(torch.float32))
+        for program in random.sample(programs, min(2, len(programs))):
+            inputs = [values[b.name] for b in program.inputs]
+            given = [x.to(b.dtype).contiguous() for x, b in zip(inputs, program.inputs, strict=True)]
+            laid = [
+                torch.empty_strided(b.shape, b.stride, dtype=b.dtype).copy_(x)  # type: ignore[arg-type]
+                for x, b in zip(given, program.inputs, strict=True)
+            ]
+            results = interpret(program, laid, [])
+            for result, buffer in zip(results, program.outputs, strict=True):
+                truth = values[buffer.name]
+                scale = 1 + truth[truth.isfinite()].abs().amax().item() if truth.numel() else 1
+                message = f"{case}: {program.schedule}"
+                torch.testing.assert_close(
+                    result.double(), truth, rtol=1e-4, atol=1e-5 * scale, equal_nan=True, msg=message
+                )
