@@ -43,8 +43,12 @@ aten = torch.ops.aten
 
 LARGE = 1 << 24  # elements that no cache holds until they are read again
 SAMPLE = 64  # rows of which one is looked at beforehand
-MOST_SEARCHED = 8  # of the largest elements of a row, one after the other
-LONGEST = 4096  # elements of such a row, which stays in registers for all searches
+# Top-k of more elements stays a library call: each adds a search, two reductions, to the kernel, and lowering
+# stores no more of them beside a row.
+MOST_SEARCHED = 8
+# So does top-k of longer rows: a row stays in registers for all searches. If its elements are not neighbours
+# in memory, a program reads several rows side by side, and holds all of them.
+LONGEST, LONGEST_ACROSS = 4096, 2048
 
 # Contractions and scatters that core ATen would take apart. They stay library calls.
 _WHOLE = (
@@ -230,25 +234,30 @@ def _min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor
 
 
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """Search for the largest elements of each row one after the other, and mask each for later searches.
+    """Return the largest (smallest) elements of each row and their positions, which searches find one after
+    the other, each among the elements that are left.
 
-    position: that of each element in its row; of equal elements the first is taken. A NaN is larger than
-    any number: it counts as infinite, and its position as one before the row, or behind it where the smallest
-    elements are searched for. A masked element has the last position.
+    position: the place of each element in its row. Of equal elements the first is taken; zeros of both signs
+    are equal, and the sign of a result may be that of another zero than the one at its index. A NaN is larger
+    than any number: it counts as infinite, and its position lies before the row for the largest, behind the
+    row for the smallest. An element that was taken counts as the last of all, and has the last position.
     """
-    size = x.shape[dim] if -x.ndim <= dim < x.ndim else 0
-    few = type(k) is int and type(size) is int and 0 < k < size <= LONGEST and k <= MOST_SEARCHED
-    if not few or not on_gpu(x) or not x.is_floating_point():
+    if not on_gpu(x) or not x.is_floating_point() or not -x.ndim <= dim < x.ndim:
         return NotImplemented
-    reduce, masked, shift = (torch.amax, -math.inf, -size) if largest else (torch.amin, math.inf, size)
+    size, is_row = x.shape[dim], statically_known_true(x.stride(dim) == 1)
+    if type(k) is not int or type(size) is not int or not 0 < k <= MOST_SEARCHED or k >= size:
+        return NotImplemented
+    if size > (LONGEST if is_row else LONGEST_ACROSS) or statically_known_true(x.numel() == 0):
+        return NotImplemented
+    reduce, last, shift = (torch.amax, -math.inf, -size) if largest else (torch.amin, math.inf, size)
     position, is_nan = _coordinates(size, dim % x.ndim, x).to(torch.int32), torch.isnan(x)
-    rest, position = torch.where(is_nan, math.inf, x), torch.where(is_nan, position + shift, position)
+    left, position = torch.where(is_nan, math.inf, x), torch.where(is_nan, position + shift, position)
     values, indices = list[Tensor](), list[Tensor]()
     for _ in range(k):
-        value = reduce(rest, dim, keepdim=True)
-        first = torch.amin(torch.where(rest == value, position, 2 * size), dim, keepdim=True)
-        index, hit = first % size, position == first
-        rest, position = torch.where(hit, masked, rest), torch.where(hit, 2 * size, position)
+        value = reduce(left, dim, keepdim=True)
+        first = torch.amin(torch.where(left == value, position, 2 * size), dim, keepdim=True)
+        index, taken = first % size, position == first
+        left, position = torch.where(taken, last, left), torch.where(taken, 2 * size, position)
         values.append(torch.where(first == index, value, math.nan))
         indices.append(index.to(torch.int64))
     return torch.cat(values, dim).contiguous(), torch.cat(indices, dim).contiguous()
@@ -288,8 +297,8 @@ def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Any:
 
 
 def _gradient_of_topk(zeros: Tensor, dim: int, index: Tensor, grad: Tensor) -> Tensor | None:
-    """Return the gradient of topk, which autograd scatters into zeros; None for any other scatter. Indices of
-    a row are different, and lie inside of it."""
+    """Return the gradient of topk, which autograd scatters into zeros, or None for any other scatter. Nothing
+    checks the indices of a row, which topk returned: they are different, and lie inside of the row."""
     node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
     if node is None or node.name() != "TopkBackward0" or not on_gpu(zeros) or not zeros.ndim:
         return None

@@ -20,7 +20,6 @@ from fusion_compiler.ir.loops import (
     Compute,
     Counter,
     Load,
-    LoopNest,
     Node,
     Random,
     Reduce,
@@ -52,19 +51,23 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
     """A kernel that people can read and compilers can schedule."""
     loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
-    # A product has the same for each of its rows, and a search for a row's largest: people read them once.
+    # People read once what each row of a product has, or each of the few elements beside a row.
     alike = len(a.reductions) // SUMS_OF_A_QUERY if a.matrices else len(a.weighted or a.products)
-    most = MOST_OPS * max(1, min(max(alike, _beside_a_row(loops)), MOST_ALIKE))
+    most = MOST_OPS * max(1, min(alike or _beside_a_row(a), MOST_ALIKE))
     if len(loops.nodes) > most:
         return f"{len(loops.nodes)} operations are more than {most}"
     return f"{len(buffers)} tensors are more than {MOST_BUFFERS}" if len(buffers) > MOST_BUFFERS else None
 
 
-def _beside_a_row(loops: LoopNest) -> int:
-    """Return the most elements of one tensor that are read or stored one by one for each row."""
-    cols = {k for k, axis in enumerate(loops.axes) if axis.group == COLS}
-    accesses = (*(n for n in loops.nodes if isinstance(n, Load)), *loops.stores)
-    beside = (a.buffer for a in accesses if all(k >= 0 and k not in cols for k, _ in a.index.terms))
+def _beside_a_row(a: Analysis) -> int:
+    """Return the largest number of elements of one tensor that are loaded or stored one by one for each row,
+    or for each column if columns are reduced; 0 in nests without rows."""
+    over = frozenset[str]().union(*(a.over(i) for i in a.reductions))
+    if len(over) > 1 or not over <= {ROWS, COLS} or not (over or axes_in(a.loops.axes, (ROWS,))):
+        return 0
+    along = axes_in(a.loops.axes, over or (COLS,))
+    accesses = (*(n for n in a.loops.nodes if isinstance(n, Load)), *a.loops.stores)
+    beside = (x.buffer for x in accesses if all(k >= 0 and k not in along for k, _ in x.index.terms))
     return max(collections.Counter(beside).values(), default=0)
 
 

@@ -79,8 +79,8 @@ from fusion_compiler.passes.lower.space import (
 from fusion_compiler.passes.lower.special import SPECIAL, looked_up, put_place
 
 aten = torch.ops.aten
-# Beside a product what is reduced may lie across its rows, of each of which a program has its own value; so
-# may the few elements that a tensor beside a space has for each of its rows.
+# A program has each row of a product as a value of its own, and so each of the few elements that a tensor has
+# for every row of the space: a reduction of such values is an expression.
 UNROLLED: dict[str | None, OpOverload] = {
     "sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default,
 }  # fmt: skip
@@ -111,6 +111,7 @@ def lower(
     """
     rounding = Rounding(stored.union(outputs), like_eager)
     space = (matrix_space if matrices else anchor_space)(dag, ops, outputs, index_split)
+    space = space if matrices else _with_rows(dag, ops, outputs, space)
     for _ in range(24):
         attempt = Lowering(dag, ops, outputs, space, rounding)
         try:
@@ -125,6 +126,25 @@ def lower(
             if effort is not None:
                 effort.spent += len(attempt.memo)
     raise Illegal("layout", "the views of these ops cut the space into too many pieces")
+
+
+def _with_rows(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space) -> Space:
+    """Return the space of the largest output if all reductions are of the few elements that a tensor has for
+    each row of it, else `space`. A program of whole rows computes such reductions once for each row."""
+    reduced = [reduced_by(dag, op) for op in map(dag.op, ops) if is_reduction(op)]
+    output = largest(dag, outputs)
+    few, shape = space.axes, stored_shape(dag, output)
+    if space.index_split is not None or not reduced or len(few) != len(shape):
+        return space
+    differ = [d for d, (n, size) in enumerate(zip(few, shape, strict=True)) if n != size]
+    if len(differ) != 1 or any(r.is_product or (r.shape, r.dims) != (few, tuple(differ)) for r in reduced):
+        return space
+    (dim,) = differ
+    count, size = few[dim], shape[dim]
+    if not isinstance(count, int) or not isinstance(size, int) or not 1 < count <= min(MOST_UNROLLED, size):
+        return space
+    along, across = (COLS, ROWS) if output.outputs[0].stride[dim] == 1 else (ROWS, COLS)
+    return Space(tuple((s,) for s in shape), tuple(along if d == dim else across for d in range(len(shape))))
 
 
 @dataclass(frozen=True)
@@ -303,7 +323,9 @@ class Lowering(Builder):
 
     def beside(self, shape: tuple[Dim, ...]) -> tuple[Coords, ...]:
         """Return the coordinates of each of the few elements that a tensor has for every row of the space, or
-        for every column, as the largest of them; nothing where it has no such elements."""
+        for every column; an empty tuple if it has no such elements."""
+        if self.space.index_split is not None:
+            return ()
         for dim, count in enumerate(shape):
             if isinstance(count, int) and 1 < count <= MOST_UNROLLED:
                 one = (*shape[:dim], 1, *shape[dim + 1 :])
@@ -313,12 +335,10 @@ class Lowering(Builder):
         return ()
 
     def without(self, dim: int, shape: tuple[Dim, ...]) -> Coords | None:
-        """Return the coordinates of the space without a dimension that is a group by itself; None unless all
-        other sizes are those of `shape`, and this one is not."""
+        """Return the space's coordinates with that of `dim` set to zero, or None unless this dimension is a
+        group by itself, and the only one whose size differs from that in `shape`."""
         sizes, groups = tuple(map(product, self.space.factors)), self.space.groups
-        if self.space.index_split is not None or len(shape) != len(sizes):
-            return None
-        if [d for d, size in enumerate(sizes) if size != shape[d]] != [dim]:
+        if len(shape) != len(sizes) or [d for d, size in enumerate(sizes) if size != shape[d]] != [dim]:
             return None
         if any(groups[d] == groups[dim] and size != 1 for d, size in enumerate(sizes) if d != dim):
             return None
