@@ -46,8 +46,8 @@ SAMPLE = 64  # rows of which one is looked at beforehand
 # Top-k of more elements stays a library call: each adds a search, two reductions, to the kernel, and lowering
 # stores no more of them beside a row.
 MOST_SEARCHED = 8
-# So does top-k of longer rows: a row stays in registers for all searches. If its elements are not neighbours
-# in memory, a program reads several rows side by side, and holds all of them.
+# So does top-k of longer rows: all searches are of one tile, in registers. If a row's elements are not
+# neighbours in memory, the tile has several rows side by side.
 LONGEST, LONGEST_ACROSS = 4096, 2048
 
 # Contractions and scatters that core ATen would take apart. They stay library calls.

@@ -38,11 +38,25 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decompositions, "on_gpu", lambda tensor: True)
 
 
-def checked(x: Tensor, k: int, dim: int = -1, **options: Any) -> None:
-    """Assert that values are eager's, and indices those of different elements with these values."""
-    compiled = Compiled(lambda x: torch.topk(x, k, dim, **options))
+def checked(
+    x: Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+    schedule: int | None = None,
+) -> None:
+    """Assert that values are eager's, and indices those of different elements with these values.
+
+    schedule: the number of a schedule with small blocks, or None for the one that the compiler chooses.
+    """
+
+    def search(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.topk(x, k, dim, largest, sorted)
+
+    compiled = Compiled(search) if schedule is None else Compiled(search, schedule, cramped)
     values, indices = compiled(x)
-    eager = torch.topk(x, k, dim, **{**options, "sorted": True})
+    eager = torch.topk(x, k, dim, largest)
     assert not compiled.eager_ops() and len(compiled.plans[0].clusters) == 1, str(compiled.plans[0])
     torch.testing.assert_close(values, eager.values, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(x.gather(dim, indices), values, rtol=0, atol=0, equal_nan=True)
@@ -60,21 +74,30 @@ def test_values_are_those_of_eager(name: str, k: int, dtype: torch.dtype, like_a
     checked(torch.randn(shape, dtype=dtype), min(k, shape[dim] - 1), dim)
 
 
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("schedule", [0, 1])
+@pytest.mark.parametrize("name", SHAPES)
+def test_values_are_those_of_eager_under_any_schedule(name: str, schedule: int, like_a_gpu: None) -> None:
+    shape, dim = SHAPES[name]
+    x = torch.randint(-4, 5, shape) / 4  # with ties
+    checked(x, min(4, shape[dim] - 1), dim, schedule=schedule)
+
+
 @pytest.mark.parametrize("largest", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ties_infinities_and_nan(dtype: torch.dtype, largest: bool, like_a_gpu: None) -> None:
-    special = torch.tensor([-math.inf, math.inf, math.nan, 0.0, -0.0, 1.0])
+    special = torch.tensor([-math.inf, math.inf, math.nan, 0.0, -0.0, 1.0], dtype=dtype)
     x = special[torch.randint(6, (64, 12))]
     x[0], x[1], x[2], x[3] = -math.inf, math.nan, math.inf, 1.0
     x[4, 2:], x[5, 2:] = -math.inf, math.inf
     x[6], x[6, 3:5] = torch.finfo(dtype).min, -math.inf
-    checked(x.to(dtype), 7, largest=largest)
+    checked(x, 7, largest=largest)
 
 
-@pytest.mark.parametrize("options", [{"largest": False}, {"sorted": False}], ids=str)
-def test_options(options: dict[str, bool], like_a_gpu: None) -> None:
-    checked(torch.randn(7, 21), 4, **options)
-    checked(torch.randn(9, 5, 3), 3, 0, **options)
+@pytest.mark.parametrize(("largest", "sorted"), [(False, True), (True, False), (False, False)])
+def test_options(largest: bool, sorted: bool, like_a_gpu: None) -> None:
+    checked(torch.randn(7, 21), 4, -1, largest, sorted)
+    checked(torch.randn(9, 5, 3), 3, 0, largest, sorted)
 
 
 def test_layouts_are_those_of_eager(like_a_gpu: None) -> None:
@@ -213,7 +236,9 @@ def test_any_schedule_routes_alike(name: str, schedule: int, schedules: Schedule
     assert [len(plan.clusters) for plan in compiled.plans] == [1, 1]
 
 
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(6, 8, 2), (21, 4, 3), (1, 8, 2), (3, 128, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"), [(6, 8, 2), (21, 4, 3), (1, 8, 2), (3, 128, 8), (2, 8, 2), (4, 6, 4)]
+)
 def test_a_router_with_its_product(tokens: int, experts: int, k: int, like_a_gpu: None) -> None:
     """The product of eight experts' rows, and what is searched for in its results, are one kernel."""
 
