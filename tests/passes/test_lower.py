@@ -115,6 +115,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda a, b: ((s := statistics(a, 1)) / s.amax(1, True) + b, statistics(a, 0).sum(0)),
         (x(20, 60), x(20, 3)),
     ),
+    "sums of columns, stored side by side": (
+        lambda a, b: (
+            F.pad((a * b).sum(0)[None], (0, 0, 0, 1)) + F.pad((a + b).sum(0)[None], (0, 0, 1, 0)),
+            (a * b).sum(1),
+        ),
+        (x(37, 60), x(37, 60)),
+    ),
     "circular padding": (lambda a: F.pad(a, (1, 2), mode="circular"), (x(2, 3, 4),)),
     "reflection": (lambda a: F.pad(a, (1, 2), mode="reflect"), (x(2, 3, 4),)),
 }

@@ -6,12 +6,12 @@ what waits for a sum over all rows can run only at the end, and what is kept per
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 
 import torch
 
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.loops import (
     BATCH,
     COLS,
@@ -60,15 +60,19 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def _beside_a_row(a: Analysis) -> int:
-    """Return the largest number of elements of one tensor that are loaded or stored one by one for each row,
-    or for each column if columns are reduced; 0 in nests without rows."""
+    """Return the largest number of neighbours in memory, all that a tensor has for a row, which are loaded or
+    stored one by one for each row; 0 in nests without rows."""
     over = frozenset[str]().union(*(a.over(i) for i in a.reductions))
-    if len(over) > 1 or not over <= {ROWS, COLS} or not (over or axes_in(a.loops.axes, (ROWS,))):
+    if not over <= {COLS} or not (over or axes_in(a.loops.axes, (ROWS,))):
         return 0
-    along = axes_in(a.loops.axes, over or (COLS,))
-    accesses = (*(n for n in a.loops.nodes if isinstance(n, Load)), *a.loops.stores)
-    beside = (x.buffer for x in accesses if all(k >= 0 and k not in along for k, _ in x.index.terms))
-    return max(collections.Counter(beside).values(), default=0)
+    cols = axes_in(a.loops.axes, (COLS,))
+    elements: dict[tuple[str, tuple[tuple[int, Dim], ...]], set[Dim]] = {}
+    for x in (*(n for n in a.loops.nodes if isinstance(n, Load)), *a.loops.stores):
+        if all(k >= 0 and k not in cols for k, _ in x.index.terms):
+            elements.setdefault((x.buffer, x.index.terms), set()).add(x.index.const)
+    rows = ((found, [step for _, step in terms]) for (_, terms), found in elements.items())
+    whole = (len(e) for e, steps in rows if e == {*range(len(e))} and all(s % len(e) == 0 for s in steps))
+    return max(whole, default=0)
 
 
 def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
