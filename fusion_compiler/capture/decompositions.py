@@ -33,6 +33,7 @@ from fusion_compiler.capture.eager_decompositions import (
     unless_refused,
 )
 from fusion_compiler.capture.few_queries import in_chunks
+from fusion_compiler.capture.target import on_gpu
 from fusion_compiler.capture.traced_gradients import INTERPOLATIONS
 from fusion_compiler.ir import few_queries, group_norm, max_pool, permuted_rows, random, running
 from fusion_compiler.ir.dag import FEW_ROWS
@@ -42,6 +43,12 @@ aten = torch.ops.aten
 
 LARGE = 1 << 24  # elements that no cache holds until they are read again
 SAMPLE = 64  # rows of which one is looked at beforehand
+# Top-k of more elements stays a library call: each adds a search, two reductions, to the kernel, and lowering
+# stores no more of them beside a row.
+MOST_SEARCHED = 8
+# So does top-k of longer rows: all searches are of one tile, in registers. If a row's elements are not
+# neighbours in memory, the tile has several rows side by side.
+LONGEST, LONGEST_ACROSS = 4096, 2048
 
 # Contractions and scatters that core ATen would take apart. They stay library calls.
 _WHOLE = (
@@ -226,6 +233,36 @@ def _min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor
     return torch.amin(x, dim, keepdim), torch.argmin(ordered, dim, keepdim)
 
 
+def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """Return the largest (smallest) elements of each row and their positions, which searches find one after
+    the other, each among the elements that are left.
+
+    position: the place of each element in its row. Of equal elements the first is taken; zeros of both signs
+    are equal, and the sign of a result may be that of another zero than the one at its index. A NaN is larger
+    than any number: it counts as infinite, and its position lies before the row for the largest, behind the
+    row for the smallest. An element that was taken counts as the last of all, and has the last position.
+    """
+    if not on_gpu(x) or not x.is_floating_point() or not -x.ndim <= dim < x.ndim:
+        return NotImplemented
+    size, is_row = x.shape[dim], statically_known_true(x.stride(dim) == 1)
+    if type(k) is not int or type(size) is not int or not 0 < k <= MOST_SEARCHED or k >= size:
+        return NotImplemented
+    if size > (LONGEST if is_row else LONGEST_ACROSS) or statically_known_true(x.numel() == 0):
+        return NotImplemented
+    reduce, last, shift = (torch.amax, -math.inf, -size) if largest else (torch.amin, math.inf, size)
+    position, is_nan = _coordinates(size, dim % x.ndim, x).to(torch.int32), torch.isnan(x)
+    left, position = torch.where(is_nan, math.inf, x), torch.where(is_nan, position + shift, position)
+    values, indices = list[Tensor](), list[Tensor]()
+    for _ in range(k):
+        value = reduce(left, dim, keepdim=True)
+        first = torch.amin(torch.where(left == value, position, 2 * size), dim, keepdim=True)
+        index, taken = first % size, position == first
+        left, position = torch.where(taken, last, left), torch.where(taken, 2 * size, position)
+        values.append(torch.where(first == index, value, math.nan))
+        indices.append(index.to(torch.int64))
+    return torch.cat(values, dim).contiguous(), torch.cat(indices, dim).contiguous()
+
+
 def _one_in_each_row(x: Tensor, dim: int, index: Tensor) -> Tensor | None:
     """Return True where `index` points, or None unless it names one position along dim for each row of x."""
     whole = [1 if d == dim % max(x.ndim, 1) else size for d, size in enumerate(x.shape)]
@@ -247,6 +284,8 @@ def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Any:
 
     Eager's result is in row order, whatever that of the operands.
     """
+    if isinstance(src, Tensor) and (gradient := _gradient_of_topk(x, dim, index, src)) is not None:
+        return gradient
     hit = _one_in_each_row(x, dim, index)
     if hit is None:
         return NotImplemented
@@ -255,6 +294,23 @@ def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Any:
     else:
         value = torch.full((), src, dtype=x.dtype, device=x.device)
     return torch.where(hit, value, x).contiguous()
+
+
+def _gradient_of_topk(zeros: Tensor, dim: int, index: Tensor, grad: Tensor) -> Tensor | None:
+    """Return the gradient of topk, which autograd scatters into zeros, or None for any other scatter. Nothing
+    checks the indices of a row, which topk returned: they are different, and lie inside of the row."""
+    node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    if node is None or node.name() != "TopkBackward0" or not on_gpu(zeros) or not zeros.ndim:
+        return None
+    count, dim = index.shape[dim], dim % zeros.ndim
+    sizes = enumerate(zip(zeros.shape, index.shape, grad.shape, strict=True))
+    alike = all(statically_known_true(n == m == size) for d, (size, n, m) in sizes if d != dim)
+    if not alike or type(count) is not int or count > MOST_SEARCHED:
+        return None
+    position = _coordinates(zeros.shape[dim], dim, zeros)
+    for i in range(count):
+        zeros = torch.where(position == index.narrow(dim, i, 1), grad.narrow(dim, i, 1), zeros)
+    return zeros.contiguous()
 
 
 def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
@@ -825,6 +881,7 @@ _OURS: dict[OpOverload, Callable[..., Any]] = {
     aten.cummin.default: functools.partial(_running, running.smallest, running.where_smallest),
     aten.max.dim: _max_dim,
     aten.min.dim: _min_dim,
+    aten.topk.default: _topk,
     aten.scatter.src: _scatter,
     aten.scatter.value: _scatter,
     aten.scatter_add.default: _scatter_add,

@@ -166,6 +166,11 @@ def store_keys(cache: Tensor, key: Tensor, cos: Tensor, sin: Tensor, at: Tensor)
     return cache.sum(-1)
 
 
+def route(x: Tensor) -> tuple[Tensor, Tensor]:
+    weights, chosen = torch.softmax(x, -1).topk(2, -1)
+    return weights / weights.sum(-1, keepdim=True), chosen
+
+
 @dataclass(frozen=True)
 class Example:
     """A small program. inputs: dtypes and shapes, as the page has them. weights: positions of those that
@@ -230,6 +235,7 @@ EXAMPLES = {
     "Peeled ends": Example(sum_of_squares, "float32 [8192, 50257]"),
     "Online reductions": Example(softmax, "bfloat16 [4096, 32768]"),
     "Scans": Example(decays, "float32 [8192, 1024]", gradients=True),
+    "Elements beside rows": Example(route, "float32 [4096, 64]"),
     "Corrected moments": Example(layer_norm, "float32 [8192, 4096]"),
     "Running moments": Example(layer_norm, "bfloat16 [8192, 65536]"),
     "Sums made together": Example(

@@ -36,6 +36,10 @@ def one_row_each(*values: float, dtype: torch.dtype) -> Tensor:
     return made
 
 
+def statistics(a: Tensor, dim: int) -> Tensor:
+    return torch.cat([a.mean(dim, True), a.amax(dim, True), a.exp().sum(dim, True)], dim)
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "indices side by side": (lambda a, i, j: a[:, i, j] + 1, (x(3, 4, 5), FIRST, SECOND)),
     "indices apart": (lambda a, i, j: a[i, :, j] + 1, (x(3, 4, 5), FIRST, SECOND)),
@@ -107,6 +111,17 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda a: [a * torch.arange(b, 2, 0.25, dtype=d) for b in (-1, 0.5) for d in (None, torch.float64)],
         (x(1),),
     ),
+    "a few statistics of each row and of each column": (
+        lambda a, b: ((s := statistics(a, 1)) / s.amax(1, True) + b, statistics(a, 0).sum(0)),
+        (x(20, 60), x(20, 3)),
+    ),
+    "sums of columns, stored side by side": (
+        lambda a, b: (
+            F.pad((a * b).sum(0)[None], (0, 0, 0, 1)) + F.pad((a + b).sum(0)[None], (0, 0, 1, 0)),
+            (a * b).sum(1),
+        ),
+        (x(37, 60), x(37, 60)),
+    ),
     "circular padding": (lambda a: F.pad(a, (1, 2), mode="circular"), (x(2, 3, 4),)),
     "reflection": (lambda a: F.pad(a, (1, 2), mode="reflect"), (x(2, 3, 4),)),
 }
@@ -132,6 +147,22 @@ def test_statistics_of_one_row_share_a_program() -> None:
     (cluster,) = compiled.plans[0].clusters
     reductions = [n for n in cluster.loops.nodes if isinstance(n, Reduce)]
     assert len({r.axes for r in reductions}) == 1 and len(reductions) >= 2
+
+
+def test_a_few_elements_of_each_row_are_values_of_their_own() -> None:
+    """Each is stored by itself, and their sum is an expression, also where all of them are as many as the
+    columns."""
+
+    def shares(a: Tensor, b: Tensor) -> Tensor:
+        few = statistics(torch.softmax(a, 1), 1) * b
+        return few / few.sum(1, True)
+
+    a, b = x(20, 60), x(20, 3).exp()
+    compiled = Compiled(shares)
+    torch.testing.assert_close(compiled(a, b), shares(a, b))
+    (cluster,) = compiled.plans[0].clusters
+    assert [store.index.const for store in cluster.loops.stores] == [0, 1, 2]
+    assert sum(isinstance(node, Reduce) for node in cluster.loops.nodes) == 5
 
 
 def test_views_between_a_value_and_its_copy_cut_no_axis() -> None:

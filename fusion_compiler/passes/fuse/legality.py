@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.loops import (
     COLS,
     INNER,
@@ -48,11 +49,28 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
     """A kernel that people can read and compilers can schedule."""
     loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
-    # A product has the same for each of its rows: people read them once.
-    most = MOST_OPS * max(1, min(len(a.weighted or a.products), MOST_ALIKE))
+    # People read once what each row of a product has, or each of the few elements beside a row.
+    alike = len(a.weighted or a.products)
+    most = MOST_OPS * max(1, min(alike or _beside_a_row(a), MOST_ALIKE))
     if len(loops.nodes) > most:
         return f"{len(loops.nodes)} operations are more than {most}"
     return f"{len(buffers)} tensors are more than {MOST_BUFFERS}" if len(buffers) > MOST_BUFFERS else None
+
+
+def _beside_a_row(a: Analysis) -> int:
+    """Return the largest number of neighbours in memory, all that a tensor has for a row, which are loaded or
+    stored one by one for each row; 0 in nests without rows."""
+    over = frozenset[str]().union(*(a.over(i) for i in a.reductions))
+    if not over <= {COLS} or not (over or axes_in(a.loops.axes, (ROWS,))):
+        return 0
+    cols = axes_in(a.loops.axes, (COLS,))
+    elements: dict[tuple[str, tuple[tuple[int, Dim], ...]], set[Dim]] = {}
+    for x in (*(n for n in a.loops.nodes if isinstance(n, Load)), *a.loops.stores):
+        if all(k >= 0 and k not in cols for k, _ in x.index.terms):
+            elements.setdefault((x.buffer, x.index.terms), set()).add(x.index.const)
+    rows = ((found, [step for _, step in terms]) for (_, terms), found in elements.items())
+    whole = (len(e) for e, steps in rows if e == {*range(len(e))} and all(s % len(e) == 0 for s in steps))
+    return max(whole, default=0)
 
 
 def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:

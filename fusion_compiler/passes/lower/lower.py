@@ -78,7 +78,8 @@ from fusion_compiler.passes.lower.space import (
 from fusion_compiler.passes.lower.special import SPECIAL, looked_up, put_place
 
 aten = torch.ops.aten
-# Beside a product what is reduced may lie across its rows, of each of which a program has its own value.
+# A program has each row of a product as a value of its own, and so each of the few elements that a tensor has
+# for every row of the space: a reduction of such values is an expression.
 UNROLLED: dict[str | None, OpOverload] = {
     "sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default,
 }  # fmt: skip
@@ -110,7 +111,10 @@ def lower(
     effort: counts the work.
     """
     rounding = Rounding(stored.union(outputs), like_eager)
-    space = free_space(dag, ops) if in_tile else anchor_space(dag, ops, outputs, index_split)
+    if in_tile:
+        space = free_space(dag, ops)
+    else:
+        space = _with_rows(dag, ops, outputs, anchor_space(dag, ops, outputs, index_split))
     for _ in range(24):
         attempt = Lowering(dag, ops, outputs, space, rounding)
         try:
@@ -125,6 +129,25 @@ def lower(
             if effort is not None:
                 effort.spent += len(attempt.memo)
     raise Illegal("layout", "the views of these ops cut the space into too many pieces")
+
+
+def _with_rows(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space) -> Space:
+    """Return the space of the largest output if all reductions are of the few elements that a tensor has for
+    each row of it, else `space`. A program of whole rows computes such reductions once for each row."""
+    reduced = [reduced_by(dag, op) for op in map(dag.op, ops) if is_reduction(op)]
+    output = largest(dag, outputs)
+    few, shape = space.axes, stored_shape(dag, output)
+    if space.index_split is not None or not reduced or len(few) != len(shape):
+        return space
+    differ = [d for d, (n, size) in enumerate(zip(few, shape, strict=True)) if n != size]
+    if len(differ) != 1 or any(r.is_product or (r.shape, r.dims) != (few, tuple(differ)) for r in reduced):
+        return space
+    (dim,) = differ
+    count, size = few[dim], shape[dim]
+    if not isinstance(count, int) or not isinstance(size, int) or not 1 < count <= min(MOST_UNROLLED, size):
+        return space
+    along, across = (COLS, ROWS) if output.outputs[0].stride[dim] == 1 else (ROWS, COLS)
+    return Space(tuple((s,) for s in shape), tuple(along if d == dim else across for d in range(len(shape))))
 
 
 @dataclass(frozen=True)
@@ -190,11 +213,14 @@ class Lowering(Builder):
                 stores += self.stores_of_part(name, part)
                 continue
             coords, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
-            if coords is None or not is_bijection(coords, shape, self.extents):
+            if coords is not None and is_bijection(coords, shape, self.extents):
+                stores += [self.store(name, own, piece=i) for i, own in enumerate(self.pieces(coords))]
+            elif (places := self.beside(shape)) and self.dag.op(name).target is not put:
+                stores += [self.store(name, at) for at in places]
+            else:
                 raise Illegal(
                     "space", f"{name} is {list(shape)}, and the others' space is {list(self.space.axes)}"
                 )
-            stores += [self.store(name, own, piece=i) for i, own in enumerate(self.pieces(coords))]
         axes = self.tile_axes(stores) if self.space.is_free else self.axes
         return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
 
@@ -312,7 +338,31 @@ class Lowering(Builder):
                 coords = self.place_of_operand(operand)
                 if coords is not None and is_bijection(coords, shape, self.extents):
                     return coords
-        return self.in_order(shape)
+        return None if self.along is None and self.beside(shape) else self.in_order(shape)
+
+    def beside(self, shape: tuple[Dim, ...]) -> tuple[Coords, ...]:
+        """Return the coordinates of each of the few elements that a tensor has for every row of the space, or
+        for every column; an empty tuple if it has no such elements."""
+        if self.space.index_split is not None:
+            return ()
+        for dim, count in enumerate(shape):
+            if isinstance(count, int) and 1 < count <= MOST_UNROLLED:
+                one = (*shape[:dim], 1, *shape[dim + 1 :])
+                at = self.in_order(one) if self.along is not None else self.without(dim, shape)
+                if at is not None and is_bijection(at, one, self.extents):
+                    return tuple((*at[:dim], Index(i, ()), *at[dim + 1 :]) for i in range(count))
+        return ()
+
+    def without(self, dim: int, shape: tuple[Dim, ...]) -> Coords | None:
+        """Return the space's coordinates with that of `dim` set to zero, or None unless this dimension is a
+        group by itself, and the only one whose size differs from that in `shape`."""
+        sizes, groups = tuple(map(product, self.space.factors)), self.space.groups
+        if len(shape) != len(sizes) or [d for d, size in enumerate(sizes) if size != shape[d]] != [dim]:
+            return None
+        if any(groups[d] == groups[dim] and size != 1 for d, size in enumerate(sizes) if d != dim):
+            return None
+        at = self.space.identity()
+        return (*at[:dim], ZERO, *at[dim + 1 :])
 
     def place_of_operand(self, name: str) -> Coords | None:
         """Return the coordinates of an operand that has some, also through views."""
@@ -563,10 +613,12 @@ class Lowering(Builder):
         return coords
 
     def is_unrolled(self, op: Op, reduced: Reduced) -> bool:
-        """Whether a reduction is beside a product and of few elements."""
+        """True if a reduction is of few elements, beside a product or of those that each row has."""
         spec, count = spec_of(op.target), product(reduced.shape[d] for d in reduced.dims)
         few = isinstance(count, int) and 1 < count <= MOST_UNROLLED
-        return self.along is not None and few and spec is not None and spec.combine in UNROLLED
+        if not few or spec is None or spec.combine not in UNROLLED:
+            return False
+        return self.along is not None or bool(self.beside(reduced.shape))
 
     def unrolled(self, op: Op, kept: dict[int, Index], reduced: Reduced) -> int:
         """Return a reduction of few elements as an expression. Raises Illegal if all pieces together have too
