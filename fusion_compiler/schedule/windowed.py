@@ -48,6 +48,7 @@ from fusion_compiler.schedule.work import BufferInfo
 
 REMAINDERS = (torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Tensor)
 MOST_TAPS = 64  # along one axis
+MOST_STRIDE = 8  # of windows, in taps
 MOST_UNROLLED = 36  # taps times positions, beyond which the outer taps are a loop
 MOST_ROWS = 4  # of positions in a tile, beside the sliding one
 MOST_REGISTERS = 150  # of a thread, for accumulators
@@ -92,6 +93,7 @@ def windows_of(loops: LoopNest) -> Windows | None:
     reduced = frozenset[int]().union(*(n.axes for n in loops.nodes if isinstance(n, Reduce)))
     both: dict[int, tuple[int, int]] = {}  # an axis that is reduced -> one that is kept, and the stride
     votes: Counter[int] = Counter()
+    moves: list[dict[int, int]] = []  # steps of the axes in each access
     for node in (*loops.nodes, *loops.stores):
         if not isinstance(node, InRange | Load | Store):
             continue
@@ -104,11 +106,15 @@ def windows_of(loops: LoopNest) -> Windows | None:
         else:
             whole = prod(sizes[key] for key in terms)
             votes.update({key: whole for key, step in terms.items() if step == 1})
+            moves.append(terms)
+    for terms in moves:
+        both = _neighbours(terms, reduced, both)
     inner, outer = prod(sizes[a] for a in both), prod(sizes[b] for b, _ in both.values())
     others = prod(sizes[k] for k in reduced - both.keys())
     are_reduced = inner < outer or (inner == outer and others == 1)
     pairs = {a if are_reduced else b: (b if are_reduced else a, stride) for a, (b, stride) in both.items()}
     known = all(isinstance(loops.axes[tap].size, int) and sizes[tap] <= MOST_TAPS for tap in pairs)
+    votes = Counter({key: whole for key, whole in votes.items() if key not in pairs})
     if not pairs or not votes or not known:
         return None
     vector = max(votes, key=votes.__getitem__)
@@ -123,6 +129,23 @@ def windows_of(loops: LoopNest) -> Windows | None:
     sliding = slide and (slide[1], slide[0])
     phases = {k: s for k, s in _remainders(loops).items() if k in positions}
     return Windows(vector, sliding, rows, tuple(pairs), rest, parted, are_reduced, stride, phases)
+
+
+def _neighbours(
+    terms: Mapping[int, int], reduced: frozenset[int], both: Mapping[int, tuple[int, int]]
+) -> dict[int, tuple[int, int]]:
+    """Return positions of windows and taps, with those that an access moves along by similar steps: where all
+    windows lie inside of an image, no range names both."""
+    found, used = dict(both), {b for b, _ in both.values()}
+    pairs: list[tuple[int, int, int]] = []
+    for a, b in itertools.product(reduced & terms.keys(), terms.keys() - reduced):
+        steps = sorted((abs(terms[a]), abs(terms[b])))
+        pairs.append((max(1, steps[1] // steps[0]), a, b))
+    for ratio, a, b in sorted(pairs):
+        if a not in found and b not in used and ratio <= MOST_STRIDE:
+            found[a] = b, ratio
+            used.add(b)
+    return found
 
 
 def _remainders(loops: LoopNest) -> dict[int, int]:
