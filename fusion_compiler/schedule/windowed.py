@@ -73,7 +73,7 @@ class Windows:
     taps: all taps. rest: all other axes but the vector. parted: of them, those that are reduced. are_reduced:
     True if the taps are reduced, False if the positions are. stride: of the sliding position, in taps.
     phases: of a position, how many neighbours meet different taps, as in the gradient of a convolution with
-    strides: they are unrolled.
+    strides: they are unrolled. has_filter: True if something is loaded for each tap, whatever the position.
     """
 
     vector: int
@@ -85,6 +85,7 @@ class Windows:
     are_reduced: bool
     stride: int
     phases: Mapping[int, int]
+    has_filter: bool
 
 
 def windows_of(loops: LoopNest) -> Windows | None:
@@ -114,7 +115,8 @@ def windows_of(loops: LoopNest) -> Windows | None:
     are_reduced = inner < outer or (inner == outer and others == 1)
     pairs = {a if are_reduced else b: (b if are_reduced else a, stride) for a, (b, stride) in both.items()}
     known = all(isinstance(loops.axes[tap].size, int) and sizes[tap] <= MOST_TAPS for tap in pairs)
-    votes = Counter({key: whole for key, whole in votes.items() if key not in pairs})
+    if are_reduced:  # by steps of two, say, along an image the taps alone move to its next element
+        votes = Counter({key: whole for key, whole in votes.items() if key not in pairs})
     if not pairs or not votes or not known:
         return None
     vector = max(votes, key=votes.__getitem__)
@@ -128,7 +130,10 @@ def windows_of(loops: LoopNest) -> Windows | None:
     stride = 1 if slide is None else pairs[slide[0]][1]
     sliding = slide and (slide[1], slide[0])
     phases = {k: s for k, s in _remainders(loops).items() if k in positions}
-    return Windows(vector, sliding, rows, tuple(pairs), rest, parted, are_reduced, stride, phases)
+    has_filter = any(not pairs.keys().isdisjoint(m) and {*positions}.isdisjoint(m) for m in moves)
+    return Windows(
+        vector, sliding, rows, tuple(pairs), rest, parted, are_reduced, stride, phases, has_filter
+    )
 
 
 def _neighbours(
@@ -353,7 +358,7 @@ def issue_us(
     taps, shared = (n / prod(w.phases.values()) for n in (taps, shared))
     tile = s.block * s.lanes * s.rows
     pixels = max(1.0, tile / (8 * 32 * s.num_warps)) * s.unrolled
-    beside = taps / pixels if w.are_reduced else 1.0  # the filter's elements, or the gradient's
+    beside = taps / pixels * w.has_filter if w.are_reduced else 1.0  # of the filter, or of the gradient
     issued = taps + PER_LOAD * (shared + beside)
     factor = ISSUE if w.are_reduced else ISSUE_SPLIT
     return 1e6 * factor * points * issued / device.fp32_per_s

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fusion_compiler as fc
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir import dag
 from fusion_compiler.ir.device import device_spec
@@ -21,6 +22,7 @@ from fusion_compiler.passes.fuse.cluster import plan
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
+from tests.exactness import not_as_close
 from tests.nest_values import stored
 from tests.passes.test_windows import (
     AFTER,
@@ -159,3 +161,32 @@ def test_an_activation_before_windows_side_by_side_is_in_their_nest() -> None:
     overlapping = law(lambda x: F.avg_pool2d(F.silu(x), 3, 2), x)
     assert apart is None
     assert overlapping is not None and "for each window that reads it" in overlapping[1]
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("name", POOLS)
+def test_averages_are_in_clusters_both_ways(
+    name: str, order: torch.memory_format, dtype: torch.dtype
+) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return POOLS[name]((x * 2).sin()).sigmoid()
+
+    x = torch.randn(2, 3, 8, 9, dtype=dtype).contiguous(memory_format=order)
+    fast: Any = fc.compile(fn, backend="interpret", strict=True)
+    sent = torch.randn_like(fn(x))
+    exact = step(fn, x.double(), sent.double())
+    ours, eager = (step(function, x, sent) for function in (fast, fn))
+    for our, their, true in zip(ours, eager, exact, strict=True):
+        assert our.stride() == their.stride()
+        assert not_as_close(our, their, true) is None
+    forward, backward = fast.plan
+    assert not forward.leftovers and not backward.leftovers
+    assert not [op for op in forward.dag.outputs if op.startswith("sin")], "no gradient needs what is pooled"
+
+
+def step(function: Any, x: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.detach().requires_grad_()
+    result = function(leaf)
+    return result.detach(), torch.autograd.grad(result, leaf, sent)[0]
