@@ -28,7 +28,7 @@ from fusion_compiler.ir.convolution_relu import convolution_relu
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.few_queries import attend
 from fusion_compiler.ir.group_norm import group_norm, group_norm_backward
-from fusion_compiler.ir.max_pool import max_pool, max_pool_backward
+from fusion_compiler.ir.max_pool import OPERATORS as MAXIMA
 from fusion_compiler.ir.permuted_rows import permuted_rows
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.sum_rows import COMBINES
@@ -240,7 +240,7 @@ class _Reader:
 
 # Operators whose names say what they do, as PyTorch's own do; by those, as nodes hold copies of overloads.
 _RUNNING = (running.largest, running.smallest, running.where_largest, running.where_smallest)
-_IMAGES = (group_norm, group_norm_backward, max_pool, max_pool_backward, *depthwise.CALLS)
+_IMAGES = (group_norm, group_norm_backward, *MAXIMA, *depthwise.CALLS)
 _CALLS = (expert_mm, permuted_rows, *COMBINES, convolution_relu, to_memory_format, *recurrent.OPERATORS)
 _OWN = frozenset(map(str, (random.seed, random.uniform, attend, *_CALLS, *_RUNNING, *_IMAGES)))
 _OF_LOOPS = ("name", "rows", "chunk", "inputs", "results", "saved", "unit")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.ir import depthwise
 from fusion_compiler.ir.channel_order import copy_in_order, order_of_result, to_memory_format
@@ -171,10 +172,22 @@ def nearest_backward(
     return total.contiguous(memory_format=suggest_memory_format(gradient))
 
 
+def avg_pool2d_backward(gradient: Tensor, x: Tensor, *geometry: Any) -> Tensor:
+    """Compute the gradient of `x`, of which the operator reads nothing but the shape, so that `x` need not be
+    saved: one element, expanded, takes its place."""
+    moves = zip(x.shape, x.stride(), strict=True)
+    if all(statically_known_true(step == 0) or statically_known_true(size == 1) for size, step in moves):
+        return NotImplemented
+    shape = torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
+    result = aten.avg_pool2d_backward.default(gradient, shape, *geometry)
+    return result.contiguous(memory_format=suggest_memory_format(x))
+
+
 TABLE: dict[OpOverload, Callable[..., Any]] = {
     to_memory_format: copy_in_order,
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
+    aten.avg_pool2d_backward.default: avg_pool2d_backward,
     aten.upsample_nearest1d_backward.default: nearest_backward,
     aten.upsample_nearest2d_backward.default: nearest_backward,
     aten.upsample_nearest3d_backward.default: nearest_backward,

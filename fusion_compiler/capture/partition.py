@@ -68,7 +68,6 @@ def partition(
     merge_equal(joint.graph)
     pin(joint.graph)
     mark_gradients(joint.graph)
-    keep_places(joint.graph)
     look_up_again(joint.graph)
     keep_records(joint.graph)
     if rewrite is not None:
@@ -179,14 +178,6 @@ def _casts(node: fx.Node, operators: tuple[str, ...]) -> bool:
 def _is_of(node: fx.Node, operators: tuple[str, ...]) -> bool:
     original = node.meta.get("original_aten")  # a copy of the overload
     return getattr(original, "_opname", None) in operators
-
-
-def keep_places(graph: fx.Graph) -> None:
-    """Let backward not pad again what a pooling takes its maxima of, in place: what each window gave is saved
-    then, a byte, where to find it again reads all the window's elements."""
-    for node in graph.find_nodes(op="call_function", target=_aten.constant_pad_nd.default):
-        if _is_of(node, ("max_pool",)):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def look_up_again(graph: fx.Graph) -> None:

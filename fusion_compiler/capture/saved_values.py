@@ -20,6 +20,7 @@ from torch._functorch import partitioners
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
+from fusion_compiler.ir import max_pool
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.effects import has_effect, is_random
 from fusion_compiler.ir.rewrite_note import RewriteNote
@@ -83,12 +84,25 @@ def _with_results_of_single_runs(choose: Choose) -> Choose:
     """
 
     def chosen(joint: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
+        _find_places_in_forward(joint, info)
         saved = [n for node in choose(joint, info, memory_budget) for n in _tensors(node)]
         again = (n for n in _run(joint, info, {*saved, *info.inputs}) if info.is_required_fw(n))
         missing = [n for node in again if _is_single_run(node) for n in _tensors(node)]
         return list(dict.fromkeys((*saved, *missing)))
 
     return chosen
+
+
+def _find_places_in_forward(joint: fx.Graph, info: Any) -> None:
+    """Count the places of maxima among what forward computes: PyTorch's choice runs anything else again.
+
+    Backward reads a byte for each window then; to find the place again it would read all of its elements.
+    """
+    for node in joint.find_nodes(op="call_function", target=max_pool.places):
+        (image,) = node.all_input_nodes
+        if info.is_required_fw(image) and not info.is_required_bw(node):
+            info._required_fw_nodes.add(node)
+            info.fw_order[node] = info.fw_order[image]
 
 
 def _is_single_run(node: fx.Node) -> bool:

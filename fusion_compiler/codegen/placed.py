@@ -630,11 +630,17 @@ class Emitter:
         return self.joined(self.sum_of(parts, const // by), *(tile for tile, _ in parts)), 0
 
     def is_dead(self, number: int) -> bool:
-        """True if a node is a product of an element that is not there."""
+        """True if a node is zero because of an element that is not there."""
         node = self.loops.nodes[number]
         if isinstance(node, Load):
             return node.within is not None and self.literal(node.within) is False
-        if isinstance(node, Compute) and node.target in (aten.mul.Tensor, aten._to_copy.default):
+        if not isinstance(node, Compute):
+            return isinstance(node, Constant) and node.value == 0
+        if node.target is aten.where.self and (condition := operand_of(node, "condition")) is not None:
+            chosen = self.literal(condition)
+            source = None if chosen is None else operand_of(node, "self" if chosen else "other")
+            return source is not None and self.is_dead(source)
+        if node.target in (aten.mul.Tensor, aten._to_copy.default):
             return any(self.is_dead(o) for o in operands_of(node))
         return False
 

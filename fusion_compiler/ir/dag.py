@@ -232,7 +232,7 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
 
     spec = spec_of(node.target)
     out = sum(map(numel_of, outputs))
-    if spec is not None and spec.kind is not Kind.CONTRACTION:
+    if spec is not None and spec.kind not in (Kind.CONTRACTION, Kind.WINDOWS):
         return spec.flops * (max([out, *map(numel_of, inputs)]) if spec.combine else out)
     name = name_of(node.target)
     named = bound(node.target, node.args, node.kwargs) if isinstance(node.target, OpOverload) else {}
@@ -242,6 +242,11 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
         """Return the tensor of an argument by its name, or by its position if the operator has no schema."""
         return metas_of(named.get(argument, operands[position]).meta["val"])[0]
 
+    if spec is not None and spec.kind is Kind.WINDOWS:
+        count = numel_of(meta("grad_output")) if "grad_output" in named else out
+        kernel = named["kernel_size" if "kernel_size" in named else "kernel"]
+        sizes = [dim_of(k.meta["val"]) if isinstance(k, fx.Node) else k for k in kernel]
+        return spec.flops * count * numel(sizes * (2 // len(sizes)), hints)
     if spec is not None:  # a depthwise convolution, or a gradient of one
         positions = meta("gradient") if "gradient" in named else outputs[0]
         weight = meta("weight") if "weight" in named else outputs[0]

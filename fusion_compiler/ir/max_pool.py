@@ -1,20 +1,21 @@
 """Maxima over windows of an image as operators that keep what was taken in a byte.
 
-The forward compares the elements of each window, wherever they come from. The backward asks the few windows
-that an element is in which of them took it: it reads a byte for each, where PyTorch's has eight, and fills
-and adds to nothing. `formulas` is what a graph holds of both: element-wise operators.
+    max_pool(x, ...)                 ->   max_pool_maxima(x, ...), max_pool_places(x, ...)
+    max_pool_backward(g, taken, ...) ->   element-wise operators
+
+A cluster reduces windows for the two of the forward. The backward asks the few windows that an element is in
+which of them took it: it reads a byte for each, where PyTorch's has eight, and fills and adds to nothing. As
+element-wise work it also joins clusters that reduce its result, as the gradient of a norm does.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._meta_registrations import pooling_output_shape
 from torch._ops import OpOverload
@@ -23,11 +24,16 @@ from torch._prims_common import suggest_memory_format
 aten = torch.ops.aten
 NOWHERE = -(1 << 12)  # with any number added no element's number
 NAME, BACKWARD = "fusion_compiler::max_pool", "fusion_compiler::max_pool_backward"
+MAXIMA, PLACES = "fusion_compiler::max_pool_maxima", "fusion_compiler::max_pool_places"
 _GEOMETRY = "int[2] kernel, int[2] stride, int[2] padding, bool ceil_mode"
 torch.library.define(NAME, f"(Tensor input, {_GEOMETRY}) -> (Tensor, Tensor)")
+torch.library.define(MAXIMA, f"(Tensor input, {_GEOMETRY}) -> Tensor")
+torch.library.define(PLACES, f"(Tensor input, {_GEOMETRY}) -> Tensor")
 torch.library.define(BACKWARD, f"(Tensor grad, Tensor taken, int[2] image, {_GEOMETRY}) -> Tensor")
 
 max_pool = torch.ops.fusion_compiler.max_pool.default
+maxima = torch.ops.fusion_compiler.max_pool_maxima.default
+places = torch.ops.fusion_compiler.max_pool_places.default
 max_pool_backward = torch.ops.fusion_compiler.max_pool_backward.default
 
 
@@ -41,11 +47,6 @@ class Windows:
     step: int
     before: int
     count: int
-
-    @property
-    def beyond(self) -> int:
-        """Elements of the last window behind the image."""
-        return max(0, (self.count - 1) * self.step + self.kernel - self.before - self.size)
 
     @property
     def bits(self) -> int:
@@ -90,32 +91,29 @@ def windows_of(image: Sequence[int], *geometry: Any) -> tuple[Windows, Windows]:
     return high, wide
 
 
-def _largest(x: Tensor, *geometry: Any) -> tuple[Tensor, Tensor]:
-    """x [..., h, w] -> maxima of its windows, and the number of the element of each, int8."""
+def bits_of(image: Sequence[int], *geometry: Any) -> int:
+    """Return by how many bits the row of an element's number is shifted."""
+    return windows_of(image, *geometry)[1].bits
+
+
+def _maxima(x: Tensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool) -> Tensor:
+    """x [..., h, w] -> maxima of its windows."""
+    return aten.max_pool2d_with_indices.default(x, kernel, stride, padding, [1, 1], ceil_mode)[0]
+
+
+def _places(x: Tensor, *geometry: Any) -> Tensor:
+    """x [..., h, w] -> the number of the element that is the maximum of each window, int8."""
+    kernel, stride, padding, ceil_mode = geometry
     high, wide = windows_of(x.shape[-2:], *geometry)
-    filled = F.pad(x, [wide.before, wide.beyond, high.before, high.beyond], value=-math.inf)
-    largest = _element(filled, high, wide, 0, 0)
-    taken = _first_inside(high, wide, x.device).expand(largest.shape)
-    for i, j in itertools.product(range(high.kernel), range(wide.kernel)):
-        if i or j:
-            element = _element(filled, high, wide, i, j)
-            larger = (element > largest) | torch.isnan(element)
-            largest = torch.where(larger, element, largest)
-            taken = torch.where(larger, (i << wide.bits) + j, taken)
-    order = suggest_memory_format(x)
-    return largest.contiguous(memory_format=order), taken.to(torch.int8).contiguous(memory_format=order)
+    index = aten.max_pool2d_with_indices.default(x, kernel, stride, padding, [1, 1], ceil_mode)[1]
+    rows, cols = index // wide.size, index % wide.size
+    rows = rows - high.begins(_count(high.count, x.device))[:, None]
+    return ((rows << wide.bits) + cols - wide.begins(_count(wide.count, x.device))).to(torch.int8)
 
 
-def _element(filled: Tensor, high: Windows, wide: Windows, i: int, j: int) -> Tensor:
-    """Of each window the one in row i and column j."""
-    rows = aten.slice.Tensor(filled, -2, i, i + (high.count - 1) * high.step + 1, high.step)
-    return aten.slice.Tensor(rows, -1, j, j + (wide.count - 1) * wide.step + 1, wide.step)
-
-
-def _first_inside(high: Windows, wide: Windows, device: torch.device) -> Tensor:
-    """The number of each window's first element in the image: taken where all are -inf, [h, w], int32."""
-    rows, cols = ((-n.begins(_count(n.count, device))).clamp_min(0) for n in (high, wide))
-    return (rows[:, None] << wide.bits) + cols
+def _both(x: Tensor, *geometry: Any) -> tuple[Tensor, Tensor]:
+    """x [..., h, w] -> maxima of its windows, and the number of the element of each."""
+    return maxima(x, *geometry), places(x, *geometry)
 
 
 def _count(most: int, device: torch.device) -> Tensor:
@@ -155,9 +153,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(output[1])
 
 
-for _name, _formula in ((NAME, _largest), (BACKWARD, _sent_back)):
+for _name, _formula in ((NAME, _both), (MAXIMA, _maxima), (PLACES, _places), (BACKWARD, _sent_back)):
     torch.library.impl(_name, "CompositeExplicitAutograd")(_formula)
     torch.library.register_fake(_name)(_formula)
 torch.library.register_autograd(NAME, _gradient, setup_context=_save)
 
-FORMULAS: dict[OpOverload, Callable[..., Any]] = {max_pool: _largest, max_pool_backward: _sent_back}
+OPERATORS = (max_pool, maxima, places, max_pool_backward)
+FORMULAS: dict[OpOverload, Callable[..., Any]] = {max_pool: _both, max_pool_backward: _sent_back}

@@ -27,7 +27,7 @@ from enum import StrEnum
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import depthwise, put, random, running, sum_rows
+from fusion_compiler.ir import depthwise, max_pool, put, random, running, sum_rows
 from fusion_compiler.ir.syntax import (
     INFINITY,
     MINUS_INFINITY,
@@ -55,6 +55,7 @@ class Kind(StrEnum):
     CONTRACTION = "contraction"  # matrix products, convolution, attention: a library call, but of few rows
     NORMALIZATION = "normalization"  # a reduction whose result is broadcast back
     REDUCTION = "reduction"
+    WINDOWS = "windows"  # a reduction of windows of an image, which may overlap: pooling
     SCAN = "scan"  # a reduction of all elements up to each, in order
     ELEMENTWISE = "elementwise"
     LAYOUT = "layout"  # moves no data, or only moves data
@@ -621,6 +622,13 @@ _LAYOUTS = _layout(
 # Operations of each element and tap, of which `ir/dag.py` counts how many there are.
 _CONVOLUTIONS = tuple(OpSpec(target, Kind.CONTRACTION, flops=2) for target in depthwise.CALLS)
 
+_POOLING = (
+    OpSpec(aten.avg_pool2d.default, Kind.WINDOWS),
+    OpSpec(aten.avg_pool2d_backward.default, Kind.WINDOWS),
+    OpSpec(max_pool.maxima, Kind.WINDOWS, jumps=True),
+    OpSpec(max_pool.places, Kind.WINDOWS, flops=6, jumps=True),
+)
+
 _WRITES = _layout(put.put)  # into memory that exists: stores at other places than those of their results
 
 OPS: tuple[OpSpec, ...] = (
@@ -636,6 +644,7 @@ OPS: tuple[OpSpec, ...] = (
     *_SCANS,
     *_LAYOUTS,
     *_CONVOLUTIONS,
+    *_POOLING,
     *_WRITES,
     OpSpec(random.uniform, Kind.RANDOM, flops=16),
 )
@@ -649,6 +658,7 @@ def spec_of(target: object) -> OpSpec | None:
 
 
 def is_always_held(target: object) -> bool:
-    """True for an operator that clusters hold whatever it costs; a contraction only if that is faster."""
+    """True for an operator that clusters hold whatever it costs: a contraction they hold only if that is
+    faster, windows only if these have a known size."""
     spec = spec_of(target)
-    return spec is not None and spec.kind is not Kind.CONTRACTION
+    return spec is not None and spec.kind not in (Kind.CONTRACTION, Kind.WINDOWS)

@@ -20,7 +20,6 @@ from fusion_compiler.ir.loops import (
     Constant,
     Coordinate,
     Index,
-    InRange,
     Load,
     LoopNest,
     Node,
@@ -72,17 +71,6 @@ class Analysis:
     def inner(self) -> bool:
         """True if placements run the nest."""
         return any(axis.group == INNER for axis in self.loops.axes)
-
-    @property
-    def in_windows(self) -> bool:
-        """True if reductions run over windows. An inner axis and another one together say whether an element
-        is inside of an image, all reductions have the same axes, and no result varies along these."""
-        inner = axes_in(self.loops.axes, (INNER,))
-        ranges = (n.index.terms for n in self.loops.nodes if isinstance(n, InRange))
-        moves = any(len({k in inner for k, _ in terms}) == 2 for terms in ranges)
-        stored = {k for store in self.loops.stores for k, _ in store.index.terms}
-        reductions = (n for n in self.loops.nodes if isinstance(n, Reduce))
-        return moves and not inner & stored and all(n.axes == inner for n in reductions)
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
         """An index in which a group whose axes are contiguous in it goes by its own number, in its last

@@ -55,7 +55,7 @@ NO_BUFFERS: Mapping[str, BufferInfo] = {}
 def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     """Return why no schedule runs a loop nest on a device, or None if some do."""
     if a.inner:
-        if a.in_windows:
+        if windowed.runs(a.loops):
             return None if windowed.best(a.loops, device) else windowed.REFUSAL
         return tiles.refuses(a.loops)
     reasons = [kind.refuses(a, device) for kind in _suited(a)]
@@ -75,7 +75,7 @@ def schedules(
     buffers: the known ones.
     """
     a = Analysis(loops)
-    if a.in_windows:
+    if windowed.runs(a.loops):
         return windowed.placements(loops, device, hints)
     if a.inner:
         roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)

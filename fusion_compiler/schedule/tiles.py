@@ -70,6 +70,8 @@ def refuses(loops: LoopNest) -> str | None:
     overlapping = (n for n in loops.nodes if isinstance(n, Load) and not _is_injective(loops, n.index))
     if (load := next(overlapping, None)) is not None:
         return f"a tile would hold elements of {load.buffer} several times"
+    if (load := next((n for n in loops.nodes if isinstance(n, Load) and _overlaps(loops, n.index)), None)):
+        return f"windows of {load.buffer} overlap"
     return None
 
 
@@ -107,6 +109,13 @@ def with_short_products(
 def _least(loops: LoopNest) -> int:
     """Return the elements of the smallest tile."""
     return prod(padded(hint(axis.size)) for axis in loops.axes if axis.group == INNER)
+
+
+def _overlaps(loops: LoopNest, index: Index) -> bool:
+    """True if an index goes along a kept axis by less than all elements of an inner one, as windows do."""
+    terms = [(loops.axes[key], abs(hint(step))) for key, step in index.terms if key >= 0]
+    inner = [(step, step * hint(axis.size)) for axis, step in terms if axis.group == INNER]
+    return any(first <= step < end for axis, step in terms if axis.group != INNER for first, end in inner)
 
 
 def _is_injective(loops: LoopNest, index: Index) -> bool:

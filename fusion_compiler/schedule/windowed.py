@@ -22,6 +22,7 @@ import torch
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import (
+    INNER,
     Compute,
     Constant,
     Coordinate,
@@ -31,6 +32,7 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Store,
     Value,
+    axes_in,
     axes_of,
 )
 from fusion_compiler.ir.plan_data import Cost
@@ -48,6 +50,7 @@ from fusion_compiler.schedule.work import BufferInfo
 
 REMAINDERS = (torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Tensor)
 MOST_TAPS = 64  # along one axis
+MOST_STRIDE = 8  # of windows, in taps
 MOST_UNROLLED = 36  # taps times positions, beyond which the outer taps are a loop
 MOST_ROWS = 4  # of positions in a tile, beside the sliding one
 MOST_REGISTERS = 150  # of a thread, for accumulators
@@ -72,7 +75,7 @@ class Windows:
     taps: all taps. rest: all other axes but the vector. parted: of them, those that are reduced. are_reduced:
     True if the taps are reduced, False if the positions are. stride: of the sliding position, in taps.
     phases: of a position, how many neighbours meet different taps, as in the gradient of a convolution with
-    strides: they are unrolled.
+    strides: they are unrolled. has_filter: True if something is loaded for each tap, whatever the position.
     """
 
     vector: int
@@ -84,6 +87,7 @@ class Windows:
     are_reduced: bool
     stride: int
     phases: Mapping[int, int]
+    has_filter: bool
 
 
 def windows_of(loops: LoopNest) -> Windows | None:
@@ -92,6 +96,7 @@ def windows_of(loops: LoopNest) -> Windows | None:
     reduced = frozenset[int]().union(*(n.axes for n in loops.nodes if isinstance(n, Reduce)))
     both: dict[int, tuple[int, int]] = {}  # an axis that is reduced -> one that is kept, and the stride
     votes: Counter[int] = Counter()
+    moves: list[dict[int, int]] = []  # steps of the axes in each access
     for node in (*loops.nodes, *loops.stores):
         if not isinstance(node, InRange | Load | Store):
             continue
@@ -104,11 +109,16 @@ def windows_of(loops: LoopNest) -> Windows | None:
         else:
             whole = prod(sizes[key] for key in terms)
             votes.update({key: whole for key, step in terms.items() if step == 1})
+            moves.append(terms)
+    for terms in moves:
+        both = _neighbours(terms, reduced, both)
     inner, outer = prod(sizes[a] for a in both), prod(sizes[b] for b, _ in both.values())
     others = prod(sizes[k] for k in reduced - both.keys())
     are_reduced = inner < outer or (inner == outer and others == 1)
     pairs = {a if are_reduced else b: (b if are_reduced else a, stride) for a, (b, stride) in both.items()}
     known = all(isinstance(loops.axes[tap].size, int) and sizes[tap] <= MOST_TAPS for tap in pairs)
+    if are_reduced:  # by steps of two, say, along an image the taps alone move to its next element
+        votes = Counter({key: whole for key, whole in votes.items() if key not in pairs})
     if not pairs or not votes or not known:
         return None
     vector = max(votes, key=votes.__getitem__)
@@ -122,7 +132,37 @@ def windows_of(loops: LoopNest) -> Windows | None:
     stride = 1 if slide is None else pairs[slide[0]][1]
     sliding = slide and (slide[1], slide[0])
     phases = {k: s for k, s in _remainders(loops).items() if k in positions}
-    return Windows(vector, sliding, rows, tuple(pairs), rest, parted, are_reduced, stride, phases)
+    has_filter = any(not pairs.keys().isdisjoint(m) and {*positions}.isdisjoint(m) for m in moves)
+    return Windows(
+        vector, sliding, rows, tuple(pairs), rest, parted, are_reduced, stride, phases, has_filter
+    )
+
+
+def runs(loops: LoopNest) -> bool:
+    """True if placements of windows run a nest: it has windows, which all reductions reduce, and no result
+    varies along what these reduce."""
+    inner = axes_in(loops.axes, (INNER,))
+    stored = {k for store in loops.stores for k, _ in store.index.terms}
+    reductions = (node for node in loops.nodes if isinstance(node, Reduce))
+    is_single = bool(inner) and not inner & stored and all(node.axes == inner for node in reductions)
+    return is_single and windows_of(loops) is not None
+
+
+def _neighbours(
+    terms: Mapping[int, int], reduced: frozenset[int], both: Mapping[int, tuple[int, int]]
+) -> dict[int, tuple[int, int]]:
+    """Return positions of windows and taps, with those that an access moves along by similar steps: where all
+    windows lie inside of an image, no range names both."""
+    found, used = dict(both), {b for b, _ in both.values()}
+    pairs: list[tuple[int, int, int]] = []
+    for a, b in itertools.product(reduced & terms.keys(), terms.keys() - reduced):
+        steps = sorted((abs(terms[a]), abs(terms[b])))
+        pairs.append((max(1, steps[1] // steps[0]), a, b))
+    for ratio, a, b in sorted(pairs):
+        if a not in found and b not in used and ratio <= MOST_STRIDE:
+            found[a] = b, ratio
+            used.add(b)
+    return found
 
 
 def _remainders(loops: LoopNest) -> dict[int, int]:
@@ -330,7 +370,7 @@ def issue_us(
     taps, shared = (n / prod(w.phases.values()) for n in (taps, shared))
     tile = s.block * s.lanes * s.rows
     pixels = max(1.0, tile / (8 * 32 * s.num_warps)) * s.unrolled
-    beside = taps / pixels if w.are_reduced else 1.0  # the filter's elements, or the gradient's
+    beside = taps / pixels * w.has_filter if w.are_reduced else 1.0  # of the filter, or of the gradient
     issued = taps + PER_LOAD * (shared + beside)
     factor = ISSUE if w.are_reduced else ISSUE_SPLIT
     return 1e6 * factor * points * issued / device.fp32_per_s

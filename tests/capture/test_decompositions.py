@@ -59,8 +59,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`nn.functional.upsample_nearest` is deprecated"),
 ]
 
-# What stays an ATen call on purpose: scatters and gathers' gradients with many positions in a row,
-# pooling.
+# What stays an ATen call on purpose: scatters, and gathers' gradients with many positions in a row.
 OPAQUE = {
     "aten.scatter.src",
     "aten.scatter_add.default",
@@ -68,8 +67,6 @@ OPAQUE = {
     "aten.sort.stable",  # of numbers by which rows are added up
     "aten.searchsorted.Tensor",
     "aten.diagonal_scatter.default",
-    "aten.avg_pool2d.default",
-    "aten.avg_pool2d_backward.default",
     "aten.upsample_nearest1d_backward.default",
     "aten.upsample_nearest2d_backward.default",
     "aten.upsample_nearest3d_backward.default",

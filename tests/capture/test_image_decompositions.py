@@ -132,6 +132,30 @@ def test_pooling_to_one_element_is_a_mean(shape: tuple[int, ...]) -> None:
     assert not_as_close(new(x), pool(x, 1), pool(x.double(), 1)) is None
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 4, 5), (2, 3, 2, 4, 5)], ids=str)
+def test_pooling_by_one_window_is_a_mean(shape: tuple[int, ...]) -> None:
+    pool: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(shape) - 3]
+    x, kernel = image(*shape), shape[2:]
+    gm = make_fx(lambda x: pool(x, kernel), pre_dispatch=True, tracing_mode="fake")(x)
+    new, notes = average_whole(gm)
+    assert [note.applied for note in notes] == [True] and aten.mean.dim in targets(new)
+    assert not_as_close(new(x), pool(x, kernel), pool(x.double(), kernel)) is None
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: F.avg_pool2d(x, 4),
+        lambda x: F.avg_pool2d(x, (4, 6), divisor_override=3),
+        lambda x: F.avg_pool2d(x, (4, 6), padding=1),
+    ],
+    ids=["a part", "another divisor", "padded"],
+)
+def test_pooling_by_other_windows_stays(pool: Any) -> None:
+    gm = make_fx(pool, pre_dispatch=True, tracing_mode="fake")(image(2, 3, 4, 6))
+    assert average_whole(gm) == (gm, ())
+
+
 def test_pooling_to_more_stays() -> None:
     gm = make_fx(lambda x: F.adaptive_avg_pool2d(x, (1, 2)), pre_dispatch=True, tracing_mode="fake")(
         image(2, 3, 4, 6)

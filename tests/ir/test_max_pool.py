@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
 from fusion_compiler.ir.group_norm import group_norm
 from fusion_compiler.ir.max_pool import max_pool
+from fusion_compiler.passes.rewrites.maxima import compare_windows
 
 # kernel, stride, padding, ceil_mode
 GEOMETRIES: dict[str, tuple[Any, ...]] = {
@@ -78,11 +80,54 @@ def test_pooling_is_in_a_cluster_both_ways(name: str, order: torch.memory_format
         assert error <= 2 * allowed + torch.finfo(dtype).eps
     forward, backward = fast.plan
     assert not forward.leftovers and not backward.leftovers
-    saved = [backward.dag.op(n).outputs[0].dtype for n in backward.dag.inputs]
+    inputs = [backward.dag.op(n).outputs[0] for n in backward.dag.inputs]
+    saved, shapes = [meta.dtype for meta in inputs], [meta.shape for meta in inputs]
     if name in ("3 x 3 by 2", "side by side"):
-        # The choice takes fewer bytes than the image. Where the gradient of ReLU reads the image anyway, the
-        # choice may be computed again from it instead: then nothing else is saved.
-        assert torch.int8 in saved or len(saved) == 2
+        # The choice takes fewer bytes than the image, of which nothing is saved.
+        assert torch.int8 in saved and all(shape != x.shape for shape in shapes)
+
+
+def relu_of_pooled(x: Tensor) -> Tensor:
+    return F.max_pool2d(F.relu(x * 2), 3, 2, 1)
+
+
+def relu_in_place(x: Tensor) -> Tensor:
+    return F.max_pool2d(F.relu_(x * 2), 3, 2, 1)
+
+
+def relu_read_twice(x: Tensor) -> Any:
+    y = F.relu(x * 2)
+    return F.max_pool2d(y, 3, 2, 1) + y.sum()
+
+
+def relu_of_what_is_read(x: Tensor) -> Any:
+    y = x * 2
+    return F.max_pool2d(F.relu_(y), 3, 2, 1) + y.sum()
+
+
+def relu_of_a_view(x: Tensor) -> Any:
+    y = x * 2
+    return F.max_pool2d(F.relu_(y[1:]), 3, 2, 1) + y.sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_behind"),
+    [
+        (relu_of_pooled, True), (relu_in_place, True), (relu_read_twice, False),
+        (relu_of_what_is_read, False), (relu_of_a_view, False),
+    ],
+)  # fmt: skip
+def test_relu_that_pooling_alone_reads_is_computed_behind_it(fn: Any, is_behind: bool) -> None:
+    x = torch.randint(-2, 3, (2, 3, 8, 9)).float()  # equal elements, and zeros, in most windows
+    gm = make_fx(fn, pre_dispatch=True)(x)
+    new, notes = compare_windows(gm)
+    targets = [getattr(n.target, "_opname", "") for n in new.graph.nodes]
+    relu = next(i for i, name in enumerate(targets) if name in ("relu", "relu_"))
+    assert (relu > targets.index("max_pool")) is is_behind and [note.applied for note in notes] == [True]
+    sent = torch.randint(-4, 5, fn(x).shape).float()  # whose sums are exact in any order
+    value, slope, _ = with_gradient(fn, x, sent)
+    ours, gradient, _ = with_gradient(new, x, sent)
+    assert torch.equal(ours, value) and torch.equal(gradient, slope)
 
 
 @pytest.mark.parametrize(

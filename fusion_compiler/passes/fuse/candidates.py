@@ -38,7 +38,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.work import BufferInfo
 
 FUSIBLE = frozenset({
-    Kind.ELEMENTWISE, Kind.REDUCTION, Kind.SCAN, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT,
+    Kind.ELEMENTWISE, Kind.REDUCTION, Kind.WINDOWS, Kind.SCAN, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT,
 })  # fmt: skip
 # Of the speed predicted for them, what kernels reach that choose among the pieces of a concatenation at every
 # element: measured on an H200, 0.67 to 0.85.
@@ -135,7 +135,7 @@ class Candidates:
         numbers, which take half the time in which memory delivers their four bytes."""
         if op.kind is Kind.RANDOM:
             return True
-        if op.kind in (Kind.REDUCTION, Kind.SCAN, Kind.CONTRACTION):
+        if op.kind in (Kind.REDUCTION, Kind.WINDOWS, Kind.SCAN, Kind.CONTRACTION):
             return False
         spec = spec_of(op.target)
         tensors = [m for i in op.inputs for m in self.dag.op(i).outputs]

@@ -60,7 +60,7 @@ def cost_of(
     buffers: every buffer that the nest loads or stores. hints: the sizes to plan for where they are symbolic.
     """
     analysis = analysis or Analysis(loops)
-    if not analysis.in_windows:
+    if not windowed.runs(loops):
         return cheapest(analysis, Roofline(loops, device, buffers, hints))
     cost = windowed.cost(loops, device, buffers, hints)
     return replace(cost, us=cost.us + 1e6 * work_in_windows(loops, hints) / device.fp32_per_s)

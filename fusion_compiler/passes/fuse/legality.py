@@ -6,23 +6,26 @@ what waits for a sum over all rows can run only at the end, and what is kept per
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fusion_compiler.ir.device import DeviceSpec
-from fusion_compiler.ir.dims import Dim
+from fusion_compiler.ir.dims import Dim, hint, not_above, simple
 from fusion_compiler.ir.loops import (
     COLS,
     INNER,
     ROWS,
     Compute,
     Counter,
+    Index,
     Load,
+    LoopNest,
     Node,
     Random,
     Reduce,
     Scan,
+    Value,
     axes_in,
     axes_of,
     is_inner,
@@ -32,6 +35,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
 )
 from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.ahead import with_operands
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.space import refusal
@@ -186,27 +190,52 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def windows(a: Analysis, device: DeviceSpec) -> str | None:
-    """Sums over inner axes stand beside nothing that needs whole rows. What those over windows read is cheap:
-    each window computes it."""
+    """Reductions over inner axes stand beside nothing that needs whole rows. What overlapping windows read is
+    cheap: each of them computes it."""
     loops, inner = a.loops, axes_in(a.loops.axes, (INNER,))
     if not inner:
         return None
+    in_windows = windowed.runs(loops)
+    from_data, once = list[bool](), list[frozenset[frozenset[int]]]()
     for i, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops), strict=True)):
         over_rows = isinstance(node, Reduce) and not is_inner(loops.axes, node)
         if over_rows or isinstance(node, Scan | Counter):
             return f"{loops.names[i]} needs whole rows, of which sums over inner axes have none"
-        if a.in_windows and axes & inner and (isinstance(node, Reduce | Random) or _is_expensive(node)):
+        if not in_windows:
+            continue
+        once.append(frozenset[frozenset[int]]().union(*(once[o] for o in operands_of(node))))
+        if isinstance(node, Load) and _is_apart(loops, node.index):
+            once[i] |= {axes}
+        again = axes & inner and not any(axes <= moved for moved in once[i])
+        if (axes & inner and isinstance(node, Reduce | Random)) or (again and _is_expensive(node, from_data)):
             return f"{loops.names[i]} would be computed again for each window that reads it"
+        from_data.append(isinstance(node, Load | Random) or any(from_data[o] for o in operands_of(node)))
     return None
 
 
-def _is_expensive(node: Node) -> bool:
-    """True for functions of floats that special units compute; a division by a number is a product."""
+def _is_apart(loops: LoopNest, index: Index) -> bool:
+    """True if an index has another value for each point of its axes, as that of windows side by side has."""
+    reach: Dim = 0
+    steps = sorted((hint(step), key, step) for key, step in index.terms)
+    for first, key, step in steps:
+        if key < 0 or first <= 0 or not not_above(reach + 1, step):
+            return False
+        reach = simple(reach + (loops.axes[key].size - 1) * step)
+    return True
+
+
+def _is_expensive(node: Node, from_data: Sequence[bool]) -> bool:
+    """True for functions of floats that special units compute; a division by a number is a product, and
+    one by the size of a window, which depends on coordinates alone, is shared by neighbours.
+
+    from_data: of the nodes before, which depend on what is loaded.
+    """
     if not isinstance(node, Compute) or not node.dtype.is_floating_point:
         return False
     spec, by = spec_of(node.target), dict(node.operands).get("other")
-    divides = node.target in (aten.div.Tensor, aten.div.Scalar) and isinstance(by, int | float)
-    return spec is not None and spec.special > 0 and not divides
+    divides = node.target in (aten.div.Tensor, aten.div.Scalar)
+    known = not from_data[by.node] if isinstance(by, Value) else isinstance(by, int | float)
+    return spec is not None and spec.special > 0 and not (divides and known)
 
 
 def schedule(a: Analysis, device: DeviceSpec) -> str | None:

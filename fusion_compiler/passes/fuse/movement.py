@@ -29,6 +29,7 @@ CLASSES = {
     Kind.CONTRACTION: "contraction",
     Kind.NORMALIZATION: "normalization",
     Kind.REDUCTION: "normalization",
+    Kind.WINDOWS: "normalization",
     Kind.SCAN: "normalization",
     Kind.ELEMENTWISE: "element-wise",
     Kind.RANDOM: "random",

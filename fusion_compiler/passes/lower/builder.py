@@ -149,6 +149,27 @@ class Builder(ABC):
         number = self.integer(op, aten.floor_divide.default, position, step, f"{op.name}_number")
         return self.indirect(op, number, length, signed=False), is_element, False
 
+    def in_block(
+        self, op: Op, index: Index, length: Dim, step: int, size: int, within: int | None
+    ) -> tuple[Index, int | None, bool]:
+        """Return what `stepped` does of the block in which `index` lies. `length` blocks of `size` elements
+        begin at 0, step, 2 * step, ..."""
+        inside, partial = self.in_range(index, 0, simple(length * step), within)
+        if inside is None and partial:
+            return index, None, True
+        everywhere = divided(index, step)
+        if everywhere is not None:
+            number, over = everywhere
+            return number, inside, over >= size
+        here = self.emit(Coordinate(index, torch.int64), f"{op.name}_position")
+        if size < step:
+            over = self.integer(op, aten.remainder.Scalar, here, step, f"{op.name}_over")
+            before = (("self", Value(over)), ("other", size))
+            hit = self.emit(Compute(aten.lt.Scalar, before, torch.bool), f"{op.name}_hit")
+            inside = hit if inside is None else self.both(inside, hit)
+        number = self.integer(op, aten.floor_divide.default, here, step, f"{op.name}_number")
+        return self.indirect(op, number, length, signed=False), inside, False
+
     def indirect(self, op: Op, node: int, length: Dim, signed: bool) -> Index:
         """Return the index whose value is that of `node`. signed: negative values count from the end."""
         if signed:

@@ -1,92 +1,284 @@
-"""Sums over windows: depthwise convolutions and their gradients (`ir/depthwise.py`), here in one dimension.
+"""Reductions over windows, here in one dimension: depthwise convolutions (`ir/depthwise.py`), pooling, and
+the gradients of convolutions and averages.
 
     y[n, c, i]  = sum over r        of  x[n, c, place(i, r)] * w[c, 0, r]       place(i, r) = stride * i
     dx[n, c, j] = sum over i and r  of  dy[n, c, i] * w[c, 0, r]                              - padding
                   with place(i, r) = j                                                        + dilation * r
     dw[c, 0, r] = sum over n and i  of  dy[n, c, i] * x[n, c, place(i, r)]
 
-A handler answers for one element, whatever its coordinates are, and sums over inner axes of its own. The
+An average has 1 / d(i) in the place of w. d(i) is a number; near borders it may be a function of i, namely
+how many places of the window lie inside of the image. A maximum has no w, and max in the place of sum.
+
+A handler answers for one element, whatever its coordinates are, and reduces inner axes of its own. The
 operands are pulled at coordinates that move along these axes, so that element-wise work on them fuses, and is
 done again for each window that an element is in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
-from fusion_compiler.ir import depthwise
+from fusion_compiler.ir import depthwise, max_pool
 from fusion_compiler.ir.dag import Op
-from fusion_compiler.ir.dims import Dim
+from fusion_compiler.ir.dims import Dim, not_above, simple
 from fusion_compiler.ir.index import ZERO, combine, shifted
-from fusion_compiler.ir.loops import Compute, Index, Reduce, Value
+from fusion_compiler.ir.loops import Compute, Coordinate, Index, Reduce, Value
+from fusion_compiler.ir.schema import bound
 from fusion_compiler.passes.lower.builder import Builder
-from fusion_compiler.passes.lower.space import Coords, compute_dtype
+from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
 
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
+class Windows:
+    """Windows of an op, with a number for each dimension. image, count: elements, and windows over them."""
+
+    image: tuple[Dim, ...]
+    count: tuple[Dim, ...]
+    kernel: tuple[Dim, ...]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+
+    def parted(self, coords: Coords) -> tuple[Coords, Coords]:
+        """Return the coordinates of batch and channels, and those of the windows' dimensions."""
+        return coords[: -len(self.kernel)], coords[-len(self.kernel) :]
+
+    def places(self, windows: Coords, taps: Coords) -> Coords:
+        """Return the coordinates in the image that taps of windows read."""
+        rows = zip(windows, taps, self.stride, self.dilation, self.padding, strict=True)
+        return tuple(shifted(combine([(window, s), (tap, d)]), -p) for window, tap, s, d, p in rows)
+
+
+# -- convolutions --------------------------------------------------------------------------------------------
+
+
 def _convolve(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     image, weight = op.operand("x"), op.operand("weight")
-    n, channel, *windows = coords
-    taps = build.inner_axes(op.name, _sizes(build, weight))
-    value = _in_image(build, image, (n, channel, *_places(op, windows, taps)), within)
-    return _sum(build, op, value, build.value(weight, (channel, ZERO, *taps), within), taps)
+    windows = _of_convolution(build, op, image, op.name, weight)
+    lead, at = windows.parted(coords)
+    taps = build.inner_axes(op.name, windows.kernel)
+    value, _ = _in_image(build, windows, image, lead, windows.places(at, taps), within)
+    return _sum(build, op, value, taps, build.value(weight, (lead[1], ZERO, *taps), within))
 
 
 def _weight_gradient(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     gradient, image = op.operand("gradient"), op.operand("x")
-    channel, _, *taps = coords
-    batch = build.dag.op(gradient).outputs[0].shape[0]
-    n, *windows = inner = build.inner_axes(op.name, (batch, *_sizes(build, gradient)))
-    value = _in_image(build, image, (n, channel, *_places(op, windows, taps)), within)
-    return _sum(build, op, value, build.value(gradient, (n, channel, *windows), within), inner)
+    windows = _of_convolution(build, op, image, gradient, op.name)
+    (channel, _), taps = windows.parted(coords)
+    inner = build.inner_axes(op.name, (_shape(build, gradient)[0], *windows.count))
+    n, at = inner[0], inner[1:]
+    value, _ = _in_image(build, windows, image, (n, channel), windows.places(at, taps), within)
+    return _sum(build, op, value, inner, build.value(gradient, (n, channel, *at), within))
 
 
 def _input_gradient(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     gradient, weight = op.operand("gradient"), op.operand("weight")
-    n, channel, *places = coords
-    taps = build.inner_axes(op.name, _sizes(build, weight))
-    windows, inside = list[Index](), within
-    for place, tap, count, step, padding, dilation in zip(
-        places, taps, _sizes(build, gradient), *_geometry(op), strict=True
-    ):
-        begin = shifted(combine([(place, 1), (tap, -dilation)]), padding)
-        window, inside, never = build.stepped(op, begin, count, step, inside)
+    windows = _of_convolution(build, op, op.name, gradient, weight)
+    lead, places = windows.parted(coords)
+    taps = build.inner_axes(op.name, windows.kernel)
+    at, inside, never = _meeting(build, op, windows, places, taps, within)
+    value = None if never else _read(build, gradient, (*lead, *at), within, inside)
+    return _sum(build, op, value, taps, build.value(weight, (lead[1], ZERO, *taps), within))
+
+
+def _of_convolution(build: Builder, op: Op, image: str, windows: str, weight: str) -> Windows:
+    """Return the windows of an op, by the names of its tensors: an operand's, or its own for the result."""
+    sizes: Any = [_shape(build, name)[2:] for name in (image, windows, weight)]
+    return Windows(*sizes, *op.args[-3:])  # type: ignore[arg-type]
+
+
+# -- pooling -------------------------------------------------------------------------------------------------
+
+
+def _average(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    image = op.operand("self")
+    windows = _of_pooling(build, op, image, op.name)
+    lead, at = windows.parted(coords)
+    taps = build.inner_axes(op.name, windows.kernel)
+    value, _ = _in_image(build, windows, image, lead, windows.places(at, taps), within)
+    return _divided(build, op, _sum(build, op, value, taps), _divisor(build, op, windows, at))
+
+
+def _average_gradient(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    gradient = op.operand("grad_output")
+    windows = _of_pooling(build, op, op.name, gradient)
+    lead, places = windows.parted(coords)
+    sizes = zip(windows.kernel, windows.stride, strict=True)
+    taps = build.inner_axes(op.name, tuple(1 if k <= s else k for k, s in sizes))
+    at, inside, never = _meeting(build, op, windows, places, taps, within)
+    if never:
+        return _sum(build, op, None, taps)
+    value = _read(build, gradient, (*lead, *at), within, inside)
+    divisor = _divisor(build, op, windows, at)
+    if isinstance(divisor, Value):
+        value = _divided(build, op, value, divisor)
+        if inside is not None and inside != within:  # the divisor of a window that is not there may be zero
+            value = build.zero_outside(value, inside, build.nodes[value].dtype, op.name)
+        return _sum(build, op, value, taps)
+    return _divided(build, op, _sum(build, op, value, taps), divisor)
+
+
+def _maximum(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    value, _, taps = _elements(build, op, coords, within)
+    return _reduced(build, op, "max", value, taps)
+
+
+def _place_of_maximum(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    """Return the number of a window's first element that is the maximum, or of the last one that is NaN.
+
+    Element n has the key n where it is the maximum, and -1 - n where it is NaN: the least key is wanted.
+    """
+    value, inside, taps = _elements(build, op, coords, within)
+    largest = _reduced(build, op, "max", value, taps)
+    rows, cols = taps
+    image: Any = _shape(build, op.operand("input"))[-2:]
+    high = 1 << max_pool.bits_of(image, *_geometry(op))
+    hit = _computed(build, op, aten.eq.Tensor, value, largest, torch.bool)
+    hit = hit if inside is None else build.both(inside, hit)
+    nan = build.emit(Compute(aten.isnan.default, (("self", Value(value)),), torch.bool), f"{op.name}_nan")
+    number = _coordinate(build, op, combine([(rows, high), (cols, 1)]))
+    mirrored = _coordinate(build, op, combine([(Index(-1, ()), 1), (rows, -high), (cols, -1)]))
+    key = build.constant(torch.iinfo(torch.int8).max, torch.int32, op.name)
+    for condition, other in ((nan, mirrored), (hit, number)):
+        key = build.choose(condition, other, key, torch.int32, f"{op.name}_key")
+    least = _reduced(build, op, "min", key, taps)
+    again = build.emit(Compute(aten.bitwise_not.default, (("self", Value(least)),), torch.int32), op.name)
+    taken = _computed(build, op, aten.maximum.default, least, again, torch.int32)
+    return build.converted(taken, op.outputs[0].dtype, op.name)
+
+
+def _elements(build: Builder, op: Op, coords: Coords, within: int | None) -> tuple[int, int | None, Coords]:
+    """Return the node of the elements of windows, -inf outside of the image; the node that holds whether they
+    lie in it, if some do not; and the taps along which they vary."""
+    image, (kernel, stride, padding, _) = op.operand("input"), _geometry(op)
+    sizes = _shape(build, image)[-2:], _shape(build, op.name)[-2:]
+    windows = Windows(*sizes, kernel, stride, padding, (1, 1))
+    lead, at = windows.parted(coords)
+    taps = build.inner_axes(f"{image} in windows of {op.args[1:]}", windows.kernel)
+    value, inside = _in_image(build, windows, image, lead, windows.places(at, taps), within)
+    if value is None:
+        raise Illegal("space", f"{op.name} is read where no window lies in the image")
+    dtype = build.nodes[value].dtype
+    if inside is None or inside == within:
+        return value, None, taps
+    nothing = build.constant(-math.inf, dtype, op.name)
+    return build.choose(inside, value, nothing, dtype, image), inside, taps
+
+
+def _geometry(op: Op) -> Any:
+    """Return kernel, stride, padding and ceil_mode of maxima."""
+    return op.args[1:]
+
+
+def _of_pooling(build: Builder, op: Op, image: str, windows: str) -> Windows:
+    """Return the windows of averages, by the names of its tensors. Raises Illegal."""
+    named, dtype = _named(op), op.outputs[0].dtype
+    if not dtype.is_floating_point:
+        raise Illegal("dtype", f"averages of {dtype} are rounded to whole numbers")
+    given = named["kernel_size"], named["stride"] or named["kernel_size"], named["padding"]
+    kernel, stride, padding = (tuple(n) * 2 if len(n) == 1 else tuple(n) for n in given)
+    if not all(isinstance(n, int) for n in (*kernel, *stride, *padding)):
+        raise Illegal("size", f"the windows of {op.name} have sizes that are not known")
+    sizes = _shape(build, image)[-2:], _shape(build, windows)[-2:]
+    return Windows(*sizes, kernel, stride, padding, (1, 1))
+
+
+def _divisor(build: Builder, op: Op, windows: Windows, at: Coords) -> Value | int:
+    """Return what sums of windows are divided by: a number, or where it differs the node that holds it."""
+    named, dtype = _named(op), torch.int32
+    if named["divisor_override"] is not None:
+        return named["divisor_override"]
+    number, node = 1, None
+    sizes = zip(windows.image, windows.count, windows.kernel, windows.stride, windows.padding, strict=True)
+    for window, (size, count, k, s, p) in zip(at, sizes, strict=True):
+        assert isinstance(k, int)
+        is_padded = named["count_include_pad"]
+        low, high = (-p, simple(size + p)) if is_padded else (0, size)
+        fits = is_padded and not named["ceil_mode"]
+        ends_inside = fits or not_above(simple((count - 1) * s - p + k), high)
+        if low <= -p and ends_inside:
+            number *= k
+            continue
+        begin = shifted(combine([(window, s)]), -p)
+        first, last = _coordinate(build, op, begin), _coordinate(build, op, shifted(begin, k))
+        if low > -p:
+            first = _computed(build, op, aten.maximum.default, first, _coordinate(build, op, ZERO), dtype)
+        if not ends_inside:
+            end = _coordinate(build, op, Index(high, ()))
+            last = _computed(build, op, aten.minimum.default, last, end, dtype)
+        length = _computed(build, op, aten.sub.Tensor, last, first, dtype)
+        node = length if node is None else _computed(build, op, aten.mul.Tensor, node, length, dtype)
+    if node is None:
+        return number
+    if number != 1:
+        node = build.integer(op, aten.mul.Tensor, node, number, f"{op.name}_count")
+    return Value(build.converted(node, compute_dtype(op.outputs[0].dtype), f"{op.name}_count"))
+
+
+def _divided(build: Builder, op: Op, value: int, divisor: Value | int) -> int:
+    """Return the node of a value divided by a number or a node."""
+    if divisor == 1:
+        return value
+    operands = (("self", Value(value)), ("other", divisor))
+    return build.emit(Compute(aten.div.Tensor, operands, build.nodes[value].dtype), op.name)
+
+
+# -- of both -------------------------------------------------------------------------------------------------
+
+
+def _shape(build: Builder, name: str) -> tuple[Dim, ...]:
+    return build.dag.op(name).outputs[0].shape
+
+
+def _named(op: Op) -> dict[str, Any]:
+    """Return the arguments of an ATen call by name."""
+    assert isinstance(op.target, OpOverload)
+    return bound(op.target, op.args, dict(op.kwargs))
+
+
+def _meeting(
+    build: Builder, op: Op, windows: Windows, places: Coords, taps: Coords, within: int | None
+) -> tuple[Coords, int | None, bool]:
+    """Return the windows whose taps meet places in the image; the node that holds whether there are such
+    windows, and `within`; and whether there never are.
+
+    In a dimension without taps, windows do not overlap: one alone may meet the place, at any of its elements.
+    """
+    at, inside = list[Index](), within
+    for place, tap, count, k, s, p, d in zip(
+        places, taps, windows.count, windows.kernel, windows.stride, windows.padding, windows.dilation,
+        strict=True,
+    ):  # fmt: skip
+        begin = shifted(combine([(place, 1), (tap, -d)]), p)
+        if tap.terms or k == 1:
+            window, inside, never = build.stepped(op, begin, count, s, inside)
+        else:
+            window, inside, never = build.in_block(op, begin, count, s, k, inside)
         if never:
-            return build.constant(0, compute_dtype(op.outputs[0].dtype), op.name)
-        windows.append(window)
-    value = _read(build, gradient, (n, channel, *windows), within, inside)
-    return _sum(build, op, value, build.value(weight, (channel, ZERO, *taps), within), taps)
+            return (), None, True
+        at.append(window)
+    return tuple(at), inside, False
 
 
-def _sizes(build: Builder, name: str) -> tuple[Dim, ...]:
-    """Return the sizes of a tensor's windows or taps: all behind batch and channels."""
-    return build.dag.op(name).outputs[0].shape[2:]
-
-
-def _geometry(op: Op) -> Sequence[Sequence[int]]:
-    """Return stride, padding and dilation, with a number for each dimension."""
-    sizes: Any = op.args[-3:]
-    return sizes
-
-
-def _places(op: Op, windows: Iterable[Index], taps: Iterable[Index]) -> list[Index]:
-    """Return the coordinates in the image that taps of windows read."""
-    rows = zip(windows, taps, *_geometry(op), strict=True)
-    return [shifted(combine([(window, s), (tap, d)]), -p) for window, tap, s, p, d in rows]
-
-
-def _in_image(build: Builder, name: str, coords: Coords, within: int | None) -> int | None:
-    """Return the node that holds `name` at `coords`, zero outside of it; None if they always lie outside."""
+def _in_image(
+    build: Builder, windows: Windows, name: str, lead: Coords, places: Coords, within: int | None
+) -> tuple[int | None, int | None]:
+    """Return the node that holds `name` at places, zero outside of the image, and the node that holds whether
+    they lie inside, and `within`; None if they always lie outside."""
     inside = within
-    for place, size in zip(coords[2:], _sizes(build, name), strict=True):
+    for place, size in zip(places, windows.image, strict=True):
         inside, partial = build.in_range(place, 0, size, inside)
         if inside is None and partial:
-            return None
-    return _read(build, name, coords, within, inside)
+            return None, None
+    return _read(build, name, (*lead, *places), within, inside), inside
 
 
 def _read(build: Builder, name: str, coords: Coords, within: int | None, inside: int | None) -> int:
@@ -97,19 +289,40 @@ def _read(build: Builder, name: str, coords: Coords, within: int | None, inside:
     return build.zero_outside(value, inside, build.nodes[value].dtype, name)
 
 
-def _sum(build: Builder, op: Op, value: int | None, factor: int, inner: Coords) -> int:
-    """Return the node that holds the sum over inner axes of a value times a factor; no value is zero."""
+def _sum(build: Builder, op: Op, value: int | None, inner: Coords, factor: int | None = None) -> int:
+    """Return the node that holds the sum over inner axes of a value, times a factor; no value is zero."""
     dtype = compute_dtype(op.outputs[0].dtype)
-    axes = frozenset(key for index in inner for key, _ in index.terms)
-    if value is None or any(build.extents.of(key) == 0 for key in axes):
+    if value is None or any(build.extents.of(key) == 0 for index in inner for key, _ in index.terms):
         return build.constant(0, dtype, op.name)
-    operands = (("self", Value(value)), ("other", Value(factor)))
-    term = build.emit(Compute(aten.mul.Tensor, operands, dtype), f"{op.name}_terms")
-    return build.emit(Reduce("sum", term, axes, dtype), op.name) if axes else term
+    if factor is not None:
+        operands = (("self", Value(value)), ("other", Value(factor)))
+        value = build.emit(Compute(aten.mul.Tensor, operands, dtype), f"{op.name}_terms")
+    return _reduced(build, op, "sum", value, inner)
+
+
+def _reduced(build: Builder, op: Op, combine: str, value: int, inner: Coords) -> int:
+    """Return the node that holds a value reduced over inner axes; without axes it is the value."""
+    axes = frozenset(key for index in inner for key, _ in index.terms)
+    return build.emit(Reduce(combine, value, axes, build.nodes[value].dtype), op.name) if axes else value
+
+
+def _computed(build: Builder, op: Op, target: OpOverload, left: int, right: int, dtype: torch.dtype) -> int:
+    """Return the node of a binary operator of two nodes."""
+    more = (("alpha", 1),) if target is aten.sub.Tensor else ()
+    operands = (("self", Value(left)), ("other", Value(right)), *more)
+    return build.emit(Compute(target, operands, dtype), f"{op.name}_{target._opname}")
+
+
+def _coordinate(build: Builder, op: Op, index: Index) -> int:
+    return build.emit(Coordinate(index, torch.int32), f"{op.name}_place")
 
 
 HANDLERS: dict[object, Callable[[Builder, Op, Coords, int | None], int]] = {
     depthwise.depthwise: _convolve,
     depthwise.depthwise_input_gradient: _input_gradient,
     depthwise.depthwise_weight_gradient: _weight_gradient,
+    aten.avg_pool2d.default: _average,
+    aten.avg_pool2d_backward.default: _average_gradient,
+    max_pool.maxima: _maximum,
+    max_pool.places: _place_of_maximum,
 }

@@ -1,9 +1,11 @@
-"""Maxima over windows are element-wise work.
+"""Maxima over windows are operators that clusters hold (`ir.max_pool`).
 
-    max_pool2d(x, ...)   ->   max_pool(x, ...)[0]   (`ir.max_pool`)
+    max_pool2d(x, ...)         ->   max_pool(x, ...)[0]
+    max_pool2d(relu(x), ...)   ->   relu(max_pool(x, ...)[0])
 
-ATen's kernels read an image and write one, forward and backward; taken apart they join the norms and
-activations around them. Windows of many elements stay ATen's.
+ATen's kernels read an image and write one, forward and backward; these operators join the norms and
+activations around them. ReLU keeps the order of elements: it is computed for each window instead of each
+element, and its gradient needs nothing of the image. Windows of many elements stay ATen's.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import fx
 from fusion_compiler.capture.graphs import arguments, copied, emit
 from fusion_compiler.ir.max_pool import aten, max_pool
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.schema import is_view
 
 RULE = "maxima over windows"
 MOST = 16  # elements of a window: more are read faster one after the other than all at once
@@ -33,13 +36,27 @@ def compare_windows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         named = arguments(node)
         kernel = _pair(named["kernel_size"])
         geometry = kernel, _pair(named["stride"] or kernel), _pair(named["padding"]), named["ceil_mode"]
+        image = named["self"]
+        relu = image if _is_relu_of_windows(image) else None
         with new.graph.inserting_before(node):
-            both = emit(node, max_pool, named["self"], *geometry)
+            both = emit(node, max_pool, image if relu is None else relu.args[0], *geometry)
             largest = emit(node, operator.getitem, both, 0)
-        node.replace_all_uses_with(largest)
+            result = largest if relu is None else emit(relu, aten.relu.default, largest)
+        node.replace_all_uses_with(result)
         new.graph.erase_node(node)
+        if relu is not None:
+            new.graph.erase_node(relu)
     new.recompile()
     return new, tuple(RewriteNote(RULE, node.name, True, _described(node)) for node in found)
+
+
+def _is_relu_of_windows(node: fx.Node) -> bool:
+    """True for ReLU that pooling alone reads; where ReLU is in place, nothing else shows its memory."""
+    if node.target not in (aten.relu.default, aten.relu_.default) or len(node.users) != 1:
+        return False
+    (source,) = node.all_input_nodes
+    is_apart = source.op == "call_function" and not is_view(source.target) and len(source.users) == 1
+    return node.target is aten.relu.default or is_apart
 
 
 def _is_small(node: fx.Node) -> bool:

@@ -1,9 +1,11 @@
 """Average pooling to one element is a mean.
 
-    adaptive_avg_pool2d(x, 1)   ->   mean(x, [-1, -2], keepdim=True)
+    adaptive_avg_pool2d(x, 1)           ->   mean(x, [-1, -2], keepdim=True)
+    avg_pool2d(x, [*x.shape[-2:]])      ->   the same
 
-So ATen computes it too, and then gives a channels-last result its strides in place, by `as_strided`: no
-cluster holds that, and its gradient scatters. Strides of dimensions of size 1 are all that differs.
+So ATen computes the first too, and then gives a channels-last result its strides in place, by
+`as_strided`: no cluster holds that, and its gradient scatters. Strides of dimensions of size 1 are all that
+differs.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import copied, emit
+from fusion_compiler.capture.graphs import arguments, copied, emit
 from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
 
 _aten = torch.ops.aten
@@ -23,6 +25,13 @@ _RANKS: dict[object, int] = {
 }
 
 
+_WINDOWS: dict[object, int] = {
+    _aten.avg_pool1d.default: 1,
+    _aten.avg_pool2d.default: 2,
+    _aten.avg_pool3d.default: 3,
+}
+
+
 def average_whole(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Take means in `gm` (ATen above autograd) where whole images are pooled."""
     found = [node for node in gm.graph.nodes if _is_whole(node)]
@@ -30,7 +39,7 @@ def average_whole(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         return gm, ()
     new, nodes = copied(gm)
     for node in (nodes[old] for old in found):
-        dims = [-1 - d for d in range(_RANKS[node.target])]
+        dims = [-1 - d for d in range((_RANKS | _WINDOWS)[node.target])]
         with new.graph.inserting_before(node):
             mean = emit(node, _aten.mean.dim, node.args[0], dims, True)
         node.replace_all_uses_with(mean)
@@ -40,5 +49,12 @@ def average_whole(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    rank = _RANKS.get(node.target)
-    return rank is not None and all(s == 1 for s in node.meta["val"].shape[-rank:])
+    if (rank := _RANKS.get(node.target)) is not None:
+        return all(s == 1 for s in node.meta["val"].shape[-rank:])
+    if (rank := _WINDOWS.get(node.target)) is None:
+        return False
+    named = arguments(node)
+    x, kernel = named["self"].meta["val"], [*named["kernel_size"]]
+    sizes, kernel = [*x.shape[-rank:]], kernel * rank if len(kernel) == 1 else kernel
+    is_known = all(type(n) is int for n in (*sizes, *kernel)) and x.is_floating_point()
+    return is_known and sizes == kernel and not any(named["padding"]) and not named.get("divisor_override")
