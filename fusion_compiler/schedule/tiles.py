@@ -112,10 +112,11 @@ def _least(loops: LoopNest) -> int:
 
 
 def _overlaps(loops: LoopNest, index: Index) -> bool:
-    """True if an index goes along a kept axis by less than all elements of an inner one, as windows do."""
+    """True if an index goes along a kept axis by fewer steps of an inner one than that has, as windows do."""
     terms = [(loops.axes[key], abs(hint(step))) for key, step in index.terms if key >= 0]
-    inner = [(step, step * hint(axis.size)) for axis, step in terms if axis.group == INNER]
-    return any(first <= step < end for axis, step in terms if axis.group != INNER for first, end in inner)
+    inner = [(step, hint(axis.size)) for axis, step in terms if axis.group == INNER and step]
+    kept = [step for axis, step in terms if axis.group != INNER and axis.size != 1]
+    return any(k % step == 0 and k < step * size for k in kept for step, size in inner)
 
 
 def _is_injective(loops: LoopNest, index: Index) -> bool:
