@@ -269,9 +269,9 @@ EXAMPLES = {
         normed_rows_product, "bfloat16 [8, 2048], bfloat16 [2048], bfloat16 [8192, 2048]"
     ),
     "Made ahead": Example(normed_product, "bfloat16 [1, 1024], bfloat16 [1024], bfloat16 [1024, 4096]"),
-    "Matrices": Example(
+    "Tiles of any axes": Example(
         chunks_of_keys,
-        "bfloat16 [8, 2, 1, 1, 128], bfloat16 [8, 1, 512, 64, 128], bfloat16 [8, 1, 512, 64, 128]",
+        "bfloat16 [8, 4, 1, 1, 128], bfloat16 [8, 1, 512, 64, 128], bfloat16 [8, 1, 512, 64, 128]",
     ),
     "Horizontal fusion": Example(
         bias_gradients, "bfloat16 [4096, 1024], bfloat16 [1024, 1024], bfloat16 [1024, 256]"

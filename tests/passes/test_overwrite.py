@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from fusion_compiler.codegen.passes import stored_late
 from fusion_compiler.codegen.tile import Assign, For, Range, Statement, Store
+from fusion_compiler.ir.loops import LARGEST_TILE
 from fusion_compiler.ir.syntax import Name
 from fusion_compiler.stitch import order
 from tests.exactness import not_as_close
@@ -81,9 +82,9 @@ def operands(*sizes: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("columns", [48, 3000])
 @pytest.mark.parametrize("name", PLACED)
 def test_a_result_takes_an_operands_place(name: str, columns: int) -> None:
-    """Rows that a tile holds and rows that it does not, beside float64."""
+    """Rows that a tile holds and rows that it does not, beside float64. No tile holds all rows."""
     fast = fc.compile(PLACED[name], backend="interpret", strict=True)
-    x, w = operands(32, 16, columns)
+    x, w = operands(LARGEST_TILE // columns + 32, 16, columns)
     close(fast(x, w), PLACED[name](x, w), PLACED[name](x.double(), w.double()))
     assert placed(fast)
 
