@@ -21,7 +21,8 @@ from fusion_compiler.ir.dims import hint, product
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import Load
 from fusion_compiler.runtime.launch import find_gpu
-from fusion_compiler.schedule.placement import Access, At, Place, Placement, Via, refusal
+from fusion_compiler.schedule.placement import Access, At, Place, Placement, Via
+from fusion_compiler.schedule.verifier import refusal
 
 PLACEMENTS = 2  # of a nest
 STAGES = 3

@@ -53,9 +53,10 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first, ceil_div, rounding_of
-from fusion_compiler.schedule.placement import Placement, placed_registers
+from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
+from fusion_compiler.schedule.verifier import placed_registers
 
 # Of a thread, for tiles: with as many a multiprocessor still holds the dozen warps that keep memory busy.
 ENOUGH_REGISTERS = 128

@@ -77,7 +77,9 @@ from fusion_compiler.ir.syntax import (
     tl,
 )
 from fusion_compiler.schedule.analysis import accumulator_dtype, operand_of, rounding_of
-from fusion_compiler.schedule.placement import Box, Leaf, Place, Placement, Product, box_of, products_of
+from fusion_compiler.schedule.boxes import Box, box_of
+from fusion_compiler.schedule.placement import Leaf, Place, Placement
+from fusion_compiler.schedule.tile_products import Product, products_of
 from fusion_compiler.schedule.tiles import CONVERSIONS
 
 aten = torch.ops.aten

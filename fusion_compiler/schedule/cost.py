@@ -23,8 +23,10 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import Load, LoopNest, operands_of
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule.contractions import takes_tiles
-from fusion_compiler.schedule.placement import Place, Placement, products_of, tile_sizes
+from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.tile_products import products_of
+from fusion_compiler.schedule.verifier import tile_sizes
 from fusion_compiler.schedule.work import BufferInfo, Vectors, Work
 
 # The second kernel of a segment sum: segments of one program, and partial results that it loads at once of

@@ -33,21 +33,11 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.schedule.analysis import rounding_of
 from fusion_compiler.schedule.cost import Roofline
-from fusion_compiler.schedule.placement import (
-    SMALLEST,
-    At,
-    On,
-    Place,
-    Placement,
-    Split,
-    Unit,
-    held_registers,
-    product_of,
-    products_of,
-    refusal,
-)
+from fusion_compiler.schedule.placement import At, On, Place, Placement, Split, Unit
 from fusion_compiler.schedule.registers import MOST
 from fusion_compiler.schedule.shapes import padded
+from fusion_compiler.schedule.tile_products import SMALLEST, product_of, products_of
+from fusion_compiler.schedule.verifier import held_registers, refusal
 
 ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread
 TILES = (1024, 2048, 4096)  # elements: smaller tiles take several elements of kept axes

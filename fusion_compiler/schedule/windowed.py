@@ -37,15 +37,9 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule.analysis import MOST_TURNS, operand_of
-from fusion_compiler.schedule.placement import (
-    At,
-    Place,
-    Placement,
-    Split,
-    placed_registers,
-    refusal,
-)
+from fusion_compiler.schedule.placement import At, Place, Placement, Split
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
+from fusion_compiler.schedule.verifier import placed_registers, refusal
 from fusion_compiler.schedule.work import BufferInfo
 
 REMAINDERS = (torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Tensor)

@@ -22,8 +22,9 @@ from fusion_compiler.runtime import cuda
 from fusion_compiler.runtime.launch import Runner, interpret
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule import windowed
-from fusion_compiler.schedule.placement import Access, Placement, Via, refusal
+from fusion_compiler.schedule.placement import Access, Placement, Via
 from fusion_compiler.schedule.shapes import padded
+from fusion_compiler.schedule.verifier import refusal
 from tests.codegen.test_placed import H200, Windows, close, convolution, filter_gradient, out_size
 from tests.hand_made import contiguous
 

@@ -17,8 +17,9 @@ from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import COLS, INNER, Compute, Coordinate, InRange, LoopNest, Reduce, Value
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.schedule import windowed
-from fusion_compiler.schedule.placement import Placement, refusal
+from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.shapes import padded
+from fusion_compiler.schedule.verifier import refusal
 from tests.hand_made import contiguous
 from tests.nests import TARGETS, Nest
 

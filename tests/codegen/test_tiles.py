@@ -15,7 +15,8 @@ import fusion_compiler as fc
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import INNER, LARGEST_TILE, LoopNest
 from fusion_compiler.schedule import tiles
-from fusion_compiler.schedule.placement import Placement, refusal
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.verifier import refusal
 from tests.exactness import Compiled, Schedules, not_as_close, rounding_noise, wide
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fusion_compiler.ir.loops import COLS, Axis, Index, Load, LoopNest, Reduce, Store
-from fusion_compiler.schedule.placement import At, Place, Placement, Split, refusal
+from fusion_compiler.schedule.placement import At, Place, Placement, Split
+from fusion_compiler.schedule.verifier import refusal
 
 ROWS_IN_A_TILE = "split(r, 4); place(r.o, GRID); place(r.i, LANES); place(c, LANES); 4 warps"
 

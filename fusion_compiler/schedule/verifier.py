@@ -1,0 +1,116 @@
+"""Whether a nest can run under a placement, and what a program of it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import prod
+
+import torch
+
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.kernel import Buffer
+from fusion_compiler.ir.loops import Constant, Load, LoopNest, Reduce, axes_of, operands_of
+from fusion_compiler.schedule.boxes import box_of
+from fusion_compiler.schedule.placement import On, Place, Placement
+from fusion_compiler.schedule.shapes import WARP
+from fusion_compiler.schedule.tile_products import product_of, products_of
+
+MOST_COPIES = 256  # of one statement, that unrolled axes make
+DESCRIPTORS = 90  # the first compute capability that has tensor descriptors, times ten
+NO_BUFFERS: Mapping[str, Buffer] = {}
+
+
+def refusal(
+    loops: LoopNest,
+    placement: Placement,
+    buffers: Mapping[str, Buffer] = NO_BUFFERS,
+    device: DeviceSpec | None = None,
+) -> str | None:
+    """Return why a nest cannot run under a placement, or None if it can. buffers, device: where the placement
+    has descriptors; those buffers, and all that the nest stores, and the device if it is known."""
+    try:
+        leaves = placement.leaves(loops.axes)
+    except ValueError as error:
+        return str(error)
+    for directive in placement.directives:
+        if isinstance(directive, On):
+            numbers = (n for n, name in enumerate(loops.names) if name == directive.reduction)
+            if not any(product_of(loops, n, leaves) for n in numbers):
+                return f"{directive}: {directive.reduction} is no sum of products of two tiles"
+    copies = 1
+    for leaf in leaves:
+        if leaf.place in (Place.LANES, Place.UNROLL):
+            if not isinstance(leaf.extent, int):
+                return f"{leaf.name} has {leaf.extent} elements, which a tile cannot hold"
+            copies *= leaf.extent if leaf.place is Place.UNROLL else 1
+    if copies > MOST_COPIES:
+        return f"unrolled axes repeat a statement {copies} times, more than {MOST_COPIES}"
+    on_grid = {leaf.axis for leaf in leaves if leaf.place is Place.GRID}
+    waits = list[dict[frozenset[int], int]]()  # shared reductions, by the axes that they reduce
+    for number, node in enumerate(loops.nodes):
+        before = {axes: n for o in operands_of(node) for axes, n in waits[o].items()}
+        if before and (isinstance(node, Reduce) or len(before) > 1):
+            return f"{loops.names[number]} needs {loops.names[min(before.values())]}, which programs share"
+        shared = node.axes & on_grid if isinstance(node, Reduce) else frozenset[int]()
+        waits.append({node.axes: number} if isinstance(node, Reduce) and shared else before)
+    capability = re.fullmatch(r"sm_(\d+)", device.target) if device is not None else None
+    for name in sorted(placement.descriptors):
+        if device is not None and (capability is None or int(capability[1]) < DESCRIPTORS):
+            return f"{device.target} has no tensor descriptors"
+        loads = [node for node in loops.nodes if isinstance(node, Load) and node.buffer == name]
+        if not loads:
+            return f"the nest loads no {name}"
+        if name not in buffers:
+            return f"nothing is known about {name}"
+        if any(buffer.over == name for buffer in buffers.values()):
+            return f"{name} is overwritten"
+        if buffers[name].dtype is torch.bool:
+            return f"{name} has elements of {buffers[name].dtype}"
+        boxes = (box_of(loops, load, leaves, buffers[name].dtype.itemsize) for load in loads)
+        if (reason := next((box for box in boxes if isinstance(box, str)), None)) is not None:
+            return reason
+    return None
+
+
+def tile_sizes(loops: LoopNest, placement: Placement) -> list[int]:
+    """Return the elements of each node's tile; none of terms that tensor cores add up."""
+    leaves = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.LANES]
+    sizes = [prod(leaf.lanes for leaf in leaves if leaf.axis in axes) for axes in axes_of(loops)]
+    for number in products_of(loops, placement):
+        sizes[operands_of(loops.nodes[number])[0]] = 0
+    return sizes
+
+
+def held_registers(loops: LoopNest, placement: Placement) -> float:
+    """Return the most 32-bit registers of a thread that hold values of a tile at the same time, if nodes are
+    computed in their order and results are stored in the end."""
+    unrolled = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.UNROLL]
+    copies = [prod(leaf.lanes for leaf in unrolled if leaf.axis in axes) for axes in axes_of(loops)]
+    threads, last = WARP * placement.num_warps, dict[int, int]()
+    for number, node in enumerate(loops.nodes):
+        last |= dict.fromkeys(operands_of(node), number)
+    last |= dict.fromkeys((store.value for store in loops.stores), len(loops.nodes))
+    held, most = dict[int, float](), 0.0
+    for number, (node, lanes) in enumerate(zip(loops.nodes, tile_sizes(loops, placement), strict=True)):
+        if not isinstance(node, Constant) and lanes:
+            size = 1 if node.dtype is torch.bool else node.dtype.itemsize
+            held[number] = copies[number] * max(1.0, lanes / threads) * size / 4
+        most = max(most, sum(held.values()))
+        held = {n: registers for n, registers in held.items() if last.get(n, -1) > number}
+    return most
+
+
+def placed_registers(loops: LoopNest, placement: Placement) -> float:
+    """Return the 32-bit registers of a thread for the accumulators of a nest's reductions, and two tiles."""
+    leaves = placement.leaves(loops.axes)
+    threads, axes = WARP * placement.num_warps, axes_of(loops)
+    tiles = 0.0
+    for number, node in enumerate(loops.nodes):
+        if isinstance(node, Reduce):
+            own = [leaf for leaf in leaves if leaf.axis in axes[number] | axes[node.operand]]
+            kept = [leaf for leaf in leaves if leaf.axis in axes[number] and leaf.place is Place.UNROLL]
+            lanes = prod(leaf.lanes for leaf in own if leaf.place is Place.LANES)
+            tiles += prod(leaf.lanes for leaf in kept) * max(1.0, lanes / threads)
+    widest = prod(leaf.lanes for leaf in leaves if leaf.place is Place.LANES)
+    return tiles + 2 * max(1.0, widest / threads)
