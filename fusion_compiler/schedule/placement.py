@@ -86,6 +86,9 @@ class Via:
         return f"access({self.buffer}, {self.access})"
 
 
+Directive = Split | At | On | Via
+
+
 @dataclass(frozen=True)
 class Leaf:
     """A part of an axis that is placed as one.
@@ -112,7 +115,7 @@ class Leaf:
 class Placement:
     """Directives, with what a launch needs besides: threads, stages of loops, registers of a thread."""
 
-    directives: tuple[Split | At | On | Via, ...]
+    directives: tuple[Directive, ...]
     num_warps: int = 4
     num_stages: int = 1
     registers: int | None = None
@@ -147,7 +150,7 @@ class Placement:
     @staticmethod
     def parse(text: str) -> Placement:
         """Return the placement that prints as `text`. Raises ValueError for any other text."""
-        directives: list[Split | At | On | Via] = []
+        directives: list[Directive] = []
         for word, name, value in re.findall(r"(split|place|unit|access)\(([\w.]+), (\w+)\)", text):
             match word:
                 case "split":
