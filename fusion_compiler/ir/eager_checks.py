@@ -218,6 +218,7 @@ def _table() -> Iterator[tuple[str, Callable[[Arguments], Any]]]:
         yield from ((name, check) for name in names.split())
     yield "_softmax_backward_data", lambda call: _differ(call["grad_output"].shape, call["output"].shape)
     yield "_log_softmax_backward_data", lambda call: _differ(call["grad_output"].shape, call["output"].shape)
+    yield "binary_cross_entropy", _is_smaller_than("weight")
     yield "binary_cross_entropy_with_logits", _is_smaller_than("weight", "pos_weight")
     yield "soft_margin_loss", _is_smaller_than("target")
     yield "smooth_l1_loss", lambda call: call["beta"] < 0
