@@ -21,12 +21,9 @@ from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, operands_of
 from fusion_compiler.ir.syntax import Expression, Operand, Variable, fm, tl
 from fusion_compiler.schedule.analysis import rounding_of
 from fusion_compiler.schedule.contractions import Contraction, contractions_of, contracts, parts_of
+from fusion_compiler.schedule.tile_products import CONVERSIONS, ONE
 
-aten, prims = torch.ops.aten, torch.ops.prims
-CONVERSIONS = (aten._to_copy.default, prims.convert_element_type.default)
-# Dtypes that one bfloat16 number represents, and two.
-ONE = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
-TWO = (torch.float16, torch.int16)
+TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly, as one holds `ONE`
 
 
 @dataclass(frozen=True)

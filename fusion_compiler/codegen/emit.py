@@ -8,11 +8,11 @@ from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer, Program
 from fusion_compiler.ir.loops import Load, LoopNest
-from fusion_compiler.schedule import tiles
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import refusal, schedules
+from fusion_compiler.schedule.tile_products import with_short_products
 
 MORE_EARLY = 3  # programs that load constants early, per other program
 
@@ -62,9 +62,9 @@ def _exact(
     loops: LoopNest, schedules: tuple[Schedule | Placement, ...], itemsizes: Mapping[str, int]
 ) -> tuple[Schedule | Placement, ...]:
     """Keep the schedules that multiply on tensor cores nothing that has more bits than these take."""
-    return tuple(
-        s for s in schedules if isinstance(s, Schedule) or tiles.with_short_products(loops, (s,), itemsizes)
-    )
+    placements = tuple(s for s in schedules if isinstance(s, Placement))
+    short = with_short_products(loops, placements, itemsizes)
+    return tuple(s for s in schedules if isinstance(s, Schedule) or s in short)
 
 
 def _of_full_tiles(

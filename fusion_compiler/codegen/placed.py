@@ -79,14 +79,11 @@ from fusion_compiler.ir.syntax import (
 from fusion_compiler.schedule.analysis import accumulator_dtype, operand_of, rounding_of
 from fusion_compiler.schedule.boxes import Box, box_of
 from fusion_compiler.schedule.placement import Leaf, Place, Placement
-from fusion_compiler.schedule.tile_products import Product, products_of
-from fusion_compiler.schedule.tiles import CONVERSIONS
+from fusion_compiler.schedule.tile_products import CONVERSIONS, ONE, Product, products_of
 
 aten = torch.ops.aten
 KEEP_ZERO = frozenset({aten._to_copy.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor})
 NOWHERE = frozenset[Leaf]()
-# What bfloat16 holds in one number.
-ONE = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
 COMPARISONS: dict[object, Callable[[Any, Any], bool]] = {
     overload: compare
     for packet, compare in (

@@ -14,10 +14,10 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule.analysis import Analysis, enough
-from fusion_compiler.schedule.contractions import SMALLEST
 from fusion_compiler.schedule.measured import Shape
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
+from fusion_compiler.schedule.tile_products import SMALLEST
 
 # warps per multiprocessor: enough in flight with 32 elements per thread in three stages
 WARPS = 16

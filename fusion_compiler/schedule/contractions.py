@@ -17,13 +17,13 @@ import torch
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, LoopNest, Reduce, Value, operands_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.tile_products import SMALLEST
 
 LEAST = 3  # vectors; one or two are multiplied as fast as a matrix is read
 # Matrices side by side in a loop. Each has tiles in shared memory, and sixteen need more than there is. Six
 # of 8192 x 2048 took 27.6 us each, where a copy takes 7.8.
 MOST_MATRICES = 3
 TALL = 64  # rows of a tile that all warps of a program multiply together
-SMALLEST = 16  # least rows and columns of a tile for tensor units
 PARTS = 64  # least columns of a tile that one warp multiplies
 
 

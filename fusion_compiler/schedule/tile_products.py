@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.ir.loops import Compute, LoopNest, Reduce, axes_of, operands_of
+from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, axes_of, operands_of
+from fusion_compiler.schedule.analysis import rounding_of
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
 
 MUL = torch.ops.aten.mul.Tensor
+CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 SMALLEST = 16  # rows and terms of a product that tensor cores take
+# What one bfloat16 number holds exactly.
+ONE = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
+HALF = 2  # bytes of an element that tensor cores take as one or two numbers
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,18 @@ def products_of(loops: LoopNest, placement: Placement) -> dict[int, Product]:
     leaves = placement.leaves(loops.axes)
     products = ((n, product_of(loops, n, leaves)) for n, name in enumerate(loops.names) if name in names)
     return {n: product for n, product in products if product is not None}
+
+
+def with_short_products(
+    loops: LoopNest, placements: tuple[Placement, ...], itemsizes: Mapping[str, int]
+) -> tuple[Placement, ...]:
+    """Return the placements in which tensor cores make only products whose matrix has at most two bytes an
+    element: it is rounded to bfloat16, or comes from such a buffer. itemsizes: of buffers, in bytes."""
+
+    def is_short(number: int) -> bool:
+        node = loops.nodes[number]
+        if isinstance(node, Compute) and node.target in CONVERSIONS:
+            return rounding_of(node) == str(torch.bfloat16) or is_short(operands_of(node)[0])
+        return isinstance(node, Load) and itemsizes[node.buffer] <= HALF
+
+    return tuple(p for p in placements if all(is_short(of.matrix) for of in products_of(loops, p).values()))

@@ -17,26 +17,22 @@ from dataclasses import replace
 from math import prod
 
 import sympy
-import torch
 
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import (
     INNER,
     LARGEST_TILE,
-    Compute,
     Index,
     Load,
     LoopNest,
     Store,
     axes_in,
-    operands_of,
 )
-from fusion_compiler.schedule.analysis import rounding_of
 from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placement import At, Directive, On, Place, Placement, Split, Unit
 from fusion_compiler.schedule.registers import MOST
 from fusion_compiler.schedule.shapes import padded
-from fusion_compiler.schedule.tile_products import SMALLEST, product_of, products_of
+from fusion_compiler.schedule.tile_products import SMALLEST, product_of, products_of, with_short_products
 from fusion_compiler.schedule.verifier import held_registers, refusal
 
 ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread, best first: measured on an H200
@@ -45,8 +41,6 @@ MOST_WARPS = 16
 KEPT = 8  # placements of a nest, best first
 MOST_UNROLLED, MOST_SHARING = 8, 16  # elements that share an operand: unrolled, on tensor cores
 LEAST_SHARING = 3  # that tensor cores multiply faster than threads: one or two take no longer than to load
-HALF = 2  # bytes of an element that tensor cores take as one or two numbers
-CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 NO_HINTS: Mapping[sympy.Symbol, int] = {}
 
 
@@ -82,21 +76,6 @@ def placements(
         times.setdefault(p.directives, roofline.us(p))
     first = sorted(crowded, key=lambda p: (crowded[p], not products_of(loops, p), times[p.directives]))[:KEPT]
     return with_short_products(loops, tuple(first), {n: b.itemsize for n, b in roofline.work.buffers.items()})
-
-
-def with_short_products(
-    loops: LoopNest, placements: tuple[Placement, ...], itemsizes: Mapping[str, int]
-) -> tuple[Placement, ...]:
-    """Return the placements in which tensor cores make only products whose matrix has at most two bytes an
-    element: it is rounded to bfloat16, or comes from such a buffer. itemsizes: of buffers, in bytes."""
-
-    def is_short(number: int) -> bool:
-        node = loops.nodes[number]
-        if isinstance(node, Compute) and node.target in CONVERSIONS:
-            return rounding_of(node) == str(torch.bfloat16) or is_short(operands_of(node)[0])
-        return isinstance(node, Load) and itemsizes[node.buffer] <= HALF
-
-    return tuple(p for p in placements if all(is_short(of.matrix) for of in products_of(loops, p).values()))
 
 
 def _least(loops: LoopNest) -> int:
