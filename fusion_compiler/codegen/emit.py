@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.device import DeviceSpec
@@ -13,6 +13,7 @@ from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import refusal, schedules
 from fusion_compiler.schedule.tile_products import with_short_products
+from fusion_compiler.schedule.verifier import tile_sizes
 
 MORE_EARLY = 3  # programs that load constants early, per other program
 
@@ -47,8 +48,12 @@ def emit(
     if not constants:
         choices = [tuple(s for s in choice if not s.early) for choice in choices]
     loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}
-    if any(buffer.over in loaded for buffer in buffers.values()):
-        choices = [_of_full_tiles(choice, device) or choice for choice in choices]
+    overwritten = loaded & {buffer.over for buffer in buffers.values()}
+    if overwritten:
+        choices = [
+            tuple(s for s in choice if _fills_threads(loops, s, overwritten, device)) or choice
+            for loops, choice in zip(nests, choices, strict=True)
+        ]
     early = [s for s in choices[0] if s.early][: MORE_EARLY * limit]
     best = [*[s for s in choices[0] if not s.early][:limit], *early]
     programs = [_program(nests, first, choices, name, doc, buffers, constants) for first in best]
@@ -67,12 +72,18 @@ def _exact(
     return tuple(s for s in schedules if isinstance(s, Schedule) or s in short)
 
 
-def _of_full_tiles(
-    candidates: tuple[Schedule | Placement, ...], device: DeviceSpec
-) -> tuple[Schedule | Placement, ...]:
-    """Keep the schedules that give every thread at least one element. With fewer, several threads load the
-    same element, and one may overwrite it before another has read it."""
-    return tuple(s for s in candidates if s.elements >= device.warp_size * s.num_warps)
+def _fills_threads(
+    loops: LoopNest, s: Schedule | Placement, overwritten: Set[str | None], device: DeviceSpec
+) -> bool:
+    """True if every thread has at least one element of a tile of the buffers that a program overwrites. With
+    fewer, several threads load the same element, and one may overwrite it before another has read it."""
+    threads = device.warp_size * s.num_warps
+    if isinstance(s, Schedule):
+        return s.elements >= threads
+    sizes = zip(loops.nodes, tile_sizes(loops, s), strict=True)
+    return all(
+        size >= threads for node, size in sizes if isinstance(node, Load) and node.buffer in overwritten
+    )
 
 
 def program_of(

@@ -12,7 +12,7 @@ model with them) and to the timings in benchmarks/results/schedules.json. The mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
@@ -119,13 +119,13 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
     if isinstance(s, Placement):
         leaves = s.leaves(work.loops.axes)
         programs = prod(hint(leaf.extent, work.hints) for leaf in leaves if leaf.place is Place.GRID)
-        elements = max(tile_sizes(work.loops, s))
-        resident = _resident(work, s, device, elements)
-        share = resident / (resident + STALL) / _slowdown(s, device, BLOCK_ELEMENTS, elements=elements)
+        sizes = tile_sizes(work.loops, s)
+        resident = _resident(work, s, max(sizes), device)
+        share = resident / (resident + STALL) / _slowdown(s, max(sizes), device, BLOCK_ELEMENTS)
         innermost = max((leaf for leaf in leaves if leaf.place is Place.LANES), key=lambda leaf: leaf.order)
         if innermost.lanes < hint(work.loops.axes[innermost.axis].size, work.hints):
             share /= 1 + RUN_ELEMENTS / innermost.lanes
-        again = _loaded_again(work, s, programs, device)
+        again = _loaded_again(work, sizes, programs, device)
         waiting = REDUCED_IN_TILE_US * work.phases * (s.num_warps - 1)
         return Run(programs, share, slots=resident * device.sms, after_us=waiting, messages=again)
     blocks = ceil(rows / s.block_rows)
@@ -147,29 +147,29 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
         share = _share_in_turn(s, programs, device) / (1 + narrow * RUN_ELEMENTS / s.block_cols)
         return Run(programs, share, after_us=after, messages=messages)
     if s.cols is Cols.GRID:
-        share = 1.0 / _slowdown(s, device, BLOCK_ELEMENTS, ENOUGH)
+        share = 1.0 / _slowdown(s, s.elements, device, BLOCK_ELEMENTS, ENOUGH)
         if work.reduced & 1 and groups > 1 and s.block_cols < cols:
             share /= 1 + RUN_ELEMENTS / s.block_cols
         return Run(programs, share, after_us=after)
-    resident = _resident(work, s, device)
+    resident = _resident(work, s, s.elements, device)
     slots = resident * device.sms
     if s.splits > 1:
         rereads, after = passes - 1 if s.cols is Cols.LOOP else 0, after + exchanges * EXCHANGE_US
         full = min(1.0, (1 + WAITING / ENOUGH_WAITING) * resident / (resident + WAITING))
-        share = SHARED * full / _slowdown(s, device, SHARED_ELEMENTS)
+        share = SHARED * full / _slowdown(s, s.elements, device, SHARED_ELEMENTS)
         return Run(programs, share, rereads, max(1, slots // s.splits) * s.block_rows, slots, after, messages)
     if s.cols is Cols.WHOLE:
-        share = resident / (resident + STALL) / _slowdown(s, device, BLOCK_ELEMENTS)
+        share = resident / (resident + STALL) / _slowdown(s, s.elements, device, BLOCK_ELEMENTS)
         return Run(programs, share, slots=slots, after_us=after)
     # share of the blocks' columns that are inside the row
     filled = cols / (ceil(cols / s.block_cols) * s.block_cols)
-    share = LOOPED * filled / _slowdown(s, device, BLOCK_ELEMENTS)
+    share = LOOPED * filled / _slowdown(s, s.elements, device, BLOCK_ELEMENTS)
     return Run(programs, share, passes - 1, min(programs, slots) * s.block_rows, slots, after)
 
 
-def _loaded_again(work: Work, s: Placement, programs: int, device: DeviceSpec) -> int:
-    """Return the bytes that programs load of what others load too: from L2."""
-    sizes, seen, moved = tile_sizes(work.loops, s), set[object](), 0.0
+def _loaded_again(work: Work, sizes: Sequence[int], programs: int, device: DeviceSpec) -> int:
+    """Return the bytes that programs load of what others load too: from L2. sizes: of the nodes' tiles."""
+    seen, moved = set[object](), 0.0
     for node, size in zip(work.loops.nodes, sizes, strict=True):
         if isinstance(node, Load) and (node.buffer, node.index) not in seen:
             seen.add((node.buffer, node.index))
@@ -192,28 +192,28 @@ def _share_in_turn(s: Schedule, programs: int, device: DeviceSpec) -> float:
         most, half = SHARED_FULL, SHARED_HALF
         share = STAGED_SHARED * min(1.0, (1 + SHARED_STALL / 2) * resident / (resident + SHARED_STALL))
     reached = min(1.0, (1 + half / most) * in_flight / (in_flight + half))
-    return share * reached / _slowdown(s, device, TURN_ELEMENTS)
+    return share * reached / _slowdown(s, s.elements, device, TURN_ELEMENTS)
 
 
 def _slowdown(
     s: Schedule | Placement,
+    elements: int,
     device: DeviceSpec,
     overhead: float,
     enough: int = ENOUGH_REDUCED,
-    elements: int | None = None,
 ) -> float:
-    """Return how much slower threads with few elements are. overhead: what a block costs beside its elements,
-    in elements per thread. elements: of a tile."""
-    per_thread = (elements or s.elements) / (device.warp_size * s.num_warps)
+    """Return how much slower threads with few elements are. elements: of a tile. overhead: what a block costs
+    beside its elements, in elements per thread."""
+    per_thread = elements / (device.warp_size * s.num_warps)
     return 1 + max(0.0, overhead / per_thread - overhead / enough)
 
 
-def _resident(work: Work, s: Schedule | Placement, device: DeviceSpec, elements: int | None = None) -> int:
+def _resident(work: Work, s: Schedule | Placement, elements: int, device: DeviceSpec) -> int:
     """Return how many programs a multiprocessor holds at the same time. elements: of a tile."""
     threads = device.warp_size * s.num_warps
     holds_all = isinstance(s, Placement) or s.cols is Cols.WHOLE
     tiles = max(1, (work.early & work.late).bit_count()) if holds_all else 1
-    registers = (elements or s.elements) * tiles * work.row_bytes // 4 + threads * OVERHEAD_REGISTERS
+    registers = elements * tiles * work.row_bytes // 4 + threads * OVERHEAD_REGISTERS
     if s.registers is not None:
         registers = min(registers, s.registers * threads)
     fit = min(device.registers_per_sm // registers, device.max_threads_per_sm // threads)

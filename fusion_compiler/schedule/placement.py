@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
 from typing import ClassVar
 
 from fusion_compiler.ir.dims import Dim
@@ -139,13 +138,6 @@ class Placement:
     def misaligned(self) -> bool:
         """True if another program has to run where an input is not aligned, as under such a `Schedule`."""
         return bool(self.descriptors)
-
-    @property
-    def elements(self) -> int:
-        """Return the elements of a tile, as far as splits say."""
-        inner = {f"{d.axis}.i": d.inner for d in self.directives if isinstance(d, Split)}
-        places = (d for d in self.directives if isinstance(d, At) and d.place is Place.LANES)
-        return prod(inner.get(place.axis, 1) for place in places)
 
     @staticmethod
     def parse(text: str) -> Placement:

@@ -75,9 +75,9 @@ def schedules(
     buffers: the known ones.
     """
     a = Analysis(loops)
-    if windowed.runs(a.loops):
-        return windowed.placements(loops, device, hints)
     if a.inner:
+        if windowed.runs(loops):
+            return windowed.placements(loops, device, hints)
         roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
         return tiles.placements(loops, roofline, hints)
     kinds = _kinds(a, device)
