@@ -180,9 +180,9 @@ class Emitter:
         """Load what whole tiles are computed of before anything is reduced: compilers move no load over a
         reduction, for which threads wait. Programs with loops load as they go."""
         lanes = frozenset(self.lanes)
-        several = any(leaf.place in (Place.LOOP, Place.UNROLL) for n in self.leaves.values() for leaf in n)
+        repeats = any(leaf.place in (Place.LOOP, Place.UNROLL) for n in self.leaves.values() for leaf in n)
         factors = {self.source(n) for p in self.products.values() for n in (p.matrix, p.vectors)}
-        for number in () if several else sorted(self.needed):
+        for number in () if repeats else sorted(self.needed):
             node = self.loops.nodes[number]
             if not isinstance(node, Load) or operands_of(node) or len(self.depends[number] & lanes) < 2:
                 continue
@@ -546,11 +546,9 @@ class Emitter:
         """Return what an operator computes."""
         if (divided := self.divided(node)) is not None:
             return divided[0] or Tile(tl.full([], divided[1], node.dtype))
-        if node.target is aten.where.self and (condition := operand_of(node, "condition")) is not None:
-            chosen = self.literal(condition)
-            source = None if chosen is None else operand_of(node, "self" if chosen else "other")
-            if source is not None and self.loops.nodes[source].dtype is node.dtype:
-                return self.tile(source)
+        source = self.chosen(node)
+        if source is not None and self.loops.nodes[source].dtype is node.dtype:
+            return self.tile(source)
         numbers = [a.node for _, a in node.operands if isinstance(a, Operand)]
         tiles = {n: self.tile(n) for n in numbers}
         literals = [n for n in numbers if isinstance(self.loops.nodes[n], Constant)]
@@ -628,6 +626,12 @@ class Emitter:
         parts = [(self.element(t) if isinstance(t, Leaf) else self.tile(t), int(c) // by) for t, c in terms]
         return self.joined(self.sum_of(parts, const // by), *(tile for tile, _ in parts)), 0
 
+    def chosen(self, node: Compute) -> int | None:
+        """Return the operand that a `where` takes for all elements, or None if it is not known to be one."""
+        condition = operand_of(node, "condition") if node.target is aten.where.self else None
+        value = None if condition is None else self.literal(condition)
+        return None if value is None else operand_of(node, "self" if value else "other")
+
     def is_dead(self, number: int) -> bool:
         """True if a node is zero because of an element that is not there."""
         node = self.loops.nodes[number]
@@ -635,9 +639,8 @@ class Emitter:
             return node.within is not None and self.literal(node.within) is False
         if not isinstance(node, Compute):
             return isinstance(node, Constant) and node.value == 0
-        if node.target is aten.where.self and (condition := operand_of(node, "condition")) is not None:
-            chosen = self.literal(condition)
-            source = None if chosen is None else operand_of(node, "self" if chosen else "other")
+        if node.target is aten.where.self:
+            source = self.chosen(node)
             return source is not None and self.is_dead(source)
         if node.target in (aten.mul.Tensor, aten._to_copy.default):
             return any(self.is_dead(o) for o in operands_of(node))
@@ -651,13 +654,12 @@ class Emitter:
         if number in self.products:
             return self.product(number, self.products[number])
         if not around:
-            state = None
-            for elements in self.variants(self.reduced_leaves(node)):
+            state, variants = None, self.variants(self.reduced_leaves(node))
+            for elements in variants:
                 with self.fixed(elements):
                     term = self.term(number, node)
                 if term is not None and state is None:
-                    single = len(self.variants(self.reduced_leaves(node))) == 1
-                    first = term.value if single else self.state(node.combine, term.value)
+                    first = term.value if len(variants) == 1 else self.state(node.combine, term.value)
                     state = Tile(first, term.lanes, term.is_block)
                 elif term is not None and state is not None:
                     self.add(monoids.step(node, cast(Var, state.value), term.value))

@@ -37,52 +37,53 @@ class Access(StrEnum):
     DESCRIPTOR = "DESCRIPTOR"
 
 
-@dataclass(frozen=True)
-class Split:
-    """Cut an axis in two; the inner one has `inner` elements."""
-
-    axis: str
-    inner: int
-
-    def __str__(self) -> str:
-        return f"split({self.axis}, {self.inner})"
-
-
-@dataclass(frozen=True)
-class At:
-    """Place an axis, or a part of one."""
-
-    axis: str
-    place: Place
-
-    def __str__(self) -> str:
-        return f"place({self.axis}, {self.place})"
-
-
 class Unit(StrEnum):
     TENSOR_CORE = "TENSOR_CORE"
 
 
+class Printed:
+    """A directive prints as its word, with the two values of its fields."""
+
+    word: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"{self.word}({', '.join(str(value) for value in vars(self).values())})"
+
+
 @dataclass(frozen=True)
-class On:
+class Split(Printed):
+    """Cut an axis in two; the inner one has `inner` elements."""
+
+    axis: str
+    inner: int
+    word = "split"
+
+
+@dataclass(frozen=True)
+class At(Printed):
+    """Place an axis, or a part of one."""
+
+    axis: str
+    place: Place
+    word = "place"
+
+
+@dataclass(frozen=True)
+class On(Printed):
     """Have a unit other than the threads make a reduction, by its name."""
 
     reduction: str
     unit: Unit
-
-    def __str__(self) -> str:
-        return f"unit({self.reduction}, {self.unit})"
+    word = "unit"
 
 
 @dataclass(frozen=True)
-class Via:
+class Via(Printed):
     """Load a buffer in some way. PLAIN, by pointers, is the default and is not printed."""
 
     buffer: str
     access: Access
-
-    def __str__(self) -> str:
-        return f"access({self.buffer}, {self.access})"
+    word = "access"
 
 
 Directive = Split | At | On | Via

@@ -121,12 +121,11 @@ def _average_gradient(build: Builder, op: Op, coords: Coords, within: int | None
         return _sum(build, op, None, taps)
     value = _read(build, gradient, (*lead, *at), within, inside)
     divisor = _divisor(build, op, windows, at)
-    if isinstance(divisor, Value):
-        value = _divided(build, op, value, divisor)
-        if inside is not None and inside != within:  # the divisor of a window that is not there may be zero
-            value = build.zero_outside(value, inside, build.nodes[value].dtype, op.name)
-        return _sum(build, op, value, taps)
-    return _divided(build, op, _sum(build, op, value, taps), divisor)
+    value = _divided(build, op, value, divisor)
+    if isinstance(divisor, Value) and inside is not None and inside != within:
+        # The divisor of a window that is not there may be zero.
+        value = build.zero_outside(value, inside, build.nodes[value].dtype, op.name)
+    return value
 
 
 def _maximum(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
