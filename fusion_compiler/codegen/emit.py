@@ -51,7 +51,7 @@ def emit(
     overwritten = loaded & {buffer.over for buffer in buffers.values()}
     if overwritten:
         choices = [
-            tuple(s for s in choice if _fills_threads(loops, s, overwritten, device)) or choice
+            tuple(s for s in choice if fills_threads(loops, s, overwritten, device)) or choice
             for loops, choice in zip(nests, choices, strict=True)
         ]
     early = [s for s in choices[0] if s.early][: MORE_EARLY * limit]
@@ -72,7 +72,7 @@ def _exact(
     return tuple(s for s in schedules if isinstance(s, Schedule) or s in short)
 
 
-def _fills_threads(
+def fills_threads(
     loops: LoopNest, s: Schedule | Placement, overwritten: Set[str | None], device: DeviceSpec
 ) -> bool:
     """True if every thread has at least one element of a tile of the buffers that a program overwrites. With

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.ir.device import DeviceSpec
-from fusion_compiler.ir.loops import INNER, LARGEST_TILE, LoopNest
+from fusion_compiler.codegen.emit import fills_threads
+from fusion_compiler.ir.device import DeviceSpec, device_spec
+from fusion_compiler.ir.loops import INNER, LARGEST_TILE, Load, LoopNest
 from fusion_compiler.schedule import tiles
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.verifier import refusal
@@ -237,3 +238,13 @@ def test_a_placement_is_what_the_plan_shows() -> None:
     (runner,) = fast.compiler.runners.values()
     for candidate in runner.candidates:
         assert str(Placement.parse(candidate.schedule)) == candidate.schedule
+
+
+def test_a_tile_over_an_input_that_is_overwritten_has_an_element_for_every_thread() -> None:
+    """Axes that a tile holds whole count, as those that are split do."""
+    (cluster,) = checked(sinkhorn, torch.randn(4, 16, 16)).plans[0].clusters
+    buffers = {node.buffer for node in cluster.loops.nodes if isinstance(node, Load)}
+    batch, row, col = (axis.name for axis in cluster.loops.axes)
+    for warps, fills in ((1, True), (8, True), (16, False)):
+        text = f"place({batch}, GRID); place({row}, LANES); place({col}, LANES); {warps} warps"
+        assert fills_threads(cluster.loops, Placement.parse(text), buffers, device_spec("h200")) is fills
