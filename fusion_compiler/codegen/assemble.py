@@ -1,6 +1,6 @@
-"""Turn a loop nest and a schedule into a Program: main kernel, partial sums, finishing.
+"""Turn loop nests and their schedules into a Program: main kernels, and second kernels for partial results.
 
-Tile programs that do not depend on each other share a launch: each takes its part of the grid.
+Tile programs that do not depend on each other share a launch, in which each program has a part of the grid.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 from fusion_compiler.schedule.verifier import placed_registers
 
-# Of a thread, for tiles: with as many a multiprocessor still holds the dozen warps that keep memory busy.
+# With this many registers a thread, a multiprocessor still holds the dozen warps that keep memory busy.
 ENOUGH_REGISTERS = 128
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Buffers of a program by name, with their roles; sizes and derived as in `Program`."""
+    """A signature holds the buffers of a program by role; sizes and derived are those of `Program`."""
 
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
@@ -73,8 +73,11 @@ class Signature:
 
 
 def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> Signature:
-    """Inputs in order of first load, then what is written into; outputs in order of first store, symbols in
-    order of name."""
+    """Return the signature of the program of some loop nests.
+
+    The inputs stand in the order of their first loads, and those that are only written into follow. The
+    outputs stand in the order of their first stores, and the symbols in that of their names.
+    """
     loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
     stored = dict.fromkeys(s.buffer for loops in nests for s in loops.stores)
     loaded |= dict.fromkeys(over for b in stored if (over := buffers[b].over) is not None)
@@ -93,13 +96,14 @@ def build(
     buffers: Mapping[str, Buffer],
     constants: frozenset[str] | None = None,
 ) -> Program:
-    """The program of one cluster: its loop nests beside each other, each under its schedule.
+    """Return the program of one cluster: its loop nests run side by side, each under its schedule.
 
-    buffers: describes every loaded or stored name. What the loop nests leave to a second kernel
-    runs beside each other as well. constants: the buffers that nothing in the graph writes, where kernels may
-    be launched dependently (`passes.launched_dependently`); those whose programs wait for each other never
-    are. Others that leave counters zero may be: no program touches one before its wait, when the last kernel
-    that did has ended.
+    The second kernels that loop nests need also run side by side.
+    buffers: describes every buffer that is loaded or stored, by name.
+    constants: the buffers that nothing in the graph writes, or None if no kernel may be launched dependently
+        (`passes.launched_dependently`). Kernels whose programs wait for each other are never launched so.
+        Kernels that leave counters at zero may be: no program touches a counter before the program's wait
+        has ended, and the kernel that touched the counter last has ended by then.
     """
     name = f"{name}_" if name in GLOBAL else name
     signature = signature_of(nests, buffers)
@@ -111,40 +115,40 @@ def build(
         for loops, schedule in zip(nests, schedules, strict=True)
     ]
     numbers, tickets = itertools.count(), itertools.count()
-    both = list(zip(analyses, schedules, strict=True))
+    scheduled = list(zip(analyses, schedules, strict=True))
     finishings = [
-        None if isinstance(s, Placement) else second_stage_of(a, s, numbers, tickets) for a, s in both
+        None if isinstance(s, Placement) else second_stage_of(a, s, numbers, tickets) for a, s in scheduled
     ]
     partials = [
         split_reductions(a.loops, s, numbers) if isinstance(s, Placement) else partials_of(a, s, numbers)
-        for a, s in both
+        for a, s in scheduled
     ]
     named = [
         {**parts.partials, **mailboxes(a, s, i)}
-        for i, ((a, s), parts) in enumerate(zip(both, partials, strict=True))
+        for i, ((a, s), parts) in enumerate(zip(scheduled, partials, strict=True))
     ]
     scratch = (
         *(b for f in finishings if f is not None for b in f.scratch),
-        *(b for own in named for b in own.values()),
+        *(b for named_buffers in named for b in named_buffers.values()),
     )
     if any(s.splits > 1 for s in schedules):
         constants = None
     main: list[_Assembly | _Placed] = []
-    for (a, s), finishing, parts, mine in zip(both, finishings, partials, named, strict=True):
+    for (a, s), finishing, parts, named_buffers in zip(scheduled, finishings, partials, named, strict=True):
         if isinstance(s, Placement):
             assert isinstance(parts, SplitReductions)
             main.append(_Placed(a, s, signature, scratch, parts, constants))
         else:
-            main.append(_Assembly(a, s, signature, scratch, finishing, mine, constants))
-    rest = [(f.loops, f.schedule) for f in finishings if f is not None and f.counter is None]
-    rest += [pair for parts in partials for pair in parts.finishings]
+            main.append(_Assembly(a, s, signature, scratch, finishing, named_buffers, constants))
+    second = [(f.loops, f.schedule) for f in finishings if f is not None and f.counter is None]
+    second += [pair for parts in partials for pair in parts.finishings]
     after: list[_Assembly | _Placed] = [
         _Assembly(Analysis(loops), schedule, signature, scratch, constants=constants)
-        for loops, schedule in rest
+        for loops, schedule in second
     ]
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
-    shown = " beside ".join(str(s) for s in dict.fromkeys(schedules))
+    text = " beside ".join(str(s) for s in dict.fromkeys(schedules))
     misaligned = any(s.misaligned for s in schedules)
     return Program(
         tuple(kernels),
@@ -153,42 +157,42 @@ def build(
         scratch,
         signature.sizes,
         signature.derived,
-        shown,
+        text,
         word=WORD * max((b.dtype.itemsize for b in signature.inputs), default=0) if misaligned else 0,
         early=any(s.early for s in schedules),
     )
 
 
 def _kernels(parts: list[_Assembly | _Placed], name: str, doc: str) -> list[Kernel]:
-    """As few launches as the parts allow."""
+    """Return the kernels of some parts, in as few launches as the parts allow."""
     launches: list[list[_Assembly | _Placed]] = []
     for part in parts:
-        home = next((group for group in launches if all(_suit(part, other) for other in group)), None)
-        if home is None:
+        launch = next((g for g in launches if all(_may_share_launch(part, other) for other in g)), None)
+        if launch is None:
             launches.append([part])
         else:
-            home.append(part)
+            launch.append(part)
     names = [name] if len(launches) == 1 else [f"{name}_{i}" for i in range(len(launches))]
     return [
-        replace(_kernel(group, own, doc), fp_fusion=not any(part.a.rounds_products for part in group))
-        for group, own in zip(launches, names, strict=True)
+        replace(_kernel(launch, kernel, doc), fp_fusion=not any(part.a.rounds_products for part in launch))
+        for launch, kernel in zip(launches, names, strict=True)
     ]
 
 
-def _suit(one: _Assembly | _Placed, other: _Assembly | _Placed) -> bool:
-    """Whether two loop nests lose nothing in one launch.
+def _may_share_launch(one: _Assembly | _Placed, other: _Assembly | _Placed) -> bool:
+    """True if two loop nests lose nothing in one launch.
 
-    It has one number of warps, and the registers of its hungriest part for all: what runs with few
-    of them alone would have fewer programs on a multiprocessor, unless all have enough anyway.
-    Programs that wait for each other have a launch to themselves.
+    A launch has one number of warps, and every program in it has the registers of the part that needs most.
+    A part that needs few registers would therefore have fewer programs on a multiprocessor, unless the launch
+    needs at most `ENOUGH_REGISTERS`. Programs that wait for each other have a launch to themselves.
     """
     fewer, more = sorted((one.registers, other.registers))
-    alike = one.s.num_warps == other.s.num_warps and one.s.splits == other.s.splits == 1
-    return alike and more <= max(ENOUGH_REGISTERS, 2 * fewer)
+    same_launch = one.s.num_warps == other.s.num_warps and one.s.splits == other.s.splits == 1
+    return same_launch and more <= max(ENOUGH_REGISTERS, 2 * fewer)
 
 
 def _kernel(parts: list[_Assembly | _Placed], name: str, doc: str) -> Kernel:
-    """One launch: the parts take their shares of the grid in turn."""
+    """Return the kernel of one launch, in which each part has a contiguous range of the grid."""
     warps, stages = parts[0].s.num_warps, max(part.s.num_stages for part in parts)
     if len(parts) == 1:
         functions, body, grid = parts[0].program(name, tl.program_id(0))
@@ -204,17 +208,17 @@ def _kernel(parts: list[_Assembly | _Placed], name: str, doc: str) -> Kernel:
         end = simple(end + product(grid))
         calls.append((end, Do(Global(f"{name}_{position}")(number, *used))))
     *others, (_, last) = calls
-    chosen: list[Statement] = [last]
+    branches: list[Statement] = [last]
     for bound, call in reversed(others):
-        chosen = [If(program < bound, [call], chosen)]
-    body = [Assign((program,), tl.program_id(0)), *chosen]
+        branches = [If(program < bound, [call], branches)]
+    body = [Assign((program,), tl.program_id(0)), *branches]
     return parts[0].kernel(name, doc, functions, body, (end,), warps, stages)
 
 
 def mailboxes(analysis: Analysis, schedule: Schedule | Placement, position: int) -> dict[str, Buffer]:
-    """Scratch of programs that share rows: what each sends to each, message by message, for every row.
+    """Return the scratch of programs that share rows: a buffer for each message, [rows, receivers, senders].
 
-    By the name that the builder knows it under; position: of the loop nest in its cluster.
+    The keys are the names that the builder uses. position: that of the loop nest in its cluster.
     """
     if schedule.splits == 1:
         return {}
@@ -232,9 +236,9 @@ S = TypeVar("S", Schedule, Placement)
 
 
 class _Part(ABC, Generic[S]):
-    """One loop nest under a schedule, with the parameters of the kernels that it may be part of.
+    """A part of a kernel is one loop nest under its schedule, with the parameters that kernels may take.
 
-    registers: of a thread, for its tiles.
+    registers: the registers a thread that the tiles need.
     """
 
     registers: float
@@ -274,12 +278,12 @@ class _Part(ABC, Generic[S]):
     def program(
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
-        """(functions that it calls, body, grid); `number` is that of a program."""
+        """Return (functions that the body calls, body, grid). number: the program's number in the grid."""
 
     def finished(self, body: list[Statement]) -> list[Statement]:
-        """The program: what lies over its inputs is stored late; it waits if launched dependently."""
-        given = ((b.name, b.over) for b in self.signature.outputs if b.over is not None)
-        stored_late(body, {self.name(a): self.name(b) for a, b in given})
+        """Return a body with the last rewrites: `stored_late`, and `launched_dependently` where allowed."""
+        reused = ((b.name, b.over) for b in self.signature.outputs if b.over is not None)
+        stored_late(body, {self.name(a): self.name(b) for a, b in reused})
         if self.constants is None:
             return body
         pointers = frozenset(b for b, p in self.parameters.items() if p.role is not Role.SIZE)
@@ -323,7 +327,7 @@ class _Part(ABC, Generic[S]):
 
 
 class _Assembly(_Part[Schedule]):
-    """One loop nest under a schedule of rows and columns."""
+    """Build the tile program of one loop nest under a schedule of rows and columns."""
 
     def __init__(
         self,
@@ -351,13 +355,13 @@ class _Assembly(_Part[Schedule]):
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         b = self.builder(self.a, self.s)
-        first = self.made_ahead(b, f"{name}_first")
+        first = self.replicated_reductions(b, f"{name}_first")
         grid = self.body(b, number)
         last = self.last_program(b, f"{name}_last")
         return [*first, *last], rewritten(b, self.finished), grid
 
     def body(self, b: Builder, program: Expression) -> tuple[Dim, ...]:
-        """Build the main part; the grid that it needs."""
+        """Build the main part, and return its grid."""
         s = self.s
         blocks = ceil_div(self.a.size(ROWS), s.block_rows)
         share = blocks if s.programs is None else s.programs  # programs along the rows
@@ -382,7 +386,7 @@ class _Assembly(_Part[Schedule]):
             whole_block(b)
 
     def blocks_in_turn(self, b: Builder, program: Expression, programs: int) -> Sums:
-        """Blocks of rows in turn; what does not depend on the row is computed before."""
+        """Build what does not depend on the row, then a loop over blocks of rows; return the sums."""
         if self.s.cols is not Cols.LOOP:
             late = self.a.finish | {i for i, n in enumerate(self.a.level) if n and self.s.in_passes}
             early = [i for i, g in enumerate(self.a.groups) if ROWS not in g and i not in late]
@@ -397,7 +401,7 @@ class _Assembly(_Part[Schedule]):
         return sums
 
     def finish(self, b: Builder, sums: Sums, program: Expression) -> None:
-        """Fold each reduction over rows; store it as a partial result, or go on to what waits for it."""
+        """Fold each reduction over rows; store it as a partial result, or build what waits for it."""
         if self.finishing is None:
             # Compilers move no load over a sum that threads wait for.
             wanted = b.need(o for s in b.stores_of("finish") for o in store_operands(s))
@@ -417,49 +421,49 @@ class _Assembly(_Part[Schedule]):
             mask = b.by_one(self.a.groups[number], b.tile.col_mask if wide else None)
             b.add(Store(plus(Name(f"{partial.name}_ptr"), index), sums.folded(b, number), mask))
 
-    def made_ahead(self, b: Builder, name: str) -> list[Function]:
-        """What makes whole vectors ahead, as a function that the program calls."""
-        found = ahead.replicated_of(self.a)
-        if found is None:
+    def replicated_reductions(self, b: Builder, name: str) -> list[Function]:
+        """Return the function that computes replicated reductions (`codegen/ahead.py`), if there are any."""
+        replicated = ahead.replicated_of(self.a)
+        if replicated is None:
             return []
-        inner = self.builder(Analysis(found.loops), found.schedule(self.s.num_warps))
-        ahead.body(inner, b, found)
+        inner = self.builder(Analysis(replicated.loops), replicated.schedule(self.s.num_warps))
+        ahead.body(inner, b, replicated)
         body = rewritten(inner)
         used = self.used(body)
-        ahead.enter(b, found, inner, Global(name)(*used))
+        ahead.enter(b, replicated, inner, Global(name)(*used))
         return [Function(name, used, body)]
 
     def last_program(self, b: Builder, name: str) -> list[Function]:
-        """The program that takes the last ticket runs the finishing part, and puts the counter back.
+        """Let the program that draws the last ticket run the second stage and set the counter back to zero.
 
-        What the others left is there: the draw releases and acquires, behind a barrier of all threads; the
-        first level of cache, which may have older lines, is passed by.
-        Returns the finishing part as a function of its own: its names mean other tiles than the caller's.
+        That program sees all partial results: a draw, after a barrier of all threads, releases and acquires,
+        and the loads bypass the L1 cache, which may hold older lines.
+        Returns the second stage as a function of its own: its names mean other tiles than the caller's.
         """
-        late = self.finishing
-        if late is None or late.counter is None:
+        second = self.finishing
+        if second is None or second.counter is None:
             return []
-        part = _Assembly(Analysis(late.loops), late.schedule, self.signature, self.scratch)
+        part = _Assembly(Analysis(second.loops), second.schedule, self.signature, self.scratch)
         inner = part.builder(part.a, part.s, {"cache_modifier": Literal(".cg")})
         by_block, block = part.s.cols is Cols.GRID, own("block")
-        loaded = {place: Name(f"{b.variable(n).base}_{place}") for n, place in late.loads.items()}
+        loaded = {place: Name(f"{b.variable(n).base}_{place}") for n, place in second.loads.items()}
         inner.env |= loaded
         part.body(inner, block)
         body = rewritten(inner)
         pointers, blocks = part.used(body), [block] if by_block else []
-        call = Global(name)(*blocks, *map(b.variable, late.loads), *pointers)
+        call = Global(name)(*blocks, *map(b.variable, second.loads), *pointers)
         b.do(tl.debug_barrier())
-        ticket = Name(f"{late.counter.name}_ptr")
+        ticket = Name(f"{second.counter.name}_ptr")
         if by_block:
             ticket = plus(ticket, b.define("block", own("first_col") // self.s.block_cols))
-        with b.inside(If(tl.atomic_add(ticket, 1).eq(late.programs * self.s.splits - 1))):
+        with b.inside(If(tl.atomic_add(ticket, 1).eq(second.programs * self.s.splits - 1))):
             b.add(Store(ticket, Literal(0)))
             b.do(call)
         return [Function(name, (*blocks, *loaded.values(), *pointers), body)]
 
 
 class _Placed(_Part[Placement]):
-    """One loop nest under a placement."""
+    """Build the tile program of one loop nest under a placement."""
 
     def __init__(
         self,
@@ -489,7 +493,7 @@ class _Placed(_Part[Placement]):
 def rewritten(
     b: Builder, last: Callable[[list[Statement]], list[Statement]] = list
 ) -> list[Statement]:
-    """A tile program behind all rewrites; last: one of its own behind the others."""
+    """Return a tile program after all rewrites. last: the rewrite that follows the others."""
     in_pairs = b.s.misaligned or right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
     if not b.s.in_passes and not in_pairs:
         rounded = {i: n for i, n in enumerate(b.loops.nodes) if rounding_of(n) is not None}

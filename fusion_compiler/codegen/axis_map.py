@@ -1,11 +1,11 @@
-"""Where a program's tiles lie: each group of axes over the grid, over a loop, and over lanes.
+"""Place a program's tiles: each group of axes lies over the grid, over a loop, or over lanes.
 
     rows      := one block of rows a program, or a loop over blocks by a fixed number of programs
-    cols      := the whole row in the tile, a grid over column blocks, or a loop over them; the last by
-                 one program, or, as the first, by several that share the row
+    cols      := the whole row in the tile, a grid over blocks of columns, or a loop over blocks of columns;
+                 several programs may share a row, except on a grid
 
-With one row a block, tiles are vectors over the columns and row values are scalars; with several, tiles are
-[rows, cols].
+If a block has one row, tiles are vectors over the columns and the values of a row are scalars; otherwise
+tiles are [rows, cols].
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FIRST = Literal(0)  # the number of the only program
 
 
 def place_cols(b: Builder, program: Expression, share: Dim) -> tuple[Expression, tuple[Dim, ...]]:
-    """Define `col` but for a loop over columns; (the program's number along the rows, the grid).
+    """Return (the program's number along the rows, the grid); define `col`, unless columns are in a loop.
 
-    program: its number in the grid. share: programs along the rows.
+    program: the program's number in the grid. share: the number of programs along the rows.
     """
     number = program.to(torch.int64) if b.wide else program
     if b.s.splits > 1:
@@ -45,7 +45,7 @@ def place_cols(b: Builder, program: Expression, share: Dim) -> tuple[Expression,
 
 
 def _place_part(b: Builder, program: Expression, share: Dim) -> tuple[Expression, tuple[Dim, ...]]:
-    """Of programs that share a row, or a group of rows, each has a part of its columns."""
+    """Give each program that shares a row, or a group of rows, a part of the columns."""
     shared = b.define("row" if b.tile.flat and b.s.programs is None else "group", program // b.s.splits)
     part = b.define("part", program % b.s.splits)
     first_col = b.define("first_col", part * part_cols(b.a, b.s))
@@ -57,7 +57,7 @@ def _place_part(b: Builder, program: Expression, share: Dim) -> tuple[Expression
 
 
 def _place_block(b: Builder, program: Expression, share: Dim) -> tuple[Expression, tuple[Dim, ...]]:
-    """A grid over blocks of columns, and of rows."""
+    """Lay the grid over blocks of columns and blocks of rows."""
     blocks = ceil_div(b.a.size(COLS) + max(b.s.word - 1, 0), b.s.block_cols)
     if share == 1:
         cols_at(b, b.define("first_col", program * b.s.block_cols))
@@ -86,7 +86,7 @@ def rows_at(b: Builder, start: Expression) -> None:
 
 def _rows_from(b: Builder, start: Expression) -> None:
     size, rows, apart = b.a.size(ROWS), b.s.block_rows, b.s.rows_apart
-    if b.s.splits > 1 and start != own("first_row"):  # which the exchange asks for
+    if b.s.splits > 1 and start != own("first_row"):  # the exchange reads this name
         start = b.define("first_row", start)
     if apart == 1:
         b.tile = replace(b.tile, first_row=start)
@@ -114,15 +114,15 @@ def cols_at(b: Builder, start: Expression | None, inside: bool = False) -> None:
 
 
 def row_loop(b: Builder, program: Expression, programs: int) -> For:
-    """The loop over blocks of rows that programs take in turn."""
+    """Return the loop over blocks of rows that programs take in turn."""
     step = programs * b.s.block_rows
-    alone = program == FIRST or b.s.block_rows == 1 or b.s.misaligned  # its first block begins there
-    start = program if alone else program * b.s.block_rows
+    is_first_row = program == FIRST or b.s.block_rows == 1 or b.s.misaligned  # of the program's first block
+    start = program if is_first_row else program * b.s.block_rows
     return b.loop("first_row", start, b.a.size(ROWS), step)
 
 
 def col_loop(b: Builder, inner: Dim) -> For:
-    """The loop over this program's columns, `inner` of all programs together."""
+    """Return the loop over this program's columns. inner: the columns in the loops of all programs."""
     size, lanes = b.a.size(COLS), b.s.block_cols
     if b.s.splits == 1:
         return b.loop("start", 0, inner, lanes)
@@ -134,7 +134,7 @@ def col_loop(b: Builder, inner: Dim) -> For:
 
 
 def start_of_turn(b: Builder) -> Expression:
-    """Where the block of a turn of that loop begins: from the last one back where something is scanned so."""
+    """Return the first column of an iteration of `col_loop`; reverse scans start with the last block."""
     start = own("start")
     if True not in b.a.directions:
         return start
@@ -145,9 +145,9 @@ def start_of_turn(b: Builder) -> Expression:
 
 
 def col_end(b: Builder, inner: Dim, lanes: int) -> For | If:
-    """What follows that loop: one of the programs that share a row has it.
+    """Return the block for the columns after `col_loop`, which one of the programs that share a row computes.
 
-    Where no other has the row it is a loop as well, of one turn: its tiles are not the next loop's.
+    If programs do not share rows, it is a loop of one iteration, so that its tiles are not the next loop's.
     """
     part = part_cols(b.a, b.s)
     assert isinstance(inner, int) and isinstance(part, int)

@@ -1,4 +1,4 @@
-"""What a tile program is built with: the block at hand, its variables, and where the tile lies.
+"""Build tile programs: `Builder` has the open block, its variables, and the place of the tile.
 
 `Builder` knows no operator, no window and no reduction's state: `nodes.py`, `accesses.py` and
 `online_reductions.py` do.
@@ -47,18 +47,20 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.contractions import Contraction
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
-BASES = {ROWS: own("row"), COLS: own("col")}  # a group's element number
+BASES = {ROWS: own("row"), COLS: own("col")}  # the number of a group's element
 ALONG = frozenset({COLS})
 NO_OPTIONS: Mapping[str, Expression] = {}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Where the tile at hand lies.
+    """A tile lies at some rows and columns of the nest.
 
-    flat: it is a vector over the columns of one row. lanes: its columns. start: where they begin; None where
-    there is no other tile. first_row: of several side by side. row_mask, col_mask: the variables that say
-    which rows and columns exist; None where all do. last_pass: nothing that it reads of a row is read again.
+    flat: the tile is a vector over the columns of one row, rather than [rows, cols].
+    lanes: the number of columns. start: the first column, or None if the tile has all columns.
+    first_row: the first of several adjacent rows.
+    row_mask, col_mask: the variables that tell which rows and columns exist, or None if all do.
+    last_pass: no later pass reads the elements of these rows again.
     """
 
     flat: bool
@@ -72,17 +74,18 @@ class Tile:
 
 @dataclass(frozen=True)
 class Packed:
-    """A tile of pieces (`pieces.py`) and the axis along which they lie; None: one value serves them all."""
+    """A tile has several pieces (`pieces.py`) along `axis`, or one value for all pieces if `axis` is None."""
 
     variable: Variable
     axis: int | None
 
 
 class Builder:
-    """Builds the tile program of one nest under a schedule; knows which variable holds which node.
+    """Build the tile program of one nest under a schedule, and record which variable holds which node.
 
-    pointers: the parameter of each buffer. dtypes: of the buffers. load_options: of every load. empty:
-    buffers without an element, which have no address to load from.
+    pointers: the parameter of each buffer. dtypes: the dtype of each buffer.
+    load_options: keyword arguments of every load.
+    empty: buffers without elements, which have no address to load from.
     """
 
     def __init__(
@@ -98,23 +101,23 @@ class Builder:
         self.pointers, self.dtypes, self.load_options, self.empty = pointers, dtypes, load_options, empty
         self.rough = analysis.rough(dtypes)
         self.means = {mean: total for total, mean in analysis.moments.values()}
-        self.scaled: dict[int, float] = {}  # sums whose terms were multiplied by a number, and by which
-        beyond = 2 * schedule.block_cols  # the last block counts on, by twos where it is of pairs
+        self.scaled: dict[int, float] = {}  # sum -> the number that its terms were multiplied by
+        beyond = 2 * schedule.block_cols  # the last block goes beyond the row, by twos for pairs
         self.wide = analysis.furthest < 0 or analysis.furthest + beyond >= 2**31
         self.body: list[Statement] = []
         self.env: dict[int, Variable] = {}  # node -> variable
-        self.carried: dict[int, Variable] = {}  # scan -> what it came to in the blocks of a loop so far
-        self.kept: dict[int, Variable] = {}  # load -> the variable of its tile as it was loaded
-        self.named: dict[tuple[str, int], Variable] = {}  # what else is defined once in a block
+        self.carried: dict[int, Variable] = {}  # scan -> its value after the blocks of a loop so far
+        self.kept: dict[int, Variable] = {}  # load -> its tile in the dtype of the buffer
+        self.named: dict[tuple[str, int], Variable] = {}  # (kind, number) -> what a block defines once
         self.tile = Tile(schedule.block_rows == 1, schedule.block_cols)
-        self.contracted: dict[int, Contraction] = {}  # sum -> what makes it, where tensor units do
-        self.as_loaded = frozenset[int]()  # loads that tensor units take as they are, and nothing else reads
-        self.tiles: dict[tuple[int, ...], Callable[[], None]] = {}  # pieces that one tile has: what builds it
-        self.made: dict[int, Callable[[], None]] = {}  # one of them: what builds it by itself
-        self.packs: dict[tuple[int, ...], Packed] = {}  # pieces -> the tile that has them
-        self.packed_sums: dict[int, tuple[int, ...]] = {}  # sum along the row -> the pieces that it is one of
-        self.ahead: frozenset[int] = frozenset()  # what a function gives that has all they are made of
-        self.true = frozenset[int]()  # conditions that hold in the block at hand
+        self.contracted: dict[int, Contraction] = {}  # sum -> the tensor units' contraction
+        self.as_loaded = frozenset[int]()  # loads that only tensor units read, in the buffer's dtype
+        self.tiles: dict[tuple[int, ...], Callable[[], None]] = {}  # pieces -> how to build their tile
+        self.made: dict[int, Callable[[], None]] = {}  # node -> how to build it, if not by `nodes.py`
+        self.packs: dict[tuple[int, ...], Packed] = {}  # pieces -> their tile
+        self.packed_sums: dict[int, tuple[int, ...]] = {}  # sum along the row -> its pieces
+        self.ahead: frozenset[int] = frozenset()  # results of the function of `codegen/ahead.py`
+        self.true = frozenset[int]()  # conditions that hold in the open block
         self.likeness: dict[tuple[int, ...], bool] = {}
 
     # -- statements --------------------------------------------------------------------------------
@@ -139,16 +142,16 @@ class Builder:
         self.add(Do(value))
 
     def once(self, key: tuple[str, int], name: str, value: Expression) -> Variable:
-        """Return a variable that is defined where the blocks now open first need it."""
+        """Return a variable of the open blocks; it is defined where they first need it."""
         if key not in self.named:
             self.named[key] = self.let(name, value)
         return self.named[key]
 
     @contextmanager
     def inside(self, block: For | If | None, lanes: int | None = None) -> Generator[None]:
-        """Builds the body of a block, whose variables end with it; None: a part of the block at hand.
+        """Build the body of a block, or of a part of the open block; its variables end with it.
 
-        lanes: how many columns its tiles have, where that is not the schedule's number.
+        lanes: the number of columns of its tiles, if it is not the schedule's.
         """
         before, env, named, tile = self.body, dict(self.env), dict(self.named), self.tile
         packs, true = dict(self.packs), self.true
@@ -163,7 +166,7 @@ class Builder:
 
     @contextmanager
     def one_row(self) -> Generator[None]:
-        """As if the block had one row: values of a row are numbers."""
+        """Build as if the block had one row, where values of a row are scalars."""
         tile, self.tile = self.tile, replace(self.tile, flat=True)
         yield
         self.tile = tile
@@ -181,7 +184,7 @@ class Builder:
     def variable(self, number: int) -> Variable:
         """Return the variable of a node that is built; a constant is built now."""
         node = self.loops.nodes[number]
-        if number not in self.env and number in self.true:  # which masks leave out, and others read
+        if number not in self.env and number in self.true:  # masks leave it out, other nodes read it
             node = Constant(True, torch.bool)
         if number not in self.env and isinstance(node, Constant):
             self.env[number] = self.let("constant", self.full(node.value, node.dtype), number)
@@ -189,26 +192,26 @@ class Builder:
 
     def need(self, numbers: Iterable[int]) -> list[int]:
         """Return, in order, the nodes among these and their operands that no open block holds yet."""
-        found: set[int] = set()
+        needed: set[int] = set()
         stack = list(numbers)
         while stack:
             number = stack.pop()
-            if number not in found and number not in self.env and number not in self.true:
-                found.add(number)
+            if number not in needed and number not in self.env and number not in self.true:
+                needed.add(number)
                 stack.extend(self.operands(number))
-        return sorted(found)
+        return sorted(needed)
 
     def operands(self, number: int) -> tuple[int, ...]:
         """Return the nodes that a node reads: for the sums of a contraction, the matrix and all vectors.
 
-        There are none if the node is a piece of a tile that exists, or is computed ahead.
+        There are none if the node is a piece of a tile that exists, or a replicated reduction.
         """
-        made = self.contracted.get(number)
-        sums = self.packed_sums.get(number) if made is None else made.sums
+        contraction = self.contracted.get(number)
+        sums = self.packed_sums.get(number) if contraction is None else contraction.sums
         if sums in self.packs or number in self.ahead:
             return ()
-        if made is not None:
-            return (made.matrix, *made.vectors)
+        if contraction is not None:
+            return (contraction.matrix, *contraction.vectors)
         if (floats := floats_of(self.loops, number)) is not None:
             return floats.operands()
         node = self.loops.nodes[number]
@@ -253,16 +256,16 @@ class Builder:
         return self.named[key]
 
     def index(self, index: Index, axis: Callable[[int], Expression] | None = None) -> Expression:
-        """Return an element index. axis: returns the value of one axis, if that is not each lane's own."""
-        merged, whole = self.a.merged(index)
+        """Return an element index. axis: returns the value of one axis, if that is not `self.axis`."""
+        merged, merged_axes = self.a.merged(index)
         of = axis or self.axis
-        return index_of(merged, lambda k: BASES[whole[k]] if k in whole else of(k), self.place)
+        return index_of(merged, lambda k: BASES[merged_axes[k]] if k in merged_axes else of(k), self.place)
 
     def address(self, buffer: str, index: Index) -> Expression:
         return plus(self.pointers[buffer], self.index(index))
 
     def place(self, number: int) -> Expression:
-        """Return a value that is used as an index, in 64 bits: times a stride it may leave 32."""
+        """Return a value that is used as an index, in 64 bits: its product with a stride may exceed 32."""
         return convert(self.variable(number), self.loops.nodes[number].dtype, torch.int64)
 
     def index_groups(self, index: Index) -> frozenset[str]:
@@ -288,11 +291,11 @@ class Builder:
 
     def loaded(self, load: Load, pointer: Expression, mask: Expression | None) -> Expression:
         """Return a load from some addresses, in the dtype of the buffer."""
-        held = self.dtypes[load.buffer]
-        zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0  # no integer becomes a float8
-        whole = self.index_groups(load.index) | self.within_groups(load.within) == frozenset({ROWS, COLS})
+        dtype = self.dtypes[load.buffer]
+        zero = 0.0 if dtype.is_floating_point and dtype.itemsize == 1 else 0  # no integer becomes a float8
+        full_size = self.index_groups(load.index) | self.within_groups(load.within) == frozenset({ROWS, COLS})
         evict: dict[str, Expression] = {}
-        if self.s.cols is Cols.LOOP and whole:
+        if self.s.cols is Cols.LOOP and full_size:
             evict["eviction_policy"] = Literal("evict_first" if self.tile.last_pass else "evict_last")
         return self.load_from(pointer, mask, zero, evict)
 
@@ -313,7 +316,7 @@ class Builder:
 
     @property
     def col_axis(self) -> int:
-        """The dimension of a tile that lies along its columns."""
+        """Return the dimension of a tile that lies along its columns."""
         return 0 if self.tile.flat else 1
 
     def along(self, function: Callable[..., Expression], value: Expression) -> Expression:
@@ -331,23 +334,28 @@ class Builder:
         return Combine(self.reduction(number), (tile,), axis, keep, plain, join_key)
 
     def folded_along(self, number: int, tile: Expression, join_key: object = None) -> Combine:
-        """Return the same along the row; tiles of several rows keep the dimension."""
+        """Return the reduction of a tile along the row; tiles of several rows keep the dimension."""
         return self.folded(number, tile, self.col_axis, not self.tile.flat, join_key)
 
     def base_of(self, number: int) -> str:
         """Return the beginning of the name of a reduction."""
         return f"{'row' if COLS in self.a.over(number) else 'col'}_{self.reduction(number).combine}"
 
-    # -- what the nest asks for ----------------------------------------------------------------------
+    # -- stores and accumulators -----------------------------------------------------------------------
 
     def stores_of(self, stage: str) -> tuple[Store, ...]:
-        """ "main": those that wait for no reduction over rows or segments; "finish": for one over rows."""
+        """Return the stores of a stage.
+
+        "main": stores that wait for no reduction over rows or segments. "finish": those that wait for one
+        over rows.
+        """
         if stage == "finish":
             return tuple(s for s in self.loops.stores if s.value in self.a.after_rows)
         return tuple(s for s in self.loops.stores if s.value not in self.a.finish)
 
     def accumulated(self) -> list[int]:
-        """Operands of the reductions over rows, whole or by segments; of those that contract, the matrix."""
+        """Return what reductions over rows or segments accumulate: operands, or matrices of contractions."""
         numbers = (*self.a.across_rows, *self.a.segmented)
-        made = {self.contracted[i].matrix for i in numbers if i in self.contracted}
-        return [*sorted(made), *(o for i in numbers if i not in self.contracted for o in self.operands(i))]
+        matrices = {self.contracted[i].matrix for i in numbers if i in self.contracted}
+        others = (i for i in numbers if i not in self.contracted)
+        return [*sorted(matrices), *(o for i in others for o in self.operands(i))]

@@ -1,8 +1,9 @@
-"""Programs tell each other what they computed.
+"""Programs exchange values and tiles.
 
-Programs that share rows exchange what they reduced, by messages that hold the values (`math.send`,
-`math.receive`). Programs of several devices exchange tiles in memory that all of them can read, and signal
-that a tile is there (`math.signal`, `math.arrived`). Both are a `Signal` and a `Wait` of the tile program.
+Programs that share rows exchange the results of their reductions in messages that hold the values
+(`math.send`, `math.receive`). Programs on several devices exchange tiles in memory that all of them can read,
+and signal that a tile is complete (`math.signal`, `math.arrived`). Both are a `Signal` and a `Wait` of the
+tile program.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from fusion_compiler.schedule.shapes import padded
 
 
 def mailbox(message: tuple[int, ...]) -> str:
-    """The scratch through which the programs of a row exchange the values of these reductions."""
+    """Return the name of the scratch through which programs exchange the values of these reductions."""
     return f"mail_{message[0]}"
 
 
 def messages(a: Analysis) -> Iterator[tuple[int, ...]]:
-    """The reductions whose values go into one message each, of all passes."""
+    """Yield, for each message of all passes, the reductions whose values it holds."""
     for level in range(1, max((a.level[i] for i in a.reductions), default=0) + 1):
         yield from _messages(a, states_of(a, complete_after(a, level)))
 
 
 def _messages(a: Analysis, states: Sequence[Running]) -> list[tuple[int, ...]]:
-    """Two float32 values in one, any other value alone."""
+    """Return the reductions of each message: two of float32, or one of another dtype."""
     numbers = [n for state in states for n in state.numbers]
     floats = [n for n in numbers if accumulator_dtype(reduction_of(a, n)) is torch.float32]
     pairs = [tuple(floats[i : i + 2]) for i in range(0, len(floats), 2)]
@@ -58,8 +59,8 @@ def exchange(b: Builder, states: Sequence[Running], names: Sequence[Sequence[Var
     splits = b.s.splits
     part, parts = own("part"), b.define("parts", tl.arange(0, padded(splits)))
     rows = _rows_left(b)
-    held = zip(states, names, strict=True)
-    sent = {n: name for state, given in held for n, name in zip(state.numbers, given, strict=True)}
+    pairs = list(zip(states, names, strict=True))
+    sent = {n: v for state, variables in pairs for n, v in zip(state.numbers, variables, strict=True)}
     theirs: dict[int, Variable] = {number: Var(f"all_{b.base_of(number)}") for number in sent}
     received: list[Wait] = []
     for message in _messages(b.a, states):
@@ -75,14 +76,14 @@ def exchange(b: Builder, states: Sequence[Running], names: Sequence[Sequence[Var
     if b.tile.flat:
         for wait in received:
             b.add(wait)
-        for state, given in zip(states, names, strict=True):
-            state.merge(b, given, [theirs[number] for number in state.numbers])
+        for state, variables in pairs:
+            state.merge(b, variables, [theirs[number] for number in state.numbers])
     else:
         _merge_rows(b, states, names, theirs, received)
 
 
 def _rows_left(b: Builder) -> tuple[Expression, ...]:
-    """Return `Boxes.rows` of a block of several rows."""
+    """Return `Boxes.rows`, which is empty for a block of one row."""
     if b.tile.flat:
         return ()
     apart = b.s.rows_apart
@@ -97,7 +98,7 @@ def _merge_rows(
     theirs: Mapping[int, Variable],
     received: Sequence[Wait],
 ) -> None:
-    """Row by row: tiles over the rows and the parts would be laid out anew, and waited for each time."""
+    """Merge row by row: tiles [rows, parts] would need a change of layout, and a barrier for each."""
     messages = [Var("messages") for _ in received]
     for message, wait in zip(messages, received, strict=True):
         b.add(replace(wait, targets=(message,)))
@@ -105,10 +106,10 @@ def _merge_rows(
     with b.inside(For(r, Range(lift(0), lift(b.s.block_rows), static=True))), b.one_row():
         for message, wait in zip(messages, received, strict=True):
             b.add(Assign(wait.targets, message[r]))
-        for state, given in zip(states, names, strict=True):
-            merged = [Var(f"one_{name.base}") for name in given]
+        for state, variables in zip(states, names, strict=True):
+            merged = [Var(f"one_{name.base}") for name in variables]
             state.merge(b, merged, [theirs[number] for number in state.numbers])
-            for name, one in zip(given, merged, strict=True):
+            for name, one in zip(variables, merged, strict=True):
                 b.set(name, fm.with_row(name, r, one))
 
 
@@ -123,15 +124,15 @@ def reduction_of(a: Analysis, number: int) -> Reduce:
 
 @dataclass(frozen=True)
 class Peers:
-    """Programs that exchange tiles: the one of the same number on each of several devices.
+    """Peers are the programs of one number on several devices; they exchange tiles.
 
-    tiles, pads: pointers to tables of addresses, int64 [count] by rank, as `buffer_ptrs_dev` of PyTorch's
-    symmetric memory is. Each address in `tiles` is that of [2, size] elements of dtype, each one in `pads`
-    that of the boxes of all programs, int64 [programs, count] by program and sender. The boxes are zero
-    before the first round. This memory belongs to one kernel with one grid, which every device launches
-    equally often.
+    tiles, pads: pointers to tables of addresses, int64 [count] by rank, such as `buffer_ptrs_dev` of
+        PyTorch's symmetric memory. An address in `tiles` points to [2, size] elements of dtype. An address in
+        `pads` points to the boxes of all programs, int64 [programs, count] by program and sender. The boxes
+        are zero before the first round. This memory belongs to one kernel with one grid, which every device
+        launches equally often.
     rank: this device's number. program: the number of this program.
-    scope: SYSTEM, or DEVICE where the peers are programs of one device.
+    scope: SYSTEM, or DEVICE if the peers are programs of one device.
     """
 
     tiles: Name
@@ -155,19 +156,19 @@ def all_reduced(
     lane: where each element lies in [size]; mask: the lanes that exist. Every peer adds in the order of the
     ranks, in float32 (float64 for float64), so that all have the same bits.
 
-    The number of a round is one more than what this rank left in its own box in the round before. So nothing
-    is put back to zero, and a CUDA graph counts on when it is replayed. Rounds take the two halves in turn. A
-    program that has passed the wait of a round knows that all peers have read the tiles of the round before,
-    whose half the next round overwrites: one wait for each round is enough.
+    The number of a round is one more than what this rank left in its own box in the round before. So no box
+    is reset to zero, and a CUDA graph continues the count when it is replayed. Rounds alternate between the
+    two halves. A program that has passed the wait of a round knows that all peers have read the tiles of the
+    round before, whose half the next round overwrites: one wait for each round is enough.
     """
     ranks, number, total = Var("ranks"), Var("number"), Var("total")
     own_pad, pads, own_tiles = Var("own_pad"), Var("pads"), Var("own_tiles")
     buffers = [Var("buffer") for _ in range(peers.count)]
     tiles = [Var("tile") for _ in buffers]
-    there = ranks < peers.count
+    exists = ranks < peers.count
     first = peers.program * peers.count
     masked: dict[str, Operand] = {} if mask is None else {"mask": mask, "other": 0.0}
-    held = torch.float64 if peers.dtype is torch.float64 else torch.float32
+    accumulator = torch.float64 if peers.dtype is torch.float64 else torch.float32
 
     def tiles_of(rank: Operand) -> Expression:
         return tl.multiple_of(tl.load(plus(peers.tiles, rank)).to(tl.pointer_type(peers.dtype)), 16)
@@ -181,15 +182,15 @@ def all_reduced(
     return [
         Assign((ranks,), tl.arange(0, padded(peers.count))),
         Assign((own_pad,), plus(tl.load(plus(peers.pads, peers.rank)).to(boxes), first)),
-        Assign((pads,), plus(tl.load(plus(peers.pads, ranks), mask=there, other=0).to(boxes), first)),
+        Assign((pads,), plus(tl.load(plus(peers.pads, ranks), mask=exists, other=0).to(boxes), first)),
         Assign((own_tiles,), tiles_of(peers.rank)),
         *(Assign((buffer,), tiles_of(rank)) for rank, buffer in enumerate(buffers)),
         Assign((number,), tl.load(plus(own_pad, peers.rank)) + 1),
         Store(half(own_tiles), value.to(peers.dtype), mask),
-        Signal(Boxes(plus(pads, peers.rank), there), (number,), peers.scope),
-        Wait((number,), Boxes(plus(own_pad, ranks), there), number, scope=peers.scope),
+        Signal(Boxes(plus(pads, peers.rank), exists), (number,), peers.scope),
+        Wait((number,), Boxes(plus(own_pad, ranks), exists), number, scope=peers.scope),
         *(
-            Assign((tile,), tl.load(half(buffer), **masked).to(held))
+            Assign((tile,), tl.load(half(buffer), **masked).to(accumulator))
             for buffer, tile in zip(buffers, tiles, strict=True)
         ),
         Assign((total,), functools.reduce(Expression.__add__, tiles)),

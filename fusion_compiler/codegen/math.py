@@ -739,37 +739,38 @@ def apart(words, dtype: tl.constexpr, count: tl.constexpr):
     return tl.reshape(pieces, [count]).to(dtype, bitcast=True)
 
 
-# How often a program looks for messages before it ends in an error: for minutes, as a look takes 0.7 us.
+# A program reads its boxes this often before it raises an error: for minutes, since a read takes 0.7 us.
 PATIENCE = tl.constexpr(1 << 28)
-UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation makes: with it every message differs from zero
+UNSENT = tl.constexpr(0x7F80BEEF)  # a NaN that no operation returns; xor with it makes every message nonzero
 
 
 @triton.jit
 def send(boxes, value, inside, rows=1, apart: tl.constexpr = 1, size: tl.constexpr = 0):
-    """Leave a row's value for every one of the programs that share it, this one included.
+    """Send a row's value to all programs that share the row, including this one.
 
-    boxes: int64, one for each receiver, zero before and after; inside: the lanes that have one. value: a
-    number of 32 bits. A value of [n, 1] is that of n rows, each so many rows `apart` from the next and with
-    `size` boxes; rows: how many exist from the first on.
+    boxes: int64, one for each receiver, zero before and after the exchange. inside: the lanes with a box.
+    value: 32 bits; or [n, 1], one value for each of n rows.
+    rows: the number of rows that exist, from the first on. apart: the distance of two rows of the block.
+    size: the number of boxes of a row.
 
-    A message is the value with a mark above it, in one store, so that nothing has to be ordered (the status
-    words of Merrill and Garland's decoupled look-back, 2016). The programs of one row run at the same time:
-    the launcher sees to it (`binding.Entry.apart`).
+    A message is the value with a mark above it, in one store, so that no order of memory operations is needed
+    (the status words of Merrill and Garland's decoupled look-back, 2016). The launcher makes sure that the
+    programs of one row run at the same time (`binding.Entry.apart`).
     """
     post(boxes, value.to(tl.uint32, bitcast=True).to(tl.int64) | (1 << 32), inside, rows, apart, size)
 
 
 @triton.jit
 def send_pair(boxes, first, second, inside, rows=1, apart: tl.constexpr = 1, size: tl.constexpr = 0):
-    """The same for two float32 values in one message, where no bit is left for a mark."""
-    first = tl.where(first == first, first, float("nan"))  # a NaN of the user's may be any
+    """Send two float32 values in one message, like `send`; the message has no bit left for a mark."""
+    first = tl.where(first == first, first, float("nan"))  # a NaN of the user's may have the bits of UNSENT
     low, high = (first.to(tl.uint32, bitcast=True) ^ UNSENT).to(tl.int64), second.to(tl.uint32, bitcast=True)
     post(boxes, low | (high.to(tl.int64) << 32), inside, rows, apart, size)
 
 
 @triton.jit
 def post(boxes, message, inside, rows, apart: tl.constexpr, size: tl.constexpr):
-    """The message of one row, or of each, to all receivers."""
+    """Write the message of one row, or of each row of a block, to the boxes of all receivers."""
     if len(message.shape) == 2:
         for r in tl.static_range(message.shape[0]):
             one = tl.sum(tl.sum(tl.where(row_numbers(message.shape[0]) == r, message, 0), axis=0), axis=0)
@@ -780,21 +781,21 @@ def post(boxes, message, inside, rows, apart: tl.constexpr, size: tl.constexpr):
 
 @triton.jit
 def row_numbers(count: tl.constexpr):
-    """The rows of a block, as a column."""
+    """Return the numbers of a block's rows, [count, 1]."""
     return tl.arange(0, count)[:, None]
 
 
 @triton.jit
 def with_row(values, r: tl.constexpr, value):
-    """values, [rows, 1], with another one in row r."""
+    """Return values, [rows, 1], with `value` in row r."""
     return tl.where(row_numbers(values.shape[0]) == r, value, values)
 
 
 @triton.jit
 def receive(boxes, value, inside, neutral, rows=1, apart: tl.constexpr = 1, size: tl.constexpr = 0):
-    """What each of the programs has sent, in the type of `value`; `neutral` in the lanes without a box.
+    """Return what each program has sent, in the dtype of `value`; `neutral` in the lanes without a box.
 
-    Where `value` is that of several rows: a tuple of that for each of them.
+    If `value` has several rows, return a tuple with one such tile for each row.
     """
     messages = collected(boxes, value, inside, rows, apart, size)
     if len(value.shape) == 2:
@@ -808,7 +809,7 @@ def receive(boxes, value, inside, neutral, rows=1, apart: tl.constexpr = 1, size
 
 @triton.jit
 def opened(messages, value, inside, neutral):
-    """The values in messages."""
+    """Return the values in messages."""
     return tl.where(inside, messages.to(tl.uint32).to(value.dtype, bitcast=True), neutral)
 
 
@@ -816,7 +817,7 @@ def opened(messages, value, inside, neutral):
 def receive_pair(
     boxes, value, inside, neutral, other_neutral, rows=1, apart: tl.constexpr = 1, size: tl.constexpr = 0
 ):
-    """The same for two float32 values."""
+    """Return the pairs of float32 values that each program has sent, like `receive`."""
     messages = collected(boxes, value, inside, rows, apart, size)
     if len(value.shape) == 2:
         theirs = ()
@@ -829,7 +830,7 @@ def receive_pair(
 
 @triton.jit
 def opened_pair(messages, inside, neutral, other_neutral):
-    """The pairs of values in messages."""
+    """Return the pairs of values in messages."""
     first = (messages.to(tl.uint32) ^ UNSENT).to(tl.float32, bitcast=True)
     second = (messages >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
     return tl.where(inside, first, neutral), tl.where(inside, second, other_neutral)
@@ -837,10 +838,10 @@ def opened_pair(messages, inside, neutral, other_neutral):
 
 @triton.jit
 def collected(mail, value, inside, rows, apart: tl.constexpr, size: tl.constexpr):
-    """The messages, once all have come, out of mailboxes that are empty then; 1 where none is expected.
+    """Wait for all messages, empty the mailboxes, and return the messages; 1 where none is expected.
 
-    A first look, before the wait: in a loop it goes out early and sees nothing, yet programs that begin to
-    ask so much later are a sixth faster than without it; those that ask at once are in the senders' way.
+    The boxes are read once before the wait. In a loop that read is issued early and finds nothing, yet it
+    delays the polling, which makes programs a sixth faster: polling at once slows down the senders.
     """
     count: tl.constexpr = value.shape[0] if len(value.shape) == 2 else 1
     boxes, wanted, messages = (), (), ()
@@ -862,37 +863,37 @@ def collected(mail, value, inside, rows, apart: tl.constexpr, size: tl.constexpr
 
 @triton.jit
 def looked_for(boxes, inside, before, scope: tl.constexpr):
-    """The messages, once none is what its box held `before`. scope: see `delivered`."""
+    """Wait until no box holds `before`, and return the messages. scope: see `delivered`."""
     messages = delivered(boxes, inside, before + 1, scope)
     looks = 0
     while tl.min((messages != before).to(tl.int32)) == 0:
         messages = delivered(boxes, inside, before + 1, scope)
         looks += 1
         tl.device_assert(looks < PATIENCE, "a program waits for others that do not run")
-    if boxes.numel > 32:  # warps with the same messages have agreed on what one saw: now all are there
+    if boxes.numel > 32:  # the loop compared one copy of each message; those of other warps may be older
         messages = delivered(boxes, messages == before, messages, scope)
     return messages
 
 
 @triton.jit
 def delivered(boxes, wanted, others, scope: tl.constexpr):
-    """What boxes hold by now; `others` where none is wanted.
+    """Return the current contents of the boxes that are wanted, and `others` elsewhere.
 
-    scope: with one, later loads see what a sender stored before its signal (`signal`).
+    scope: unless "", later loads see what a sender stored before its `signal`.
     """
     if scope == "":
         return tl.load(boxes, mask=wanted, other=others, volatile=True)
     else:
-        held = tl.atomic_add(boxes, 0, mask=wanted, sem="acquire", scope=scope)
-        return tl.where(wanted, held, others)
+        contents = tl.atomic_add(boxes, 0, mask=wanted, sem="acquire", scope=scope)
+        return tl.where(wanted, contents, others)
 
 
 @triton.jit
 def signal(boxes, number, inside, scope: tl.constexpr):
-    """Leave a number in some boxes, when all threads of this program have stored what they store before.
+    """Write a number to some boxes after all previous stores of this program's threads.
 
-    boxes: int64, one for each receiver, in memory of this device or of others. scope: "gpu", or "sys" where
-    the receivers are on other devices. They see those stores after their wait (`arrived`).
+    boxes: int64, one for each receiver, in memory of this device or of others. scope: "gpu", or "sys" if the
+    receivers are on other devices. Receivers see the previous stores after their wait (`arrived`).
     """
     tl.debug_barrier()
     tl.atomic_xchg(boxes, number, mask=inside, sem="release", scope=scope)
@@ -900,9 +901,10 @@ def signal(boxes, number, inside, scope: tl.constexpr):
 
 @triton.jit
 def arrived(boxes, number, inside, scope: tl.constexpr):
-    """`number`, once all senders have left it in this program's boxes; one may have left the next by then.
+    """Wait until all senders have written `number` to this program's boxes, and return `number`.
 
-    The boxes held number - 1 before. They count the rounds of an exchange, so that nobody puts them back.
+    The boxes held number - 1 before; a sender may have written number + 1 since. The boxes count the rounds
+    of an exchange and are never reset.
     """
     looked_for(boxes, inside, number - 1, scope)
     tl.debug_barrier()

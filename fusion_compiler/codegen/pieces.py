@@ -1,11 +1,12 @@
-"""Pieces side by side: what nodes of one form make of neighbouring elements, as one tile.
+"""Compute nodes of the same form, which read neighbouring elements, as the pieces of one tile.
 
     a0 = load(x + col);         b0 = a0 * w
     a1 = load(x + 2048 + col);  b1 = a1 * w     ->      a = load(x + piece * 2048 + col);  b = a * w
 
-The rows of a product of few rows, and the queries of a head of keys, are pieces of their nest; of those that
-tensor units multiply (`contractions.py`) the same is made. Pieces lie along the axis that their values lack:
-[rows, pieces] or [pieces, columns]; what is one value each is either. No node that varies over both has them.
+The rows of a product of few rows are pieces, for example, and the queries of a head of keys. So are the
+vectors and the sums of products that tensor units compute (`contractions.py`). Pieces lie along the axis that
+their values lack: [rows, pieces] or [pieces, columns]. Pieces that are scalars may lie along either. Nodes
+that vary over rows and columns are never pieces.
 """
 
 from __future__ import annotations
@@ -45,25 +46,25 @@ FOLDED = ("sum", "max", "min")
 
 
 def padded(count: int) -> int:
-    """Lanes of so many pieces, the last of which is repeated."""
+    """Return the number of lanes for `count` pieces; the further lanes repeat the last piece."""
     return 1 << (count - 1).bit_length()
 
 
-# -- which are alike ------------------------------------------------------------------------------------
+# -- form of the nodes -----------------------------------------------------------------------------------
 
 
 def alike(b: Builder, nodes: Nodes) -> bool:
-    """Whether some nodes are pieces that one tile can have."""
+    """True if one tile can have some nodes as its pieces."""
     if nodes in b.packs or len(set(nodes)) == 1:
         return True
-    if not b.ahead.isdisjoint(nodes):  # a number each
+    if not b.ahead.isdisjoint(nodes):  # separate scalars
         return False
     if nodes in b.likeness:
         return b.likeness[nodes]
     groups = {b.a.groups[n] for n in nodes}
     both = groups & {frozenset({ROWS, COLS})}
-    b.likeness[nodes] = found = len(groups) == 1 and not both and _same_form(b, nodes)
-    return found
+    b.likeness[nodes] = result = len(groups) == 1 and not both and _same_form(b, nodes)
+    return result
 
 
 def _same_form(b: Builder, nodes: Nodes) -> bool:
@@ -72,8 +73,7 @@ def _same_form(b: Builder, nodes: Nodes) -> bool:
         case Load():
             rest = [n for n in others if isinstance(n, Load)]
             same = len({(n.buffer, n.dtype, n.within) for n in (first, *rest)}) == 1
-            own = b.index_groups(first.index)
-            masked = b.within_groups(first.within) <= own
+            masked = b.within_groups(first.within) <= b.index_groups(first.index)
             fits = len(rest) == len(others) and same and masked and first.buffer not in b.empty
             return fits and steps_of([n.index for n in (first, *rest)]) is not None
         case Compute():
@@ -88,9 +88,9 @@ def _same_form(b: Builder, nodes: Nodes) -> bool:
             kinds = {(n.combine, n.axes, n.dtype) for n in (first, *rest)}
             if len(rest) != len(others) or len(kinds) != 1:
                 return False
-            made = b.contracted.get(nodes[0])
-            if made is not None:
-                return made.sums == nodes
+            contraction = b.contracted.get(nodes[0])
+            if contraction is not None:
+                return contraction.sums == nodes
             plain = first.combine in FOLDED and first.dtype is torch.float32
             plain &= not any(n in b.a.online or n in b.a.moments for n in nodes)
             operands, over = tuple(n.operand for n in (first, *rest)), b.a.over(nodes[0])
@@ -106,9 +106,9 @@ def _form(node: Compute) -> object:
 
 
 def _operands(b: Builder, nodes: Nodes) -> Iterator[Nodes]:
-    """The operands of some nodes of one form, piece by piece."""
-    given = [[a.node for _, a in _compute(b, n).operands if isinstance(a, Value)] for n in nodes]
-    yield from zip(*given, strict=True)
+    """Yield each operand of some nodes of one form, as a tuple with one operand for each piece."""
+    operands = [[a.node for _, a in _compute(b, n).operands if isinstance(a, Value)] for n in nodes]
+    yield from zip(*operands, strict=True)
 
 
 def _compute(b: Builder, number: int) -> Compute:
@@ -119,30 +119,30 @@ def _compute(b: Builder, number: int) -> Compute:
 
 @dataclass(frozen=True)
 class Steps:
-    """How far apart accesses lie, and the number of the last one, which those behind it are again."""
+    """Accesses lie `step` elements apart; those behind number `last` repeat that one."""
 
     step: int
     last: Dim
 
 
 def steps_of(indices: Sequence[Index]) -> Steps | None:
-    """Of accesses that lie equally far apart and are the same otherwise; None of others."""
+    """Return the steps of accesses that lie equally far apart and are otherwise the same; None for others."""
     if len({i.terms for i in indices}) != 1:
         return None
-    apart = [simple(i.const - indices[0].const) for i in indices]
-    step, last = apart[1], len(indices) - 1
-    if not isinstance(step, int):  # times Min(1, last)
+    offsets = [simple(i.const - indices[0].const) for i in indices]
+    step, last = offsets[1], len(indices) - 1
+    if not isinstance(step, int):  # an integer times Min(1, last)
         step, least = step.as_coeff_Mul()
         if not step.is_Integer or not isinstance(least, sympy.Min):
             return None
         step, last = int(step), next(a for a in least.args if a != 1 and isinstance(a, sympy.Expr))
-    if any(a != simple(step * smaller(i, last)) for i, a in enumerate(apart)):
+    if any(a != simple(step * smaller(i, last)) for i, a in enumerate(offsets)):
         return None
     return Steps(step, last)
 
 
 def sums_in(b: Builder, nodes: Nodes) -> Iterator[Nodes]:
-    """The sums along the row of which some pieces are made, that tensor units do not make."""
+    """Yield the sums along the row that some pieces depend on, unless tensor units compute the sums."""
     if len(set(nodes)) == 1 or nodes[0] in b.contracted:
         return
     first = b.loops.nodes[nodes[0]]
@@ -154,26 +154,26 @@ def sums_in(b: Builder, nodes: Nodes) -> Iterator[Nodes]:
             yield from sums_in(b, operands)
 
 
-# -- making them ------------------------------------------------------------------------------------------
+# -- tiles of pieces --------------------------------------------------------------------------------------
 
 
 def pack(b: Builder, nodes: Nodes) -> Packed:
-    """The tile of some pieces that are `alike`, built if it is not there."""
-    found = b.packs.get(nodes)
-    if found is None:
-        found = _shared(b, nodes[0]) if len(set(nodes)) == 1 else _made(b, nodes)
-        b.packs[nodes] = found
-    return found
+    """Return the tile of some pieces that are `alike`; build it on first use."""
+    packed = b.packs.get(nodes)
+    if packed is None:
+        packed = _shared(b, nodes[0]) if len(set(nodes)) == 1 else _built(b, nodes)
+        b.packs[nodes] = packed
+    return packed
 
 
 def lying(packed: Packed, axis: int) -> Expression:
-    """The tile with its pieces along an axis."""
+    """Return a tile with its pieces along an axis."""
     other = packed.axis not in (None, axis)
     return tl.trans(packed.variable) if other else packed.variable
 
 
 def prepare(b: Builder, nodes: Nodes) -> None:
-    """Before a loop over columns: what of some pieces does not vary along them."""
+    """Build what some pieces need and does not vary along the columns, before a loop over columns."""
     if len(set(nodes)) > 1:
         piece(b, _axis(b, nodes), len(nodes))
     if COLS not in b.a.groups[nodes[0]]:
@@ -188,7 +188,7 @@ def _shared(b: Builder, number: int) -> Packed:
     return Packed(b.variable(number), None)
 
 
-def _made(b: Builder, nodes: Nodes) -> Packed:
+def _built(b: Builder, nodes: Nodes) -> Packed:
     first = b.loops.nodes[nodes[0]]
     match first:
         case Load():
@@ -207,7 +207,7 @@ def _axis(b: Builder, nodes: Nodes) -> int:
 
 
 def piece(b: Builder, axis: int, count: int) -> Variable:
-    """The number of the piece of each lane; there are repeated ones behind the last."""
+    """Return each lane's piece number, which may exceed that of the last piece."""
     lanes = tl.arange(0, padded(count))
     return b.once(("piece", 2 * count + axis), "piece", lanes[None, :] if axis else lanes[:, None])
 
@@ -234,7 +234,7 @@ def _loaded(b: Builder, nodes: Nodes, first: Load) -> Packed:
 
 
 def _reduced(b: Builder, nodes: Nodes, first: Reduce) -> Packed:
-    """Over what its pieces vary: they lie along the other axis."""
+    """Build a reduction over the axis along which the pieces do not lie."""
     over = b.a.over(nodes[0])
     axis = 1 if ROWS in over else 0
     operands = tuple(b.reduction(n).operand for n in nodes)
@@ -245,7 +245,7 @@ def _reduced(b: Builder, nodes: Nodes, first: Reduce) -> Packed:
 
 
 def _computed(b: Builder, nodes: Nodes) -> Packed:
-    """As the first one of them is computed, of tiles in the operands' place."""
+    """Compute the first node, with tiles of pieces in place of its operands."""
     operands = list(_operands(b, nodes))
     operands = [t for t in operands if not isinstance(b.loops.nodes[t[0]], Constant)]
     tiles = [pack(b, t) for t in operands]
@@ -259,28 +259,28 @@ def _computed(b: Builder, nodes: Nodes) -> Packed:
         b.env.pop(~t[0], None)
     value, base = value_of(b, nodes[0])
     b.env = before
-    if isinstance(value, Var):  # an operand, as it is
+    if isinstance(value, Var):  # an unchanged operand
         return Packed(value, axis)
     return Packed(b.let(base, value), axis)
 
 
 def unpack(b: Builder, nodes: Nodes) -> None:
-    """Each piece of a tile by itself."""
+    """Assign each piece of a tile to a variable."""
     packed = b.packs[nodes]
     assert packed.axis is not None
     axis = packed.axis
 
-    def cut(tile: Variable, count: int, own: Sequence[int]) -> None:
-        if not own:
+    def cut(tile: Variable, count: int, numbers: Sequence[int]) -> None:
+        if not numbers:
             return
         if count == 1:
-            b.env[own[0]] = tile
+            b.env[numbers[0]] = tile
             return
-        base = "pieces" if count > 2 else b.base_of(own[0])
+        base = "pieces" if count > 2 else b.base_of(numbers[0])
         halves = Var(base), Var(base)
         b.add(Assign(halves, fm.halves(tile, axis)))
-        cut(halves[0], count // 2, own[: count // 2])
-        cut(halves[1], count // 2, own[count // 2 :])
+        cut(halves[0], count // 2, numbers[: count // 2])
+        cut(halves[1], count // 2, numbers[count // 2 :])
 
     cut(packed.variable, padded(len(nodes)), nodes)
 
@@ -290,7 +290,7 @@ def unpack(b: Builder, nodes: Nodes) -> None:
 
 @dataclass(frozen=True)
 class Stores:
-    """Stores of pieces, as one."""
+    """Stores of pieces become one store of a tile."""
 
     stores: tuple[Store, ...]
 
@@ -300,24 +300,27 @@ class Stores:
 
 
 def together(b: Builder, stores: Sequence[Store]) -> tuple[list[Stores], list[Store]]:
-    """Those that are made as one, of what contractions give, and the others."""
+    """Return (groups of stores that become one store each, the other stores).
+
+    Without contractions there are no groups.
+    """
     by_form: dict[object, list[Store]] = {}
     for store in stores:
-        groups, within = b.index_groups(store.index), None if _is_there(b, store) else store.within
+        groups, within = b.index_groups(store.index), None if _depends_on_count(b, store) else store.within
         by_form.setdefault((store.buffer, store.index.terms, within, groups), []).append(store)
-    found: list[Stores] = []
-    left: list[Store] = []
-    for own in by_form.values():
-        group = Stores(tuple(own))
-        if b.contracted and len(own) > 1 and _are_pieces(b, group):
-            found.append(group)
+    groups_of_pieces: list[Stores] = []
+    others: list[Store] = []
+    for same_form in by_form.values():
+        group = Stores(tuple(same_form))
+        if b.contracted and len(same_form) > 1 and _are_pieces(b, group):
+            groups_of_pieces.append(group)
         else:
-            left += own
-    return found, [s for s in stores if s in left]
+            others += same_form
+    return groups_of_pieces, [s for s in stores if s in others]
 
 
-def _is_there(b: Builder, store: Store) -> bool:
-    """Whether a store depends on nothing but which of the pieces there are."""
+def _depends_on_count(b: Builder, store: Store) -> bool:
+    """True if the condition of a store, if any, depends on nothing but the number of pieces."""
     node = None if store.within is None else b.loops.nodes[store.within]
     return node is None or (isinstance(node, InRange) and not node.index.terms and node.low == 0)
 
@@ -327,19 +330,22 @@ def _are_pieces(b: Builder, group: Stores) -> bool:
     within = b.within_groups(first.within) <= b.index_groups(first.index)
     varies = b.a.groups[first.value] <= b.index_groups(first.index)
     steps = steps_of([s.index for s in group.stores])
-    known = all(k >= 0 for k, _ in first.index.terms)
+    affine = all(k >= 0 for k, _ in first.index.terms)
     several = len(set(values)) == len(values)
-    apart = steps is not None and steps.step != 0 and _there(b, group, steps)
-    return apart and known and within and varies and several and alike(b, values)
+    apart = steps is not None and steps.step != 0 and _exist_up_to_last(b, group, steps)
+    return apart and affine and within and varies and several and alike(b, values)
 
 
-def _there(b: Builder, group: Stores, steps: Steps) -> bool:
-    """Whether the stores of a group are those of the pieces up to the last, and all are where it is known."""
+def _exist_up_to_last(b: Builder, group: Stores, steps: Steps) -> bool:
+    """True if the conditions of a group's stores say that exactly the pieces up to `steps.last` exist.
+
+    If that number is a constant, all pieces exist, and the stores need the same condition.
+    """
     if isinstance(steps.last, int):
         return len({s.within for s in group.stores}) == 1
     first, *others = (None if s.within is None else b.loops.nodes[s.within] for s in group.stores)
-    wanted = [InRange(Index(i, ()), 0, simple(steps.last + 1)) for i in range(1, len(group.stores))]
-    return first is None and others == wanted
+    expected = [InRange(Index(i, ()), 0, simple(steps.last + 1)) for i in range(1, len(group.stores))]
+    return first is None and others == expected
 
 
 def store(b: Builder, group: Stores) -> None:

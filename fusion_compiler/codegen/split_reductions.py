@@ -1,5 +1,5 @@
-"""Reductions over an axis that programs share: each program stores a partial result, and a second kernel
-reduces these and computes what waits for them.
+"""Split reductions over an axis that programs share: each program stores a partial result. A second kernel
+reduces the partial results and computes the nodes that wait for them.
 
     s = sum(x, {n})                 split(n, 16); place(n.o, GRID); place(n.i, LOOP)
     ->
@@ -35,10 +35,11 @@ from fusion_compiler.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Partial:
-    """The partial results of one reduction.
+    """A buffer holds the partial results of one reduction.
 
-    axes: those that it keeps, as they lie in the buffer, whose first dimension numbers the programs that
-    share the reduction. leaves: of the grid, which number these; the last varies fastest.
+    buffer: its first dimension numbers the programs that share the reduction.
+    axes: the axes that the reduction keeps, in the order in which they lie in the buffer.
+    leaves: the leaves of the grid that number the programs; the last varies fastest.
     """
 
     buffer: Buffer
@@ -48,10 +49,10 @@ class Partial:
 
 @dataclass(frozen=True)
 class SplitReductions:
-    """What programs leave to a second kernel.
+    """Split reductions need a second kernel for their partial results.
 
-    kept: partial results, by their reductions. stores: those that wait for none. finishings: the nests that
-    reduce the results, one for all that keep the same axes.
+    kept: the partial results, by reduction. stores: the stores that wait for no split reduction.
+    finishings: the nests that reduce the partial results, one for all reductions that keep the same axes.
     """
 
     kept: Mapping[int, Partial]
@@ -65,30 +66,30 @@ class SplitReductions:
 
 
 def split_reductions(loops: LoopNest, placement: Placement, numbers: Iterator[int]) -> SplitReductions:
-    """Return what programs share under a placement. numbers: of which the buffers' names are made."""
+    """Return the reductions that programs share under a placement. numbers: the numbers in buffers' names."""
     leaves = placement.leaves(loops.axes)
     on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
-    behind = axes_of(loops)
+    node_axes = axes_of(loops)
     partials: dict[int, Partial] = {}
     for n, node in enumerate(loops.nodes):
         shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.axis in node.axes)
         if isinstance(node, Reduce) and shared:
-            kept = tuple(sorted(behind[n], key=lambda k: (in_lanes.get(k, -1), k)))
+            kept = tuple(sorted(node_axes[n], key=lambda k: (in_lanes.get(k, -1), k)))
             shape = product(leaf.extent for leaf in shared), product(loops.axes[k].size for k in kept)
             buffer = Buffer(f"partial_{next(numbers)}", shape, strides_of(shape), accumulator_dtype(node))
             partials[n] = Partial(buffer, kept, shared)
     late = waiting(loops, partials)
     stores = tuple(store for store in loops.stores if store.value not in late)
-    alike = dict.fromkeys((partial.leaves, partial.axes) for partial in partials.values())
+    keys = dict.fromkeys((partial.leaves, partial.axes) for partial in partials.values())
     nests = (
-        _second(loops, {n: p for n, p in partials.items() if (p.leaves, p.axes) == key}) for key in alike
+        _second(loops, {n: p for n, p in partials.items() if (p.leaves, p.axes) == key}) for key in keys
     )
     return SplitReductions(partials, stores, tuple((nest, schedule_of(nest)) for nest in nests))
 
 
 def _second(loops: LoopNest, partials: Mapping[int, Partial]) -> LoopNest:
-    """Return the nest that reduces partial results of the same shape, and computes what waits for them."""
+    """Return the nest that reduces partial results of one shape and computes the nodes that wait for them."""
     first = next(iter(partials.values()))
     programs, width = first.buffer.shape
     axes = (Axis("part", programs, ROWS), *(replace(loops.axes[k], group=COLS) for k in first.axes))
