@@ -1,8 +1,8 @@
-"""The public functions, and the pipeline of the README: `Compiler.backend` captures and rewrites, and
+"""Provide the public functions and run the pipeline: `Compiler.backend` captures and rewrites, and
 `Compiler.graph` takes each captured graph through the other stages, in order.
 
-Single stages are also called elsewhere: a report emits the kernels of its plans (`report.explanation`) and
-clusters a graph again to say why two ops are apart (`passes.fuse.why`); the user's rewrites and kernels are
+Some stages are also called elsewhere: a report emits the kernels of its plans (`report.explanation`) and
+clusters a graph again to say why two ops are apart (`passes.fuse.why`). The user's rewrites and kernels are
 matched above autograd, before this pipeline begins (`passes.rewrites.user`).
 """
 
@@ -120,20 +120,22 @@ def compile(
 ) -> Any:
     """Compile a module or function; the result is called, trained and saved like the original.
 
-    model: of what is compiled already, by torch.compile too, the original is compiled with these options
-        instead. A class gives a subclass whose instances are compiled (a decorator's use). Without a model
-        comes a decorator that has the options.
-    patterns: what to recognise and replace, the first wins (`fusion_compiler.patterns`).
-    mode: a name for several options, as torch.compile has it (`options.MODES`).
-    optimizer, when: of a module: an optimizer to fuse, as `fuse_optimizer(model, optimizer, when=when)` does
-        with this `backend` and `strict`; `.plan.optimizer` is what that returns. One that is fused already is
-        fused anew. Copies of the compiled module have no optimizer.
-    options: the fields of `Options`. The module returned shares the model's parameters, buffers and
-    mode; its `.plan` holds the FusionPlan of every graph captured so far. Compilation happens at the
-    first call, and again for inputs that do not fit what was compiled.
+    model: a module, a function or a class. If the model is compiled already, by this function or
+        torch.compile, its original is compiled with these options instead. For a class, a subclass whose
+        instances are compiled is returned. Without a model, a decorator with these options is returned.
+    patterns: what to recognise and replace; the first match wins (`fusion_compiler.patterns`).
+    mode: a name for several options, as in torch.compile (`options.MODES`).
+    optimizer, when: an optimizer of the module, which is fused as by `fuse_optimizer(model, optimizer,
+        when=when)` with this `backend` and `strict`; `.plan.optimizer` is the result. An optimizer that is
+        fused already is fused anew. Copies of the compiled module have no optimizer.
+    options: the fields of `Options`.
+
+    The returned module shares the model's parameters, buffers and mode; its `.plan` holds the FusionPlan of
+    every graph captured so far. Compilation happens at the first call, and again for inputs that do not fit
+    what was compiled.
 
     Raises NotCallableError, UnknownOptionError, InvalidOptionError, ContradictoryOptionsError,
-    InvalidPatternError or RewriteNotEqualError at once, and of an optimizer what `fuse_optimizer` raises.
+    InvalidPatternError or RewriteNotEqualError at once, and the errors of `fuse_optimizer`.
     """
     chosen = Options.of(mode=mode, **options)
     recompile = functools.partial(compile, patterns=patterns, mode=mode, **options)
@@ -171,7 +173,7 @@ def compile(
 
 
 def check_optimizer(model: object, optimizer: object, when: str) -> None:
-    """Raises InvalidOptionError where there is nothing to fuse, or no module whose parameters are known."""
+    """Raise InvalidOptionError if there is no optimizer to fuse, or no module with the parameters."""
     if optimizer is None and when != "step":
         raise InvalidOptionError(option="when", value=when, expected="together with optimizer=")
     if optimizer is not None and not isinstance(model, nn.Module):
@@ -180,16 +182,16 @@ def check_optimizer(model: object, optimizer: object, when: str) -> None:
 
 
 def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(model, backend="fusion_compiler")`; `mode=` and `options=` are those of compile()."""
+    """Compile a graph for `torch.compile(model, backend="fusion_compiler")`; options are as in `compile`."""
     given = {**options.pop("options", {}), **options}
     patterns = given.pop("patterns", DEFAULT_PATTERNS)
     return Compiler(Options.of(**given), patterns).backend()(gm, inputs)
 
 
 class Compiler:
-    """One compile() call: its options, and what its graphs share (kernels, plans, warnings).
+    """A compiler serves one compile() call. Its graphs share the options, kernels, plans and warnings.
 
-    asked: whether its plans are to answer questions, for which they keep their searches.
+    asked: True if the plans keep their searches, to answer questions.
     """
 
     def __init__(
@@ -242,7 +244,7 @@ class Compiler:
         return rarely(backend)
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
-        """One graph through the stages: dag, match, cluster, emit, stitch."""
+        """Take a graph through the stages dag, match, cluster, emit and stitch; return a boxed function."""
         began = self.stages.seconds
         self.debug.stage(info.name, "capture", gm)
         if info.phase is Phase.BACKWARD:
@@ -332,8 +334,11 @@ class Compiler:
             handover.enabled = not is_recorded(text)
 
     def key(self, info: GraphInfo, dag: OpDag, setting: Setting, backend: str) -> str | None:
-        """Under which the decisions about a graph are kept; None where they are not: what a pattern of the
-        user's does is not told by its name, and what is asked for answers needs the whole search."""
+        """Return the disk-cache key of a graph's plan, or None if the plan must not be cached.
+
+        User patterns have no stable hash, and plans that answer questions (`asked`) need the full search.
+        Graphs without a digest or with dynamic sizes have no key either.
+        """
         if info.phase is not Phase.BACKWARD:
             self.computed |= {key_of(dag.op(name)) for name in dag.order}
         if not info.digest or self.given or self.asked or setting.hints:
@@ -344,9 +349,10 @@ class Compiler:
         return plan_key(about, setting)
 
     def with_chunks(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
-        """`gm` with the bodies of its loops over chunks of rows taken through the stages as well; itself
-        where it has none. The bodies' plans are named for the graph and the logits, the last chunk's too if
-        it is smaller."""
+        """Return `gm` with compiled bodies of its loops over chunks of rows; `gm` itself if it has none.
+
+        A body's plan is named for the graph, the logits and the rows. A smaller last chunk has its own body.
+        """
         loops = [node for node in gm.graph.nodes if isinstance(node.target, Chunked)]
         if not loops:
             return gm
@@ -366,8 +372,10 @@ class Compiler:
         return made
 
     def with_inner_graphs(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
-        """`gm` with the branches and loop bodies of its control flow taken through the stages as well; itself
-        where it has none. The plan of each is named for the graph and the branch."""
+        """Return `gm` with compiled branches and loop bodies of its control flow; `gm` itself if it has none.
+
+        The plan of each is named for the graph and the branch.
+        """
         inner = inner_graphs(gm)
         if not inner:
             return gm
@@ -385,7 +393,7 @@ class Compiler:
     def give_up(self, name: str, error: Exception) -> None:
         """Warn once that a graph runs eager because of `error`, or raise it when strict.
 
-        The user's errors, and what TorchDynamo knows how to handle, are raised as they are.
+        The user's errors, and errors that TorchDynamo handles, are raised unchanged.
         """
         if isinstance(error, EagerGraphError):
             self.warned.fall_back(f"eager {error}", error)
@@ -413,7 +421,7 @@ class Compiler:
         backend: str,
         tuning: GraphTuning | None,
     ) -> tuple[Callable[..., Any], str]:
-        """`run` replayed as a CUDA graph where that can be, and what was decided."""
+        """Return (`run`, replayed as a CUDA graph if possible; the decision as text)."""
         decision = f"backend {backend!r} launches nothing"
         if backend == "triton":
             run, decision = self.recordings.wrap(run, gm, inputs, info, tuning=tuning)
@@ -431,8 +439,10 @@ class Compiler:
         return GraphTuning(sorted(us, key=us.__getitem__, reverse=True), self.stages)
 
     def terms(self, plan: FusionPlan, info: GraphInfo, made: int, at: Hints | None = None) -> Terms:
-        """Return the predictions that decide whether a graph is recorded unasked, or calls of it whose sizes
-        are `at`. made: `Order.made` for the sizes that it was planned for."""
+        """Return the predictions that decide if a graph is recorded without being asked for.
+
+        at: the sizes of the calls, if other than planned. made: `Order.made` for the planned sizes.
+        """
         setting = plan.setting
         assert setting is not None
         at = at or setting.hints
@@ -445,7 +455,7 @@ class Compiler:
         return Terms(time.host_us, time.gpu_us, made, copy_us, time.replay_us)
 
     def report_left(self, plan: FusionPlan) -> None:
-        """Warns of dtypes that no kernel can hold; `strict` raises if an op has no kernel and no library."""
+        """Warn of dtypes that no kernel can hold; if strict, raise if an op has no kernel and no library."""
         wanting = [left for left in plan.leftovers if not left.library]
         for left in wanting:
             complex_ones = [m.dtype for m in plan.dag.op(left.op).outputs if m.dtype.is_complex]
@@ -458,7 +468,7 @@ class Compiler:
             raise EagerOperatorError(first.source, op=first.target, reason=first.reason, others=more)
 
     def broke(self, found: Sequence[GraphBreak]) -> None:
-        """Records the graph breaks of a call in the plans, and warns of the one that leaves most to eager."""
+        """Record the graph breaks of a call in the plans, and warn of the one that leaves most to eager."""
         self.plans.broke(found)
         self.debug.breaks(found)
         for one in sorted((b for b in found if not b.deliberate), key=lambda b: not b.function)[:1]:
@@ -471,9 +481,9 @@ class Compiler:
     def verified(
         self, plan: FusionPlan, runners: Mapping[str, Runner], kind: str, backend: str
     ) -> Mapping[str, Callable[..., Any]]:
-        """The runners of a graph, each compared with its cluster's fx subgraph when first called.
+        """Return the runners of a graph, each compared with its cluster's fx subgraph when first called.
 
-        With backend "eager" that subgraph is what runs: the runners as they are, and a warning.
+        With backend "eager" the subgraphs themselves run: return the runners unchanged, and warn.
         """
         if backend == "eager" and any(isinstance(p, UserKernel) for p in self.patterns):
             return runners  # the user's kernels are compared, and nothing else runs
@@ -486,7 +496,7 @@ class Compiler:
         return {c.name: self.verifier(c, plan.dag, runners[c.name]) for c in plan.clusters}
 
     def verifier(self, cluster: Cluster, dag: OpDag, run: Runner) -> Verifier:
-        """`run` of a cluster, compared with its fx subgraph when it is first called."""
+        """Return `run` of a cluster, compared with the cluster's fx subgraph when it is first called."""
         return Verifier(
             run,
             subgraph(cluster, dag),
@@ -499,7 +509,7 @@ class Compiler:
         )
 
     def hints(self, phase: Phase) -> list[Traced]:
-        """The cluster hints to look for in a graph.
+        """Return the cluster hints to look for in a graph.
 
         In a backward graph the gradient of a hint stands before it, if a forward graph had its operators.
         """
@@ -529,7 +539,7 @@ class Compiler:
         backend: str,
         ready: Mapping[str, tuple[Program, ...]] | None,
     ) -> dict[str, Runner]:
-        """The runners of a plan's clusters, by their names; clusters of one form share theirs."""
+        """Return the runners of a plan's clusters, by name; clusters of one form share a runner."""
         forms = {c.name: canonical(c, plan.dag) for c in plan.clusters}
         timed = self.timed(plan, forms) if backend == "triton" else set[Canonical]()
         return {
@@ -548,8 +558,10 @@ class Compiler:
         *,
         timed: bool,
     ) -> Runner:
-        """The runner of a cluster, made where its form has none. ready: programs, by the clusters' names.
-        timed: whether the best of its schedules is found by timing them."""
+        """Return the runner of a cluster's form, which is created on first use.
+
+        ready: programs by the names of clusters. timed: True if the fastest schedule is chosen by timing.
+        """
         key = (form, backend)
         if key not in self.runners:
             programs = (ready or {}).get(cluster.name, ())
@@ -574,7 +586,7 @@ class Compiler:
         return self.runners[key]
 
     def timed(self, plan: FusionPlan, forms: Mapping[str, Canonical]) -> set[Canonical]:
-        """The forms of clusters whose schedules are timed: of the others the first is good enough."""
+        """Return the forms of clusters whose schedules are timed; the others use their first schedule."""
         if self.options.tune is not True or plan.setting is None:
             return set(forms.values()) if self.options.tune else set()
         us = times_by(plan, forms)
@@ -584,7 +596,7 @@ class Compiler:
     def programs_of(
         self, key: Canonical, cluster: Cluster, plan: FusionPlan, device: DeviceSpec
     ) -> tuple[Program, ...]:
-        """`emit`; where it fails for whatever reason, no programs and a warning, or an error when strict."""
+        """Emit a cluster's programs. If that fails, warn and return no programs; raise when strict."""
         try:
             return self.emit(key, cluster, plan.dag, device)
         except Exception as error:
@@ -601,7 +613,7 @@ class Compiler:
 
 
 def times_by(plan: FusionPlan, of: Mapping[str, K]) -> dict[K, float]:
-    """Predicted microseconds of a plan's clusters, summed by what `of` has for the name of each."""
+    """Return the predicted microseconds of a plan's clusters, summed by the value of `of` for the name."""
     us: dict[K, float] = {}
     for cluster in plan.clusters:
         us[of[cluster.name]] = us.get(of[cluster.name], 0.0) + cluster.cost.us
@@ -609,7 +621,7 @@ def times_by(plan: FusionPlan, of: Mapping[str, K]) -> dict[K, float]:
 
 
 def planned(info: GraphInfo, dag: OpDag, setting: Setting) -> FusionPlan:
-    """A new plan of a graph."""
+    """Return a new plan of a graph."""
     return plan_clusters(
         info.name,
         dag,
@@ -622,13 +634,13 @@ def planned(info: GraphInfo, dag: OpDag, setting: Setting) -> FusionPlan:
 
 
 def deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """The function that `make` gives, made when it is first called: most are never needed."""
+    """Return a function that calls `make` on its first call and then calls the result."""
     made = functools.cache(make)
     return lambda *arguments: made()(*arguments)
 
 
 def check(pattern: Pattern) -> None:
-    """Raises InvalidPatternError for code that cannot be traced, RewriteNotEqualError."""
+    """Raise InvalidPatternError if a pattern cannot be traced, RewriteNotEqualError if its sides differ."""
     if isinstance(pattern, ClusterHint):
         traced_hint(pattern)
         if pattern.backward:
@@ -641,8 +653,10 @@ def check(pattern: Pattern) -> None:
 
 
 def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Sequence[RewriteNote]]:
-    """A copy of a backward graph that makes the gradients of large stored logits in chunks; itself where
-    there are none."""
+    """Return (a copy of a backward graph that computes gradients of large logits in chunks, notes).
+
+    Return the graph itself if it has no such logits.
+    """
     if not large_logits(gm.graph):
         return gm, ()
     made, _ = copied(gm)
@@ -654,7 +668,7 @@ def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Sequence
 
 
 def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:
-    """Return what the rewrites above autograd did or refused: rule -> text, equal decisions counted."""
+    """Return {rule: text} of what rewrites above autograd did or refused, with equal decisions counted."""
     counts = Counter((n.rule, n.applied, n.reason) for n in rewrites)
     notes: dict[str, list[str]] = {}
     for (rule, applied, reason), times in counts.items():
@@ -665,6 +679,6 @@ def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:
 
 
 def device_type(dag: OpDag) -> str:
-    """The device kind of most tensors."""
+    """Return the device kind of most tensors."""
     kinds = [m.device.split(":")[0] for name in dag.order for m in dag.op(name).outputs[:1]]
     return max(set(kinds), key=kinds.count) if kinds else "cpu"

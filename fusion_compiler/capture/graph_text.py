@@ -1,8 +1,8 @@
-"""A captured graph as JSON, and back: what autograd's cache keeps of a forward or backward graph.
+"""Write captured graphs as JSON and read them back, for autograd's cache of forward and backward graphs.
 
-Only what can be written down whole is written at all: static sizes, plain strided tensors, operators of
-PyTorch's own, the two that draw random numbers, and loops over chunks of such. Anything else is refused, with
-a reason, and what is read names operators and dtypes, never code.
+A graph is written only if JSON can describe it completely: it has static sizes, plain strided tensors,
+operators of PyTorch and of this package, and loops over chunks of such graphs. Any other graph is refused
+with a reason. The JSON names operators and dtypes, and never contains code.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from fusion_compiler.ir.permuted_rows import permuted_rows
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.sum_rows import COMBINES
 
-NAMESPACES = ("aten", "prims")  # whose operators mean the same in every process of one version of PyTorch
+NAMESPACES = ("aten", "prims")  # their operators are the same in every process of one version of PyTorch
 _PLAIN = ("partitioner_tag", "stack_trace", "autograd_backward", "is_gradient_acc")
-_NUMBERS = ("seq_nr", "ac_graph_id")  # counted through a process; only which nodes have the same one matters
-_MARKS = "fusion_compiler."  # what names of this package's own marks begin with
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a function, and another in each process
-# What is no operator: an element of a tuple, and above autograd where regions begin and end.
+_NUMBERS = ("seq_nr", "ac_graph_id")  # counters of a process; it only matters which nodes have equal ones
+_MARKS = "fusion_compiler."  # the prefix of this package's keys in `meta`
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a function; it differs from process to process
+# Functions that are not operators: for an element of a tuple, and for the ends of regions above autograd.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "set_grad_enabled": torch._C._set_grad_enabled,
@@ -53,28 +53,28 @@ _TYPES: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Made:
-    """The node above autograd that a node was made from: `from_node` as far as anything here asks."""
+class Origin:
+    """An origin is the node above autograd that a node comes from: the part of `from_node` that is read."""
 
     name: str
     target: str
 
 
 def write(gm: fx.GraphModule) -> dict[str, Any]:
-    """A graph of functional ATen with FakeTensors, as what JSON holds. Raises NotWritable."""
+    """Return a graph of functional ATen with FakeTensors as JSON values. Raises NotWritable."""
     return Writer().graph(gm)
 
 
 def read(text: Mapping[str, Any], mode: FakeTensorMode) -> fx.GraphModule:
-    """The graph that was written; its FakeTensors belong to `mode`.
+    """Return the graph that `write` has written, with FakeTensors of `mode`.
 
-    Raises KeyError, ValueError, TypeError or AttributeError for what `write` has not written.
+    Raises KeyError, ValueError, TypeError or AttributeError for any other text.
     """
     return _Reader(text, mode).graph()
 
 
 class Writer:
-    """What may be in a graph, and of each node what is written; `NotWritable` is raised for all else."""
+    """Write the nodes of a graph as JSON values; raise NotWritable for what JSON cannot describe."""
 
     ops = ("placeholder", "call_function", "output")
 
@@ -91,8 +91,8 @@ class Writer:
     def _node(self, node: fx.Node) -> dict[str, Any]:
         if node.op not in self.ops:
             raise NotWritable(f"it holds {node.op} {node.target}")
-        made = {"name": node.name, "op": node.op, "target": self.target(node), "meta": self.meta(node)}
-        return made | {"args": self.value(node.args), "kwargs": self.value(dict(node.kwargs))}
+        entry = {"name": node.name, "op": node.op, "target": self.target(node), "meta": self.meta(node)}
+        return entry | {"args": self.value(node.args), "kwargs": self.value(dict(node.kwargs))}
 
     def target(self, node: fx.Node) -> Any:
         if isinstance(node.target, Chunked):
@@ -102,30 +102,30 @@ class Writer:
     def meta(self, node: fx.Node) -> dict[str, Any]:
         meta = node.meta
         plain = {k: v for k, v in meta.items() if k in _PLAIN or k.startswith(_MARKS)}
-        made = {k: self.value(v) for k, v in plain.items() if v is not None}
+        written = {k: self.value(v) for k, v in plain.items() if v is not None}
         for key in _NUMBERS:
             if meta.get(key) is not None:
-                made[key] = self._numbers[key].setdefault(meta[key], len(self._numbers[key]))
+                written[key] = self._numbers[key].setdefault(meta[key], len(self._numbers[key]))
         if "val" in meta:
-            made["val"] = self.value(meta["val"])
+            written["val"] = self.value(meta["val"])
         if isinstance(meta.get("recompute"), CheckpointPolicy):
-            made["recompute"] = meta["recompute"].name
+            written["recompute"] = meta["recompute"].name
         if meta.get("original_aten") is not None:
-            made["original_aten"] = target_name(meta["original_aten"])
+            written["original_aten"] = target_name(meta["original_aten"])
         if origins := meta.get("from_node"):
             target = _ADDRESS.sub("", str(origins[0].target))
-            made["from_node"] = [self.text(origins[0].name), self.text(target)]
+            written["from_node"] = [self.text(origins[0].name), self.text(target)]
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
             if stack := meta.get(key):
-                made[key] = self.text("\n".join(path for path, _ in stack.values()))
-        return made
+                written[key] = self.text("\n".join(path for path, _ in stack.values()))
+        return written
 
     def text(self, text: str) -> int:
-        """Its number: stack traces repeat from layer to layer."""
+        """Return the number of a text; each is written once, as stack traces repeat from layer to layer."""
         return self._texts.setdefault(text, len(self._texts))
 
     def value(self, value: Any) -> Any:
-        """A value as JSON: plain ones as they are, of others a dict of one entry that names their type."""
+        """Return a value as JSON: plain ones unchanged, others as a dict of one entry that names the type."""
         if value is None or isinstance(value, bool) or type(value) is int:
             return value
         if isinstance(value, str):
@@ -192,11 +192,11 @@ class _Reader:
         for node in self._nodes:
             target = self._target(node["target"]) if node["op"] == "call_function" else node["target"]
             args, kwargs = self._value(node["args"]), self._value(node["kwargs"])
-            made = graph.create_node(node["op"], target, args, kwargs, node["name"])
-            if made.name != node["name"]:
+            created = graph.create_node(node["op"], target, args, kwargs, node["name"])
+            if created.name != node["name"]:
                 raise ValueError(f"node {node['name']} is there twice")
-            made.meta = self._meta(node["meta"])
-            self._env[made.name] = made
+            created.meta = self._meta(node["meta"])
+            self._env[created.name] = created
         return LazyGraphModule({}, graph)
 
     def _target(self, written: Any) -> Any:
@@ -214,7 +214,7 @@ class _Reader:
             elif key == "original_aten":
                 meta[key] = target_of(value)
             elif key == "from_node":
-                meta[key] = [Made(self._texts[value[0]], self._texts[value[1]])]
+                meta[key] = [Origin(self._texts[value[0]], self._texts[value[1]])]
             elif key in ("nn_module_stack", "fwd_nn_module_stack"):
                 paths = self._texts[value].split("\n")
                 meta[key] = {str(i): (path, "") for i, path in enumerate(paths)}
@@ -238,7 +238,8 @@ class _Reader:
         return FakeTensor(self._mode, memory, torch.device(device))
 
 
-# Operators whose names say what they do, as PyTorch's own do; by those, as nodes hold copies of overloads.
+# This package's operators, whose names determine their results as those of PyTorch's operators do. They are
+# compared by name, since nodes hold copies of overloads.
 _RUNNING = (running.largest, running.smallest, running.where_largest, running.where_smallest)
 _IMAGES = (group_norm, group_norm_backward, *MAXIMA, *depthwise.CALLS)
 _CALLS = (expert_mm, permuted_rows, *COMBINES, convolution_relu, to_memory_format, *recurrent.OPERATORS)
@@ -247,25 +248,25 @@ _OF_LOOPS = ("name", "rows", "chunk", "inputs", "results", "saved", "unit")
 
 
 def _loop(loop: Chunked) -> dict[str, Any]:
-    """A loop before its bodies are compiled."""
+    """Return a loop over chunks as JSON, before its bodies are compiled."""
     bodies = [[rows, write(body)] for rows, body in loop.bodies.items()]
     return {"loop": record.write(tuple(getattr(loop, f) for f in _OF_LOOPS)), "bodies": bodies}
 
 
 def _named(name: str, kind: type) -> Any:
-    """torch.float32 for "float32"."""
-    found = getattr(torch, name)
-    if not isinstance(found, kind):
+    """Return torch.float32 for "float32"."""
+    value = getattr(torch, name)
+    if not isinstance(value, kind):
         raise ValueError(f"torch.{name} is no {kind.__name__}")
-    return found
+    return value
 
 
 def target_name(target: Any) -> str:
-    """ "aten::add.Tensor" for an overload of PyTorch's own, by which `target_of` finds it.
+    """Return the name by which `target_of` finds an operator, such as "aten::add.Tensor".
 
-    Raises NotWritable for another: what a user's operator does is not said by its name.
+    Raises NotWritable for a user's operator, whose name does not determine its result.
     """
-    if name := next((n for n, known in _FUNCTIONS.items() if known is target), None):
+    if name := next((n for n, function in _FUNCTIONS.items() if function is target), None):
         return name
     if isinstance(target, OpOverload) and (target.namespace in NAMESPACES or str(target) in _OWN):
         return f"{target._schema.name}.{target._overloadname}"
@@ -277,7 +278,7 @@ def target_of(name: str) -> Any:
         return _FUNCTIONS[name]
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.rpartition(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    if target_name(found) != name:
+    target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    if target_name(target) != name:
         raise ValueError(f"{name} is no operator")
-    return found
+    return target

@@ -1,11 +1,11 @@
-"""Convolutions and what stands beside them, in rows of the operator table.
+"""Decompose convolutions and other operators on images into rows of the operator table.
 
-cuDNN's convolutions add no bias: ATen adds it in a pass over the result, and sums its gradient in another
-over the result's gradient. Apart from the convolution both join the clusters around them. ATen and cuDNN also
-copy an operand that does not lie as the convolution wants it. Here such a copy is a node of the graph, which
-the kernel that computes the operand carries out by storing it in that order. Depthwise convolutions are
-operators that clusters hold (`ir/depthwise.py`). On a CPU convolutions have their bias inside, which rounds
-once, and stay whole.
+cuDNN's convolutions add no bias: ATen adds the bias in a pass over the result, and sums the bias's gradient
+in another pass over the result's gradient. As nodes of the graph, both join the clusters around the
+convolution. ATen and cuDNN also copy an operand whose memory order does not suit the convolution. Here such a
+copy is a node of the graph, too, and the kernel that computes the operand stores it in that order instead.
+Depthwise convolutions are operators that clusters hold (`ir/depthwise.py`). On a CPU a convolution adds its
+bias itself, with a single rounding, and is not decomposed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """conv(x [n, c, ...], weight, bias [o]) -> conv(x, weight) in its faster order of channels + bias, on
-    CUDA."""
+    """Rewrite conv(x [n, c, ...], weight, bias [o]) -> conv(x, weight) + bias on CUDA, where the convolution
+    has its faster order of channels."""
     if not _on_gpu(x):
         return NotImplemented
     order = order_of_result(x, weight)
@@ -78,12 +78,12 @@ def convolution_backward(
         operands = _in_order((gradient, x, weight), runs)
         if operands is None and not wanted[2] and len(calls) == 1:
             return NotImplemented
-        found = aten.convolution_backward.default(
+        results = aten.convolution_backward.default(
             *(operands or (gradient, x, weight)), bias_sizes, *geometry, [*mask, False]
         )
         for i, operand in enumerate((x, weight)):
             if mask[i]:
-                gradients[i] = _returned(found[i], operand, runs, suggest_memory_format(operand))
+                gradients[i] = _returned(results[i], operand, runs, suggest_memory_format(operand))
     return gradients[0], gradients[1], gradients[2]
 
 
@@ -93,7 +93,7 @@ def _is_depthwise(x: Tensor, weight: Tensor, geometry: Sequence[Any]) -> bool:
 
 
 def _per_dimension(x: Tensor, geometry: Sequence[Any]) -> list[list[int]]:
-    """Return stride, padding and dilation with a number for each dimension; one alone is meant for all."""
+    """Return stride, padding and dilation with a number for each dimension; a single number holds for all."""
     return [list(n) * (x.ndim - 2) if len(n) == 1 else list(n) for n in geometry[:3]]
 
 
@@ -151,19 +151,19 @@ def _returned(result: Tensor, like: Tensor, runs: torch.memory_format, order: to
 def nearest_backward(
     gradient: Tensor, output_size: Sequence[int], input_size: Sequence[int], *scales: float | None
 ) -> Tensor:
-    """gradient [n, c, *output_size] summed over the block that each element of [n, c, ...] was spread to.
+    """Return the sums of gradient [n, c, *output_size] over the blocks to which input elements were copied.
 
-    Where sizes grow by powers of two, for which eager's places are exact in float32; else NotImplemented.
+    Return NotImplemented unless sizes grow by powers of two, where eager's positions are exact in float32.
     """
     sizes = input_size[2:]
     if not all(type(s) is int and s for s in (*output_size, *input_size)):
         return NotImplemented
     factors = [out // size for out, size in zip(output_size, sizes, strict=True)]
-    told = [
+    stated = [
         factor if s is None else s for factor, s in zip(factors, scales or [None] * len(factors), strict=True)
     ]
-    whole = all(size * f == out for size, f, out in zip(sizes, factors, output_size, strict=True))
-    if not whole or told != factors or any(f & (f - 1) for f in factors):
+    divides = all(size * f == out for size, f, out in zip(sizes, factors, output_size, strict=True))
+    if not divides or stated != factors or any(f & (f - 1) for f in factors):
         return NotImplemented
     blocks = [n for size, factor in zip(sizes, factors, strict=True) for n in (size, factor)]
     half = gradient.dtype in (torch.float16, torch.bfloat16)
@@ -173,8 +173,10 @@ def nearest_backward(
 
 
 def avg_pool2d_backward(gradient: Tensor, x: Tensor, *geometry: Any) -> Tensor:
-    """Compute the gradient of `x`, of which the operator reads nothing but the shape, so that `x` need not be
-    saved: one element, expanded, takes its place. Overlapping windows stay a library's."""
+    """Compute the gradient of `x` without saving `x`; overlapping windows are left to the library.
+
+    The operator reads nothing of `x` but the shape, so an expanded element takes the place of `x`.
+    """
     kernel, stride = geometry[:2]
     if any(k > s for k, s in zip(kernel, stride or kernel, strict=False)):
         return NotImplemented

@@ -1,9 +1,10 @@
-"""Which activations are saved for backward: AOTAutograd's min-cut, told what our clusters recompute.
+"""Choose the activations that are saved for backward: AOTAutograd's min-cut, with the costs of clusters.
 
-A value is recomputed in backward where that needs fewer saved bytes and only work that a cluster does on the
-way: element-wise ops, casts, constants, random numbers from a saved seed. Also where a product reads it, so
-that the cluster has to write it again: an activation's result, which its gradient's kernel makes from the
-operand that it reads anyway. How much may be saved is `saved_values`.
+A value is recomputed in backward if that saves bytes and needs only operators that a cluster fuses:
+element-wise operators, casts, constants, random numbers from a saved seed. This holds even if a product reads
+the value, so that the cluster has to store it again. An activation's result is an example: the kernel of the
+activation's gradient computes it from an operand that the kernel reads anyway. `saved_values` limits how much
+is saved.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from fusion_compiler.ir.random import merge_seeds
 from fusion_compiler.ir.recurrent import FORWARDS
 
 _aten = torch.ops.aten
-# The cut nearest to the sink is the same for every maximum flow; of 32 layers the default takes two to
-# three seconds to find one, this a quarter of one.
+# The cut nearest to the sink is the same for every maximum flow. For 32 layers the default algorithm takes
+# two to three seconds, and this one a quarter of a second.
 _flow = networkx.algorithms.flow.boykov_kolmogorov
 
 
@@ -59,8 +60,9 @@ def partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward; see torch._functorch.partitioners.
 
-    rewrite: changes the joint graph in place before it is split. memory: what may be in use at once
-    (`saved_values.within`); note: told how it was kept. device: the name of the DeviceSpec to price for.
+    rewrite: changes the joint graph in place before it is split.
+    memory: the limit of memory in use at once (`saved_values.within`). note: receives the outcome.
+    device: the name of the DeviceSpec that sets the prices.
     """
     merge_seeds(joint)
     read_wide_statistics(joint.graph)
@@ -94,13 +96,13 @@ _reorder = partitioners.reordering_to_mimic_autograd_engine
 
 
 def _reordered(backward: fx.GraphModule) -> fx.GraphModule:
-    """PyTorch's reordering, without a text of Python for a graph that nobody runs as it is."""
+    """Reorder as PyTorch does, without generating Python code for a graph that is never run."""
     with patch.object(fx, "GraphModule", LazyGraphModule):
         return _reorder(backward)
 
 
 def _device(graph: fx.Graph) -> torch.device | str:
-    """The device of a graph's arguments; the default to plan for where that is a CPU."""
+    """Return the device of a graph's arguments, or the default device to plan for if none is on a GPU."""
     values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
     devices = (value.device for value in values if isinstance(value, torch.Tensor))
     return next((device for device in devices if device.type == "cuda"), DEFAULT)
@@ -121,42 +123,42 @@ def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: 
     if not stale:
         return
     last = forward.graph.find_nodes(op="placeholder")[-1]
-    held = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    arguments = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     for i in stale:
         node = results[i]
         with forward.graph.inserting_after(last if node.op == "placeholder" else node):
             copy = results[i] = forward.graph.call_function(_aten.clone.default, (node,))
         copy.meta = node.meta | {"val": node.meta["val"].clone()}
-        held[node.name]._rename(copy.name)  # not an argument of the caller's any more
-        held[node.name].target, held[node.name].meta = copy.name, dict(copy.meta)
+        arguments[node.name]._rename(copy.name)  # it is no longer an argument of the caller
+        arguments[node.name].target, arguments[node.name].meta = copy.name, dict(copy.meta)
     returned.args = (type(returned.args[0])(results),)  # type: ignore[call-arg,arg-type]
     forward.recompile()
     backward.recompile()
-    # A copy is dense, where its original may have been part of a larger tensor.
-    inputs = [node.meta["val"] for node in held.values()]
+    # A copy is dense, and its original may have been part of a larger tensor.
+    inputs = [node.meta["val"] for node in arguments.values()]
     FakeTensorProp(backward, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
 
 
 def _written(graph: fx.Graph) -> list[fx.Node]:
-    """The arguments that a forward graph writes into, or into which AOTAutograd writes its results."""
+    """Return the arguments that a forward graph writes into, or into which AOTAutograd writes its results."""
     writes = graph.find_nodes(op="call_function", target=_aten.copy_.default)
     written = [write.args[0] for write in writes if isinstance(write.args[0], fx.Node)]
-    told: Sequence[object] = graph.output_node().meta.get("desc", ())
-    later = [d.mutated_input for d in told if isinstance(d, InputMutationAOTOutput)]
+    descriptors: Sequence[object] = graph.output_node().meta.get("desc", ())
+    later = [d.mutated_input for d in descriptors if isinstance(d, InputMutationAOTOutput)]
     arguments = graph.find_nodes(op="placeholder") if later else []
     return written + [node for node in arguments if node.meta.get("desc") in later]
 
 
 def read_wide_statistics(graph: fx.Graph) -> None:
-    """Let a norm's backward read its mean and rstd in float32, as the forward computed them; in place.
+    """Let a norm's backward read the mean and rstd in float32, as the forward computed both; in place.
 
-    The operator returns them in eager's dtype, which may have 16 bits; backward would convert them back.
+    The operator returns both in eager's dtype, which may have 16 bits, and backward would convert them back.
     """
     for node in list(graph.nodes):
         if not _casts(node, _NORMS_BACKWARD):
             continue
         (source,) = node.all_input_nodes
-        while source.target is _aten.alias.default:  # what autograd saves is detached
+        while source.target is _aten.alias.default:  # autograd detaches saved values
             (source,) = source.all_input_nodes
         if not _casts(source, _NORMS):
             continue
@@ -171,7 +173,7 @@ _NORMS_BACKWARD = tuple(f"{name}_backward" for name in _NORMS)
 
 
 def _casts(node: fx.Node, operators: tuple[str, ...]) -> bool:
-    """Whether a node is a conversion that one of some operators is made of."""
+    """True if a node is a conversion that stems from one of some operators."""
     return node.target is _aten._to_copy.default and _is_of(node, operators)
 
 
@@ -181,8 +183,10 @@ def _is_of(node: fx.Node, operators: tuple[str, ...]) -> bool:
 
 
 def look_up_again(graph: fx.Graph) -> None:
-    """Let backward repeat a lookup whose result is larger than what it is taken from, where only clusters
-    read the result; in place. To save it costs memory, and a store in forward that its readers do without."""
+    """Let backward repeat a lookup whose result is larger than its source if only clusters read the result.
+
+    Changes the graph in place. A saved result costs memory, and a store in forward that no cluster needs.
+    """
     for node in graph.nodes:
         if node.target not in _LOOKUPS or is_backward(node) or not any(map(is_backward, node.users)):
             continue
@@ -204,9 +208,9 @@ def _reads_on_the_way(node: fx.Node) -> bool:
 
 
 def keep_records(graph: fx.Graph) -> None:
-    """Save the operands and results of recurrent layers, in place.
+    """Mark the operands and results of recurrent layers as saved, in place.
 
-    The record of a layer (`ir.recurrent`) shows their memory, which nothing may write over before the
+    The record of a layer (`ir.recurrent`) refers to their memory, which must not be overwritten before the
     backward pass. A layer that a checkpointed region runs again makes a new record.
     """
     for node in graph.nodes:
@@ -216,33 +220,34 @@ def keep_records(graph: fx.Graph) -> None:
 
 
 def merge_equal(graph: fx.Graph) -> None:
-    """Calls of one operator with the same arguments become one, in place.
+    """Merge calls of one operator with equal arguments, in place.
 
-    As PyTorch's own pass does, which imports all of Inductor: half a second of a process's first
-    compile. Tensors that are returned stay apart, as do calls with a mutation between them.
+    PyTorch has such a pass, but it imports all of Inductor, which adds half a second to a process's first
+    compile. Returned tensors are not merged, and neither are calls with a mutation between them.
     """
     returned = {_storage(n) for n in graph.output_node().all_input_nodes} - {None}
-    known: dict[object, fx.Node] = {}
+    first_calls: dict[object, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            known.clear()
+            first_calls.clear()
         elif _repeatable(node) and _storage(node) not in returned:
-            first = known.setdefault(_known_as(node), node)
+            first = first_calls.setdefault(_equality_key(node), node)
             if first is not node:
-                if node.target is _aten.gather.default is not first.target:  # which refuses more
+                if node.target is _aten.gather.default is not first.target:  # `gather` refuses more
                     first.target, first.args = node.target, (node.args[0], 0, first.args[1][0])  # type: ignore[index]
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
 
 
-def _known_as(node: fx.Node) -> Any:
+def _equality_key(node: fx.Node) -> Any:
     """Return the key by which `merge_equal` recognises equal calls.
 
-    `rows_by_number` looks numbers up in an `arange` before it sorts them, to check them: by `gather` for a
-    scatter, whose numbers are not negative, and by `index` for the gradient of a lookup, which wraps them.
-    What `gather` has checked needs no wrapping, so both are one call, whatever views show the numbers.
+    `rows_by_number` looks up numbers in an `arange` before it sorts them, to check that they are in range: by
+    `gather` for a scatter, whose numbers are not negative, and by `index` for the gradient of a lookup, whose
+    negative numbers wrap around. Numbers that `gather` has checked do not wrap around. So both calls have the
+    same key, through whatever views they read the numbers.
     """
     count = node.args[0] if node.args else None
     if node.target in _CHECKS and isinstance(count, fx.Node) and count.target is _aten.arange.default:

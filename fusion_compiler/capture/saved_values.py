@@ -1,9 +1,9 @@
-"""Which values a forward saves for its backward: a budget for memory in use at once, and what runs only once.
+"""Choose the values that a forward saves for its backward, within a budget for the memory in use at once.
 
-PyTorch's partitioner solves a knapsack (`activation_memory_budget`): of what is saved, in prices of flop, of
-which whatever memory bounds has none. But what is computed again is in use as well: a forward that saves
-nothing is made anew as a whole, and then all of it is there at once. Here bytes in use at the peak count, and
-time.
+PyTorch's partitioner (`activation_memory_budget`) solves a knapsack of saved bytes and flop, in which
+memory-bound operators are free. But recomputed values use memory, too: if a forward saves nothing, backward
+recomputes the whole forward, whose values are then in memory at the same time. Here the budget is for the
+bytes in use at the peak, and recomputation is priced in time. Calls that may run only once are always saved.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from fusion_compiler.ir.rewrite_note import RewriteNote
 Budget = float | int | Literal["fast"]
 Choose = Callable[..., list[fx.Node]]
 Note = Callable[[RewriteNote], None]
-GEMM_SHARE = 0.74  # of the tensor units' rate, as in the cost model
-STEPS = (0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)  # the partitioner's own fractions that are tried
+GEMM_SHARE = 0.74  # a product's share of the tensor units' peak rate, as in the cost model
+STEPS = (0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)  # values of the partitioner's budget to try
 
 
 def within(budget: Budget, choose: Choose, note: Note) -> Choose:
-    """`choose`, the partitioner's choice of saved values, made to keep a budget.
+    """Return `choose`, the partitioner's choice of saved values, restricted to a budget.
 
-    budget: "fast" for its choice as it is; a fraction of what is in use at the peak of the backward pass
-    then; or bytes of that. Where no choice keeps it, the one with the lowest peak is taken. note: told what
-    was found.
+    budget: "fast" for the unrestricted choice; an int for the bytes in use at the peak of the backward pass;
+        a float for a fraction of the unrestricted choice's peak. If no choice keeps the budget, the one with
+        the lowest peak is taken.
+    note: receives the outcome.
     """
     choose = _with_results_of_single_runs(choose)
     if budget == "fast":
@@ -52,9 +53,9 @@ def within(budget: Budget, choose: Choose, note: Note) -> Choose:
             for fraction in STEPS:
                 if lowest <= most:
                     break
-                found = choose(joint, info, fraction)
-                if (needed := peak(joint, info, found)) < lowest:
-                    lowest, saved = needed, found
+                candidate = choose(joint, info, fraction)
+                if (needed := peak(joint, info, candidate)) < lowest:
+                    lowest, saved = needed, candidate
         note(RewriteNote("memory budget", "", lowest <= most, _described(most, lowest, fast)))
         return saved
 
@@ -64,8 +65,8 @@ def within(budget: Budget, choose: Choose, note: Note) -> Choose:
 def mark_single_runs(joint: fx.Graph) -> None:
     """Mark the calls of a joint graph that may neither be removed nor repeated, in place.
 
-    No option recomputes them, activation checkpointing included: random numbers drawn again would be others,
-    and an effect would be seen twice. An effect also stays on the side, forward or backward, where it was.
+    No option recomputes such calls, activation checkpointing included: random numbers would differ when drawn
+    again, and an effect would happen twice. A call with an effect also stays in the forward or backward.
     """
     for node in joint.nodes:
         effect = has_effect(node)
@@ -78,9 +79,9 @@ def mark_single_runs(joint: fx.Graph) -> None:
 
 
 def _with_results_of_single_runs(choose: Choose) -> Choose:
-    """`choose`, whose choice then has whatever backward would otherwise run again of marked calls.
+    """Return `choose`, extended by the results of marked calls that backward would otherwise run again.
 
-    PyTorch's choice forgets marks where it saves inputs alone, and where a marked call returns a tuple.
+    PyTorch's choice ignores the marks if it saves inputs alone, and if a marked call returns a tuple.
     """
 
     def chosen(joint: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
@@ -94,9 +95,9 @@ def _with_results_of_single_runs(choose: Choose) -> Choose:
 
 
 def _find_places_in_forward(joint: fx.Graph, info: Any) -> None:
-    """Count the places of maxima among what forward computes: PyTorch's choice runs anything else again.
+    """Make forward compute the positions of maxima, since PyTorch's choice recomputes any other node.
 
-    Backward reads a byte for each window then; to find the place again it would read all of its elements.
+    Backward then reads a byte for each window. To find the position again, it would read the whole window.
     """
     for node in joint.find_nodes(op="call_function", target=max_pool.places):
         (image,) = node.all_input_nodes
@@ -110,7 +111,7 @@ def _is_single_run(node: fx.Node) -> bool:
 
 
 def _tensors(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that can be saved of one: itself, or the entries that are taken out of a tuple."""
+    """Yield the nodes that can be saved for a node: the node, or the entries taken from a tuple."""
     if not isinstance(node.meta.get("val"), tuple | list):
         yield node
         return
@@ -121,38 +122,37 @@ def _tensors(node: fx.Node) -> Iterator[fx.Node]:
 
 def _described(most: float, lowest: int, fast: int) -> str:
     kept = "at the peak of backward" if lowest <= most else "is the least that was found"
-    found, allowed, faster = (f"{size / 1e6:.1f} MB" for size in (lowest, most, fast))
-    return f"{found} {kept}, {allowed} allowed, {faster} where time alone counts"
+    reached, allowed, faster = (f"{size / 1e6:.1f} MB" for size in (lowest, most, fast))
+    return f"{reached} {kept}, {allowed} allowed, {faster} where time alone counts"
 
 
 def _once(solve: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[str, Any] = {}
+    solutions: dict[str, Any] = {}
 
     @functools.wraps(solve)
     def solved(joint: fx.Graph, info: Any, options: Any, dont_ban: Collection[fx.Node] = ()) -> Any:
         key = f"{options} {[n.name for n in dont_ban]}"
-        if key not in known:
-            known[key] = solve(joint, info, options, dont_ban)
-        return known[key]
+        if key not in solutions:
+            solutions[key] = solve(joint, info, options, dont_ban)
+        return solutions[key]
 
     return solved
 
 
 def peak(joint: fx.Graph, info: Any, saved: Collection[fx.Node]) -> int:
-    """Bytes in use at once, at most, while backward runs, without arguments of the forward.
+    """Return the most bytes in use at once while backward runs, without arguments of the forward.
 
-    What is computed again is made where it is first read. What clusters make and read on the way is not
-    stored.
+    Recomputed values are computed where they are first read. Values inside a cluster are not stored.
     """
-    ops, held = partitioners.get_default_op_list(), {*saved, *info.inputs}
-    order = list(_run(joint, info, held))
+    ops, available = partitioners.get_default_op_list(), {*saved, *info.inputs}
+    order = list(_run(joint, info, available))
     at = {node: i for i, node in enumerate(order)}
     stored = {n for n in order if not _on_the_way(n, ops, at)}
 
     @functools.cache
     def sources(node: fx.Node) -> frozenset[fx.Node]:
-        """What is read where `node` is."""
-        if node in held or node in stored or node not in at:
+        """Return the stored values that a reader of `node` reads."""
+        if node in available or node in stored or node not in at:
             return frozenset((node,))
         return frozenset().union(*map(sources, node.all_input_nodes))
 
@@ -161,7 +161,7 @@ def peak(joint: fx.Graph, info: Any, saved: Collection[fx.Node]) -> int:
     freed: Counter[int] = Counter()
     for node in {*stored, *saved} - {*info.inputs}:
         if not any(user.op == "output" for user in node.users):
-            # One kernel makes again what a product reads and, from the same operand, its gradient.
+            # One kernel recomputes a product's operand, and its gradient, from the same values.
             beside = reads.get(node, ()) if ops.is_fusible(node) else ()
             freed[max(last.get(n, at.get(n, 0)) for n in (node, *beside))] += _bytes(node)
     now = most = bytes_saved(saved, info)
@@ -172,9 +172,9 @@ def peak(joint: fx.Graph, info: Any, saved: Collection[fx.Node]) -> int:
     return most
 
 
-def _run(joint: fx.Graph, info: Any, held: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """What backward runs, in order."""
-    done = {*held}
+def _run(joint: fx.Graph, info: Any, available: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the nodes that backward runs, in order."""
+    done = {*available}
     for wanted in joint.nodes:
         if wanted not in info.required_bw_nodes or wanted.op != "call_function":
             continue
@@ -192,7 +192,7 @@ def _run(joint: fx.Graph, info: Any, held: Collection[fx.Node]) -> Iterator[fx.N
 
 
 def _on_the_way(node: fx.Node, ops: partitioners.OpTypes, at: Collection[fx.Node]) -> bool:
-    """Whether nothing has to store `node`: a view, or what only ops that fuse make and read."""
+    """True if `node` need not be stored: it is a view, or only operators that fuse compute and read it."""
     if ops.is_view(node):
         return True
     readers = [user for user in node.users if user in at]
@@ -206,13 +206,13 @@ def _reads_on_the_way(user: fx.Node, ops: partitioners.OpTypes, at: Collection[f
 
 
 def bytes_saved(saved: Collection[fx.Node], info: Any) -> int:
-    """Bytes of saved values that are no arguments of the forward."""
+    """Return the bytes of saved values that are no arguments of the forward."""
     arguments = set(info.inputs)
     return sum(_bytes(node) for node in saved if node not in arguments)
 
 
 def seconds(device: DeviceSpec) -> Callable[[fx.Node], float]:
-    """Prices a node, in seconds: the longer of its arithmetic in the tensor units and its bytes."""
+    """Return a function that prices a node in seconds: the longer of arithmetic and memory traffic."""
 
     def price(node: fx.Node) -> float:
         moved = _bytes(node) + sum(_bytes(operand) for operand in node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""What a loop nest is made of, as the kinds of schedules and the printer ask."""
+"""Derive facts about a loop nest that the kinds of schedules and the code generator need."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from fusion_compiler.schedule.schedule import WORD, Schedule
 aten = torch.ops.aten
 
 
-KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # of zeros they make zero
+KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # zero if all operands are zero
 HALVES = (str(torch.float16), str(torch.bfloat16))
 SHORT = (*HALVES, str(torch.float8_e4m3fn), str(torch.float8_e5m2))  # with at most 11 significant bits
-FEW_SUMS = 2  # over rows, of which a program keeps a tile each
+FEW_SUMS = 2  # over rows: a program keeps a tile for each
 # Operators whose expressions multiply, by name.
 PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
 
 
 class Analysis:
-    """What the code generator and the kinds of schedules ask of a loop nest."""
+    """An analysis derives facts about one loop nest, on first use."""
 
     def __init__(self, loops: LoopNest) -> None:
         self.loops = loops
@@ -73,9 +73,11 @@ class Analysis:
         return any(axis.group == INNER for axis in self.loops.axes)
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
-        """An index in which a group whose axes are contiguous in it goes by its own number, in its last
-        axis' place; and the group of each axis that stands for one so."""
-        whole: dict[int, str] = {}
+        """Return (the index with each contiguous group of axes as one axis, {that axis: its group}).
+
+        The last axis of the group stands for the group.
+        """
+        merged_axes: dict[int, str] = {}
         terms = dict(index.terms)
         for group in GROUPS:
             axes, first = self.axes[group], self.first[group]
@@ -85,31 +87,34 @@ class Analysis:
                 if all(terms.get(first + i, 0) == c for i, c in enumerate(inner)):
                     for i in range(len(axes) - 1):
                         terms.pop(first + i, None)  # absent where an inner axis is empty
-                    whole[first + len(axes) - 1] = group
-        return Index(index.const, tuple(sorted(terms.items()))), whole
+                    merged_axes[first + len(axes) - 1] = group
+        return Index(index.const, tuple(sorted(terms.items()))), merged_axes
 
     def lies_in_rows(self, index: Index) -> bool:
-        """Whether an access goes through a tensor row by row, without gaps, from the beginning of a word."""
+        """True if an access goes through a tensor row by row, without gaps, from the beginning of a word."""
         return self._steps_from_a_word(index) == {ROWS: self.size(COLS), COLS: 1}
 
     def lies_along_cols(self, index: Index) -> bool:
-        """Whether an access reads the same for every row, without gaps, from the beginning of a word."""
+        """True if an access reads the same for every row, without gaps, from the beginning of a word."""
         return self._steps_from_a_word(index) == {COLS: 1}
 
     def _steps_from_a_word(self, index: Index) -> dict[str, Dim] | None:
-        """Elements from one row and column to the next; None where that is not all, or a word is cut."""
-        merged, whole = self.merged(index)
+        """Return the elements from one row to the next, and from one column to the next.
+
+        Return None if the index has other terms, or starts within a word.
+        """
+        merged, merged_axes = self.merged(index)
         steps: dict[str, Dim] = {}
         for key, step in merged.terms:
             group = self.loops.axes[key].group if key >= 0 else ""
-            if group and (key in whole or len(self.axes[group]) == 1):
+            if group and (key in merged_axes or len(self.axes[group]) == 1):
                 steps[group] = step
-        known = len(steps) == len(merged.terms) and isinstance(index.const, int)
-        return steps if known and index.const % WORD == 0 else None
+        complete = len(steps) == len(merged.terms) and isinstance(index.const, int)
+        return steps if complete and index.const % WORD == 0 else None
 
     @cached_property
     def contiguous(self) -> dict[str, int]:
-        """How many full-size accesses are contiguous along the rows, and along the columns."""
+        """Return how many full-size accesses are contiguous along the rows, and along the columns."""
         votes = {ROWS: 0, COLS: 0}
         indices = [n.index for n in self.loops.nodes if isinstance(n, Load)]
         for index in [*indices, *(s.index for s in self.loops.stores)]:
@@ -120,23 +125,25 @@ class Analysis:
         return votes
 
     def is_outer(self, index: Index, group: str, block: int) -> bool:
-        """Whether an access moves with outer axes of a group alone: it is the same within each block."""
+        """True if an access varies with outer axes of a group alone, and so is the same within each block."""
         inner = self.within_moving(index, group)
         return inner != 0 and quotient(inner, block) is not None
 
     def within_moving(self, index: Index, group: str) -> Dim:
-        """How many elements of a group each step of an access along it is for; 0 where it takes none."""
+        """Return how many elements of a group share each step of an access; 0 if it does not vary there."""
         axes, first = self.axes[group], self.first[group]
         moving = [key - first for key, _ in index.terms if first <= key < first + len(axes)]
         return product(a.size for a in axes[max(moving) + 1 :]) if moving else 0
 
     def gathers(self, rows: int, cols: int) -> bool:
-        """Whether lanes of such a tile load elements from here and there, as of a mean of some rows and some
-        columns each, or lanes of one what those of another do, as windows that overlap."""
+        """True if lanes of a tile load scattered elements, or several loads gather from one buffer.
+
+        The first is a mean over some rows and some columns, for example; the second, overlapping windows.
+        """
         loads = [n for n in self.loops.nodes if isinstance(n, Load)]
         spread = (n.index for n in loads if self._is_gathered(n.index))
-        found = Counter(n.buffer for n in loads if any(k < 0 for k, _ in n.index.terms))
-        return max(found.values(), default=0) > 1 or any(
+        gathered = Counter(n.buffer for n in loads if any(k < 0 for k, _ in n.index.terms))
+        return max(gathered.values(), default=0) > 1 or any(
             not self.is_outer(i, ROWS, rows) and not self.is_outer(i, COLS, cols) for i in spread
         )
 
@@ -148,105 +155,104 @@ class Analysis:
 
     @cached_property
     def pairs(self) -> dict[int, int]:
-        """Loads of every other element, with the loads of their right neighbours."""
+        """Return {load of every other element: load of the right neighbours}."""
         loads = ((i, n) for i, n in enumerate(self.loops.nodes) if isinstance(n, Load))
         return right_neighbours(self.loops.axes, loads)
 
     @property
     def tall(self) -> bool:
-        """Whether full-size accesses are contiguous along the rows: a tile needs several of them."""
+        """True if full-size accesses are contiguous along the rows, so that a tile needs several rows."""
         return self.contiguous[ROWS] > 0
 
     @property
     def mixed(self) -> bool:
-        """Whether some full-size accesses are contiguous along the rows and some along the columns."""
+        """True if some full-size accesses are contiguous along the rows and some along the columns."""
         return self.contiguous[ROWS] > 0 and self.contiguous[COLS] > 0
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:
-        """Those over groups: any tile of whole segments makes the others."""
+        """Return the reductions over groups. Any tile of whole segments completes the others."""
         return tuple(i for i, over in self._over.items() if over)
 
     @cached_property
     def in_segments(self) -> tuple[int, ...]:
-        """Reductions over segments of each row."""
+        """Return the reductions over segments of each row."""
         return tuple(i for i, over in self._over.items() if not over)
 
     @cached_property
     def scans(self) -> tuple[int, ...]:
-        """Scans along the row, of which one program has all."""
+        """Return the scans along the row; one program needs the whole row."""
         return tuple(i for i, n in enumerate(self.loops.nodes) if isinstance(n, Scan))
 
     @cached_property
     def directions(self) -> frozenset[bool]:
-        """Of the scans: whether they go back from the last column to the first."""
+        """Return the directions of the scans; True is from the last column to the first."""
         return frozenset(n.reverse for n in self.loops.nodes if isinstance(n, Scan))
 
     @cached_property
     def narrow(self) -> Mapping[int, int]:
-        """Values that are the same for all elements of a segment, and a reduction that they come from."""
-        found: dict[int, int] = {}
+        """Return {value that is the same for all elements of a segment: a reduction that it depends on}."""
+        narrow: dict[int, int] = {}
         for i, node in enumerate(self.loops.nodes):
             operands = operands_of(node)
             if i in self.in_segments:
-                found[i] = i
-            elif isinstance(node, Compute) and (made_of := [found[o] for o in operands if o in found]):
-                if all(o in found or COLS not in self.groups[o] for o in operands):
-                    found[i] = made_of[0]
-        return found
+                narrow[i] = i
+            elif isinstance(node, Compute) and (sources := [narrow[o] for o in operands if o in narrow]):
+                if all(o in narrow or COLS not in self.groups[o] for o in operands):
+                    narrow[i] = sources[0]
+        return narrow
 
     @cached_property
     def least_cols(self) -> int:
-        """Columns of a block: it has whole segments, where reductions are over those."""
+        """Return the least columns of a block: whole segments, if reductions are over segments."""
         return max((segment_of(self.loops, self.kept(i)) or 1 for i in self.in_segments), default=1)
 
     def is_sum(self, number: int) -> bool:
-        """Whether a node adds up float32."""
+        """True if a node is a sum of float32."""
         node = self.loops.nodes[number]
         return isinstance(node, Reduce) and node.combine == "sum" and node.dtype is torch.float32
 
     @cached_property
     def factors(self) -> tuple[Counter[int], ...]:
-        """The values that each node is the product of, by how often; all others are their own only factor."""
-        found: list[Counter[int]] = []
+        """Return {factor: power} for each node; a node that is no product is its own only factor."""
+        factors: list[Counter[int]] = []
         for i, node in enumerate(self.loops.nodes):
-            own = Counter((i,))
+            product_of = Counter((i,))
             if isinstance(node, Compute) and node.dtype is torch.float32:
-                given = [found[n] for n in operands_of(node)]
+                operands = [factors[n] for n in operands_of(node)]
                 passed = node.target is aten._to_copy.default and rounding_of(node) is None
                 source = operand_of(node, "self")
-                if node.target is aten.mul.Tensor and len(given) == len(node.operands) == 2:
-                    own = given[0] + given[1]
+                if node.target is aten.mul.Tensor and len(operands) == len(node.operands) == 2:
+                    product_of = operands[0] + operands[1]
                 elif passed and source is not None and self.loops.nodes[source].dtype is torch.float32:
-                    own = given[0]
-            found.append(own)
-        return tuple(found)
+                    product_of = operands[0]
+            factors.append(product_of)
+        return tuple(factors)
 
     @cached_property
     def sums_along(self) -> tuple[int, ...]:
-        """Sums of float32 along the row that wait for no other reduction of their level."""
+        """Return the sums of float32 along the row that depend on no other reduction of their level."""
         together = {*self.online, *self.moments, *(total for total, _ in self.moments.values())}
         late = self.finish | together
         return tuple(i for i in self.reductions if self.is_sum(i) and COLS in self.over(i) and i not in late)
 
     @cached_property
     def weighted(self) -> frozenset[int]:
-        """Sums along the row of what a vector weights, where rows are only reduced: each is the product of a
-        matrix and that vector."""
+        """Return the sums along the row that multiply a matrix by a vector, if rows are only reduced."""
         if self.stores_rows:
             return frozenset()
         return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i))
 
     @cached_property
     def products(self) -> frozenset[int]:
-        """Sums over the rows of what a vector weights: products whose matrix lies in memory the other way."""
+        """Return the sums over rows that multiply a transposed matrix by a vector, unless `reads_rows`."""
         if self.reads_rows:
             return frozenset()
         return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i, ROWS))
 
     @cached_property
     def weighted_columns(self) -> frozenset[int]:
-        """Those, where they are too many for each to keep a tile."""
+        """Return `products`, if there are too many for each to keep a tile; otherwise nothing."""
         return self.products if len(self.products) > FEW_SUMS else frozenset()
 
     def _is_weighted(self, number: int, along: str = COLS) -> bool:
@@ -255,28 +261,31 @@ class Analysis:
         if not isinstance(term, Compute) or term.target is not aten.mul.Tensor:
             return False
         factors = [self.groups[n] for n in operands_of(term)]
-        own = frozenset({along})
-        return self.over(number) == own and sorted(map(len, factors)) == [1, 2] and own in factors
+        vector = frozenset({along})
+        return self.over(number) == vector and sorted(map(len, factors)) == [1, 2] and vector in factors
 
     @cached_property
     def reads_rows(self) -> bool:
-        """Whether anything is reduced or scanned along the rows, not only over them."""
+        """True if a reduction or scan goes along the rows, rather than only over them."""
         return bool(self.scans) or any(COLS in self.over(i) for i in self.reductions)
 
     @cached_property
     def walks_rows(self) -> bool:
-        """Whether programs keep sums over rows while they reduce along these: each leaves one result."""
+        """True if programs keep sums over rows while they reduce along the rows.
+
+        Each program then has one partial result.
+        """
         unknown = not isinstance(self.size(ROWS), int)
         return self.reads_rows and bool(self.across_rows) and (unknown or self.ends_in_a_row)
 
     @cached_property
     def stores_rows(self) -> bool:
-        """Whether a value that varies along the row is stored: rows are not only reduced."""
+        """True if a value that varies along the row is stored, so that rows are not only reduced."""
         return any(COLS in self.groups[s.value] for s in self.loops.stores)
 
     @cached_property
     def shareable(self) -> bool:
-        """Whether programs can exchange what they reduce along the row: numbers of 32 bits."""
+        """True if programs can exchange their reductions along the row, whose values need 32 bits."""
         if self.scans:
             return False
         nodes = self.loops.nodes
@@ -285,19 +294,19 @@ class Analysis:
 
     @cached_property
     def full_loads(self) -> int:
-        """How many tensors are read whole."""
+        """Return how many tensors are loaded over all axes of the nest."""
         loads = [n for n in self.loops.nodes if isinstance(n, Load)]
         return len({n.buffer for n in loads if len(n.index.terms) >= len(self.loops.axes)})
 
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
-        """Reductions over the rows: complete only when every program is done."""
+        """Return the reductions over rows, which are complete only when every program is done."""
         apart = {*self.segmented, *self.ahead}
         return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in apart)
 
     @cached_property
     def ahead(self) -> frozenset[int]:
-        """Reductions over the rows that every program makes by itself, for the vectors of its products."""
+        """Return the reductions over rows that every program replicates, for the vectors of its products."""
         size = self.size(ROWS)
         if not self.products or not isinstance(size, int) or size > ahead.MOST_ROWS:
             return frozenset()
@@ -305,7 +314,7 @@ class Analysis:
 
     @cached_property
     def segmented(self) -> tuple[int, ...]:
-        """Reductions that keep axes of both groups, or of the rows: each block stores its part of them."""
+        """Return the `reductions` that keep a part of a group; each block stores its part of the results."""
         return tuple(i for i in self.reductions if self.kept(i))
 
     def kept(self, node: int) -> frozenset[int]:
@@ -318,46 +327,46 @@ class Analysis:
 
     @cached_property
     def zero_in_missing_rows(self) -> frozenset[int]:
-        """Values that are zero in a row that does not exist, whose loads are: sums and products of those."""
+        """Return the values that are zero in rows beyond the last: masked loads, their sums and products."""
         zero: set[int] = set()
         for i, node in enumerate(self.loops.nodes):
             match node:
                 case Load(index=index):
-                    found = any(k >= 0 and self.loops.axes[k].group == ROWS for k, _ in index.terms)
+                    is_zero = any(k >= 0 and self.loops.axes[k].group == ROWS for k, _ in index.terms)
                 case Compute(target, operands) if target in KEEP_ZERO:
                     terms = [value for name, value in operands if name != "alpha"]
-                    found = all(isinstance(v, Value) and v.node in zero for v in terms)
+                    is_zero = all(isinstance(v, Value) and v.node in zero for v in terms)
                 case _:
-                    found = False
-            if found:
+                    is_zero = False
+            if is_zero:
                 zero.add(i)
         return frozenset(zero)
 
     @cached_property
     def finish(self) -> frozenset[int]:
-        """Nodes that no program of the main kernel can complete alone."""
+        """Return the nodes that no program of the main kernel can complete alone."""
         return self.after_rows | self.after_segments
 
     @cached_property
     def after_rows(self) -> frozenset[int]:
-        """Nodes that wait for a reduction over the rows."""
+        """Return the nodes that wait for a reduction over the rows."""
         return waiting(self.loops, self.across_rows)
 
     @cached_property
     def after_segments(self) -> frozenset[int]:
-        """Nodes that wait for a reduction over segments."""
+        """Return the nodes that wait for a reduction of `segmented`."""
         return waiting(self.loops, self.segmented)
 
     @cached_property
     def ends_in_a_row(self) -> bool:
-        """Whether what follows the sums over rows is a row rather than one element."""
+        """True if the nodes that wait for sums over rows form a row rather than one element."""
         stored = (s.index for s in self.loops.stores if s.value in self.after_rows)
         axes = (self.loops.axes[k] for index in stored for k, _ in index.terms if k >= 0)
         return any(a.group == COLS for a in axes) or any(COLS in self.groups[i] for i in self.after_rows)
 
     @cached_property
     def online(self) -> dict[int, int]:
-        """sum(exp(x - max(x))): the sum's node -> the max's (Milakov and Gimelshein, 2018)."""
+        """Return {sum: max} for each sum(exp(x - max(x))) (Milakov and Gimelshein, 2018)."""
         nodes = self.loops.nodes
         pairs: dict[int, int] = {}
         for number in self.reductions:
@@ -393,27 +402,27 @@ class Analysis:
 
     @cached_property
     def moments(self) -> dict[int, tuple[int, int]]:
-        """sum((x - mean)^2): the sum's node -> (sum(x), mean), where that sum serves the mean alone."""
+        """Return {sum((x - mean)^2): (sum(x), mean)} if only the mean reads sum(x)."""
         users = Counter(o for n in self.loops.nodes for o in operands_of(n))
         users.update(o for s in self.loops.stores for o in store_operands(s))
-        found: dict[int, tuple[int, int]] = {}
+        moments: dict[int, tuple[int, int]] = {}
         for number in self.reductions:
             pair = self._mean_of_squares(number)
-            if pair is not None and users[pair[0]] == 1 and pair not in found.values():
-                found[number] = pair
-        return found
+            if pair is not None and users[pair[0]] == 1 and pair not in moments.values():
+                moments[number] = pair
+        return moments
 
     def _mean_of_squares(self, number: int) -> tuple[int, int] | None:
-        """(sum(x), mean) where a reduction is sum((x - mean)^2)."""
+        """Return (sum(x), mean) if a reduction is sum((x - mean)^2)."""
         nodes, width = self.loops.nodes, self.size(COLS)
         reduce = nodes[number]
         assert isinstance(reduce, Reduce)
         square = nodes[reduce.operand]
         if reduce.combine != "sum" or not isinstance(square, Compute) or not isinstance(width, int):
             return None
-        given = dict(square.operands)
-        times_itself = square.target is aten.mul.Tensor and given["self"] == given["other"]
-        if not times_itself and (square.target is not aten.pow.Tensor_Scalar or given["exponent"] != 2):
+        operands = dict(square.operands)
+        times_itself = square.target is aten.mul.Tensor and operands["self"] == operands["other"]
+        if not times_itself and (square.target is not aten.pow.Tensor_Scalar or operands["exponent"] != 2):
             return None
         off = operand_of(square, "self")
         minus = nodes[off] if off is not None else None
@@ -433,13 +442,13 @@ class Analysis:
         return (total, middle) if divided or scaled else None
 
     def _number(self, operand: object) -> object:
-        """An operand's value where it is known."""
+        """Return the value of an operand that is a constant, and any other operand unchanged."""
         node = self.loops.nodes[operand.node] if isinstance(operand, Value) else None
         return node.value if isinstance(node, Constant) else operand
 
     @cached_property
     def level(self) -> tuple[int, ...]:
-        """How many passes over the columns a node needs behind it."""
+        """Return how many passes over the columns must precede each node."""
         levels: list[int] = []
         for i, node in enumerate(self.loops.nodes):
             depth = max((levels[o] for o in operands_of(node)), default=0)
@@ -454,7 +463,7 @@ class Analysis:
 
     @cached_property
     def nan_safe_max(self) -> frozenset[int]:
-        """Maxima whose NaN reaches every store through the online sum anyway."""
+        """Return the maxima whose NaN reaches every store through the online sum anyway."""
         users = self._reach()
         safe: set[int] = set()
         for total, peak in self.online.items():
@@ -471,13 +480,15 @@ class Analysis:
         return reach
 
     def rough(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
-        """float32 values of which nothing but results of 16 bits or less is made; dtypes: of the buffers.
+        """Return the float32 values on which only results of 16 bits or less depend.
 
-        So is exp(x - max(x)) on its way into its sum: the errors of a term, 2^-22 of it and 2^-24 of the
-        exponent that makes it small, are no more than those of adding up.
-        What is scanned adds up or multiplies for every element on the way to the last.
-        What is pinned is to be the same number in every kernel. A value that is rounded so within the
-        kernel is such a result.
+        dtypes: those of the buffers.
+
+        The kernel may compute these values approximately. A value that the kernel rounds to 16 bits or less
+        is such a result. exp(x - max(x)) may be approximate in its sum: the errors of a term, 2^-22 of it and
+        2^-24 of the exponent that makes it small, do not exceed those of the addition. Operands of scans are
+        exact, since errors add up or multiply along the row. Pinned values are exact, since they must be the
+        same number in every kernel.
         """
         nodes = self.loops.nodes
         exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
@@ -498,14 +509,16 @@ class Analysis:
 
     @cached_property
     def rounds_products(self) -> bool:
-        """Whether a product has to be rounded before a sum takes it up: compilers fuse the two in one kernel
-        and not in another, and a pinned value is the same number in both."""
+        """True if a product must be rounded before it is added.
+
+        Compilers fuse the two in one kernel and not in another, and a pinned value must be the same in both.
+        """
         pinned = (n for n in self.loops.nodes if isinstance(n, Compute) and n.pinned)
         return any(n.target._opname in PRODUCTS or dict(n.operands).get("alpha", 1) != 1 for n in pinned)
 
     @cached_property
     def furthest(self) -> int:
-        """The largest element offset of any access; -1 where a size is only known at run time."""
+        """Return the largest element offset of any access; -1 if a size is only known at run time."""
         worst = 0
         indices = [n.index for n in self.loops.nodes if isinstance(n, Load | Coordinate | Random)]
         for index in [*indices, *(s.index for s in self.loops.stores)]:
@@ -522,7 +535,7 @@ class Analysis:
 
 
 def waiting(loops: LoopNest, numbers: Iterable[int]) -> frozenset[int]:
-    """Some nodes, and all that are made of them."""
+    """Return some nodes and all nodes that depend on them."""
     late = set(numbers)
     if not late:
         return frozenset()
@@ -532,13 +545,13 @@ def waiting(loops: LoopNest, numbers: Iterable[int]) -> frozenset[int]:
     return frozenset(late)
 
 
-# Blocks of rows that a program adds up one after the other: of equal terms each costs 2^-26 of the sum, and
-# more would lose more than eager's order of summation does.
+# A program adds up at most so many blocks of rows one after the other. If all terms are equal, each block
+# costs 2^-26 of the sum, and more blocks would lose more than eager's order of summation does.
 MOST_TURNS = 256
 
 
 def enough(programs: int, count: int, rows: int) -> int:
-    """Programs that share `count` rows in blocks of `rows`: so many or as many as keep sums exact."""
+    """Return `programs`, or more if a program would have to add more than `MOST_TURNS` blocks of `rows`."""
     return max(programs, -(-count // (rows * MOST_TURNS)))
 
 
@@ -549,15 +562,15 @@ def ceil_div(a: Dim, b: int) -> Dim:
 
 
 def part_cols(a: Analysis, s: Schedule) -> Dim:
-    """How many columns each of the programs that share a row takes, a multiple of the block."""
+    """Return how many columns each program that shares a row has, a multiple of the block."""
     return product((ceil_div(a.size(COLS), s.splits * s.block_cols), s.block_cols))
 
 
 def accumulated_groups(a: Analysis, s: Schedule, number: int) -> frozenset[str]:
-    """What the accumulator of a sum over rows varies over, in a loop over blocks of rows.
+    """Return the groups over which the accumulator of a sum over rows varies, in a loop over blocks of rows.
 
-    It has a lane for every row of the block, or, where the columns alone give all threads enough to do, as in
-    rows that programs share, takes each block's sum.
+    The accumulator has a lane for every row of the block. If the columns alone occupy all threads, as in rows
+    that programs share, it has none, and each block's sum is added to it.
     """
     (operand,) = operands_of(a.loops.nodes[number])
     groups = a.groups[operand] | a.over(number)
@@ -565,11 +578,11 @@ def accumulated_groups(a: Analysis, s: Schedule, number: int) -> frozenset[str]:
 
 
 def inner_cols(a: Analysis, s: Schedule) -> Dim:
-    """How many columns a loop takes in whole blocks that lie within the row; the rest is a tile of its own.
+    """Return how many columns a loop covers in whole blocks within the row; a last tile covers the rest.
 
-    All of them where their number is unknown or one block has them, which is masked then. Where rows are
-    misaligned the rest has the ends: the word in which it begins, and what is behind the last block. A loop
-    that goes back begins with the last block.
+    A masked loop covers all columns if their number is unknown, if one block has them, or if a scan is
+    reversed, since its loop starts with the last block. In misaligned rows the last tile has both ends: the
+    rest of the first word, and the columns after the last block.
     """
     size = a.size(COLS)
     if not isinstance(size, int) or size <= s.block_cols or True in a.directions:
@@ -578,7 +591,7 @@ def inner_cols(a: Analysis, s: Schedule) -> Dim:
 
 
 def end_lanes(a: Analysis, s: Schedule) -> int:
-    """Lanes of the tile that has the rest of a loop's columns, at any lead; 0 where none are left."""
+    """Return the lanes of the tile that has the rest of a loop's columns, at any lead; 0 if none are left."""
     size, inner = a.size(COLS), inner_cols(a, s)
     if inner == size:
         return 0
@@ -588,14 +601,14 @@ def end_lanes(a: Analysis, s: Schedule) -> int:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Of each row, `count` pieces of so many columns, which have one partial result each."""
+    """A row has `count` pieces of so many columns, with one partial result each."""
 
     columns: int
     count: int
 
 
 def pieces_of(a: Analysis, s: Schedule, number: int) -> Pieces:
-    """What one block of a row adds up for a reduction over segments: none crosses a segment's end."""
+    """Return the pieces that blocks reduce for a reduction over segments; none crosses a segment's end."""
     segment, width = segment_of(a.loops, a.kept(number)), a.size(COLS)
     assert isinstance(width, int), "segments have a known size"
     columns = s.block_cols if segment is None else min(largest_aligned_block(segment), s.block_cols)
@@ -603,9 +616,9 @@ def pieces_of(a: Analysis, s: Schedule, number: int) -> Pieces:
 
 
 def along_rows_first(loops: LoopNest) -> LoopNest:
-    """Every reduction over both groups as one along the row and one over the rows, with what it reads.
+    """Split each reduction over both groups into one along the row and one over the rows.
 
-    Passes over the columns never hold a whole row, so that what is reduced has to be gone with each block.
+    Passes over the columns never hold a whole row, so each block has to be reduced before the next.
     """
     numbers: dict[int, int] = {}
     nodes: list[Node] = []
@@ -633,16 +646,16 @@ def along_rows_first(loops: LoopNest) -> LoopNest:
 
 
 def accumulator_dtype(reduce: Reduce) -> torch.dtype:
-    """The dtype in which a reduction is accumulated and handed on."""
+    """Return the dtype in which a reduction is accumulated and stored as a partial result."""
     return torch.int32 if reduce.combine in ("any", "all") else reduce.dtype
 
 
 def rounding_of(node: Node) -> object:
-    """The dtype, as text, to which a node rounds within the kernel; None for all other nodes."""
+    """Return the dtype, as text, to which a node rounds within the kernel; None for all other nodes."""
     return dict(node.operands).get("rounding") if isinstance(node, Compute) else None
 
 
 def operand_of(node: Compute, name: str) -> int | None:
-    """The node that one operand of an expression is; None for a literal."""
+    """Return the number of the node that is an operand of an expression; None for a literal."""
     value = dict(node.operands).get(name)
     return value.node if isinstance(value, Value) else None
