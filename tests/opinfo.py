@@ -64,11 +64,6 @@ class Outcome:
 
 
 RIGHT = Outcome("right")
-# Refusals of operators of the table that are known and expected: the operator, and what its reason says.
-EXPECTED = (
-    # The kernel gave wrong gradients on an H200, for a reason that was not found (`passes.lower.windows`).
-    (torch.ops.aten.avg_pool2d_backward.default, "overlapping windows"),
-)
 
 
 @dataclass(frozen=True)
@@ -256,14 +251,11 @@ def judged(samples: Sequence[Sample], known: Sequence[Known], compile: Compile =
 
 
 def refusals(compiled: Compiled) -> str:
-    """Return the operators of the table that stayed ATen calls, and why, except those of complex numbers and
-    those that are `EXPECTED`."""
+    """Return the operators of the table that stayed ATen calls, and why, except those of complex numbers."""
     found: set[str] = set()
     for plan in compiled.plans:
         for left in plan.leftovers:
             op = plan.dag.op(left.op)
-            if any(op.target is target and reason in left.reason for target, reason in EXPECTED):
-                continue
             metas = [m for n in (left.op, *op.inputs) for m in plan.dag.op(n).outputs]
             if spec_of(op.target) is not None and not any(m.dtype.is_complex for m in metas):
                 found.add(f"{left.target}: {left.reason}")

@@ -72,13 +72,12 @@ def place(case: Pooling, x: Tensor, gradient: Tensor) -> Tensor:
 POOLINGS = {"average": average, "average gradient": average_gradient, "maximum": maximum, "place": place}
 
 
-def pooling_cases(count: int, name: str = "") -> Iterator[Pooling]:
-    """Draw cases by the seed that tests have. name: of the operator; windows of gradients do not overlap."""
+def pooling_cases(count: int) -> Iterator[Pooling]:
+    """Draw cases by the seed that tests have."""
     draw = random.Random(int(torch.randint(2**31, ())))
     for _ in range(count):
         kernel = draw.randint(1, 4), draw.randint(1, 4)
-        least = kernel if name == "average gradient" else (1, 1)
-        stride = kernel if draw.random() < 0.3 else (draw.randint(least[0], 4), draw.randint(least[1], 4))
+        stride = kernel if draw.random() < 0.3 else (draw.randint(1, 4), draw.randint(1, 4))
         padding = draw.randint(0, kernel[0] // 2), draw.randint(0, kernel[1] // 2)
         high, wide = (max(1, k - 2 * p) + draw.randint(0, 7) for k, p in zip(kernel, padding, strict=True))
         last = draw.random() < 0.5, draw.random() < 0.5

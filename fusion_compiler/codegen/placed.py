@@ -642,7 +642,9 @@ class Emitter:
         if node.target is aten.where.self:
             source = self.chosen(node)
             return source is not None and self.is_dead(source)
-        if node.target in (aten.mul.Tensor, aten._to_copy.default):
+        if node.target is aten.div.Tensor and operand_of(node, "other") is not None:
+            return False  # zero divided by zero is none
+        if node.target in (aten.mul.Tensor, aten.div.Tensor, aten._to_copy.default):
             return any(self.is_dead(o) for o in operands_of(node))
         return False
 

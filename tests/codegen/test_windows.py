@@ -77,7 +77,7 @@ def test_kernels_give_what_a_library_computes(name: str, before: str, after: str
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("name", POOLINGS)
 def test_kernels_of_pooling_give_what_a_library_computes(name: str, before: str, after: str) -> None:
-    for case in pooling_cases(4, name):
+    for case in pooling_cases(4):
         check(test_pooling.around(case, name, before, after), *case.tensors(torch.float32), case=case)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from benchmarks.accuracy import not_worse
-from tests.gpu.test_depthwise import gradient_of, last, order
+from tests.gpu.test_depthwise import gradient_of, last
 
 Pool = Callable[[Tensor], Tensor]
 POOLS: dict[str, Pool] = {
@@ -49,18 +49,16 @@ def test_values_and_gradients_are_as_close_as_eagers(
     channels, side = size
     x = torch.randn(16, channels, side, side + 3, device="cuda", dtype=dtype)
     x = x.contiguous(memory_format=torch.channels_last) if is_last else x
-    stays = name.startswith("average") and "2 x 2" not in name  # the gradient of windows that overlap
-    compiled: Any = fc.compile(fn, strict=not stays)
+    compiled: Any = fc.compile(fn, strict=True)
     gradient = torch.randn_like(fn(x))
-    results: list[list[Tensor]] = []
-    clone, double = torch.Tensor.clone, torch.Tensor.double
-    for called, of in ((compiled, clone), (fn, clone), (fn, double)):
-        steps = 3 if called is compiled else 1  # recorded as a CUDA graph at last
-        results.append([step(called, of(x), of(gradient)) for _ in range(steps)][-1])
-    for ours, eager, truth in zip(*results, strict=True):
-        assert not (problem := not_worse(ours, eager, truth)), problem
-        assert order(ours) == order(eager)
-    assert any(plan.leftovers for plan in compiled.plan) is stays, str(compiled.plan)
+    ours = [step(compiled, x.clone(), gradient.clone()) for _ in range(3)][-1]  # a CUDA graph at last
+    # PyTorch's CUDA kernel of this gradient is wrong for channels last and padding (its issue 188344).
+    x, gradient = x.contiguous(), gradient.contiguous()
+    eager, truth = step(fn, x.clone(), gradient.clone()), step(fn, x.double(), gradient.double())
+    for our, their, true in zip(ours, eager, truth, strict=True):
+        assert not (problem := not_worse(our, their, true)), problem
+        assert our.is_contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
+    assert not any(plan.leftovers for plan in compiled.plan), str(compiled.plan)
 
 
 def test_a_sequence_is_pooled_as_an_image_of_one_row() -> None:

@@ -111,11 +111,8 @@ def _average_gradient(build: Builder, op: Op, coords: Coords, within: int | None
     gradient = op.operand("grad_output")
     windows = _of_pooling(build, op, op.name, gradient)
     lead, places = windows.parted(coords)
-    if any(k > s for k, s in zip(windows.kernel, windows.stride, strict=True)):
-        # Kernels of these gave wrong gradients on an H200 for channels-last images, and right ones in the
-        # interpreter, for a reason that was not found.
-        raise Illegal("windows", f"{op.name} adds up what overlapping windows send to an element")
-    taps = (ZERO,) * len(windows.kernel)
+    sizes = zip(windows.kernel, windows.stride, strict=True)
+    taps = build.inner_axes(op.name, tuple(1 if k <= s else k for k, s in sizes))
     at, inside, never = _meeting(build, op, windows, places, taps, within)
     if never:
         return _sum(build, op, None, taps)
@@ -125,7 +122,7 @@ def _average_gradient(build: Builder, op: Op, coords: Coords, within: int | None
     if isinstance(divisor, Value) and inside is not None and inside != within:
         # The divisor of a window that is not there may be zero.
         value = build.zero_outside(value, inside, build.nodes[value].dtype, op.name)
-    return value
+    return _sum(build, op, value, taps)
 
 
 def _maximum(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
