@@ -32,6 +32,7 @@ from fusion_compiler.codegen.passes import (
 )
 from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.regions import passes_over_columns, whole_block
+from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.sizes import name_sizes
 from fusion_compiler.codegen.split_reductions import SplitReductions, split_reductions
 from fusion_compiler.codegen.strength_reduction import shortened
@@ -55,6 +56,7 @@ from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variabl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first, ceil_div, rounding_of
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.registers import tile_registers
+from fusion_compiler.schedule.row_tiles import placement_of
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 from fusion_compiler.schedule.verifier import placed_registers
 
@@ -148,7 +150,8 @@ def build(
     ]
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
-    text = " beside ".join(str(s) for s in dict.fromkeys(schedules))
+    texts = (str(s if isinstance(s, Placement) else placement_of(a, s) or s) for a, s in scheduled)
+    text = " beside ".join(dict.fromkeys(texts))
     misaligned = any(s.misaligned for s in schedules)
     return Program(
         tuple(kernels),
@@ -342,6 +345,7 @@ class _Assembly(_Part[Schedule]):
         super().__init__(analysis, schedule, signature, scratch, constants)
         self.finishing, self.named = finishing, named or {}
         self.registers = tile_registers(analysis, schedule)
+        self.placement = placement_of(analysis, schedule)
 
     def builder(
         self, analysis: Analysis, schedule: Schedule, load_options: Mapping[str, Expression] = NO_OPTIONS
@@ -354,11 +358,42 @@ class _Assembly(_Part[Schedule]):
     def program(
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
+        if self.placement is not None:
+            emitter = self.emitter(self.placement)
+            body, grid = emitter.rows_program(number, self.finishing)
+            functions = self.last_placed(body, f"{name}_last")
+            return functions, self.finished(rewritten_rows(emitter.a, body)), grid
         b = self.builder(self.a, self.s)
         first = self.replicated_reductions(b, f"{name}_first")
         grid = self.body(b, number)
         last = self.last_program(b, f"{name}_last")
         return [*first, *last], rewritten(b, self.finished), grid
+
+    def emitter(
+        self, placement: Placement, load_options: Mapping[str, Expression] = NO_OPTIONS
+    ) -> RowEmitter:
+        return RowEmitter(self.a, placement, self.pointers, self.dtypes, self.empty, load_options)
+
+    def last_placed(self, body: list[Statement], name: str) -> list[Function]:
+        """Let the program that draws the last ticket run the second stage (see `last_program`)."""
+        second = self.finishing
+        if second is None or second.counter is None:
+            return []
+        part = _Assembly(Analysis(second.loops), second.schedule, self.signature, self.scratch)
+        inner = part.only_program({"cache_modifier": Literal(".cg")})
+        used, ticket = part.used(inner), Name(f"{second.counter.name}_ptr")
+        last = tl.atomic_add(ticket, 1).eq(second.programs - 1)
+        body += [Do(tl.debug_barrier()), If(last, [Store(ticket, Literal(0)), Do(Global(name)(*used))])]
+        return [Function(name, used, inner)]
+
+    def only_program(self, load_options: Mapping[str, Expression]) -> list[Statement]:
+        """Return the statements of the only program of a grid."""
+        if self.placement is not None:
+            emitter = self.emitter(self.placement, load_options)
+            return rewritten_rows(self.a, emitter.rows_program(FIRST, None)[0])
+        builder = self.builder(self.a, self.s, load_options)
+        self.body(builder, FIRST)
+        return rewritten(builder)
 
     def body(self, b: Builder, program: Expression) -> tuple[Dim, ...]:
         """Build the main part, and return its grid."""
@@ -481,13 +516,9 @@ class _Placed(_Part[Placement]):
     def program(
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
-        wide = self.a.furthest < 0 or self.a.furthest >= 2**31
-        rough = self.a.rough(self.dtypes)
-        emitter = Emitter(self.a.loops, self.s, self.pointers, self.dtypes, self.empty, rough, wide)
+        emitter = Emitter(self.a, self.s, self.pointers, self.dtypes, self.empty)
         body, grid = emitter.program(number, self.split)
-        joined(body)
-        checked_late(body)
-        return [], self.finished(body), grid
+        return [], self.finished(rewritten_rows(self.a, body)), grid
 
 
 def rewritten(
@@ -496,11 +527,22 @@ def rewritten(
     """Return a tile program after all rewrites. last: the rewrite that follows the others."""
     in_pairs = b.s.misaligned or right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
     if not b.s.in_passes and not in_pairs:
-        rounded = {i: n for i, n in enumerate(b.loops.nodes) if rounding_of(n) is not None}
-        stored_early(b.body, {i: operands_of(n)[0] for i, n in rounded.items()})
+        stored_early(b.body, roundings(b.loops))
     joined(b.body)
     checked_late(b.body)
     return last(b.body)
+
+
+def rewritten_rows(a: Analysis, body: list[Statement]) -> list[Statement]:
+    stored_early(body, roundings(a.loops))
+    joined(body)
+    checked_late(body)
+    return body
+
+
+def roundings(loops: LoopNest) -> dict[int, int]:
+    """Return the nodes that round, each with the node that it rounds."""
+    return {i: operands_of(n)[0] for i, n in enumerate(loops.nodes) if rounding_of(n) is not None}
 
 
 PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}

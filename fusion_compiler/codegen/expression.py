@@ -55,6 +55,11 @@ def convert_literal(value: object, want: torch.dtype) -> object:
     return value
 
 
+def base_name(node: Compute) -> str:
+    """Return the beginning of the name of an operator's value."""
+    return "rounded" if "rounding" in dict(node.operands) else str(node.target._opname).lstrip("_")
+
+
 def promoted(dtypes: list[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 

@@ -10,13 +10,13 @@ correction for that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.tile import Assign
-from fusion_compiler.ir.loops import COLS, Compute, Dim, Load, operands_of
+from fusion_compiler.ir.loops import COLS, Compute, Dim, Load, LoopNest, operands_of
 from fusion_compiler.ir.syntax import Expression, Var, fm
 from fusion_compiler.schedule.analysis import HALVES, rounding_of, waiting
 
@@ -35,25 +35,26 @@ def scale_of(count: int) -> float:
 LONGEST = 8192  # float32 represents the sum of so many equal elements with 11 significant bits
 
 
-def is_exact(b: Builder, total: int, width: Dim) -> bool:
+def is_exact(loops: LoopNest, dtypes: Mapping[str, torch.dtype], total: int, width: Dim) -> bool:
     """True if adding up `width` equal elements does not round: they have 16 bits, and are not too many.
+    dtypes: those of the buffers.
 
     Differences from the mean do round, all in the same way between two powers of two, which a correction
     would add.
     """
-    (source,) = operands_of(b.loops.nodes[total])
-    node = b.loops.nodes[source]
+    (source,) = operands_of(loops.nodes[total])
+    node = loops.nodes[source]
     while isinstance(node, Compute) and node.target is _TO_COPY and rounding_of(node) is None:
         (source,) = operands_of(node)
-        node = b.loops.nodes[source]
-    dtype = str(b.dtypes[node.buffer]) if isinstance(node, Load) else rounding_of(node)
+        node = loops.nodes[source]
+    dtype = str(dtypes[node.buffer]) if isinstance(node, Load) else rounding_of(node)
     return dtype in HALVES and isinstance(width, int) and width <= LONGEST
 
 
-def operands(b: Builder, number: int) -> tuple[int, int]:
+def operands(loops: LoopNest, number: int) -> tuple[int, int]:
     """Return (x - mean, its square) of a sum of squares around a mean."""
-    square = b.reduction(number).operand
-    (difference, *_) = operands_of(b.loops.nodes[square])
+    (square,) = operands_of(loops.nodes[number])
+    (difference, *_) = operands_of(loops.nodes[square])
     return difference, square
 
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from fusion_compiler.codegen import accesses, moments, segments
+from fusion_compiler.codegen import accesses, expression, moments, segments
 from fusion_compiler.codegen.bits import floats_of, widened_byte
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.expression import computed, convert, convert_literal, scalar
@@ -35,7 +35,7 @@ from fusion_compiler.ir.loops import (
     operands_of,
 )
 from fusion_compiler.ir.syntax import Expression, Var, fm, lift, plus, tl
-from fusion_compiler.schedule.analysis import operand_of, rounding_of
+from fusion_compiler.schedule.analysis import operand_of
 from fusion_compiler.schedule.schedule import Cols
 
 aten = torch.ops.aten
@@ -141,7 +141,7 @@ def value_of(b: Builder, number: int) -> tuple[Expression, str]:
                 return tl.broadcast_to(value, b.shape(b.a.groups[number])), "same"
             return value, "same"
         case Compute():
-            return _compute(b, number, node), base_name(node)
+            return _compute(b, number, node), expression.base_name(node)
         case _:
             raise TypeError(node)
 
@@ -171,10 +171,6 @@ def _check(b: Builder, node: Checked) -> None:
     zero = tl.full(shape, 0, b.loops.nodes[node.position].dtype)
     index, mask = b.variable(node.position), b.mask(groups, node.within)
     b.add(Check(index, lift(node.low), lift(node.high), node.what, mask, zero))
-
-
-def base_name(node: Compute) -> str:
-    return "rounded" if rounding_of(node) else str(node.target._opname).lstrip("_")
 
 
 def _compute(b: Builder, number: int, node: Compute) -> Expression:
@@ -317,8 +313,8 @@ def _reduce(b: Builder, number: int) -> None:
         _reduce_rows(b, number)
         return
     moment = b.a.moments.get(number)
-    if moment and not moments.is_exact(b, moment[0], b.a.size(COLS)):
-        deviations, squares = moments.operands(b, number)
+    if moment and not moments.is_exact(b.loops, b.dtypes, moment[0], b.a.size(COLS)):
+        deviations, squares = moments.operands(b.loops, number)
         reduce = b.reduction(number)
         tiles = [elements(b, replace(reduce, operand=n), ALONG) for n in (squares, deviations)]
         moments.build_squares(b, number, tiles)

@@ -221,7 +221,7 @@ class Moments:
         b.set(mean, scaled_mean if b.tile.col_mask is None else scaled_mean / (_count(b) * scale))
         mask = b.mask(ALONG, None)
         delta = b.define("off", x - mean if mask is None else tl.where(mask, x - mean, 0.0))
-        if is_exact(b, self.total, b.tile.lanes):
+        if is_exact(b.loops, b.dtypes, self.total, b.tile.lanes):
             b.set(squares, b.along(tl.sum, delta * delta))
             return
         rest = own("left")

@@ -31,8 +31,9 @@ from typing import Any, cast
 
 import torch
 
-from fusion_compiler.codegen import monoids
-from fusion_compiler.codegen.expression import computed, convert
+from fusion_compiler.codegen import expression, monoids
+from fusion_compiler.codegen.bits import floats_of, widened_byte
+from fusion_compiler.codegen.expression import computed, convert, convert_literal, decompose, scalar
 from fusion_compiler.codegen.split_reductions import Partial, SplitReductions
 from fusion_compiler.codegen.tile import (
     Assign,
@@ -46,6 +47,7 @@ from fusion_compiler.codegen.tile import (
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 from fusion_compiler.ir.loops import (
+    COLS,
     Checked,
     Compute,
     Constant,
@@ -53,10 +55,11 @@ from fusion_compiler.ir.loops import (
     Index,
     InRange,
     Load,
-    LoopNest,
     Random,
     Reduce,
+    Scan,
     Store,
+    axes_in,
     operands_of,
     store_operands,
 )
@@ -76,7 +79,7 @@ from fusion_compiler.ir.syntax import (
     times,
     tl,
 )
-from fusion_compiler.schedule.analysis import accumulator_dtype, operand_of, rounding_of
+from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, ceil_div, operand_of, rounding_of
 from fusion_compiler.schedule.boxes import Box, box_of
 from fusion_compiler.schedule.placement import Leaf, Place, Placement
 from fusion_compiler.schedule.tile_products import CONVERSIONS, ONE, Product, products_of
@@ -84,6 +87,7 @@ from fusion_compiler.schedule.tile_products import CONVERSIONS, ONE, Product, pr
 aten = torch.ops.aten
 KEEP_ZERO = frozenset({aten._to_copy.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor})
 NOWHERE = frozenset[Leaf]()
+POSITIONS = (torch.int32, torch.int64)  # dtypes of indices
 COMPARISONS: dict[object, Callable[[Any, Any], bool]] = {
     overload: compare
     for packet, compare in (
@@ -120,22 +124,21 @@ class Scope:
 
 
 class Emitter:
-    """Emits one nest. pointers, dtypes: of the buffers, by name. empty: buffers without elements. rough:
-    nodes for which a faster expression of the operator table will do. wide: offsets need 64 bits. Raises
+    """Emits one nest. pointers, dtypes: of the buffers, by name. empty: buffers without elements. Raises
     ValueError where a load that the placement has through a descriptor has no box."""
 
     def __init__(
         self,
-        loops: LoopNest,
+        analysis: Analysis,
         placement: Placement,
         pointers: Mapping[str, Name],
         dtypes: Mapping[str, torch.dtype],
         empty: frozenset[str] = frozenset(),
-        rough: frozenset[int] = frozenset(),
-        wide: bool = False,
     ) -> None:
-        self.loops, self.placement = loops, placement
-        self.pointers, self.dtypes, self.empty, self.rough, self.wide = pointers, dtypes, empty, rough, wide
+        self.a, self.loops, self.placement = analysis, analysis.loops, placement
+        self.pointers, self.dtypes, self.empty = pointers, dtypes, empty
+        loops, self.rough = self.loops, analysis.rough(dtypes)
+        self.wide = analysis.furthest < 0 or analysis.furthest >= 2**31
         leaves = placement.leaves(loops.axes)
         self.boxes: dict[Load, Box] = {}  # of loads through descriptors
         for node in loops.nodes:
@@ -144,18 +147,36 @@ class Emitter:
                 if isinstance(box, str):
                     raise ValueError(box)
                 self.boxes[node] = box
-        self.leaves = {n: [leaf for leaf in leaves if leaf.axis == n] for n in range(len(loops.axes))}
+        self.axes, fused = placement.axes(loops.axes), enumerate(placement.fused(loops.axes), len(loops.axes))
+        self.leaves = {n: [leaf for leaf in leaves if leaf.axis == n] for n in range(len(self.axes))}
+        self.members = dict(fused)  # the axes of each fused axis
+        self.fused = {member: axis for axis, members in self.members.items() for member in members}
+        for member in self.fused:
+            self.leaves[member] = self.leaves_of_member(member)
         self.lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
         self.grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
+        self.turns = {  # loops over what programs take in turns, and the leaf that numbers these
+            loop: grid
+            for loop in leaves
+            for grid in self.grid
+            if loop.place is Place.LOOP
+            and loop.axis == grid.axis
+            and loop.step == product((grid.step, grid.extent))
+        }
         self.products = products_of(loops, placement)
         self.depends: list[frozenset[Leaf]] = []
         for node in loops.nodes:
             found = frozenset[Leaf]().union(*(self.depends[o] for o in operands_of(node)))
             if isinstance(node, Load | Coordinate | InRange | Random):
                 found |= self.of_index(node.index)
+            elif isinstance(node, Scan):
+                found |= self.of_axes(axes_in(loops.axes, (COLS,)))
             elif isinstance(node, Reduce):
                 found -= self.reduced_leaves(node)
             self.depends.append(found)
+        self.plain_maxima = frozenset[int]()  # which need not propagate NaN
+        self.ends: dict[Leaf, Dim] = {}  # of loops that do not go through all of their elements
+        self.fixed_numbers: dict[str, Expression] = {}  # of loops, where it is not their variable
         self.scopes = [Scope([])]
         self.depth = 0  # of the block to which statements are added
         self.wanted: list[int] = []  # nodes that are stored
@@ -193,6 +214,21 @@ class Emitter:
 
     # -- leaves ----------------------------------------------------------------------------------------
 
+    def leaves_of_member(self, member: int) -> list[Leaf]:
+        """Return the leaves of a fused axis on which the element number of one of its axes depends.
+
+        It is the fused number, divided by the number of elements of all inner axes, modulo the axis' size.
+        Neighbours along inner leaves have the same one if that number is a multiple of theirs.
+        """
+        axis, first = self.fused[member], self.members[self.fused[member]][0]
+        inner = product(self.axes[k].size for k in self.members[axis] if k > member)
+        size = product((inner, self.axes[member].size))
+        leaves = sorted(self.leaves[axis], key=lambda leaf: leaf.step)
+        filled = [leaf.place is not Place.LANES or leaf.lanes == leaf.extent for leaf in leaves]
+        multiples = (quotient(inner, leaf.step) is not None for leaf in leaves)
+        same = max(i for i, is_multiple in enumerate(multiples) if is_multiple and all(filled[:i]))
+        return [leaf for leaf in leaves[same:] if member == first or quotient(leaf.step, size) is None]
+
     def of_axes(self, axes: Iterable[int]) -> frozenset[Leaf]:
         return frozenset(leaf for axis in axes for leaf in self.leaves[axis])
 
@@ -215,37 +251,80 @@ class Emitter:
     def place_grid(self, number: Expression) -> None:
         """Assign each axis of the grid its element, of which the last varies fastest."""
         left = number.to(torch.int64) if self.wide else number
-        for leaf in reversed(self.grid):
-            is_first = leaf is self.grid[0]
+        grid = [leaf for leaf in self.grid if leaf.extent != 1]
+        for leaf in reversed(grid):
+            is_first = leaf is grid[0]
             value = left if is_first else left % lift(leaf.extent)
-            self.scopes[0].tiles[leaf] = Tile(self.let(_identifier(leaf.name), value))
+            if not isinstance(value, Name):
+                value = self.let(_identifier(leaf.name), value)
+            self.scopes[0].tiles[leaf.name] = Tile(value)
             left = left // lift(leaf.extent)
 
     def element(self, leaf: Leaf) -> Tile:
         """Return a leaf's own number: of the program, the iteration, or each lane."""
         if leaf.place is Place.LOOP:
-            return Tile(Name(_identifier(leaf.name)))
-        if leaf not in self.scopes[0].tiles:
+            return Tile(self.fixed_numbers.get(leaf.name) or self.number_in(leaf))
+        if leaf.name not in self.scopes[0].tiles:
             lanes = tl.arange(0, leaf.lanes)
             if len(self.lanes) > 1:
                 lanes = lanes[tuple(slice(None) if other is leaf else None for other in self.lanes)]
             with self.in_scope(0):
                 lanes = self.let(_identifier(leaf.name), lanes)
-            self.scopes[0].tiles[leaf] = Tile(lanes, frozenset({leaf}), True)
-        return self.scopes[0].tiles[leaf]
+            self.scopes[0].tiles[leaf.name] = Tile(lanes, frozenset({leaf}), True)
+        return self.scopes[0].tiles[leaf.name]
+
+    def number_in(self, loop: Leaf) -> Name:
+        """Return the variable of a loop; it has the name of the axis if it goes through its elements."""
+        is_element = loop in self.turns and self.turns[loop].step == 1
+        return Name(self.axes[loop.axis].name if is_element else _identifier(loop.name))
 
     def coordinate(self, axis: int) -> tuple[Tile | None, int]:
         """Return an axis' element number as a tile, or None, and what unrolled leaves add to it."""
+        if axis in self.fused:
+            return self.coordinate_of_member(axis), 0
         leaves = [leaf for leaf in self.leaves[axis] if leaf.place is not Place.UNROLL]
         offset = sum(self.at[leaf] * leaf.step for leaf in self.leaves[axis] if leaf.place is Place.UNROLL)
-        if not leaves:
-            return None, offset
-        parts = [(self.element(leaf), leaf.step) for leaf in leaves]
+        return self.position(self.axes[axis].name, leaves), offset
+
+    def position(self, name: str, leaves: Iterable[Leaf]) -> Tile | None:
+        """Return the sum of some leaves' numbers as a tile, or None if there are none."""
+        leaves = list(leaves)
+        in_turns = {self.turns[leaf] for leaf in leaves if leaf in self.turns}
+        moving = [x for x in leaves if x.extent != 1 or x.place is Place.LANES or x in self.turns]
+        parts = [(self.element(leaf), self.step_of(leaf)) for leaf in moving if leaf not in in_turns]
+        if not parts:
+            return None
         if len(parts) == 1 and parts[0][1] == 1:
-            return parts[0][0], offset
+            return parts[0][0]
         with self.in_scope(self.home(leaves)):
-            value = self.let(self.loops.axes[axis].name, self.sum_of(parts))
-        return self.joined(value, *(tile for tile, _ in parts)), offset
+            value = self.let(name, self.sum_of(parts))
+        return self.joined(value, *(tile for tile, _ in parts))
+
+    def step_of(self, leaf: Leaf) -> int:
+        """Return how many elements lie between values of a leaf's variable that differ by one."""
+        return self.turns[leaf].step if leaf in self.turns else leaf.step
+
+    def coordinate_of_member(self, axis: int) -> Tile | None:
+        """Return the element number of an axis that others are fused with, or None if it is zero."""
+        members, leaves = self.members[self.fused[axis]], self.leaves[axis]
+        is_whole = set(leaves) == set(self.leaves[self.fused[axis]])
+        name = self.axes[self.fused[axis]].name
+        base = self.position(name if is_whole else f"first_{name}", leaves)
+        if base is None:
+            return None
+        value = decompose(tuple(self.axes[k] for k in members), members.index(axis), base.value)
+        with self.in_scope(self.home(leaves)):
+            return self.joined(self.let(self.axes[axis].name, value), base)
+
+    def merged(self, index: Index) -> Index:
+        """Return an index in which terms that go through a fused axis element by element are one term."""
+        terms = dict(index.terms)
+        for axis, members in self.members.items():
+            step = terms.get(members[-1], 0)
+            steps = strides_of(tuple(self.axes[k].size for k in members))
+            if step != 0 and all(terms.get(k, 0) == step * s for k, s in zip(members, steps, strict=True)):
+                terms = {k: c for k, c in terms.items() if k not in members} | {axis: step}
+        return Index(index.const, tuple(sorted(terms.items())))
 
     def sum_of(self, parts: Iterable[tuple[Tile, Dim]], const: Dim = 0) -> Expression:
         """Return a sum of tiles times numbers; what has fewer dimensions comes first."""
@@ -258,7 +337,7 @@ class Emitter:
     def index(self, index: Index) -> Tile:
         """Return an element index."""
         const, parts = index.const, list[tuple[Tile, Dim]]()
-        for key, step in index.terms:
+        for key, step in self.merged(index).terms:
             base, offset = self.coordinate(key) if key >= 0 else (self.place(~key), 0)
             const = const + step * offset
             if base is not None:
@@ -274,17 +353,19 @@ class Emitter:
     def inside(self, axes: frozenset[int]) -> Tile | None:
         """Return whether elements lie within these axes, or None if all that the program visits do."""
         checks: list[Tile] = []
-        for axis in sorted(axes):
-            size, leaves = self.loops.axes[axis].size, self.leaves[axis]
+        for axis in sorted({self.fused.get(axis, axis) for axis in axes}):
+            size, leaves = self.axes[axis].size, self.leaves[axis]
             several = len(leaves) > 1
             for leaf in leaves if several else ():
                 if leaf.place is Place.LANES and leaf.lanes != leaf.extent:
                     checks.append(self.check(leaf.name, self.element(leaf), 0, leaf.extent))
             covered = product(leaf.extent for leaf in leaves)
+            if turns := [self.turns[leaf] for leaf in leaves if leaf in self.turns]:
+                covered = product((ceil_div(size, turns[0].step), turns[0].step))
             padded = not several and leaves[0].place is Place.LANES and leaves[0].lanes != size
             base, offset = self.coordinate(axis)
             if base is not None and (padded or quotient(size, covered) is None or size == 0):
-                checks.append(self.check(self.loops.axes[axis].name, base, offset, size))
+                checks.append(self.check(self.axes[axis].name, base, offset, size))
         values = [check.value for check in checks]
         return self.joined(cast(Expression, every(*values)), *checks) if checks else None
 
@@ -334,9 +415,14 @@ class Emitter:
         self.depth = len(self.scopes) - 1
         yield
         for outer, leaf, inner in reversed(opened):
-            stages = self.placement.num_stages
-            values = Range(lift(0), lift(leaf.extent), stages=stages if stages > 1 else None)
-            outer.body.append(For(Name(_identifier(leaf.name)), values, inner.body))
+            stages = self.placement.num_stages if self.placement.num_stages > 1 else None
+            values = Range(lift(0), lift(self.ends.get(leaf, leaf.extent)), stages=stages)
+            if leaf in self.turns:
+                grid = self.turns[leaf]
+                end = ceil_div(self.axes[leaf.axis].size, grid.step)
+                first = self.element(grid).value if grid.extent != 1 else lift(0)
+                values = Range(first, lift(end), cast(int, grid.extent), stages)
+            outer.body.append(For(self.number_in(leaf), values, inner.body))
         self.scopes, self.depth = scopes, before
 
     @contextmanager
@@ -364,8 +450,9 @@ class Emitter:
 
     def home(self, leaves: Iterable[Leaf]) -> int:
         """Return the depth of the innermost open loop among some leaves."""
-        needed = set(leaves)
-        return max((d for d, s in enumerate(self.scopes[: self.depth + 1]) if s.loop in needed), default=0)
+        needed = {leaf.name for leaf in leaves}
+        scopes = enumerate(self.scopes[: self.depth + 1])
+        return max((d for d, s in scopes if s.loop is not None and s.loop.name in needed), default=0)
 
     # -- values --------------------------------------------------------------------------------------------
 
@@ -411,14 +498,12 @@ class Emitter:
                 value = (index.value >= node.low) & (index.value < node.high)
                 tile, base = self.joined(value, index), "inside"
             case Random():
-                seed, index = self.tile(node.seed), self.index(node.index)
-                function = fm.words if node.dtype is torch.uint32 else fm.uniform
-                tile, base = self.joined(function(seed.value, index.value, node.salt), index), "uniform"
+                tile, base = self.random(node), "word" if node.dtype is torch.uint32 else "uniform"
             case Checked():
                 return self.checked(node)
             case Compute():
                 tile = self.computed(number, node)
-                base = "rounded" if rounding_of(node) else str(node.target._opname).lstrip("_")
+                base = expression.base_name(node)
             case _:
                 raise TypeError(node)
         if isinstance(tile.value, Var):
@@ -434,6 +519,8 @@ class Emitter:
         if node in self.boxes:
             is_dead = node.within is not None and self.literal(node.within) is False
             return Tile(Literal(0)) if is_dead else self.boxed(node, self.boxes[node])
+        if (length := self.run_length(node)) > 1:
+            return self.repeated(node, length)
         index = self.index(node.index)
         within = [] if node.within is None else self.condition(node.within)
         if within is None:
@@ -441,12 +528,57 @@ class Emitter:
         if node.buffer in self.empty:
             return self.joined(tl.full(self.shape(index.lanes), 0, node.dtype), index)
         loose = _axes(node.index) - self.guarded(node)
-        pointer, mask = self.access(node.buffer, index, loose, within)
+        needed = within if as_held or not self.is_shared_within(node) else []
+        pointer, mask = self.access(node.buffer, index, loose, needed)
         held = self.dtypes[node.buffer]
         zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0
         masked = {} if mask is None else {"mask": mask.value, "other": zero}
-        value = tl.load(pointer.value, **masked)
-        return self.joined(value if as_held else convert(value, held, node.dtype), pointer)
+        value = tl.load(pointer.value, **masked, **self.options(node))
+        value = value if as_held else convert(value, held, node.dtype)
+        if len(needed) < len(within):
+            condition = cast(Expression, every(*(tile.value for tile in within)))
+            value = tl.where(condition, self.let(self.called(node.buffer), value), 0)
+        return self.joined(value, pointer, *within)
+
+    def options(self, node: Load) -> Mapping[str, Expression]:
+        """Return the keyword arguments of a load."""
+        return {}
+
+    def is_shared_within(self, node: Load) -> bool:
+        """True if all elements of a range, which moves the address by nothing, load the same one: they may
+        load it once, without the condition."""
+        within = None if node.within is None else self.loops.nodes[node.within]
+        if not isinstance(within, InRange) or node.dtype is torch.bool or not node.index.terms:
+            return False
+        bounds, direct = (within.low, within.high), all(key >= 0 for key, _ in node.index.terms)
+        is_nonempty = all(isinstance(n, int) for n in bounds) and within.low < within.high
+        return is_nonempty and direct and self.of_index(node.index).isdisjoint(self.of_index(within.index))
+
+    def run_length(self, node: Load) -> int:
+        """Return how many neighbours among the innermost lanes have the same element of a load; a power of
+        two. It is 1 where Triton sees that itself, which it does for integers that are used as indices."""
+        axes, leaf = _axes(node.index), self.lanes[-1] if self.lanes else None
+        members = self.members.get(leaf.axis, ()) if leaf is not None else ()
+        last = max((k for k in members if k in axes), default=None)
+        is_plain = node.within is None and all(key >= 0 for key, _ in node.index.terms)
+        if leaf is None or leaf.step != 1 or last is None or not is_plain:
+            return 1
+        if self.dtypes[node.buffer] in POSITIONS or leaf not in self.of_index(node.index):
+            return 1
+        inner, length = product(self.axes[k].size for k in members if k > last), leaf.lanes // 2
+        while length > 1 and quotient(inner, length) is None:
+            length //= 2
+        return max(1, length)
+
+    def repeated(self, node: Load, length: int) -> Tile:
+        """Return a load of one element for each run of `length` innermost lanes."""
+        leaf, all_lanes, all_leaves = self.lanes[-1], self.lanes, self.leaves
+        runs = replace(leaf, name=f"{leaf.name}_by_{length}", extent=leaf.lanes // length, step=length)
+        self.lanes = [*all_lanes[:-1], runs]
+        self.leaves = {k: [runs if x == leaf else x for x in leaves] for k, leaves in all_leaves.items()}
+        tile = self.loaded(node)
+        self.lanes, self.leaves = all_lanes, all_leaves
+        return Tile(fm.repeated(tile.value, length), tile.lanes - {runs} | {leaf}, True)
 
     def loaded_as_held(self, node: Load) -> Tile:
         tile = self.loaded(node, as_held=True)
@@ -484,13 +616,17 @@ class Emitter:
 
     def condition(self, number: int) -> list[Tile] | None:
         """Return the conditions that make up a node, without those that hold; None if one does not."""
-        known, node = self.literal(number), self.loops.nodes[number]
-        if known is not None:
-            return [] if known else None
+        value = self.literal(number)
+        if value is not None:
+            return [] if value else None
+        return [self.tile(part) for part in self.parts(number)]
+
+    def parts(self, condition: int) -> list[int]:
+        """Return the nodes whose conjunction a condition is, without those that hold."""
+        node = self.loops.nodes[condition]
         if isinstance(node, Compute) and node.target is aten.logical_and.default:
-            parts = [self.condition(o) for o in operands_of(node)]
-            return [tile for part in parts for tile in part or ()]
-        return [self.tile(number)]
+            return [part for o in operands_of(node) for part in self.parts(o)]
+        return [] if self.literal(condition) is True else [condition]
 
     def access(
         self, buffer: str, place: Tile, axes: frozenset[int], conditions: Iterable[Tile]
@@ -533,6 +669,25 @@ class Emitter:
             for operand in operands_of(node):
                 yield from self.ranges(operand)
 
+    def random(self, node: Random) -> Tile:
+        """Return random numbers, with one Philox call for four neighbours where there are such."""
+        words, seed = node.dtype is torch.uint32, self.tile(node.seed).value
+        terms, const = self.terms(self.merged(node.index))
+        innermost = self.lanes[-1] if self.lanes else None
+        others = [(x, c) for x, step in terms if x != innermost and (c := quotient(step, 4)) is not None]
+        by_four = (innermost, 1) in terms and len(others) == len(terms) - 1 and len(self.lanes) <= 2
+        first = quotient(const, 4)
+        if innermost is None or not by_four or first is None or innermost.lanes < 4:
+            index = self.index(node.index)
+            place = index.value if node.index.terms else tl.full([], index.value, torch.int32)
+            return self.joined((fm.words if words else fm.uniform)(seed, place, node.salt), index)
+        quarter = tl.arange(0, innermost.lanes // 4)
+        parts = [(self.element(x) if isinstance(x, Leaf) else self.tile(x), c) for x, c in others]
+        lanes = Tile(quarter[None, :] if len(self.lanes) > 1 else quarter, frozenset({innermost}), True)
+        counter = self.sum_of([*parts, (lanes, 1)], first)
+        tiles = (*(tile for tile, _ in parts), lanes)
+        return self.joined((fm.words_block if words else fm.uniform_block)(seed, counter, node.salt), *tiles)
+
     def checked(self, node: Checked) -> Tile:
         index = self.tile(node.position)
         mask = None if node.within is None else self.tile(node.within)
@@ -549,8 +704,17 @@ class Emitter:
         source = self.chosen(node)
         if source is not None and self.loops.nodes[source].dtype is node.dtype:
             return self.tile(source)
+        if (floats := floats_of(self.loops, number)) is not None:
+            tiles = [self.tile(n) for n in floats.operands()]
+            return self.joined(floats.value(lambda n: self.tile(n).value), *tiles)
+        if (byte := widened_byte(self.loops, node)) is not None:
+            return replace(self.tile(byte), value=fm.from_byte(self.tile(byte).value))
         numbers = [a.node for _, a in node.operands if isinstance(a, Operand)]
         tiles = {n: self.tile(n) for n in numbers}
+        if number in self.rough and node.target is aten.div.Tensor and len(numbers) == 2:
+            dividend, divisor = numbers
+            if tiles[divisor].lanes < tiles[dividend].lanes:
+                return self.joined(self.as_float(dividend) * self.reciprocal(divisor), *tiles.values())
         literals = [n for n in numbers if isinstance(self.loops.nodes[n], Constant)]
         if len(literals) == len(numbers) or (len(literals) > 1 and node.target is not aten.where.self):
             for n in literals:  # two numbers have no type in Triton's functions
@@ -559,6 +723,19 @@ class Emitter:
         dtypes = {n: self.loops.nodes[n].dtype for n in numbers}
         value = computed(node, lambda n: (tiles[n].value, dtypes[n]), number in self.rough)
         return self.joined(value, *tiles.values())
+
+    def as_float(self, number: int) -> Expression:
+        node = self.loops.nodes[number]
+        if isinstance(node, Constant):
+            return scalar(convert_literal(node.value, torch.float32), torch.float32)
+        return convert(self.tile(number).value, node.dtype, torch.float32)
+
+    def reciprocal(self, number: int) -> Expression:
+        """Return 1 / a value that neighbours share, computed once."""
+        value = self.as_float(number)
+        base = value.base if isinstance(value, Var) else "value"
+        with self.in_scope(self.home(self.depends[number])):
+            return self.let(f"per_{base}", 1.0 / value)
 
     # -- what is known ---------------------------------------------------------------------------------
 
@@ -589,6 +766,8 @@ class Emitter:
 
     def whole(self, index: Index) -> int | None:
         """Return an index that unrolled axes alone make up."""
+        if any(key in self.fused for key, _ in index.terms):
+            return None
         terms, const = self.terms(index)
         return const if not terms and isinstance(const, int) else None
 
@@ -615,6 +794,8 @@ class Emitter:
         by = self.literal(by.node) if isinstance(by, Operand) else by
         of = None if source is None else self.loops.nodes[source]
         if not isinstance(by, int) or by < 1 or not isinstance(of, Coordinate):
+            return None
+        if any(key in self.fused for key, _ in of.index.terms):
             return None
         terms, const = self.terms(of.index)
         if not isinstance(const, int) or any(not isinstance(c, int) or c % by for _, c in terms):
@@ -835,12 +1016,16 @@ class Emitter:
             case _:
                 return False
 
-    def folded(self, number: int, node: Reduce, state: Tile) -> Tile:
-        """Return an accumulator whose reduced lanes are folded."""
+    def folded(
+        self, number: int, node: Reduce, state: Tile, base: str | None = None, join_key: object = None
+    ) -> Tile:
+        """Return an accumulator whose reduced lanes are folded. base, join_key: of the variable, and of the
+        fold."""
         several = len(self.lanes) > 1
         for leaf in reversed(self.placed(self.reduced_leaves(node), Place.LANES)):  # neighbours first
             axis = self.lanes.index(leaf)
-            value = self.let(node.combine, Combine(node, (state.value,), axis, several), number)
+            combined = Combine(node, (state.value,), axis, several, number in self.plain_maxima, join_key)
+            value = self.let(base or node.combine, combined, number)
             state = Tile(value, state.lanes - {leaf}, several)
         return state
 

@@ -73,7 +73,7 @@ def split_reductions(loops: LoopNest, placement: Placement, numbers: Iterator[in
     node_axes = axes_of(loops)
     partials: dict[int, Partial] = {}
     for n, node in enumerate(loops.nodes):
-        shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.axis in node.axes)
+        shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.members & node.axes)
         if isinstance(node, Reduce) and shared:
             kept = tuple(sorted(node_axes[n], key=lambda k: (in_lanes.get(k, -1), k)))
             shape = product(leaf.extent for leaf in shared), product(loops.axes[k].size for k in kept)

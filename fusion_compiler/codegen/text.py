@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusion_compiler.codegen.monoids import fold
-from fusion_compiler.codegen.names import GLOBAL, HEADER, RESERVED, TAKEN
+from fusion_compiler.codegen.names import GLOBAL, HEADER, TAKEN
 from fusion_compiler.codegen.tile import (
     Assign,
     Check,
@@ -52,7 +52,7 @@ class _Printer:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.taken = set(RESERVED) | {parameter.base for parameter in function.parameters}
+        self.taken = set(TAKEN) | {parameter.base for parameter in function.parameters}
         self.bound = set[Variable](function.parameters)
         self.names: dict[Var, str] = {}
         self.lines: list[str] = []

@@ -1,5 +1,6 @@
 """A placement says where each axis of a loop nest lies. It is an ordered list of directives:
 
+    fuse(a b, c)        axes a and b become axis c, of all their elements in row-major order
     split(a, n)         axis a becomes a.o and a.i; a.i has n elements
     place(a, GRID)      programs share the axis; of several, the last one varies fastest
     place(a, LOOP)      each program goes through the axis in a loop; the first one is the outermost loop
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from fusion_compiler.ir.dims import Dim
+from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import Axis
 from fusion_compiler.schedule.analysis import ceil_div
 from fusion_compiler.schedule.shapes import padded
@@ -48,6 +49,18 @@ class Printed:
 
     def __str__(self) -> str:
         return f"{self.word}({', '.join(str(value) for value in vars(self).values())})"
+
+
+@dataclass(frozen=True)
+class Fuse(Printed):
+    """Make one axis of several that follow each other; the last one varies fastest."""
+
+    axes: tuple[str, ...]
+    name: str
+    word = "fuse"
+
+    def __str__(self) -> str:
+        return f"{self.word}({' '.join(self.axes)}, {self.name})"
 
 
 @dataclass(frozen=True)
@@ -86,19 +99,22 @@ class Via(Printed):
     word = "access"
 
 
-Directive = Split | At | On | Via
+Directive = Fuse | Split | At | On | Via
 
 
 @dataclass(frozen=True)
 class Leaf:
     """A part of an axis that is placed as one.
 
-    axis: the number of the axis. step: elements of the axis from one of the leaf to the next. order: the
-    position of its directive.
+    axis: the number of the axis; fused axes have the numbers behind all others. members: the number of the
+        axis, or those of the axes that were fused to it.
+    step: elements of the axis from one of the leaf to the next.
+    order: the position of its directive.
     """
 
     name: str
     axis: int
+    members: frozenset[int]
     extent: Dim
     step: int
     place: Place
@@ -144,8 +160,10 @@ class Placement:
     def parse(text: str) -> Placement:
         """Return the placement that prints as `text`. Raises ValueError for any other text."""
         directives: list[Directive] = []
-        for word, name, value in re.findall(r"(split|place|unit|access)\(([\w.]+), (\w+)\)", text):
+        for word, name, value in re.findall(r"(fuse|split|place|unit|access)\(([\w. ]+), (\w+)\)", text):
             match word:
+                case "fuse":
+                    directives.append(Fuse(tuple(name.split()), value))
                 case "split":
                     directives.append(Split(name, int(value)))
                 case "place":
@@ -162,23 +180,49 @@ class Placement:
             raise ValueError(f"{text!r} is no placement; one is {placement}")
         return placement
 
+    def axes(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """Return a nest's axes, and behind them those that directives fuse."""
+        fuses = (directive for directive in self.directives if isinstance(directive, Fuse))
+        sizes = {axis.name: axis.size for axis in axes}
+        fused = ((fuse.name, product(sizes[name] for name in fuse.axes)) for fuse in fuses)
+        return (*axes, *(Axis(name, size, axes[0].group) for name, size in fused))
+
+    def fused(self, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the numbers of the axes that each fused axis has. Raises ValueError where there are none."""
+        numbers = {axis.name: number for number, axis in enumerate(axes)}
+        fuses = [directive for directive in self.directives if isinstance(directive, Fuse)]
+        for fuse in fuses:
+            if missing := set(fuse.axes) - numbers.keys():
+                raise ValueError(f"{fuse}: there is no axis {min(missing)} left to place")
+        return tuple(tuple(numbers[name] for name in fuse.axes) for fuse in fuses)
+
     def leaves(self, axes: tuple[Axis, ...]) -> tuple[Leaf, ...]:
         """Return the parts of all axes in the order of their directives. Raises ValueError where an axis is
         not placed, or placed twice."""
-        parts = {axis.name: (number, axis.size, 1) for number, axis in enumerate(axes)}
+        parts = {axis.name: (number, frozenset({number}), axis.size, 1) for number, axis in enumerate(axes)}
+        fused = iter(enumerate(self.fused(axes), len(axes)))
         leaves: list[Leaf] = []
         for position, directive in enumerate(self.directives):
             if isinstance(directive, On | Via):
                 continue
+            if isinstance(directive, Fuse):
+                number, members = next(fused)
+                for member in members:
+                    del parts[axes[member].name]
+                size = product(axes[member].size for member in members)
+                parts[directive.name] = number, frozenset(members), size, 1
+                continue
             if directive.axis not in parts:
                 raise ValueError(f"{directive}: there is no axis {directive.axis} left to place")
-            number, extent, step = parts.pop(directive.axis)
+            number, members, extent, step = parts.pop(directive.axis)
             if isinstance(directive, At):
-                leaves.append(Leaf(directive.axis, number, extent, step, directive.place, position))
+                leaves.append(
+                    Leaf(directive.axis, number, members, extent, step, directive.place, position)
+                )
                 continue
             inner = directive.inner
-            parts[f"{directive.axis}.o"] = number, ceil_div(extent, inner), step * inner
-            parts[f"{directive.axis}.i"] = number, inner, step
+            parts[f"{directive.axis}.o"] = number, members, ceil_div(extent, inner), step * inner
+            parts[f"{directive.axis}.i"] = number, members, inner, step
         if parts:
             raise ValueError(f"{', '.join(parts)} has no place")
         return tuple(leaves)

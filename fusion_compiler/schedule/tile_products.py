@@ -41,9 +41,9 @@ def product_of(loops: LoopNest, number: int, leaves: tuple[Leaf, ...]) -> Produc
     if len(set(factors)) != 2:
         return None
     axes, lanes = axes_of(loops), [leaf for leaf in leaves if leaf.place is Place.LANES]
-    tiles = [{leaf for leaf in lanes if leaf.axis in axes[factor]} for factor in factors]
+    tiles = [{leaf for leaf in lanes if leaf.members & axes[factor]} for factor in factors]
     terms, own = tiles[0] & tiles[1], [tiles[0] - tiles[1], tiles[1] - tiles[0]]
-    reduced = {leaf for leaf in leaves if leaf.axis in node.axes}
+    reduced = {leaf for leaf in leaves if leaf.members & node.axes}
     if reduced != terms or [len(terms), *map(len, own)] != [1, 1, 1]:
         return None
     (few, vectors), (rows, matrix) = sorted(

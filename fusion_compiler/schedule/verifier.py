@@ -46,7 +46,7 @@ def refusal(
             copies *= leaf.extent if leaf.place is Place.UNROLL else 1
     if copies > MOST_COPIES:
         return f"unrolled axes repeat a statement {copies} times, more than {MOST_COPIES}"
-    on_grid = {leaf.axis for leaf in leaves if leaf.place is Place.GRID}
+    on_grid = {axis for leaf in leaves if leaf.place is Place.GRID for axis in leaf.members}
     waits = list[dict[frozenset[int], int]]()  # shared reductions, by the axes that they reduce
     for number, node in enumerate(loops.nodes):
         before = {axes: n for o in operands_of(node) for axes, n in waits[o].items()}
@@ -76,7 +76,7 @@ def refusal(
 def tile_sizes(loops: LoopNest, placement: Placement) -> list[int]:
     """Return the elements of each node's tile; none of terms that tensor cores add up."""
     leaves = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.LANES]
-    sizes = [prod(leaf.lanes for leaf in leaves if leaf.axis in axes) for axes in axes_of(loops)]
+    sizes = [prod(leaf.lanes for leaf in leaves if leaf.members & axes) for axes in axes_of(loops)]
     for number in products_of(loops, placement):
         sizes[operands_of(loops.nodes[number])[0]] = 0
     return sizes
@@ -86,7 +86,7 @@ def held_registers(loops: LoopNest, placement: Placement) -> float:
     """Return the most 32-bit registers of a thread that hold values of a tile at the same time, if nodes are
     computed in their order and results are stored in the end."""
     unrolled = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.UNROLL]
-    copies = [prod(leaf.lanes for leaf in unrolled if leaf.axis in axes) for axes in axes_of(loops)]
+    copies = [prod(leaf.lanes for leaf in unrolled if leaf.members & axes) for axes in axes_of(loops)]
     threads, last = WARP * placement.num_warps, dict[int, int]()
     for number, node in enumerate(loops.nodes):
         last |= dict.fromkeys(operands_of(node), number)
@@ -108,8 +108,8 @@ def placed_registers(loops: LoopNest, placement: Placement) -> float:
     tiles = 0.0
     for number, node in enumerate(loops.nodes):
         if isinstance(node, Reduce):
-            own = [leaf for leaf in leaves if leaf.axis in axes[number] | axes[node.operand]]
-            kept = [leaf for leaf in leaves if leaf.axis in axes[number] and leaf.place is Place.UNROLL]
+            own = [leaf for leaf in leaves if leaf.members & (axes[number] | axes[node.operand])]
+            kept = [leaf for leaf in leaves if leaf.members & axes[number] and leaf.place is Place.UNROLL]
             lanes = prod(leaf.lanes for leaf in own if leaf.place is Place.LANES)
             tiles += prod(leaf.lanes for leaf in kept) * max(1.0, lanes / threads)
     widest = prod(leaf.lanes for leaf in leaves if leaf.place is Place.LANES)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.codegen import emit, nodes
+from fusion_compiler.codegen import emit, expression
 from fusion_compiler.codegen.text import module
 from fusion_compiler.codegen.tile import Assign, Do, For, Function, If, Range, Statement, Store, Update
 from fusion_compiler.errors import KernelError
@@ -82,7 +82,7 @@ def test_division_by_a_converted_value_of_the_row(dtype: torch.dtype) -> None:
 def test_values_make_way_for_names_that_are_the_same_in_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators may be called as anything: rows, columns, loops' variables, modules."""
     names = itertools.cycle(("row", "col", "start", "part", "shift", "fm", "float", "col_inside"))
-    monkeypatch.setattr(nodes, "base_name", lambda node: next(names))
+    monkeypatch.setattr(expression, "base_name", lambda node: next(names))
     nest = Nest({"i": (6, ROWS), "j": (40000, COLS)})
     value = nest.load("x", "i", "j", dtype=torch.float32)
     for _ in range(8):
@@ -99,7 +99,7 @@ def test_values_make_way_for_names_that_are_the_same_in_every_kernel(monkeypatch
 
 
 def test_a_wrong_text_is_an_error_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "base_name", lambda node: "to(tl.float32)")
+    monkeypatch.setattr(expression, "base_name", lambda node: "to(tl.float32)")
     with pytest.raises(KernelError, match=r"failed to be printed: .* a variable called to\(tl"):
         fc.compile(lambda x: torch.exp(x * 2), backend="interpret", strict=True)(torch.randn(8))
 

@@ -1,0 +1,58 @@
+"""Placements of the tiles of rows and columns that `Schedule` describes."""
+
+from __future__ import annotations
+
+from fusion_compiler.ir.loops import COLS, GROUPS, ROWS, Counter, Total
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.placement import At, Directive, Fuse, Place, Placement, Split
+from fusion_compiler.schedule.schedule import Cols, Schedule
+
+NAMES = {ROWS: "row", COLS: "col"}  # of the axes that a group's axes are fused to
+
+
+def placement_of(a: Analysis, s: Schedule) -> Placement | None:
+    """Return the placement of a schedule, or None if placements do not describe it."""
+    if a.inner or a.in_segments or a.segmented or s.misaligned or s.splits > 1 or s.last_finishes:
+        return None
+    if a.weighted or a.products or a.ahead or (s.cols is Cols.LOOP and a.across_rows):
+        return None
+    if any(isinstance(n, Counter | Total) for n in a.loops.nodes):
+        return None
+    directives: list[Directive] = []
+    for group in GROUPS:
+        axes = a.axes[group]
+        if not axes:
+            continue
+        name = axes[0].name
+        if len(axes) > 1:
+            name = NAMES[group]
+            directives.append(Fuse(tuple(axis.name for axis in axes), name))
+        directives += _rows(name, s) if group == ROWS else _cols(name, s)
+    grid = [d for d in directives if isinstance(d, At) and d.place is not Place.LANES]
+    lanes = [d for d in directives if isinstance(d, At) and d.place is Place.LANES]
+    others = [d for d in directives if not isinstance(d, At)]
+    return Placement((*others, *grid, *lanes), s.num_warps, s.num_stages, s.registers)
+
+
+def _rows(name: str, s: Schedule) -> list[Directive]:
+    directives: list[Directive] = []
+    if s.block_rows > 1:
+        directives += [Split(name, s.block_rows), At(f"{name}.i", Place.LANES)]
+        name = f"{name}.o"
+    if s.programs is None:
+        return [*directives, At(name, Place.GRID)]
+    if s.programs == 1:
+        return [*directives, At(name, Place.LOOP)]
+    return [
+        *directives,
+        Split(name, s.programs),
+        At(f"{name}.i", Place.GRID),
+        At(f"{name}.o", Place.LOOP),
+    ]
+
+
+def _cols(name: str, s: Schedule) -> list[Directive]:
+    if s.cols is Cols.WHOLE:
+        return [At(name, Place.LANES)]
+    outer = Place.GRID if s.cols is Cols.GRID else Place.LOOP
+    return [Split(name, s.block_cols), At(f"{name}.o", outer), At(f"{name}.i", Place.LANES)]
