@@ -16,6 +16,7 @@ import torch
 
 from fusion_compiler.codegen import ahead, contractions
 from fusion_compiler.codegen.accesses import store_one
+from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
 from fusion_compiler.codegen.axis_map import FIRST, place_cols, row_loop, rows_at
 from fusion_compiler.codegen.builder import NO_OPTIONS, Builder
 from fusion_compiler.codegen.exchange import mailbox, messages
@@ -362,7 +363,7 @@ class _Assembly(_Part[Schedule]):
             emitter = self.emitter(self.placement)
             body, grid = emitter.rows_program(number, self.finishing)
             functions = self.last_placed(body, f"{name}_last")
-            return functions, self.finished(rewritten_rows(emitter.a, body)), grid
+            return functions, self.finished(self.rewritten(body)), grid
         b = self.builder(self.a, self.s)
         first = self.replicated_reductions(b, f"{name}_first")
         grid = self.body(b, number)
@@ -372,7 +373,8 @@ class _Assembly(_Part[Schedule]):
     def emitter(
         self, placement: Placement, load_options: Mapping[str, Expression] = NO_OPTIONS
     ) -> RowEmitter:
-        return RowEmitter(self.a, placement, self.pointers, self.dtypes, self.empty, load_options)
+        kind = AlignedRowEmitter if placement.word else RowEmitter
+        return kind(self.a, placement, self.pointers, self.dtypes, self.empty, load_options)
 
     def last_placed(self, body: list[Statement], name: str) -> list[Function]:
         """Let the program that draws the last ticket run the second stage (see `last_program`)."""
@@ -386,11 +388,20 @@ class _Assembly(_Part[Schedule]):
         body += [Do(tl.debug_barrier()), If(last, [Store(ticket, Literal(0)), Do(Global(name)(*used))])]
         return [Function(name, used, inner)]
 
+    def rewritten(self, body: list[Statement]) -> list[Statement]:
+        """Return a tile program after the rewrites that every kernel has."""
+        neighbours = right_neighbours(self.a.loops.axes, enumerate(self.a.loops.stores))
+        if not self.s.in_passes and not self.s.misaligned and not neighbours:
+            stored_early(body, roundings(self.a.loops))
+        joined(body)
+        checked_late(body)
+        return body
+
     def only_program(self, load_options: Mapping[str, Expression]) -> list[Statement]:
         """Return the statements of the only program of a grid."""
         if self.placement is not None:
             emitter = self.emitter(self.placement, load_options)
-            return rewritten_rows(self.a, emitter.rows_program(FIRST, None)[0])
+            return self.rewritten(emitter.rows_program(FIRST, None)[0])
         builder = self.builder(self.a, self.s, load_options)
         self.body(builder, FIRST)
         return rewritten(builder)
@@ -518,7 +529,9 @@ class _Placed(_Part[Placement]):
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         emitter = Emitter(self.a, self.s, self.pointers, self.dtypes, self.empty)
         body, grid = emitter.program(number, self.split)
-        return [], self.finished(rewritten_rows(self.a, body)), grid
+        joined(body)
+        checked_late(body)
+        return [], self.finished(body), grid
 
 
 def rewritten(
@@ -531,13 +544,6 @@ def rewritten(
     joined(b.body)
     checked_late(b.body)
     return last(b.body)
-
-
-def rewritten_rows(a: Analysis, body: list[Statement]) -> list[Statement]:
-    stored_early(body, roundings(a.loops))
-    joined(body)
-    checked_late(body)
-    return body
 
 
 def roundings(loops: LoopNest) -> dict[int, int]:

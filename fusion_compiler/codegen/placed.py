@@ -264,6 +264,8 @@ class Emitter:
         """Return a leaf's own number: of the program, the iteration, or each lane."""
         if leaf.place is Place.LOOP:
             return Tile(self.fixed_numbers.get(leaf.name) or self.number_in(leaf))
+        if leaf.place is Place.GRID:
+            return self.scopes[0].tiles.get(leaf.name, Tile(Literal(0)))  # the only one has no variable
         if leaf.name not in self.scopes[0].tiles:
             lanes = tl.arange(0, leaf.lanes)
             if len(self.lanes) > 1:

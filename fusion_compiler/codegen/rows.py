@@ -68,6 +68,7 @@ class RowEmitter(Emitter):
         self.carried: dict[int, Var] = {}  # scan -> its value after the blocks of a loop so far
         self.is_last_pass = True
         self.is_whole = False  # the open block lies within the row
+        self.rest = 0  # columns of the last block
         self.hidden: Leaf | None = None  # the innermost lanes of all blocks but the last, which is open
 
     def rows_program(
@@ -125,7 +126,7 @@ class RowEmitter(Emitter):
         needed = self.needed_by([*(o for store in stores for o in self.read_by(store)), *terms])
         of_rows = (n for n in needed if not self.depends[n] & {*self.lanes[-1:]} and not self.a.level[n])
         first = sorted(of_rows) if self.placement.num_stages == 1 else ()
-        in_pairs = {n for pair in self.a.pairs.items() for n in pair}
+        in_pairs = {n for pair in self.pairs.items() for n in pair}
         if in_pairs:  # Triton computes in the layout of the last load: others go through shared memory
             nodes = self.loops.nodes
             plain = (n for n in needed if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
@@ -133,9 +134,14 @@ class RowEmitter(Emitter):
         self.compute((*first, *sorted(needed)))
         self.store_all(stores)
 
+    @property
+    def pairs(self) -> Mapping[int, int]:
+        """Return the loads of every other element, each with the load of the elements between."""
+        return self.a.pairs
+
     def store_all(self, stores: Sequence[Store]) -> None:
         """Emit stores, of neighbours together."""
-        pairs = right_neighbours(self.loops.axes, enumerate(stores))
+        pairs = right_neighbours(self.loops.axes, enumerate(stores)) if not self.placement.word else {}
         pairs = {n: m for n, m in pairs.items() if self.dtypes[stores[n].buffer] is not torch.bool}
         for n, store in enumerate(stores):
             if n in pairs:
@@ -199,7 +205,7 @@ class RowEmitter(Emitter):
 
     def made(self, number: int) -> Tile:
         node = self.loops.nodes[number]
-        pair = next((pair for pair in self.a.pairs.items() if number in pair), None)
+        pair = next((pair for pair in self.pairs.items() if number in pair), None)
         if isinstance(node, Load) and pair is not None and node.buffer not in self.empty:
             self.load_pair(*pair)
             return self.scopes[self.depth].tiles[self.key(number)]
@@ -251,11 +257,12 @@ class RowEmitter(Emitter):
         self.compute(n for n in needed if not self.depends[n] & columns)
         size, lanes = self.a.size(COLS), self.lanes[-1].lanes
         is_reverse = True in self.a.directions
-        blocks, rest, is_cut = loop.extent, 0, isinstance(size, int) and size > lanes and not is_reverse
+        blocks, self.rest, rest_lanes = loop.extent, 0, 0
+        is_cut = isinstance(size, int) and size > lanes and not is_reverse
         if is_reverse:  # the last block comes first
             self.fixed_numbers[loop.name] = lift(blocks) - 1 - self.number_in(loop)
-        if isinstance(size, int) and is_cut:
-            blocks, rest = divmod(size, lanes)
+        if is_cut:
+            blocks, self.rest, rest_lanes = self.cut(loop)
         values = [state.start(self) for state in states]
         for n in needed:
             if isinstance(node := self.loops.nodes[n], Scan):
@@ -274,20 +281,26 @@ class RowEmitter(Emitter):
         self.is_whole = False
         for state, variables in zip(states, values, strict=True):
             state.fold(self, variables)
-        if rest:
-            with self.last_block(loop, blocks, rest):
+        if rest_lanes:
+            with self.last_block(loop, blocks, padded(rest_lanes)):
                 block(lambda state, variables: state.end(self, variables))
         for state, variables in zip(states, values, strict=True):
             for n, value in state.results(self, variables).items():
                 tile = Tile(value, self.depends[n] & {*self.lanes}, self.keeps)
                 self.scopes[self.depth].tiles[self.key(n)] = tile
 
+    def cut(self, loop: Leaf) -> tuple[int, int, int]:
+        """Return the whole blocks of a loop over columns, and the columns and lanes that its last block
+        needs."""
+        blocks, rest = divmod(hint(self.a.size(COLS)), self.lanes[-1].lanes)
+        return blocks, rest, rest
+
     @contextmanager
-    def last_block(self, loop: Leaf, number: Dim, rest: int) -> Generator[None]:
-        """Emit the block of a loop with this number, in which `rest` columns are left, behind the loop."""
+    def last_block(self, loop: Leaf, number: Dim, lanes: int) -> Generator[None]:
+        """Emit the block of a loop with this number, which has fewer lanes, behind the loop."""
         all_lanes, all_leaves, scopes, depth = self.lanes, self.leaves, self.scopes, self.depth
         self.hidden = all_lanes[-1]
-        narrow = replace(self.hidden, name=f"{self.hidden.name}_rest", extent=padded(rest))
+        narrow = replace(self.hidden, name=f"{self.hidden.name}_rest", extent=lanes)
         self.lanes = [*all_lanes[:-1], narrow]
         self.leaves = {
             k: [narrow if leaf == all_lanes[-1] else leaf for leaf in leaves]
@@ -367,8 +380,8 @@ class RowEmitter(Emitter):
         lanes, size = self.lanes[-1].lanes, self.a.size(COLS)
         if self.column_mask() is None:
             return lift(lanes)
-        if self.hidden is not None and isinstance(size, int):
-            return lift(size % self.hidden.lanes)
+        if self.hidden is not None:
+            return lift(self.rest)
         return tl.minimum(self.seen() + lanes, size) - self.seen()
 
     def finish(self) -> None:

@@ -1,6 +1,7 @@
 """A placement says where each axis of a loop nest lies. It is an ordered list of directives:
 
     fuse(a b, c)        axes a and b become axis c, of all their elements in row-major order
+    align(a, n)         lanes of axis a count from the word, of n elements, in which the row begins
     split(a, n)         axis a becomes a.o and a.i; a.i has n elements
     place(a, GRID)      programs share the axis; of several, the last one varies fastest
     place(a, LOOP)      each program goes through the axis in a loop; the first one is the outermost loop
@@ -64,6 +65,15 @@ class Fuse(Printed):
 
 
 @dataclass(frozen=True)
+class Align(Printed):
+    """Begin an axis with the word in which its first element lies; see `schedule.misaligned`."""
+
+    axis: str
+    word_size: int
+    word = "align"
+
+
+@dataclass(frozen=True)
 class Split(Printed):
     """Cut an axis in two; the inner one has `inner` elements."""
 
@@ -99,7 +109,7 @@ class Via(Printed):
     word = "access"
 
 
-Directive = Fuse | Split | At | On | Via
+Directive = Fuse | Align | Split | At | On | Via
 
 
 @dataclass(frozen=True)
@@ -154,16 +164,24 @@ class Placement:
     @property
     def misaligned(self) -> bool:
         """True if another program has to run where an input is not aligned, as under such a `Schedule`."""
-        return bool(self.descriptors)
+        return bool(self.descriptors or self.word)
+
+    @property
+    def word(self) -> int:
+        """Return the elements of the words in which rows begin; 0 if they begin anywhere."""
+        return next((d.word_size for d in self.directives if isinstance(d, Align)), 0)
 
     @staticmethod
     def parse(text: str) -> Placement:
         """Return the placement that prints as `text`. Raises ValueError for any other text."""
         directives: list[Directive] = []
-        for word, name, value in re.findall(r"(fuse|split|place|unit|access)\(([\w. ]+), (\w+)\)", text):
+        words = "fuse|align|split|place|unit|access"
+        for word, name, value in re.findall(rf"({words})\(([\w. ]+), (\w+)\)", text):
             match word:
                 case "fuse":
                     directives.append(Fuse(tuple(name.split()), value))
+                case "align":
+                    directives.append(Align(name, int(value)))
                 case "split":
                     directives.append(Split(name, int(value)))
                 case "place":
@@ -215,6 +233,9 @@ class Placement:
             if directive.axis not in parts:
                 raise ValueError(f"{directive}: there is no axis {directive.axis} left to place")
             number, members, extent, step = parts.pop(directive.axis)
+            if isinstance(directive, Align):
+                parts[directive.axis] = number, members, extent + directive.word_size - 1, step
+                continue
             if isinstance(directive, At):
                 leaves.append(
                     Leaf(directive.axis, number, members, extent, step, directive.place, position)

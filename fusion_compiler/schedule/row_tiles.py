@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusion_compiler.ir.loops import COLS, GROUPS, ROWS, Counter, Total
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.placement import At, Directive, Fuse, Place, Placement, Split
+from fusion_compiler.schedule.placement import Align, At, Directive, Fuse, Place, Placement, Split
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
 NAMES = {ROWS: "row", COLS: "col"}  # of the axes that a group's axes are fused to
@@ -12,9 +12,9 @@ NAMES = {ROWS: "row", COLS: "col"}  # of the axes that a group's axes are fused 
 
 def placement_of(a: Analysis, s: Schedule) -> Placement | None:
     """Return the placement of a schedule, or None if placements do not describe it."""
-    if a.inner or a.in_segments or a.segmented or s.misaligned or s.splits > 1 or s.last_finishes:
+    if a.inner or a.in_segments or a.segmented or s.splits > 1 or s.last_finishes:
         return None
-    if a.weighted or a.products or a.ahead or (s.cols is Cols.LOOP and a.across_rows):
+    if a.weighted or a.products or a.ahead:
         return None
     if any(isinstance(n, Counter | Total) for n in a.loops.nodes):
         return None
@@ -27,6 +27,8 @@ def placement_of(a: Analysis, s: Schedule) -> Placement | None:
         if len(axes) > 1:
             name = NAMES[group]
             directives.append(Fuse(tuple(axis.name for axis in axes), name))
+        if group == COLS and s.misaligned:
+            directives.append(Align(name, s.word))
         directives += _rows(name, s) if group == ROWS else _cols(name, s)
     grid = [d for d in directives if isinstance(d, At) and d.place is not Place.LANES]
     lanes = [d for d in directives if isinstance(d, At) and d.place is Place.LANES]

@@ -1,0 +1,184 @@
+"""Rows that begin at any address, moved in whole words (`schedule.misaligned`).
+
+Tiles begin with the word in which their row begins. In a tile of 1024 lanes, for a row of 531 elements:
+
+    lead = row * 531 % 8                                              # of every row of the program
+    lane = tl.arange(0, 1024)
+    col = lane - lead
+    col_inside = col.to(tl.uint32) < 531                              # the row's own elements
+    in_words = lane < (lead + 538) // 8 * 8                           # and the words in which they lie
+    whole_words = (lane >= (lead + 7) // 8 * 8) & (lane < (lead + 531) // 8 * 8)
+    begin = row * 531 // 8 * 8                                        # the word in which the row begins
+    x = tl.load(in0_ptr + begin + lane, mask=in_words, other=0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fusion_compiler.codegen.expression import convert
+from fusion_compiler.codegen.placed import Tile
+from fusion_compiler.codegen.rows import RowEmitter
+from fusion_compiler.codegen.tile import If, Statement
+from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.ir.loops import COLS, ROWS, Index, Load, Store, axes_in
+from fusion_compiler.ir.syntax import Expression, fm, lift, plus, tl
+from fusion_compiler.schedule.placement import Leaf, Place
+from fusion_compiler.schedule.schedule import WORD
+
+
+class AlignedRowEmitter(RowEmitter):
+    """Emits a nest whose placement aligns the columns."""
+
+    @property
+    def width(self) -> int:
+        size = self.a.size(COLS)
+        assert isinstance(size, int)
+        return size
+
+    @property
+    def word(self) -> int:
+        return self.placement.word
+
+    @property
+    def pairs(self) -> Mapping[int, int]:
+        return {}
+
+    def leaves_of_member(self, member: int) -> list[Leaf]:
+        is_column = self.loops.axes[member].group == COLS
+        return self.leaves[self.fused[member]] if is_column else super().leaves_of_member(member)
+
+    def run_length(self, node: Load) -> int:
+        return 1
+
+    def cut(self, loop: Leaf) -> tuple[int, int, int]:
+        """Return the blocks of a loop that lie inside the row behind its first word, the columns of the last
+        block, which has both ends of the row, and the lanes that it needs."""
+        lanes = self.lanes[-1].lanes
+        blocks = (self.width - self.word) // lanes
+        rest = self.width - blocks * lanes
+        return blocks, rest, rest + self.word - 1
+
+    # -- lanes ---------------------------------------------------------------------------------------------
+
+    def row(self) -> Tile:
+        """Return the number of the program's row, or of the first of its rows."""
+        leaves = self.placed(self.of_axes(axes_in(self.loops.axes, (ROWS,))), Place.GRID)
+        return self.element(leaves[0])
+
+    def lead(self) -> Expression:
+        """Return how many elements of a word lie before the row. It is the same for all rows of a program."""
+        with self.in_scope(0):
+            lead = self.row().value * self.width % self.word
+            return self.let("lead", lead.to(torch.int32) if self.wide else lead)
+
+    def lane(self) -> Tile:
+        """Return the numbers of lanes, counted from the word in which the row begins."""
+        leaves = self.leaves[self.fused.get(max(self.columns), max(self.columns))]
+        loops = self.loops_of(leaves)
+        if not loops:
+            lane = super().position("lane", leaves)
+            assert lane is not None
+            return lane
+        start, lanes = self.seen(), self.element(self.lanes[-1])
+        value = plus(start, self.word, lanes.value)
+        if self.hidden is not None:  # both ends of the row
+            value = lanes.value + tl.where(lanes.value < self.word, 0, start)
+        with self.in_scope(self.home(leaves)):
+            return self.joined(self.let("lane", value), lanes)
+
+    def position(self, name: str, leaves: Iterable[Leaf]) -> Tile | None:
+        leaves = list(leaves)
+        if not leaves or not leaves[0].members & self.columns:
+            return super().position(name, leaves)
+        lane, lead = self.lane(), self.lead()
+        with self.in_scope(self.home(leaves)):
+            return self.joined(self.let(name, lane.value - lead), lane)
+
+    def inside(self, axes: frozenset[int]) -> Tile | None:
+        rest = super().inside(axes - self.columns)
+        if self.is_whole or not axes & self.columns:
+            return rest
+        (axis,) = {self.fused.get(k, k) for k in self.columns}
+        col = self.position(self.axes[axis].name, self.leaves[axis])
+        assert col is not None
+        value = col.value.to(tl.uint32) < self.width  # a negative number is a large unsigned one
+        inside = self.joined(self.let("col_inside", value), col)
+        return inside if rest is None else self.joined(rest.value & inside.value, rest, inside)
+
+    def is_zero_outside(self, number: int, axis: int) -> bool:
+        node = self.loops.nodes[number]
+        if isinstance(node, Load) and axis in self.columns and self.moves_words(node.index, node.within):
+            return False  # words have elements of the rows beside
+        return super().is_zero_outside(number, axis)
+
+    # -- accesses ------------------------------------------------------------------------------------------
+
+    def moves_words(self, index: Index, within: int | None) -> bool:
+        """True if an access moves whole words of a row."""
+        return within is None and self.a.lies_in_rows(index)
+
+    def address(self, buffer: str, index: Index) -> Tile:
+        """Return the addresses of the lanes' elements of a row."""
+        (row,) = {self.fused.get(k, k) for k in axes_in(self.loops.axes, (ROWS,))}
+        number, _ = self.coordinate(row)
+        assert number is not None
+        with self.in_scope(self.home(self.leaves[row])):
+            begin = self.let("begin", number.value * self.width // self.word * self.word)
+        lane = self.lane()
+        return self.joined(plus(self.pointers[buffer], begin, lane.value, index.const or None), lane)
+
+    def loaded(self, node: Load, as_held: bool = False) -> Tile:
+        held = self.dtypes[node.buffer]
+        if node.buffer in self.empty or not (self.moves_words(node.index, node.within) or self.shifts(node)):
+            return super().loaded(node, as_held)
+        if self.shifts(node):
+            pointer = plus(self.pointers[node.buffer], node.index.const or None)
+            value = fm.load_behind(pointer, plus(self.seen(), WORD), self.lead(), self.lanes[-1].lanes)
+            tile = Tile(value, frozenset({self.lanes[-1]}), True)
+        else:
+            tile = self.address(node.buffer, node.index)
+            masked: dict[str, Expression] = {}
+            if not self.is_whole:
+                end = (self.lead() + (self.width + self.word - 1)) // self.word * self.word
+                zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0
+                masked = {"mask": self.let("in_words", self.lane().value < end), "other": lift(zero)}
+            tile = self.joined(tl.load(tile.value, **masked, **self.options(node)), tile)
+        return tile if as_held else self.joined(convert(tile.value, held, node.dtype), tile)
+
+    def shifts(self, node: Load) -> bool:
+        """True if a load is shared by all rows, so that its words are not those of a row, and the block lies
+        inside the row: whole words are loaded and shifted by the lead."""
+        is_plain = node.within is None and self.a.lies_along_cols(node.index) and self.word == WORD
+        return is_plain and self.is_whole and self.dtypes[node.buffer].itemsize in (2, 4)
+
+    def store(self, store: Store) -> None:
+        """Store whole words, and one by one the row's elements in the words at its ends."""
+        if not self.moves_words(store.index, store.within):
+            super().store(store)
+            return
+        value, target, number = self.tile(store.value), self.address(store.buffer, store.index), store.value
+        if self.is_whole:
+            self.add(StoreStatement(target.value, value.value, None, number))
+            return
+        lane, lead, word = self.lane().value, self.lead(), self.word
+        first, end = (lead + (word - 1)) // word * word, (lead + self.width) // word * word
+        whole = self.let("whole_words", (lane >= first) & (lane < end))
+        inside = self.inside(self.columns)
+        assert inside is not None
+        self.add(StoreStatement(target.value, value.value, whole, number))
+        ends: Statement = StoreStatement(target.value, value.value, inside.value ^ whole, number)
+        if (at_an_end := self.is_at_an_end()) is not None:
+            ends = If(at_an_end, [ends])
+        self.add(ends)
+
+    def is_at_an_end(self) -> Expression | None:
+        """Return the condition that a block has an end of its row; None if every block has one."""
+        leaves = self.leaves[self.fused.get(max(self.columns), max(self.columns))]
+        grid = [leaf for leaf in self.placed(leaves, Place.GRID) if leaf.extent != 1]
+        if not grid:
+            return None
+        first = self.element(grid[0]).value * grid[0].step
+        return first.eq(0) | (first + self.lanes[-1].lanes >= self.width)
