@@ -60,6 +60,7 @@ from fusion_compiler.ir.loops import (
     Scan,
     Store,
     axes_in,
+    axes_of,
     operands_of,
     store_operands,
 )
@@ -163,7 +164,7 @@ class Emitter:
             and loop.axis == grid.axis
             and loop.step == product((grid.step, grid.extent))
         }
-        self.products = products_of(loops, placement)
+        self.products, self.node_axes = products_of(loops, placement), axes_of(loops)
         self.depends: list[frozenset[Leaf]] = []
         for node in loops.nodes:
             found = frozenset[Leaf]().union(*(self.depends[o] for o in operands_of(node)))
@@ -238,6 +239,10 @@ class Emitter:
 
     def of_index(self, index: Index) -> frozenset[Leaf]:
         return self.of_axes(key for key, _ in index.terms if key >= 0)
+
+    def axes_of(self, index: Index) -> frozenset[int]:
+        """Return the axes over which an index varies, also those of nodes that are indices."""
+        return _axes(index).union(*(self.node_axes[~key] for key, _ in index.terms if key < 0))
 
     def of_store(self, store: Store) -> frozenset[Leaf]:
         return self.of_index(store.index).union(*(self.depends[o] for o in store_operands(store)))
@@ -529,7 +534,7 @@ class Emitter:
             return Tile(Literal(0))
         if node.buffer in self.empty:
             return self.joined(tl.full(self.shape(index.lanes), 0, node.dtype), index)
-        loose = _axes(node.index) - self.guarded(node)
+        loose = self.axes_of(node.index) - self.guarded(node)
         needed = within if as_held or not self.is_shared_within(node) else []
         pointer, mask = self.access(node.buffer, index, loose, needed)
         held = self.dtypes[node.buffer]
@@ -1040,7 +1045,7 @@ class Emitter:
         conditions = [] if store.within is None else self.condition(store.within)
         if conditions is None:
             return
-        self.put(value, store.buffer, index, _axes(store.index), conditions, store.value)
+        self.put(value, store.buffer, index, self.axes_of(store.index), conditions, store.value)
 
     def put(
         self,

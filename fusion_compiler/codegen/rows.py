@@ -164,10 +164,11 @@ class RowEmitter(Emitter):
         last = len(self.loops.axes) - 1
         whole = {last, self.fused.get(last, last)}
         self.axes = tuple(
-            replace(axis, size=product((axis.size, 2))) if k in whole else axis for k, axis in enumerate(axes)
+            replace(axis, name="pair", size=product((axis.size, 2))) if k in whole else axis
+            for k, axis in enumerate(axes)
         )
         wide = {leaf: replace(leaf, step=2 * leaf.step) for leaf in leaves[self.fused.get(last, last)]}
-        wide[lanes[-1]] = replace(lanes[-1], name=f"{lanes[-1].name}_pair", extent=2 * lanes[-1].lanes)
+        wide[lanes[-1]] = replace(lanes[-1], name="pair_i", extent=2 * lanes[-1].lanes)
         self.lanes = [wide.get(leaf, leaf) for leaf in lanes]
         self.leaves = {k: [wide.get(leaf, leaf) for leaf in of_axis] for k, of_axis in leaves.items()}
         yield
@@ -194,8 +195,9 @@ class RowEmitter(Emitter):
         """Emit two stores as one."""
         lanes, values = self.of_index(left.index) & {*self.lanes}, list[Expression]()
         for number in (left.value, right.value):
-            tile = self.tile(number)
-            value = convert(tile.value, self.loops.nodes[number].dtype, self.dtypes[left.buffer])
+            tile, node = self.tile(number), self.loops.nodes[number]
+            value = tl.full([], tile.value, node.dtype) if isinstance(node, Constant) else tile.value
+            value = convert(value, node.dtype, self.dtypes[left.buffer])
             values.append(value if tile.lanes >= lanes else tl.broadcast_to(value, self.shape(lanes)))
         with self.doubled():
             axes = frozenset(k for k, _ in left.index.terms if k >= 0)

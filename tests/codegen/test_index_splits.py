@@ -237,4 +237,4 @@ def test_pairs_are_moved_as_words() -> None:
     (runner,) = compiled.compiler.runners.values()
     source = runner.candidates[0].kernels[0].source
     assert source.index("tl.load(in1_ptr + ") < source.index("in0, in0_1 = tl.split(tl.load(in0_ptr + pair")
-    assert source.count("tl.load(") == 2 and source.count("tl.store(out0_ptr + pair, tl.interleave(") == 1
+    assert source.count("tl.load(") == 2 and source.count("tl.store(out0_ptr + pair_i, tl.interleave(") == 1
