@@ -23,6 +23,7 @@ from fusion_compiler.codegen.placed import Tile
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.tile import If, Statement
 from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Index, Load, Store, axes_in
 from fusion_compiler.ir.syntax import Expression, fm, lift, plus, tl
 from fusion_compiler.schedule.placement import Leaf, Place
@@ -82,7 +83,7 @@ class AlignedRowEmitter(RowEmitter):
             lane = super().position("lane", leaves)
             assert lane is not None
             return lane
-        start, lanes = self.seen(), self.element(self.lanes[-1])
+        start, lanes = self.first_column(), self.element(self.lanes[-1])
         value = plus(start, self.word, lanes.value)
         if self.hidden is not None:  # both ends of the row
             value = lanes.value + tl.where(lanes.value < self.word, 0, start)
@@ -136,7 +137,11 @@ class AlignedRowEmitter(RowEmitter):
             return super().loaded(node, as_held)
         if self.shifts(node):
             pointer = plus(self.pointers[node.buffer], node.index.const or None)
-            value = fm.load_behind(pointer, plus(self.seen(), WORD), self.lead(), self.lanes[-1].lanes)
+            first, lanes, lead = self.first_column(), self.lanes[-1].lanes, self.lead()
+            if self.is_whole:
+                value = fm.load_behind(pointer, plus(first, WORD), lead, lanes)
+            else:
+                value = fm.load_behind(pointer, first, lead, lanes, self.width)[None, :]
             tile = Tile(value, frozenset({self.lanes[-1]}), True)
         else:
             tile = self.address(node.buffer, node.index)
@@ -144,15 +149,32 @@ class AlignedRowEmitter(RowEmitter):
             if not self.is_whole:
                 end = (self.lead() + (self.width + self.word - 1)) // self.word * self.word
                 zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0
-                masked = {"mask": self.let("in_words", self.lane().value < end), "other": lift(zero)}
+                in_words = self.let("in_words", self.lane().value < end)
+                masked = {"mask": self.of_rows(in_words), "other": lift(zero)}
             tile = self.joined(tl.load(tile.value, **masked, **self.options(node)), tile)
         return tile if as_held else self.joined(convert(tile.value, held, node.dtype), tile)
 
     def shifts(self, node: Load) -> bool:
-        """True if a load is shared by all rows, so that its words are not those of a row, and the block lies
-        inside the row: whole words are loaded and shifted by the lead."""
-        is_plain = node.within is None and self.a.lies_along_cols(node.index) and self.word == WORD
-        return is_plain and self.is_whole and self.dtypes[node.buffer].itemsize in (2, 4)
+        """True if a load is shared by all rows, so that its words are not those of a row.
+
+        If the block lies inside the row, whole words are loaded and shifted by the lead. The same holds for
+        tiles of several rows, whose layout would otherwise suit loads of single elements.
+        """
+        is_plain = node.within is None and self.a.lies_along_cols(node.index)
+        suits = (self.is_whole and self.word == WORD) or self.keeps
+        return is_plain and suits and self.dtypes[node.buffer].itemsize in (2, 4)
+
+    def columns_between(self, first: Expression, end: Expression) -> Expression:
+        if self.loops_of(self.of_axes(self.columns)):
+            return super().columns_between(first, end)
+        count = tl.minimum(end - self.lead(), self.width) - tl.maximum(first - self.lead(), 0)
+        return tl.maximum(count, 0)
+
+    def count(self) -> Expression:
+        if self.is_whole or self.hidden is not None:
+            return super().count()
+        first, lanes, lead = self.first_column(), self.lanes[-1].lanes, self.lead()
+        return tl.minimum(first + lanes - lead, self.width) - tl.maximum(first - lead, 0)
 
     def store(self, store: Store) -> None:
         """Store whole words, and one by one the row's elements in the words at its ends."""
@@ -168,14 +190,28 @@ class AlignedRowEmitter(RowEmitter):
         whole = self.let("whole_words", (lane >= first) & (lane < end))
         inside = self.inside(self.columns)
         assert inside is not None
-        self.add(StoreStatement(target.value, value.value, whole, number))
-        ends: Statement = StoreStatement(target.value, value.value, inside.value ^ whole, number)
+        self.add(StoreStatement(target.value, value.value, self.of_rows(whole), number))
+        mask = self.of_rows(inside.value ^ whole)
+        ends: Statement = StoreStatement(target.value, value.value, mask, number)
         if (at_an_end := self.is_at_an_end()) is not None:
             ends = If(at_an_end, [ends])
         self.add(ends)
 
+    def of_rows(self, mask: Expression) -> Expression:
+        """Return a mask of lanes, for the rows that exist."""
+        rows = super().inside(axes_in(self.loops.axes, (ROWS,)))
+        return mask if rows is None else rows.value & mask
+
     def is_at_an_end(self) -> Expression | None:
-        """Return the condition that a block has an end of its row; None if every block has one."""
+        """Return the condition that a block has an end of its row; None if every block has one.
+
+        In a loop over rows it is None: Triton puts a branch after the loads of the next rows, and the tile
+        would stay in registers until then.
+        """
+        if self.shared is not None:
+            rows = self.loops_of(self.of_axes(axes_in(self.loops.axes, (ROWS,))))
+            part, last = self.element(self.shared).value, hint(self.shared.extent) - 1
+            return None if rows or self.ends else part.eq(0) | part.eq(last)
         leaves = self.leaves[self.fused.get(max(self.columns), max(self.columns))]
         grid = [leaf for leaf in self.placed(leaves, Place.GRID) if leaf.extent != 1]
         if not grid:

@@ -374,7 +374,8 @@ class _Assembly(_Part[Schedule]):
         self, placement: Placement, load_options: Mapping[str, Expression] = NO_OPTIONS
     ) -> RowEmitter:
         kind = AlignedRowEmitter if placement.word else RowEmitter
-        return kind(self.a, placement, self.pointers, self.dtypes, self.empty, load_options)
+        mails = {name: self.pointers[buffer.name] for name, buffer in self.named.items()}
+        return kind(self.a, placement, self.pointers | mails, self.dtypes, self.empty, load_options)
 
     def last_placed(self, body: list[Statement], name: str) -> list[Function]:
         """Let the program that draws the last ticket run the second stage (see `last_program`)."""
@@ -384,7 +385,7 @@ class _Assembly(_Part[Schedule]):
         part = _Assembly(Analysis(second.loops), second.schedule, self.signature, self.scratch)
         inner = part.only_program({"cache_modifier": Literal(".cg")})
         used, ticket = part.used(inner), Name(f"{second.counter.name}_ptr")
-        last = tl.atomic_add(ticket, 1).eq(second.programs - 1)
+        last = tl.atomic_add(ticket, 1).eq(second.programs * self.s.splits - 1)
         body += [Do(tl.debug_barrier()), If(last, [Store(ticket, Literal(0)), Do(Global(name)(*used))])]
         return [Function(name, used, inner)]
 

@@ -8,7 +8,8 @@ product g(x) h(r1). Its state is multiplied by h(new) / h(old) whenever r1 chang
     Moments    sum(x), sum((x - mean)^2)       one running mean per row (Chan, Golub and LeVeque, 1983)
 
 A state starts before the loop, takes a step in it, and is folded to one value per row after it. `end` adds a
-last block, with fewer lanes, to the folded state.
+last block, with fewer lanes, to the folded state. `single` returns the state of a row that a tile holds, and
+`merge` that of all programs that share a row.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.moments import is_exact, scale_of
 from fusion_compiler.codegen.tile import Assign, Combine
+from fusion_compiler.ir.loops import COLS
 from fusion_compiler.ir.syntax import MINUS_INFINITY, Expression, Var, fm, tl
 from fusion_compiler.schedule.schedule import WORD
 
@@ -48,18 +50,31 @@ class Plain:
         e.add(monoids.step(e.reduction(self.number), state[0], e.elements_of(self.number)))
 
     def fold(self, e: RowEmitter, state: Sequence[Var]) -> None:
-        reduce, key = e.reduction(self.number), None
-        if e.a.is_sum(self.number):
-            key = ("state", e.a.level[self.number], e.a.groups[reduce.operand])
-        e.add(Assign((state[0],), Combine(reduce, (state[0],), e.last, e.keeps, join_key=key)))
+        combined = Combine(e.reduction(self.number), (state[0],), e.last, e.keeps, join_key=self._key(e))
+        e.add(Assign((state[0],), combined))
 
     def end(self, e: RowEmitter, state: Sequence[Var]) -> None:
         reduce = e.reduction(self.number)
         folded = monoids.fold(reduce, e.elements_of(self.number), e.last, e.keeps)
         e.add(monoids.step(reduce, state[0], folded))
 
+    def single(self, e: RowEmitter) -> tuple[Var, ...]:
+        reduce = e.reduction(self.number)
+        combined = Combine(reduce, (e.elements_of(self.number),), e.last, e.keeps, join_key=self._key(e))
+        return (e.state(f"row_{reduce.combine}", combined),)
+
+    def merge(self, e: RowEmitter, state: Sequence[Var], parts: Sequence[Expression]) -> None:
+        combined = Combine(e.reduction(self.number), (parts[0],), 0, False, join_key=self._key(e))
+        e.add(Assign((state[0],), combined))
+
     def results(self, e: RowEmitter, state: Sequence[Var]) -> Mapping[int, Expression]:
         return {self.number: state[0]}
+
+    def _key(self, e: RowEmitter) -> object:
+        """Return the key of sums that may be folded together (`passes.joined`)."""
+        if not e.a.is_sum(self.number):
+            return None
+        return "state", e.a.level[self.number], e.a.groups[e.reduction(self.number).operand]
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,11 @@ class Softmax:
         added = tl.sum(tl.exp(x - shift[None, :]), axis=0)
         e.add(Assign((total,), total * tl.exp(top - shift) + added))
         e.add(Assign((top,), new_max))
+
+    def single(self, e: RowEmitter) -> tuple[Var, ...]:
+        x = e.elements_of(self.peak)
+        top = e.state("row_max", e.along(tl.max, x))
+        return top, e.state("row_sum", e.along(tl.sum, tl.exp(x - _shift(e, top))))
 
     def fold(self, e: RowEmitter, state: Sequence[Var]) -> None:
         if self._lanes(e):
@@ -155,6 +175,20 @@ class Moments:
     def step(self, e: RowEmitter, state: Sequence[Var]) -> None:
         block, count = self._block(e), e.count()
         e.add(Assign(tuple(state), fm.merge_moments(*state, e.seen(), *block, count)))
+
+    def single(self, e: RowEmitter) -> tuple[Var, ...]:
+        return self._block(e)
+
+    def merge(self, e: RowEmitter, state: Sequence[Var], parts: Sequence[Expression]) -> None:
+        """Assign the moments of all parts. Means differ by less than their magnitude, which rounds less."""
+        means, others = parts
+        counts = e.state("counts", e.counts_of_parts())
+        top = e.state("top", e.along(tl.max, tl.where(counts > 0, means, MINUS_INFINITY)))
+        distance = e.state("apart", means - top)
+        move = e.state("move", e.along(tl.sum, counts / e.a.size(COLS) * distance))
+        squares = others + counts * (distance - move) * (distance - move)
+        e.add(Assign((state[0],), top + move))
+        e.add(Assign((state[1],), e.along(tl.sum, squares)))
 
     def _block(self, e: RowEmitter) -> tuple[Var, Var]:
         """Return the mean of a block's elements, and the sum of squares around it."""

@@ -47,8 +47,11 @@ def messages(a: Analysis) -> Iterator[tuple[int, ...]]:
 
 
 def _messages(a: Analysis, states: Sequence[Running]) -> list[tuple[int, ...]]:
+    return messages_of(a, [n for state in states for n in state.numbers])
+
+
+def messages_of(a: Analysis, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the reductions of each message: two of float32, or one of another dtype."""
-    numbers = [n for state in states for n in state.numbers]
     floats = [n for n in numbers if accumulator_dtype(reduction_of(a, n)) is torch.float32]
     pairs = [tuple(floats[i : i + 2]) for i in range(0, len(floats), 2)]
     return pairs + [(n,) for n in numbers if n not in floats]

@@ -156,6 +156,7 @@ class Emitter:
             self.leaves[member] = self.leaves_of_member(member)
         self.lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
         self.grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
+        self.grid += [leaf for leaf in leaves if leaf.place is Place.SHARED]
         self.turns = {  # loops over what programs take in turns, and the leaf that numbers these
             loop: grid
             for loop in leaves
@@ -176,7 +177,7 @@ class Emitter:
                 found -= self.reduced_leaves(node)
             self.depends.append(found)
         self.plain_maxima = frozenset[int]()  # which need not propagate NaN
-        self.ends: dict[Leaf, Dim] = {}  # of loops that do not go through all of their elements
+        self.ends: dict[str, Dim | Expression] = {}  # of loops that do not go through all of their elements
         self.fixed_numbers: dict[str, Expression] = {}  # of loops, where it is not their variable
         self.scopes = [Scope([])]
         self.depth = 0  # of the block to which statements are added
@@ -269,7 +270,7 @@ class Emitter:
         """Return a leaf's own number: of the program, the iteration, or each lane."""
         if leaf.place is Place.LOOP:
             return Tile(self.fixed_numbers.get(leaf.name) or self.number_in(leaf))
-        if leaf.place is Place.GRID:
+        if leaf.place in (Place.GRID, Place.SHARED):
             return self.scopes[0].tiles.get(leaf.name, Tile(Literal(0)))  # the only one has no variable
         if leaf.name not in self.scopes[0].tiles:
             lanes = tl.arange(0, leaf.lanes)
@@ -423,7 +424,7 @@ class Emitter:
         yield
         for outer, leaf, inner in reversed(opened):
             stages = self.placement.num_stages if self.placement.num_stages > 1 else None
-            values = Range(lift(0), lift(self.ends.get(leaf, leaf.extent)), stages=stages)
+            values = Range(lift(0), lift(self.ends.get(leaf.name, leaf.extent)), stages=stages)
             if leaf in self.turns:
                 grid = self.turns[leaf]
                 end = ceil_div(self.axes[leaf.axis].size, grid.step)
@@ -972,11 +973,14 @@ class Emitter:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""
         node = self.loops.nodes[number]
         assert isinstance(node, Reduce)
-        lanes = frozenset(self.placed(self.depends[node.operand] | self.reduced_leaves(node), Place.LANES))
+        lanes = self.lanes_of_state(node)
         is_block = bool(lanes) or (len(self.lanes) > 1 and self.operand_is_block(node.operand))
         shape = self.shape(lanes) if is_block else []
         value = tl.full(shape, monoids.neutral(node), accumulator_dtype(node))
         return Tile(self.state(node.combine, value), lanes, is_block)
+
+    def lanes_of_state(self, node: Reduce) -> frozenset[Leaf]:
+        return frozenset(self.placed(self.depends[node.operand] | self.reduced_leaves(node), Place.LANES))
 
     def operand_is_block(self, number: int) -> bool:
         """True if a node's tile has dimensions although it depends on no lanes: a fold left them."""
@@ -1045,7 +1049,13 @@ class Emitter:
         conditions = [] if store.within is None else self.condition(store.within)
         if conditions is None:
             return
+        conditions += self.by_one(store.index)
         self.put(value, store.buffer, index, self.axes_of(store.index), conditions, store.value)
+
+    def by_one(self, index: Index) -> list[Tile]:
+        """Return the condition that one of several programs with the same value stores it."""
+        shared = [leaf for leaf in self.grid if leaf.place is Place.SHARED]
+        return [Tile(self.element(x).value.eq(0)) for x in shared if not self.of_index(index) & {x}]
 
     def put(
         self,
@@ -1072,7 +1082,8 @@ class Emitter:
         program = self.sum_of(parts)
         width = of.buffer.stride[0]
         place = self.joined(plus(program if width == 1 else program * lift(width), index.value), index)
-        self.put(self.tile(number), of.buffer.name, place, frozenset(of.axes), (), number)
+        conditions = self.by_one(Index(0, tuple((k, 1) for k in of.axes)))
+        self.put(self.tile(number), of.buffer.name, place, frozenset(of.axes), conditions, number)
 
 
 def _identifier(name: str) -> str:

@@ -15,12 +15,13 @@ import torch
 
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.carried import State, states_of
+from fusion_compiler.codegen.exchange_rows import exchange
 from fusion_compiler.codegen.expression import computed, convert
 from fusion_compiler.codegen.finishing import SecondStage
 from fusion_compiler.codegen.moments import is_exact, operands, scale_of
 from fusion_compiler.codegen.placed import Emitter, Scope, Tile
 from fusion_compiler.codegen.split_reductions import Partial
-from fusion_compiler.codegen.tile import Assign, Statement
+from fusion_compiler.codegen.tile import Assign, If, Statement
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.dims import Dim, hint, product
 from fusion_compiler.ir.loops import (
@@ -40,12 +41,14 @@ from fusion_compiler.ir.loops import (
     right_neighbours,
     store_operands,
 )
+from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, fm, lift, tl
 from fusion_compiler.schedule.analysis import Analysis, waiting
 from fusion_compiler.schedule.placement import Leaf, Place, Placement
 from fusion_compiler.schedule.shapes import padded
 
 aten = torch.ops.aten
+KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that may stay as they were loaded
 
 
 class RowEmitter(Emitter):
@@ -65,6 +68,11 @@ class RowEmitter(Emitter):
         self.means = {mean: total for total, mean in analysis.moments.values()}
         self.scaled: dict[int, float] = {}  # sum -> the number that its terms were multiplied by
         self.columns = axes_in(self.loops.axes, (COLS,))
+        self.shared = next((leaf for leaf in self.grid if leaf.place is Place.SHARED), None)
+        self.sums: dict[int, Tile] = {}  # over rows: their accumulators
+        self.pending: list[int] = []  # sums over rows to which the open block is not added yet
+        self.kept: dict[int, Var] = {}  # load -> its tile in the dtype of the buffer
+        self.in_one_row = False  # values of a row are scalars, whatever tiles are
         self.carried: dict[int, Var] = {}  # scan -> its value after the blocks of a loop so far
         self.is_last_pass = True
         self.is_whole = False  # the open block lies within the row
@@ -83,13 +91,13 @@ class RowEmitter(Emitter):
         rows = self.of_axes(axes_in(self.loops.axes, (ROWS,)))
         sums = {n: self.reduction(n) for n in self.a.across_rows}
         if loops := self.loops_of(rows):
-            states = {n: self.started(n) for n in sums}
+            self.sums = {n: self.started(n) for n in sums}
             with self.inside_loops(loops):
+                self.pending = list(sums)
                 self.block(main)
-                for n, node in sums.items():
-                    self.add_to(states[n], n, node)
+                self.add_block(len(self.loops.nodes))
             for n, node in sums.items():
-                self.scopes[0].tiles[self.key(n)] = self.folded(n, node, states[n])
+                self.scopes[0].tiles[self.key(n)] = self.folded(n, node, self.sums[n])
         else:
             self.block(main)
         if second is None:
@@ -111,16 +119,32 @@ class RowEmitter(Emitter):
         assert isinstance(node, Reduce)
         return node
 
-    def add_to(self, state: Tile, number: int, node: Reduce) -> None:
-        term = self.term(number, node)
-        if term is not None:
-            assert isinstance(state.value, Var)
-            self.add(monoids.step(node, state.value, term.value))
+    def lanes_of_state(self, node: Reduce) -> frozenset[Leaf]:
+        """Return the lanes of an accumulator. Where programs share rows, the columns alone occupy all
+        threads: it has none for rows, and the sum of each block is added to it."""
+        lanes = super().lanes_of_state(node)
+        is_over_rows = bool(node.axes - self.columns)
+        return lanes & {self.lanes[-1]} if self.shared is not None and is_over_rows else lanes
+
+    def add_block(self, level: int) -> None:
+        """Add the open block to the sums over rows whose terms are complete after so many passes."""
+        for n in [n for n in self.pending if self.a.level[n] <= level]:
+            self.pending.remove(n)
+            node, state = self.reduction(n), self.sums[n].value
+            term = self.term(n, node)
+            assert isinstance(state, Var)
+            if term is not None:
+                value = term.value
+                if self.shared is not None and self.keeps:
+                    value = monoids.fold(node, value, 0, keep=True)
+                    value = value.to(torch.int32) if monoids.is_logical(node) else value
+                self.add(monoids.step(node, state, value))
 
     def block(self, stores: Sequence[Store]) -> None:
         """Emit one block of rows: the values and stores, and the terms of sums over rows."""
-        if loops := self.loops_of(self.of_axes(self.columns)):
-            self.passes(stores, loops[0])
+        loops = self.loops_of(self.of_axes(self.columns))
+        if loops or self.shared is not None:
+            self.passes(stores, loops[0] if loops else None)
             return
         terms = [self.reduction(n).operand for n in self.a.across_rows]
         needed = self.needed_by([*(o for store in stores for o in self.read_by(store)), *terms])
@@ -205,8 +229,51 @@ class RowEmitter(Emitter):
             pointer, mask = self.access(left.buffer, place, axes, ())
         self.add(StoreStatement(pointer.value, tl.interleave(*values), None if mask is None else mask.value))
 
+    # -- what programs that wait for each other keep ---------------------------------------------------
+
+    def is_kept(self, number: int, node: Load) -> bool:
+        """True if a tile stays in registers as it was loaded, while programs wait for each other. What was
+        computed from it is computed again, which leaves room for more programs."""
+        in_tile = self.shared is not None and not self.loops_of(self.of_axes(self.columns))
+        is_full = self.a.groups[number] == frozenset({ROWS, COLS})
+        return in_tile and is_full and self.dtypes[node.buffer] in KEPT and node.buffer not in self.empty
+
+    def compute_again(self, wanted: Sequence[int]) -> None:
+        """Forget tiles before `wanted` is computed, so that they are computed from loaded ones again. Tiles
+        that it reads and that took special functions are kept."""
+        if not self.kept:
+            return
+        terms = [self.reduction(n).operand for n in self.pending]
+        read = {o for n in self.needed_by([*wanted, *terms]) for o in operands_of(self.loops.nodes[n])}
+        tiles = self.scopes[self.depth].tiles
+        for n, node in enumerate(self.loops.nodes):
+            tile = tiles.get(self.key(n))
+            if tile is not None and n in self.kept and isinstance(node, Load):
+                value = convert(fm.again(self.kept[n]), self.dtypes[node.buffer], node.dtype)
+                tiles[self.key(n)] = replace(tile, value=self.state(self.called(node.buffer), value, n))
+            elif tile is not None and isinstance(node, Compute) and self.is_full(n):
+                if n not in read or not self.takes_long(n):
+                    del tiles[self.key(n)]
+
+    def is_full(self, number: int) -> bool:
+        return self.a.groups[number] == frozenset({ROWS, COLS})
+
+    def takes_long(self, number: int) -> bool:
+        """True if computing a tile from loaded values takes special functions."""
+        node = self.loops.nodes[number]
+        if not isinstance(node, Compute) or not self.is_full(number):
+            return False
+        spec = spec_of(node.target)
+        return spec is None or spec.special > 0 or any(map(self.takes_long, operands_of(node)))
+
     def made(self, number: int) -> Tile:
         node = self.loops.nodes[number]
+        if isinstance(node, Load) and self.is_kept(number, node):
+            tile = self.loaded(node, as_held=True)
+            self.kept[number] = self.let(f"{self.called(node.buffer)}_loaded", tile.value)
+            value = convert(self.kept[number], self.dtypes[node.buffer], node.dtype)
+            base = self.called(node.buffer)
+            return replace(tile, value=value if isinstance(value, Var) else self.let(base, value, number))
         pair = next((pair for pair in self.pairs.items() if number in pair), None)
         if isinstance(node, Load) and pair is not None and node.buffer not in self.empty:
             self.load_pair(*pair)
@@ -233,7 +300,7 @@ class RowEmitter(Emitter):
             self.add(Assign((carried,), self.along(tl.sum, tl.where(is_last, running, 0))))
         return Tile(running, lanes, True)
 
-    def passes(self, stores: Sequence[Store], loop: Leaf) -> None:
+    def passes(self, stores: Sequence[Store], loop: Leaf | None) -> None:
         """Emit one block of rows in passes over its columns. Each level of reductions that depend on each
         other takes one, and a store is made as soon as its value is complete."""
         level, reductions = self.a.level, [n for n in self.a.reductions if n not in self.a.finish]
@@ -246,17 +313,41 @@ class RowEmitter(Emitter):
         for number in range(last + 1):
             self.is_last_pass = number == last
             states = states_of(self, [n for n in reductions if level[n] == number + 1])
-            self.one_pass(states, [s for s in full if level[s.value] == number], loop)
+            writes = [s for s in full if level[s.value] == number]
+            if not states and not writes:
+                continue
+            values = self.one_tile(states, writes) if loop is None else self.one_pass(states, writes, loop)
+            if states and self.shared is not None:
+                exchange(self, self.shared, states, values)
+                self.compute_again([o for s in stores for o in self.read_by(s)])
+            for state, variables in zip(states, values, strict=True):
+                for n, value in state.results(self, variables).items():
+                    tile = Tile(value, self.depends[n] & {*self.lanes}, self.keeps)
+                    self.scopes[self.depth].tiles[self.key(n)] = tile
         self.store_all(of_row)
 
-    def one_pass(self, states: Sequence[State], stores: Sequence[Store], loop: Leaf) -> None:
-        """Emit a loop over whole blocks of columns, then the rest in a block of as few lanes as it needs."""
-        if not states and not stores:
-            return
+    def needed_in_pass(self, states: Sequence[State], stores: Sequence[Store]) -> list[int]:
+        """Return the nodes that a pass needs, those of rows computed."""
         wanted = [self.reduction(state.numbers[0]).operand for state in states]
         needed = sorted(self.needed_by([*wanted, *(o for s in stores for o in self.read_by(s))]))
         columns = self.of_axes(self.columns)
         self.compute(n for n in needed if not self.depends[n] & columns)
+        return needed
+
+    def one_tile(self, states: Sequence[State], stores: Sequence[Store]) -> list[tuple[Var, ...]]:
+        """Emit a pass over a tile that holds the program's part of the rows; return the states."""
+        self.compute(self.needed_in_pass(states, stores))
+        self.add_block(max((self.a.level[n] for state in states for n in state.numbers), default=1) - 1)
+        values = [state.single(self) for state in states]
+        self.store_all(stores)
+        return values
+
+    def one_pass(
+        self, states: Sequence[State], stores: Sequence[Store], loop: Leaf
+    ) -> list[tuple[Var, ...]]:
+        """Emit a loop over whole blocks of columns, then the rest in a block of as few lanes as it needs;
+        return the states."""
+        needed = self.needed_in_pass(states, stores)
         size, lanes = self.a.size(COLS), self.lanes[-1].lanes
         is_reverse = True in self.a.directions
         blocks, self.rest, rest_lanes = loop.extent, 0, 0
@@ -277,7 +368,7 @@ class RowEmitter(Emitter):
                 add(state, variables)
             self.store_all(stores)
 
-        self.ends[loop], self.is_whole = blocks, is_cut
+        self.ends[loop.name], self.is_whole = self.end_of(loop, blocks), is_cut
         with self.inside_loops([loop]):
             block(lambda state, variables: state.step(self, variables))
         self.is_whole = False
@@ -286,10 +377,13 @@ class RowEmitter(Emitter):
         if rest_lanes:
             with self.last_block(loop, blocks, padded(rest_lanes)):
                 block(lambda state, variables: state.end(self, variables))
-        for state, variables in zip(states, values, strict=True):
-            for n, value in state.results(self, variables).items():
-                tile = Tile(value, self.depends[n] & {*self.lanes}, self.keeps)
-                self.scopes[self.depth].tiles[self.key(n)] = tile
+        return values
+
+    def end_of(self, loop: Leaf, blocks: Dim) -> Dim | Expression:
+        """Return where a loop over columns ends. blocks: of all programs that share the row."""
+        if self.shared is None or blocks == product((self.shared.extent, loop.extent)):
+            return loop.extent if self.shared is not None else blocks
+        return tl.minimum(loop.extent, blocks - self.element(self.shared).value * loop.extent)
 
     def cut(self, loop: Leaf) -> tuple[int, int, int]:
         """Return the whole blocks of a loop over columns, and the columns and lanes that its last block
@@ -308,10 +402,16 @@ class RowEmitter(Emitter):
             k: [narrow if leaf == all_lanes[-1] else leaf for leaf in leaves]
             for k, leaves in all_leaves.items()
         }
+        body, part = scopes[depth].body, 0
+        if self.shared is not None:  # one of the programs has it
+            part, number = divmod(hint(number), hint(loop.extent))
+            body = []
         self.fixed_numbers[loop.name] = lift(number)
-        self.scopes, self.depth = [*scopes[: depth + 1], Scope(scopes[depth].body, loop)], depth + 1
+        self.scopes, self.depth = [*scopes[: depth + 1], Scope(body, loop)], depth + 1
         yield
         self.lanes, self.leaves, self.scopes, self.depth = all_lanes, all_leaves, scopes, depth
+        if self.shared is not None:
+            scopes[depth].body.append(If(self.element(self.shared).value.eq(part), body))
         self.hidden = None
         del self.fixed_numbers[loop.name]
 
@@ -340,12 +440,12 @@ class RowEmitter(Emitter):
     @property
     def last(self) -> int:
         """Return the dimension of a tile along the columns."""
-        return len(self.lanes) - 1
+        return 0 if self.in_one_row else len(self.lanes) - 1
 
     @property
     def keeps(self) -> bool:
         """True if tiles have several dimensions, which reductions keep."""
-        return len(self.lanes) > 1
+        return len(self.lanes) > 1 and not self.in_one_row
 
     def along(self, function: Callable[..., Expression], value: Expression) -> Expression:
         """Apply a reduction along the columns."""
@@ -373,9 +473,26 @@ class RowEmitter(Emitter):
         return None if mask is None else mask.value
 
     def seen(self) -> Expression:
-        """Return the number of columns in the blocks before this one."""
-        (loop,) = self.loops_of(self.of_axes(self.columns))
-        return self.element(loop).value * loop.step
+        """Return the number of columns in the program's blocks before this one."""
+        loops = self.loops_of(self.of_axes(self.columns))
+        return self.element(loops[0]).value * loops[0].step if loops else lift(0)
+
+    def first_column(self) -> Expression:
+        """Return the first column of the block."""
+        return self.seen() if self.shared is None else self.first_of_part() + self.seen()
+
+    def first_of_part(self) -> Expression:
+        assert self.shared is not None
+        return self.element(self.shared).value * self.shared.step
+
+    def counts_of_parts(self) -> Expression:
+        """Return the number of columns of each program's part of a row, as float32."""
+        assert self.shared is not None
+        first = Name("parts") * self.shared.step
+        return self.columns_between(first, first + self.shared.step).to(torch.float32)
+
+    def columns_between(self, first: Expression, end: Expression) -> Expression:
+        return tl.maximum(tl.minimum(end, self.a.size(COLS)) - first, 0)
 
     def count(self) -> Expression:
         """Return the number of columns of this block."""
@@ -384,7 +501,7 @@ class RowEmitter(Emitter):
             return lift(lanes)
         if self.hidden is not None:
             return lift(self.rest)
-        return tl.minimum(self.seen() + lanes, size) - self.seen()
+        return tl.minimum(self.first_column() + lanes, size) - self.first_column()
 
     def finish(self) -> None:
         """Emit the stores that wait for sums over rows, all of which the program has. Compilers move no load

@@ -4,6 +4,8 @@
     align(a, n)         lanes of axis a count from the word, of n elements, in which the row begins
     split(a, n)         axis a becomes a.o and a.i; a.i has n elements
     place(a, GRID)      programs share the axis; of several, the last one varies fastest
+    place(a, SHARED)    programs with consecutive numbers run together; each has a part of the axis, and they
+                        exchange what they reduce
     place(a, LOOP)      each program goes through the axis in a loop; the first one is the outermost loop
     place(a, LANES)     a tile holds the axis; of several, the last one lies innermost in the tile
     place(a, UNROLL)    the program's text is repeated for each element
@@ -29,6 +31,7 @@ from fusion_compiler.schedule.shapes import padded
 
 class Place(StrEnum):
     GRID = "GRID"
+    SHARED = "SHARED"
     LOOP = "LOOP"
     LANES = "LANES"
     UNROLL = "UNROLL"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusion_compiler.ir.loops import COLS, GROUPS, ROWS, Counter, Total
-from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.analysis import Analysis, part_cols
 from fusion_compiler.schedule.placement import Align, At, Directive, Fuse, Place, Placement, Split
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
@@ -12,7 +12,7 @@ NAMES = {ROWS: "row", COLS: "col"}  # of the axes that a group's axes are fused 
 
 def placement_of(a: Analysis, s: Schedule) -> Placement | None:
     """Return the placement of a schedule, or None if placements do not describe it."""
-    if a.inner or a.in_segments or a.segmented or s.splits > 1 or s.last_finishes:
+    if a.inner or a.in_segments or a.segmented or s.last_finishes:
         return None
     if a.weighted or a.products or a.ahead:
         return None
@@ -29,7 +29,7 @@ def placement_of(a: Analysis, s: Schedule) -> Placement | None:
             directives.append(Fuse(tuple(axis.name for axis in axes), name))
         if group == COLS and s.misaligned:
             directives.append(Align(name, s.word))
-        directives += _rows(name, s) if group == ROWS else _cols(name, s)
+        directives += _rows(name, s) if group == ROWS else _cols(name, a, s)
     grid = [d for d in directives if isinstance(d, At) and d.place is not Place.LANES]
     lanes = [d for d in directives if isinstance(d, At) and d.place is Place.LANES]
     others = [d for d in directives if not isinstance(d, At)]
@@ -38,6 +38,9 @@ def placement_of(a: Analysis, s: Schedule) -> Placement | None:
 
 def _rows(name: str, s: Schedule) -> list[Directive]:
     directives: list[Directive] = []
+    if s.rows_apart > 1:  # the rows of a block begin at the same place of a word
+        places = At(f"{name}.i", Place.GRID), At(f"{name}.o.o", Place.LOOP), At(f"{name}.o.i", Place.LANES)
+        return [Split(name, s.rows_apart), Split(f"{name}.o", s.block_rows), *places]
     if s.block_rows > 1:
         directives += [Split(name, s.block_rows), At(f"{name}.i", Place.LANES)]
         name = f"{name}.o"
@@ -53,8 +56,14 @@ def _rows(name: str, s: Schedule) -> list[Directive]:
     ]
 
 
-def _cols(name: str, s: Schedule) -> list[Directive]:
+def _cols(name: str, a: Analysis, s: Schedule) -> list[Directive]:
+    directives: list[Directive] = []
+    if s.splits > 1:
+        part = part_cols(a, s)
+        assert isinstance(part, int)
+        directives += [Split(name, part), At(f"{name}.o", Place.SHARED)]
+        name = f"{name}.i"
     if s.cols is Cols.WHOLE:
-        return [At(name, Place.LANES)]
+        return [*directives, At(name, Place.LANES)]
     outer = Place.GRID if s.cols is Cols.GRID else Place.LOOP
-    return [Split(name, s.block_cols), At(f"{name}.o", outer), At(f"{name}.i", Place.LANES)]
+    return [*directives, Split(name, s.block_cols), At(f"{name}.o", outer), At(f"{name}.i", Place.LANES)]

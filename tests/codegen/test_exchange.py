@@ -180,7 +180,7 @@ def test_norms_one_after_the_other_compile_where_programs_share_rows_in_blocks()
     (cluster,) = plan.clusters
     key, device = canonical(cluster, plan.dag), device_spec(plan.device)
     programs = Compiler(Options()).emit(key, cluster, plan.dag, device)
-    looped = [p for p in programs if " loop of " in p.schedule]
+    looped = [p for p in programs if "place(col.i.o, LOOP)" in p.schedule]
     assert looped
     for program in looped:
         assert all(compile_for(kernel, "sm_90").registers for kernel in program.kernels)

@@ -1,0 +1,88 @@
+"""Programs that share rows exchange the results of their reductions (see `codegen.exchange`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fusion_compiler.codegen.carried import State
+from fusion_compiler.codegen.exchange import mailbox, messages_of
+from fusion_compiler.codegen.monoids import is_logical, neutral
+from fusion_compiler.codegen.tile import Assign, Boxes, For, Range, Signal, Wait
+from fusion_compiler.ir.loops import ROWS, axes_in
+from fusion_compiler.ir.syntax import Expression, Name, Var, fm, lift, plus, tl
+from fusion_compiler.schedule.placement import Leaf, Place
+from fusion_compiler.schedule.shapes import padded
+
+if TYPE_CHECKING:
+    from fusion_compiler.codegen.rows import RowEmitter
+
+
+def exchange(
+    e: RowEmitter, shared: Leaf, states: Sequence[State], values: Sequence[tuple[Var, ...]]
+) -> None:
+    """Let each program of a block of rows send its states to the others, wait for theirs, and merge all."""
+    assert isinstance(shared.extent, int)
+    splits, part, parts = shared.extent, e.element(shared).value, Name("parts")
+    e.add(Assign((parts,), tl.arange(0, padded(splits))))
+    first, rows = _rows(e, splits)
+    pairs = list(zip(states, values, strict=True))
+    sent = {n: v for state, variables in pairs for n, v in zip(state.numbers, variables, strict=True)}
+    theirs = {n: Var(f"all_{variable.base}") for n, variable in sent.items()}
+    received: list[Wait] = []
+    for message in messages_of(e.a, list(sent)):
+        ours: list[Expression] = [sent[n] for n in message]
+        if is_logical(e.reduction(message[0])):
+            ours = [sent[message[0]].to(tl.int32)]
+        mail = plus(e.pointers[mailbox(message)], first * (splits * splits))
+        e.add(Signal(Boxes(plus(mail, parts * splits, part), parts < splits, rows), tuple(ours)))
+        neutrals = tuple(lift(neutral(e.reduction(n))) for n in message)
+        boxes = Boxes(plus(mail, part * splits, parts), parts < splits, rows)
+        received.append(Wait(tuple(theirs[n] for n in message), boxes, ours[0], neutrals))
+    if e.keeps:
+        _merge_rows(e, pairs, theirs, received)
+        return
+    for wait in received:
+        e.add(wait)
+    for state, variables in pairs:
+        state.merge(e, variables, [theirs[n] for n in state.numbers])
+
+
+def _rows(e: RowEmitter, splits: int) -> tuple[Expression, tuple[Expression, ...]]:
+    """Return the first row of the block, and `Boxes.rows`, which is empty for a block of one row."""
+    axes = axes_in(e.loops.axes, (ROWS,))
+    leaves = e.leaves[e.fused.get(max(axes), max(axes))] if axes else []
+    lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
+    others = [leaf for leaf in leaves if leaf.place is not Place.LANES]
+    tile = e.position("first_row" if lanes else "row", others)
+    first = lift(0) if tile is None else tile.value
+    if not lanes:
+        return first, ()
+    apart, size = lanes[0].step, e.a.size(ROWS)
+    rows = lift(size) - first if e.inside(axes) is not None else lift(lanes[0].lanes * apart)
+    return first, (rows, lift(apart), lift(splits**2))
+
+
+def _merge_rows(
+    e: RowEmitter,
+    pairs: Sequence[tuple[State, tuple[Var, ...]]],
+    theirs: Mapping[int, Var],
+    received: Sequence[Wait],
+) -> None:
+    """Merge row by row: tiles [rows, parts] would need a change of layout, and a barrier for each."""
+    messages = [Var("messages") for _ in received]
+    for message, wait in zip(messages, received, strict=True):
+        e.add(replace(wait, targets=(message,)))
+    r, body, outer = Name("r"), e.scopes[e.depth].body, e.scopes[e.depth]
+    loop = For(r, Range(lift(0), lift(e.lanes[0].lanes), static=True))
+    body.append(loop)
+    outer.body, e.in_one_row = loop.body, True
+    for message, wait in zip(messages, received, strict=True):
+        e.add(Assign(wait.targets, message[r]))
+    for state, variables in pairs:
+        merged = [Var(f"one_{variable.base}") for variable in variables]
+        state.merge(e, merged, [theirs[n] for n in state.numbers])
+        for variable, one in zip(variables, merged, strict=True):
+            e.add(Assign((variable,), fm.with_row(variable, r, one)))
+    outer.body, e.in_one_row = body, False
