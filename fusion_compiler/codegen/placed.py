@@ -557,8 +557,28 @@ class Emitter:
                 value = tl.full([], tiles[n].value, self.loops.nodes[n].dtype)
                 tiles[n] = Tile(self.let("constant", value))
         dtypes = {n: self.loops.nodes[n].dtype for n in numbers}
+        divisor = operand_of(node, "other") if node.target is aten.div.Tensor else None
+        if divisor is not None and number in self.rough and self.is_repeated(divisor, number):
+            (dividend,) = (n for n in numbers if n != divisor)
+            per = self.reciprocal(divisor)
+            value = convert(tiles[dividend].value, dtypes[dividend], torch.float32) * per.value
+            return self.joined(value, tiles[dividend], per)
         value = computed(node, lambda n: (tiles[n].value, dtypes[n]), number in self.rough)
         return self.joined(value, *tiles.values())
+
+    def is_repeated(self, operand: int, number: int) -> bool:
+        """True if several elements of a node that one program computes share an operand that is no number."""
+        more = self.depends[number] - self.depends[operand]
+        is_number = isinstance(self.loops.nodes[operand], Constant)
+        return not is_number and any(leaf.place is not Place.GRID for leaf in more)
+
+    def reciprocal(self, number: int) -> Tile:
+        """Return 1 / a node, computed once for all elements that share it."""
+        tile, dtype = self.tile(number), self.loops.nodes[number].dtype
+        base = tile.value.base if isinstance(tile.value, Var) else "value"
+        with self.in_scope(self.home(self.depends[number])):
+            value = self.let(f"per_{base}", 1.0 / convert(tile.value, dtype, torch.float32))
+        return replace(tile, value=value)
 
     # -- what is known ---------------------------------------------------------------------------------
 
