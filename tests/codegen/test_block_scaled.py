@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
 from benchmarks.block_scaled import F8, groups_of_128, layer_norm, mx, rms_norm
 from benchmarks.block_scaled import swiglu as swiglu_of
+from fusion_compiler.ir.device import device_spec
 from tests.exactness import Compiled, wide
 
 Quantise = Callable[[Tensor], tuple[Tensor, ...]]
@@ -108,6 +110,17 @@ def test_values_of_blocks_that_are_only_stored_come_from_the_same_kernel() -> No
             torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
     (runner,) = fast.compiler.runners.values()
     assert len(runner.candidates[0].kernels) == 1
+
+
+def test_padding_and_a_weight_that_all_programs_load_cost_no_memory_traffic() -> None:
+    """A tile of 40 blocks is padded to 64, and the weight stays in the L1 cache."""
+    device = device_spec("h200")
+    with FakeTensorMode(), torch.no_grad():
+        x, w = torch.empty(8192, 5120, dtype=torch.bfloat16), torch.empty(5120, dtype=torch.bfloat16)
+        (plan,) = fc.explain(lambda x, w: groups_of_128(rms_norm(x, w)), x, w, device="h200").plans
+    (cluster,) = plan.clusters
+    copied = 1e6 * (cluster.cost.bytes_read + cluster.cost.bytes_written) / device.copy_bandwidth
+    assert cluster.cost.us < 1.3 * copied
 
 
 @pytest.mark.parametrize("group", [2, 48, 256])
