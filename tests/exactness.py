@@ -102,7 +102,7 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
     analysis = Analysis(loops)
     if analysis.inner:
         return schedules_of(loops, name, device)
-    few = max(4, analysis.least_cols, 1 << (hint(analysis.size(COLS)) // 256).bit_length())
+    few = max(4, 1 << (hint(analysis.size(COLS)) // 256).bit_length())
     kinds: dict[Schedule, None] = {}
     along = any(COLS in analysis.over(i) for i in analysis.reductions)
     for kind in space.KINDS:

@@ -5,7 +5,6 @@ windows/interleaved.py          every other element and its right neighbour, mov
 windows/block.py                one element for all lanes of a block, or one row for all its rows
 windows/runs.py                 one element for each of several runs of lanes
 windows/misaligned.py           whole words of rows that begin at any address
-segments.py                     one element for each segment of a row
 here                            any address for each lane
 """
 
@@ -15,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion_compiler.codegen import segments
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import convert
 from fusion_compiler.codegen.tile import Store as StoreStatement
@@ -79,11 +77,6 @@ def store_all(b: Builder, stores: Sequence[Store]) -> None:
 
 
 def store_one(b: Builder, store: Store) -> None:
-    if segments.is_stored(b, store):
-        segments.store(b, store)
-        return
-    if (segments.NARROW, store.value) in b.named and store.value not in b.env:
-        segments.spread(b, store.value)
     value = b.variable(store.value)
     if misaligned.moves_words(b, store.index, store.within):
         misaligned.store(b, store.buffer, store.index, value, store.value)

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from fusion_compiler.codegen import accesses, expression, moments, segments
+from fusion_compiler.codegen import accesses, expression, moments
 from fusion_compiler.codegen.bits import floats_of, widened_byte
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.expression import computed, convert, convert_literal, scalar
@@ -32,7 +32,6 @@ from fusion_compiler.ir.loops import (
     Scan,
     Total,
     Value,
-    operands_of,
 )
 from fusion_compiler.ir.syntax import Expression, Var, fm, lift, plus, tl
 from fusion_compiler.schedule.analysis import operand_of
@@ -44,11 +43,8 @@ KEPT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of tiles that ma
 
 def build_nodes(b: Builder, numbers: Iterable[int]) -> None:
     """Build some nodes and their missing operands, each once."""
-    narrow = b.a.narrow
     for number in numbers:
-        if number in narrow:
-            _build_narrow(b, number)
-        elif number not in b.env and not isinstance(b.loops.nodes[number], Constant):
+        if number not in b.env and not isinstance(b.loops.nodes[number], Constant):
             build_node(b, number)
 
 
@@ -73,8 +69,6 @@ def build_node(b: Builder, number: int) -> None:
         interleaved.load(b, pair)
         return
     build_nodes(b, b.need(b.operands(number)))
-    if not isinstance(node, Compute):
-        spread(b, operands_of(node))
     if number in b.env:  # built together with an operand
         return
     if isinstance(node, Reduce):
@@ -91,29 +85,6 @@ def build_node(b: Builder, number: int) -> None:
         b.env[number] = value
     else:
         b.env[number] = b.let(base, value, number)
-
-
-def spread(b: Builder, numbers: Iterable[int]) -> None:
-    """Repeat the values of segments for each of their elements, for nodes that read these."""
-    for number in numbers:
-        if number not in b.env and (segments.NARROW, number) in b.named:
-            segments.spread(b, number)
-
-
-def _build_narrow(b: Builder, number: int) -> None:
-    """Build a node that has one value per segment of a row."""
-    node, key = b.loops.nodes[number], (segments.NARROW, number)
-    if key in b.named:
-        return
-    if isinstance(node, Reduce):
-        segments.reduced(b, number, elements(b, node, ALONG))
-        return
-    build_nodes(b, b.need(b.operands(number)))
-    env = dict(b.env)
-    b.env |= {n: v for (kind, n), v in b.named.items() if kind == segments.NARROW}
-    value, base = value_of(b, number)
-    b.env = env
-    b.named[key] = value if isinstance(value, Var) else b.let(base, value, number)
 
 
 def value_of(b: Builder, number: int) -> tuple[Expression, str]:
@@ -193,9 +164,7 @@ def _compute(b: Builder, number: int, node: Compute) -> Expression:
             return _as_float(b, dividend) * _reciprocal(b, divisor)
 
     if (floats := floats_of(b.loops, number)) is not None:
-        spread(b, floats.operands())
         return floats.value(b.variable)
-    spread(b, refs)
     if (byte := widened_byte(b.loops, node)) is not None:
         return fm.from_byte(b.variable(byte))
 
@@ -207,10 +176,7 @@ def _compute(b: Builder, number: int, node: Compute) -> Expression:
 
 
 def _is_narrower(b: Builder, operand: int, number: int) -> bool:
-    """True if one value is shared by a whole row, column or segment of a result."""
-    narrow = b.a.narrow
-    if operand in narrow:
-        return number not in narrow
+    """True if one value is shared by a whole row or column of a result."""
     variable = not isinstance(b.loops.nodes[operand], Constant)
     return variable and b.a.groups[operand] < b.a.groups[number]
 
@@ -219,16 +185,11 @@ def _as_float(b: Builder, number: int) -> Expression:
     node = b.loops.nodes[number]
     if isinstance(node, Constant):
         return scalar(convert_literal(node.value, torch.float32), torch.float32)
-    spread(b, (number,))
     return convert(b.variable(number), node.dtype, torch.float32)
 
 
 def _reciprocal(b: Builder, number: int) -> Expression:
-    """Return 1 / the value of a row or a segment, computed once per row or segment."""
-    if ~number not in b.env and (segments.NARROW, number) in b.named:
-        value, key = b.named[segments.NARROW, number], (segments.NARROW, ~number)
-        b.named[key] = b.let(f"per_{value.base}", 1.0 / value)
-        segments.spread(b, number, ~number)
+    """Return 1 / the value of a row, computed once per row."""
     if ~number not in b.env:
         value = _as_float(b, number)
         b.env[~number] = b.let(f"per_{b.variable(number).base}", 1.0 / value)
@@ -262,7 +223,6 @@ def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> Express
     """Return the operand of a reduction or scan as a full tile in `over`, with the neutral element
     outside."""
     build_nodes(b, b.need((reduce.operand,)))
-    spread(b, (reduce.operand,))
     return as_elements(b, reduce, over, b.variable(reduce.operand))
 
 

@@ -33,7 +33,7 @@ import torch
 
 from fusion_compiler.codegen import expression, monoids
 from fusion_compiler.codegen.bits import floats_of, widened_byte
-from fusion_compiler.codegen.expression import computed, convert, convert_literal, decompose, scalar
+from fusion_compiler.codegen.expression import computed, convert, decompose
 from fusion_compiler.codegen.split_reductions import Partial, SplitReductions
 from fusion_compiler.codegen.tile import (
     Assign,
@@ -719,31 +719,34 @@ class Emitter:
             return replace(self.tile(byte), value=fm.from_byte(self.tile(byte).value))
         numbers = [a.node for _, a in node.operands if isinstance(a, Operand)]
         tiles = {n: self.tile(n) for n in numbers}
-        if number in self.rough and node.target is aten.div.Tensor and len(numbers) == 2:
-            dividend, divisor = numbers
-            if tiles[divisor].lanes < tiles[dividend].lanes:
-                return self.joined(self.as_float(dividend) * self.reciprocal(divisor), *tiles.values())
         literals = [n for n in numbers if isinstance(self.loops.nodes[n], Constant)]
         if len(literals) == len(numbers) or (len(literals) > 1 and node.target is not aten.where.self):
             for n in literals:  # two numbers have no type in Triton's functions
                 value = tl.full([], tiles[n].value, self.loops.nodes[n].dtype)
                 tiles[n] = Tile(self.let("constant", value))
         dtypes = {n: self.loops.nodes[n].dtype for n in numbers}
+        divisor = operand_of(node, "other") if node.target is aten.div.Tensor else None
+        if divisor is not None and number in self.rough and self.is_repeated(divisor, number):
+            (dividend,) = (n for n in numbers if n != divisor)
+            per = self.reciprocal(divisor)
+            value = convert(tiles[dividend].value, dtypes[dividend], torch.float32) * per.value
+            return self.joined(value, tiles[dividend], per)
         value = computed(node, lambda n: (tiles[n].value, dtypes[n]), number in self.rough)
         return self.joined(value, *tiles.values())
 
-    def as_float(self, number: int) -> Expression:
-        node = self.loops.nodes[number]
-        if isinstance(node, Constant):
-            return scalar(convert_literal(node.value, torch.float32), torch.float32)
-        return convert(self.tile(number).value, node.dtype, torch.float32)
+    def is_repeated(self, operand: int, number: int) -> bool:
+        """True if several elements of a node that one program computes share an operand that is no number."""
+        more = self.depends[number] - self.depends[operand]
+        is_number = isinstance(self.loops.nodes[operand], Constant)
+        return not is_number and any(leaf.place not in (Place.GRID, Place.SHARED) for leaf in more)
 
-    def reciprocal(self, number: int) -> Expression:
-        """Return 1 / a value that neighbours share, computed once."""
-        value = self.as_float(number)
-        base = value.base if isinstance(value, Var) else "value"
+    def reciprocal(self, number: int) -> Tile:
+        """Return 1 / a node, computed once for all elements that share it."""
+        tile, dtype = self.tile(number), self.loops.nodes[number].dtype
+        base = tile.value.base if isinstance(tile.value, Var) else "value"
         with self.in_scope(self.home(self.depends[number])):
-            return self.let(f"per_{base}", 1.0 / value)
+            value = self.let(f"per_{base}", 1.0 / convert(tile.value, dtype, torch.float32))
+        return replace(tile, value=value)
 
     # -- what is known ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fusion_compiler.codegen.builder import ALONG, Builder
-from fusion_compiler.codegen.nodes import as_elements, build_nodes, spread
+from fusion_compiler.codegen.nodes import as_elements, build_nodes
 from fusion_compiler.codegen.windows import runs
 from fusion_compiler.ir.loops import COLS, ROWS, Load, operands_of
 from fusion_compiler.ir.syntax import Expression, Variable, times, tl
@@ -73,7 +73,6 @@ def _varying(b: Builder, number: int, shared: Collection[int]) -> tuple[int, ...
 def _product(b: Builder, number: int, shared: Collection[int]) -> Expression:
     varying = _varying(b, number, shared)
     build_nodes(b, b.need(varying))
-    spread(b, varying)
     return times(*map(b.variable, varying))
 
 

@@ -40,9 +40,7 @@ ROWS, COLS = "rows", "cols"
 GROUPS = (ROWS, COLS)  # the order of a nest's axes
 INNER = "inner"  # not a group: axes after all others, of windows or of tiles
 TILE = frozenset({ROWS, COLS})
-SEGMENTS = (8, 16, 32, 64, 128)  # lengths in columns; each divides every block of columns
 LARGEST_TILE = 1 << 15  # elements: 64 for each thread of 16 warps, of every tensor that it holds
-IN_SEGMENTS = ("sum", "max", "min")  # reductions of segments that a tile supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,14 +328,13 @@ def over_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[str]:
     """Return the groups over which tiles are reduced: those of the axes, if these are whole groups.
 
     A reduction that keeps a part of a group is over both groups. What it keeps is neither a row nor a column
-    of a tile, and its values are only stored. A reduction over segments, of which every tile has whole ones,
-    is over no group: each element of the tile has the value of its segment. A reduction over inner axes is
-    over these, and each element of the tile has its own.
+    of a tile, and its values are only stored. A reduction over inner axes is over these, and each element of
+    the tile has its own.
     """
     if is_inner(axes, reduce):
         return frozenset({INNER})
     if kept_of(axes, reduce):
-        return frozenset() if _is_over_segments(axes, reduce) else TILE
+        return TILE
     groups = frozenset(axes[k].group for k in reduce.axes)
     # Nests leave out axes of extent 1: a reduction without axes is over the group that has none.
     return groups or frozenset({ROWS if axes_in(axes, (COLS,)) else COLS})
@@ -353,14 +350,6 @@ def kept_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[int]:
     group_axes = axes_in(axes, {axes[k].group for k in reduce.axes})
     keeps_none = reduce.axes == group_axes or is_inner(axes, reduce)
     return frozenset() if keeps_none else axes_in(axes, TILE) - reduce.axes
-
-
-def _is_over_segments(axes: Sequence[Axis], reduce: Reduce) -> bool:
-    """True if a reduction is over innermost columns that form a segment which tiles support."""
-    cols = [k for k, axis in enumerate(axes) if axis.group == COLS and axis.size != 1]
-    inner = [k for k in sorted(reduce.axes) if axes[k].size != 1]
-    is_inner = 0 < len(inner) < len(cols) and inner == cols[-len(inner) :]
-    return is_inner and reduce.combine in IN_SEGMENTS and product(axes[k].size for k in inner) in SEGMENTS
 
 
 def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:

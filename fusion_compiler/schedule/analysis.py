@@ -171,13 +171,8 @@ class Analysis:
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:
-        """Return the reductions over groups. Any tile of whole segments completes the others."""
-        return tuple(i for i, over in self._over.items() if over)
-
-    @cached_property
-    def in_segments(self) -> tuple[int, ...]:
-        """Return the reductions over segments of each row."""
-        return tuple(i for i, over in self._over.items() if not over)
+        """Return the numbers of the reductions."""
+        return tuple(self._over)
 
     @cached_property
     def scans(self) -> tuple[int, ...]:
@@ -188,24 +183,6 @@ class Analysis:
     def directions(self) -> frozenset[bool]:
         """Return the directions of the scans; True is from the last column to the first."""
         return frozenset(n.reverse for n in self.loops.nodes if isinstance(n, Scan))
-
-    @cached_property
-    def narrow(self) -> Mapping[int, int]:
-        """Return {value that is the same for all elements of a segment: a reduction that it depends on}."""
-        narrow: dict[int, int] = {}
-        for i, node in enumerate(self.loops.nodes):
-            operands = operands_of(node)
-            if i in self.in_segments:
-                narrow[i] = i
-            elif isinstance(node, Compute) and (sources := [narrow[o] for o in operands if o in narrow]):
-                if all(o in narrow or COLS not in self.groups[o] for o in operands):
-                    narrow[i] = sources[0]
-        return narrow
-
-    @cached_property
-    def least_cols(self) -> int:
-        """Return the least columns of a block: whole segments, if reductions are over segments."""
-        return max((segment_of(self.loops, self.kept(i)) or 1 for i in self.in_segments), default=1)
 
     def is_sum(self, number: int) -> bool:
         """True if a node is a sum of float32."""

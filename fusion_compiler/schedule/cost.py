@@ -23,7 +23,7 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import Load, LoopNest, operands_of
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule.contractions import takes_tiles
-from fusion_compiler.schedule.placement import Place, Placement
+from fusion_compiler.schedule.placement import Leaf, Place, Placement
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.tile_products import products_of
 from fusion_compiler.schedule.verifier import tile_sizes
@@ -125,7 +125,7 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
         innermost = max((leaf for leaf in leaves if leaf.place is Place.LANES), key=lambda leaf: leaf.order)
         if innermost.lanes < hint(work.loops.axes[innermost.axis].size, work.hints):
             share /= 1 + RUN_ELEMENTS / innermost.lanes
-        again = _loaded_again(work, sizes, programs, device)
+        again = _loaded_again(work, leaves, device)
         waiting = REDUCED_IN_TILE_US * work.phases * (s.num_warps - 1)
         return Run(programs, share, slots=resident * device.sms, after_us=waiting, messages=again)
     blocks = ceil(rows / s.block_rows)
@@ -167,14 +167,19 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
     return Run(programs, share, passes - 1, min(programs, slots) * s.block_rows, slots, after)
 
 
-def _loaded_again(work: Work, sizes: Sequence[int], programs: int, device: DeviceSpec) -> int:
-    """Return the bytes that programs load of what others load too: from L2. sizes: of the nodes' tiles."""
-    seen, moved = set[object](), 0.0
-    for node, size in zip(work.loops.nodes, sizes, strict=True):
+def _loaded_again(work: Work, leaves: Sequence[Leaf], device: DeviceSpec) -> int:
+    """Return the bytes that programs load from L2 because others load them too. What all programs load stays
+    in the L1 cache of a multiprocessor, if it is small."""
+    seen, moved = set[object](), 0
+    grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
+    for node, axes in zip(work.loops.nodes, work.axes, strict=True):
         if isinstance(node, Load) and (node.buffer, node.index) not in seen:
             seen.add((node.buffer, node.index))
-            moved += programs * size * work.buffers[node.buffer].itemsize
-    return max(0, int(moved - sum(work.bytes_of(work.reads, name, device) for name in work.reads)))
+            size = work.points(axes) * work.buffers[node.buffer].itemsize
+            others = prod(hint(leaf.extent, work.hints) for leaf in grid if not axes >> leaf.axis & 1)
+            of_all = all(not axes >> leaf.axis & 1 for leaf in grid)
+            moved += size if of_all and size <= L1_SHARE * device.shared_bytes else size * others
+    return max(0, moved - int(sum(work.bytes_of(work.reads, name, device) for name in work.reads)))
 
 
 def _last_us(work: Work, s: Schedule, groups: int, device: DeviceSpec) -> float:

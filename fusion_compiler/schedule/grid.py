@@ -30,8 +30,11 @@ REGISTERS = 255  # registers of a thread
 
 
 def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Return every combination of extents, warps, programs and stages that `a` allows, unordered."""
+    """Return every combination of extents, warps, programs and stages that `a` allows, unordered; none if
+    placements run the nest."""
     schedules: dict[Schedule, None] = {}
+    if a.inner:
+        return ()
     width, count = padded(hint(a.size(COLS))), padded(hint(a.size(ROWS)))
     for cols, block_cols, splits in _coverings(a, width, device):
         for block_rows in powers(1, min(count, MOST_ROWS if splits == 1 else MOST_SHARED_ROWS)):
@@ -79,8 +82,7 @@ def _coverings(a: Analysis, width: int, device: DeviceSpec) -> Iterator[tuple[Co
     if isinstance(a.size(COLS), int) and width <= WIDEST_WHOLE and a.reductions:
         yield Cols.WHOLE, width, 1
     if not along:
-        least = max(16, a.least_cols)
-        yield from ((Cols.GRID, block, 1) for block in powers(least, min(width, WIDEST_BLOCK)))
+        yield from ((Cols.GRID, block, 1) for block in powers(16, min(width, WIDEST_BLOCK)))
         return
     looped = wide_rows.suits(a) and wide_rows.refuses(a, device) is None
     if looped:

@@ -12,7 +12,7 @@ NAMES = {ROWS: "row", COLS: "col"}  # of the axes that a group's axes are fused 
 
 def placement_of(a: Analysis, s: Schedule) -> Placement | None:
     """Return the placement of a schedule, or None if placements do not describe it."""
-    if a.inner or a.in_segments or a.segmented or s.last_finishes:
+    if a.inner or a.segmented or s.last_finishes:
         return None
     if a.weighted or a.products or a.ahead:
         return None

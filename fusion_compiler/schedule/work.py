@@ -256,8 +256,7 @@ class Work:
             self.early |= self.needs[operand]
             self.phases = max(self.phases, self.phase[operand] + 1)
             return 2 * bool(axes & self.tile), axes, 0, self.phase[operand] + 1
-        if reduced:  # a segment's value is repeated for each of its elements
-            axes &= ~sum(1 << axis for axis in node.axes)
+        axes &= ~sum(1 << axis for axis in node.axes)
         phase = self.phase[operand]
         if reduced & 2:
             if reduced == 2:

@@ -233,7 +233,7 @@ def test_more_partial_results_than_they_save_are_two_kernels() -> None:
     assert len(report.plans[1].clusters) == 2
 
 
-def test_channels_that_lie_inside_are_segments() -> None:
+def test_channels_that_lie_inside_are_an_axis_of_the_tile() -> None:
     """Channels-last: those of a pixel lie side by side, and a tile has all of them."""
 
     def scaled(x: Tensor) -> Tensor:

@@ -255,7 +255,6 @@ EXAMPLES = {
     "Exchange": Example(softmax, "bfloat16 [16, 262144]"),
     "Rematerialization": Example(softmax, "bfloat16 [4096, 32768]", gradients=True),
     "Shared rows": Example(rms_norm, "bfloat16 [512, 65536], bfloat16 [65536]", gradients=True),
-    "Segments of a row": Example(quantised_rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]"),
     "Matrix-vector products": Example(
         residual_product, "bfloat16 [2, 2048], bfloat16 [8192, 2048], bfloat16 [2, 8192]"
     ),
@@ -273,6 +272,7 @@ EXAMPLES = {
         chunks_of_keys,
         "bfloat16 [8, 4, 1, 1, 128], bfloat16 [8, 1, 512, 64, 128], bfloat16 [8, 1, 512, 64, 128]",
     ),
+    "Blocks of a row": Example(quantised_rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]"),
     "Horizontal fusion": Example(
         bias_gradients, "bfloat16 [4096, 1024], bfloat16 [1024, 1024], bfloat16 [1024, 256]"
     ),

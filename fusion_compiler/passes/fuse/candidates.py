@@ -18,7 +18,7 @@ from fusion_compiler.ir import depthwise, layout
 from fusion_compiler.ir.dag import FEW_ROWS, Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
-from fusion_compiler.ir.loops import Load, LoopNest, is_only_stored_in_place
+from fusion_compiler.ir.loops import Load, LoopNest, Reduce, is_only_stored_in_place, kept_of
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.plan_data import Cost, Leftover
 from fusion_compiler.ir.writes import bases, waits
@@ -187,7 +187,12 @@ class Candidates:
         """The fastest loop nest of a set of ops, and what it takes. Raises Illegal."""
         splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
         try:
-            return self.fastest(ops, outputs, splits, in_tile=False)
+            loops, cost = self.fastest(ops, outputs, splits, in_tile=False)
+            if any(isinstance(n, Reduce) and kept_of(loops.axes, n) for n in loops.nodes):
+                with contextlib.suppress(Illegal):  # a tile has no partial results to add up
+                    tile = self.form(ops, outputs, None, in_tile=True)
+                    return min((loops, cost), tile, key=lambda form: form[1].us)
+            return loops, cost
         except Illegal as error:  # they do not fit into rows, each made by itself
             for cut in cuts_of(self.dag, ops, MOST_ROWS_CUT):
                 with contextlib.suppress(Illegal):

@@ -79,11 +79,9 @@ def accesses(loops: LoopNest) -> list[Index]:
 
 def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     """Choose the columns: the group that is reduced and broadcast back, else that of most contiguous
-    accesses. The groups stay as they are for segments, scans, and nests with inner axes."""
+    accesses. The groups stay as they are for scans, and for nests with inner axes."""
     fixed = any(a.group == INNER for a in loops.axes)
-    reductions = (n for n in loops.nodes if isinstance(n, Reduce))
-    in_segments = any(not over_of(loops.axes, n) for n in reductions)
-    if fixed or in_segments or any(isinstance(n, Scan) for n in loops.nodes):
+    if fixed or any(isinstance(n, Scan) for n in loops.nodes):
         return loops
     normalized = set[str]() if by_memory else _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
