@@ -13,8 +13,8 @@ from fusion_compiler.codegen.bits import floats_of, widened_byte
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.expression import computed, convert, convert_literal, scalar
 from fusion_compiler.codegen.monoids import carry, is_logical, neutral, scan
+from fusion_compiler.codegen.ragged import build_ragged
 from fusion_compiler.codegen.tile import Check
-from fusion_compiler.codegen.totals import build_total
 from fusion_compiler.codegen.windows import interleaved
 from fusion_compiler.ir.dims import quotient
 from fusion_compiler.ir.loops import (
@@ -30,8 +30,8 @@ from fusion_compiler.ir.loops import (
     Random,
     Reduce,
     Scan,
-    Total,
     Value,
+    axes_in,
     operands_of,
 )
 from fusion_compiler.ir.syntax import Expression, Var, fm, lift, plus, tl
@@ -78,13 +78,13 @@ def build_node(b: Builder, number: int) -> None:
     if number in b.env:  # built together with an operand
         return
     if isinstance(node, Reduce):
-        _reduce(b, number)
+        if number in b.a.invariants:
+            build_ragged(b, number, build_nodes)
+        else:
+            _reduce(b, number)
         return
     if isinstance(node, Scan):
         _scan(b, number, node)
-        return
-    if isinstance(node, Total):
-        build_total(b, number, node, build_nodes)
         return
     value, base = value_of(b, number)
     if isinstance(value, Var):  # the operand itself
@@ -244,7 +244,7 @@ def _random(b: Builder, node: Random) -> Expression:
     words = node.dtype is torch.uint32
     seed = b.variable(node.seed)
     merged, merged_axes = b.a.merged(node.index)
-    cols = range(b.a.first[COLS], len(b.loops.axes))
+    cols = sorted(axes_in(b.loops.axes, (COLS,)))
     column_terms = [(k, c) for k, c in merged.terms if k in cols]
     others = tuple((k, quotient(c, 4)) for k, c in node.index.terms if k not in cols)
     first = quotient(node.index.const, 4)

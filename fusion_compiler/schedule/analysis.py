@@ -15,7 +15,9 @@ from fusion_compiler.ir.loops import (
     COLS,
     GROUPS,
     INNER,
+    RAGGED,
     ROWS,
+    TILE,
     Compute,
     Constant,
     Coordinate,
@@ -28,12 +30,14 @@ from fusion_compiler.ir.loops import (
     Scan,
     Value,
     axes_in,
+    axes_of,
     groups_of,
     kept_of,
     largest_aligned_block,
     operands_of,
     over_of,
     renumber,
+    renumber_axes,
     renumber_index,
     right_neighbours,
     segment_of,
@@ -171,8 +175,21 @@ class Analysis:
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:
-        """Return the reductions over groups. Any tile of whole segments completes the others."""
-        return tuple(i for i, over in self._over.items() if over)
+        """Return the reductions over groups or inner axes. Any tile of whole segments completes the others,
+        but for those over a ragged axis."""
+        return tuple(i for i, over in self._over.items() if over and RAGGED not in over)
+
+    @cached_property
+    def invariants(self) -> Mapping[int, tuple[int, ...]]:
+        """Return {reduction over a ragged axis: nodes outside of its loop that the loop reads}."""
+        invariants: dict[int, tuple[int, ...]] = {}
+        for i, node in enumerate(self.loops.nodes):
+            if isinstance(node, Reduce) and RAGGED in self.over(i):
+                along = enumerate(axes_of(self.loops.nodes))
+                outside = {n for n, axes in along if axes.isdisjoint(node.axes)}
+                read = ahead.with_operands(self.loops, operands_of(node), outside)
+                invariants[i] = tuple(read & outside)
+        return invariants
 
     @cached_property
     def in_segments(self) -> tuple[int, ...]:
@@ -296,7 +313,7 @@ class Analysis:
     def full_loads(self) -> int:
         """Return how many tensors are loaded over all axes of the nest."""
         loads = [n for n in self.loops.nodes if isinstance(n, Load)]
-        return len({n.buffer for n in loads if len(n.index.terms) >= len(self.loops.axes)})
+        return len({n.buffer for n in loads if len(n.index.terms) >= len(axes_in(self.loops.axes, TILE))})
 
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
@@ -642,7 +659,7 @@ def along_rows_first(loops: LoopNest) -> LoopNest:
         )
         for s in loops.stores
     )
-    return replace(loops, nodes=tuple(nodes), stores=stores, names=tuple(names))
+    return LoopNest(renumber_axes(loops.axes, numbers), tuple(nodes), stores, tuple(names))
 
 
 def accumulator_dtype(reduce: Reduce) -> torch.dtype:
