@@ -257,6 +257,17 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return ()
 
 
+def with_operands(loops: LoopNest, numbers: Iterable[int], ends: Collection[int] = ()) -> set[int]:
+    """Return some nodes and all that they depend on, without following the operands of `ends`."""
+    needed: set[int] = set()
+    stack = list(numbers)
+    while stack:
+        if (number := stack.pop()) not in needed:
+            needed.add(number)
+            stack.extend(() if number in ends else operands_of(loops.nodes[number]))
+    return needed
+
+
 def _indirect(index: Index) -> tuple[int, ...]:
     return tuple(~key for key, _ in index.terms if key < 0)
 

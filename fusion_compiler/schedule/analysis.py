@@ -38,10 +38,11 @@ from fusion_compiler.ir.loops import (
     over_of,
     renumber,
     renumber_axes,
-    renumber_index,
+    renumber_store,
     right_neighbours,
     segment_of,
     store_operands,
+    with_operands,
 )
 from fusion_compiler.schedule import ahead
 from fusion_compiler.schedule.schedule import WORD, Schedule
@@ -182,13 +183,11 @@ class Analysis:
     @cached_property
     def invariants(self) -> Mapping[int, tuple[int, ...]]:
         """Return {reduction over a ragged axis: nodes outside of its loop that the loop reads}."""
-        invariants: dict[int, tuple[int, ...]] = {}
-        for i, node in enumerate(self.loops.nodes):
+        nodes, invariants = self.loops.nodes, dict[int, tuple[int, ...]]()
+        for i, node in enumerate(nodes):
             if isinstance(node, Reduce) and RAGGED in self.over(i):
-                along = enumerate(axes_of(self.loops.nodes))
-                outside = {n for n, axes in along if axes.isdisjoint(node.axes)}
-                read = ahead.with_operands(self.loops, operands_of(node), outside)
-                invariants[i] = tuple(read & outside)
+                outside = {n for n, axes in enumerate(axes_of(nodes)) if axes.isdisjoint(node.axes)}
+                invariants[i] = tuple(outside & with_operands(self.loops, operands_of(node), outside))
         return invariants
 
     @cached_property
@@ -650,15 +649,7 @@ def along_rows_first(loops: LoopNest) -> LoopNest:
         numbers[i] = len(nodes)
         nodes.append(node)
         names.append(loops.names[i])
-    stores = tuple(
-        replace(
-            s,
-            index=renumber_index(s.index, numbers),
-            value=numbers[s.value],
-            within=None if s.within is None else numbers[s.within],
-        )
-        for s in loops.stores
-    )
+    stores = tuple(renumber_store(s, numbers) for s in loops.stores)
     return LoopNest(renumber_axes(loops.axes, numbers), tuple(nodes), stores, tuple(names))
 
 

@@ -32,10 +32,10 @@ from fusion_compiler.ir.loops import (
     operands_of,
     segment_of,
     store_operands,
+    with_operands,
 )
 from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.schedule import windowed
-from fusion_compiler.schedule.ahead import with_operands
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.space import refusal
 

@@ -34,6 +34,7 @@ from fusion_compiler.ir.loops import (
     renumber_axes,
     renumber_store,
     store_operands,
+    with_operands,
 )
 from fusion_compiler.passes.lower.algebra import factored_sums, one_hot_sums
 
@@ -63,13 +64,7 @@ def renumbered(loops: LoopNest, numbers: dict[int, int], axes: dict[int, int] | 
 
 
 def remove_dead(loops: LoopNest) -> LoopNest:
-    live: set[int] = set()
-    stack = [n for s in loops.stores for n in store_operands(s)]
-    while stack:
-        number = stack.pop()
-        if number not in live:
-            live.add(number)
-            stack.extend(operands_of(loops.nodes[number]))
+    live = with_operands(loops, (n for s in loops.stores for n in store_operands(s)))
     if len(live) == len(loops.nodes):
         return loops
     return renumbered(loops, {old: new for new, old in enumerate(sorted(live))})
