@@ -42,6 +42,12 @@ def of_blocks(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return x.view(len(x), 4, -1).index_add(0, index, rows.view(len(rows), 4, -1)).sum(1)
 
 
+def means(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """A sum of ones, which do not vary over the rows that are added up, divides the sum."""
+    counts = torch.zeros_like(x).index_add(0, index, torch.ones_like(rows))
+    return x.index_add(0, index, rows) / (1 + counts)
+
+
 def results(function: Callable[..., Tensor], index: Tensor, *given: Tensor) -> list[Tensor]:
     x, rows = (t.detach().requires_grad_() for t in given)
     out = function(x, index, rows)
@@ -50,7 +56,7 @@ def results(function: Callable[..., Tensor], index: Tensor, *given: Tensor) -> l
     return [out.detach(), *torch.autograd.grad(out, (x, rows), upstream)]
 
 
-FUNCTIONS = [add_rows, with_more, put, lookup, of_blocks]
+FUNCTIONS = [add_rows, with_more, put, lookup, of_blocks, means]
 
 
 @pytest.mark.sample(15)
