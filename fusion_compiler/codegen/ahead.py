@@ -13,9 +13,8 @@ from fusion_compiler.codegen.axis_map import cols_at
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.tile import Assign, Return
-from fusion_compiler.ir.loops import COLS, ROWS, LoopNest, Node, operands_of, renumber
+from fusion_compiler.ir.loops import COLS, ROWS, LoopNest, Node, operands_of, renumber, with_operands
 from fusion_compiler.ir.syntax import Expression, Var
-from fusion_compiler.schedule.ahead import with_operands
 from fusion_compiler.schedule.analysis import Analysis, waiting
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
@@ -50,7 +49,7 @@ def replicated_of(a: Analysis) -> Replicated | None:
     axes = tuple(replace(axis, group=COLS) for axis in a.axes[ROWS])
     numbers: dict[int, int] = {}
     nodes: list[Node] = []
-    for number in sorted(with_operands(loops, results, ())):
+    for number in sorted(with_operands(loops, results)):
         nodes.append(renumber(loops.nodes[number], numbers))
         numbers[number] = len(nodes) - 1
     names = tuple(loops.names[i] for i in sorted(numbers))

@@ -26,9 +26,7 @@ from fusion_compiler.ir.loops import (
     Load,
     Reduce,
     Store,
-    Total,
     operands_of,
-    turn_invariants,
 )
 from fusion_compiler.ir.syntax import (
     Expression,
@@ -214,8 +212,7 @@ class Builder:
             return (contraction.matrix, *contraction.vectors)
         if (floats := floats_of(self.loops, number)) is not None:
             return floats.operands()
-        node = self.loops.nodes[number]
-        return turn_invariants(self.loops, node) if isinstance(node, Total) else operands_of(node)
+        return self.a.invariants.get(number) or operands_of(self.loops.nodes[number])
 
     def reduction(self, number: int) -> Reduce:
         reduce = self.loops.nodes[number]

@@ -34,6 +34,7 @@ from fusion_compiler.ir.loops import (
     renumber_store,
     row_major,
     store_operands,
+    with_operands,
 )
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, ceil_div, waiting
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -166,13 +167,7 @@ def completed(
     """
     dependent = waiting(loops, partials)
     stores_left = [s for s in loops.stores if s.value in dependent]
-    needed: set[int] = set()
-    stack = [o for s in stores_left for o in store_operands(s)]
-    while stack:
-        number = stack.pop()
-        if number not in needed:
-            needed.add(number)
-            stack.extend(() if number in partials else operands_of(loops.nodes[number]))
+    needed = with_operands(loops, (o for s in stores_left for o in store_operands(s)), partials)
     numbers: dict[int, int] = {}
     nodes: list[Node] = []
     names: list[str] = []

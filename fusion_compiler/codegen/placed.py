@@ -165,7 +165,7 @@ class Emitter:
             and loop.axis == grid.axis
             and loop.step == product((grid.step, grid.extent))
         }
-        self.products, self.node_axes = products_of(loops, placement), axes_of(loops)
+        self.products, self.node_axes = products_of(loops, placement), axes_of(loops.nodes)
         self.depends: list[frozenset[Leaf]] = []
         for node in loops.nodes:
             found = frozenset[Leaf]().union(*(self.depends[o] for o in operands_of(node)))

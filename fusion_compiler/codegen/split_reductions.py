@@ -70,7 +70,7 @@ def split_reductions(loops: LoopNest, placement: Placement, numbers: Iterator[in
     leaves = placement.leaves(loops.axes)
     on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
-    node_axes = axes_of(loops)
+    node_axes = axes_of(loops.nodes)
     partials: dict[int, Partial] = {}
     for n, node in enumerate(loops.nodes):
         shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.members & node.axes)

@@ -1,21 +1,22 @@
 """The loop nest: one cluster over one iteration space, before a schedule is chosen.
 
     LoopNest := axes, nodes, stores
-    axis     := name, size, group            group is "rows", "cols" or "inner"
+    axis     := name, size, group, bounds    group is "rows", "cols", "inner" or "ragged"
     index    := const + sum(coeff * axis) + sum(coeff * value)
     node     := Load(buffer, index, within) | Coordinate(index) | Constant(value)
               | InRange(index, low, high) | Random(seed, index, salt)
               | Checked(operand, position, low, high, within)
-              | Compute(target, operands) | Reduce(combine, operand, axes)
-              | Scan(combine, operand, reverse) | Counter(first, last) | Total(combine, operand, counter)
+              | Compute(target, operands) | Reduce(combine, operand, axes, within)
+              | Scan(combine, operand, reverse)
     store    := buffer, index, value, within    several stores to one buffer write disjoint elements
 
 Nodes are in SSA order and refer to each other by position. The dtype of a node is that of its computation
 (float32 for all floats but float64). The `groups` of a node are the axis groups that it varies over. A tile
 holds it as [ROWS, COLS], [ROWS, 1], [1, COLS] or [1, 1].
 
-A value that depends on a Counter has one value per turn, and only a Total of the counter may read it. The
-number of turns is data.
+A ragged axis comes last. Its length is data: as many elements as lie between the values of two nodes, its
+bounds. Only a reduction over the axis may read values along it, and only where node `within` is true, since
+a tile of several rows goes as far along the axis as its longest row.
 
 Inner axes come behind all others, which are columns then. A nest has them for one of two reasons:
 - its accesses move along windows, as those of a convolution do: reductions run over the taps, and what is
@@ -39,15 +40,23 @@ from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 ROWS, COLS = "rows", "cols"
 GROUPS = (ROWS, COLS)  # the order of a nest's axes
 INNER = "inner"  # not a group: axes after all others, of windows or of tiles
+RAGGED = "ragged"  # not a group: axes whose length is data
 TILE = frozenset({ROWS, COLS})
 LARGEST_TILE = 1 << 15  # elements: 64 for each thread of 16 warps, of every tensor that it holds
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
+    """An axis of the iteration space.
+
+    bounds: the nodes (first, last) of a ragged axis, which has last - first elements at a point of the other
+        axes, or none. Its size is 1, since no tile has room for it.
+    """
+
     name: str
     size: Dim
     group: str
+    bounds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +185,19 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Combine `operand` over some axes of rows and columns, or over inner axes. The result varies over the
-    others.
+    """Combine `operand` over some axes of rows and columns, over inner axes, or over a ragged axis. The
+    result varies over the others.
 
     axes: axis numbers, including those of extent 1. A reduction over a group has all of its axes. One that
         keeps some axes of the two groups has all other axes of both. `over_of` tells how tiles compute it.
+    within: the node that says which elements of a ragged axis exist.
     """
 
     combine: str
     operand: int
     axes: frozenset[int]
     dtype: torch.dtype
+    within: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,28 +214,7 @@ class Scan:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Counter:
-    """An integer that counts from the value of `first` up to, but not including, that of `last`."""
-
-    first: int
-    last: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """Combine `operand` over the turns of a Counter, in order: "sum", "max" or "min"."""
-
-    combine: str
-    operand: int
-    counter: int
-    dtype: torch.dtype
-
-
-Node = (
-    Load | Coordinate | Constant | InRange | Random | Checked | Compute | Reduce | Scan | Counter | Total
-)
+Node = Load | Coordinate | Constant | InRange | Random | Checked | Compute | Reduce | Scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,33 +247,23 @@ def operands_of(node: Node) -> tuple[int, ...]:
             return (operand, position) if within is None else (operand, position, within)
         case Compute(_, operands):
             return tuple(a.node for _, a in operands if isinstance(a, Value))
-        case Reduce() | Scan():
+        case Reduce(_, operand, _, _, within):
+            return (operand,) if within is None else (operand, within)
+        case Scan():
             return (node.operand,)
-        case Counter(first, last):
-            return (first, last)
-        case Total(_, operand, counter):
-            return (operand, counter)
         case _:
             return ()
 
 
-def turn_invariants(loops: LoopNest, total: Total) -> tuple[int, ...]:
-    """Return the loop-invariant nodes that the turns of a total's counter read, and the counter's bounds."""
-    in_turns = {total.counter}
-    for number in range(total.counter + 1, total.operand + 1):
-        node = loops.nodes[number]
-        if not isinstance(node, Total) and not in_turns.isdisjoint(operands_of(node)):
-            in_turns.add(number)
-    invariants: dict[int, None] = {}
-    seen, stack = set[int](), [total.operand, total.counter]
+def with_operands(loops: LoopNest, numbers: Iterable[int], ends: Collection[int] = ()) -> set[int]:
+    """Return some nodes and all that they depend on, without following the operands of `ends`."""
+    needed: set[int] = set()
+    stack = list(numbers)
     while stack:
-        number = stack.pop()
-        if number not in in_turns:
-            invariants[number] = None
-        elif number not in seen:
-            seen.add(number)
-            stack.extend(operands_of(loops.nodes[number]))
-    return tuple(invariants)
+        if (number := stack.pop()) not in needed:
+            needed.add(number)
+            stack.extend(() if number in ends else operands_of(loops.nodes[number]))
+    return needed
 
 
 def _indirect(index: Index) -> tuple[int, ...]:
@@ -310,7 +290,7 @@ def right_neighbours(axes: Sequence[Axis], accesses: Iterable[tuple[int, Load | 
 
 def _by_twos(axes: Sequence[Axis], index: Index) -> bool:
     """True if an index has step 2 along the innermost columns and even steps elsewhere."""
-    last = len(axes) - 1
+    last = max((k for k, axis in enumerate(axes) if axis.group != RAGGED), default=-1)
     innermost = dict(index.terms).get(last) == 2 and axes[last].group == COLS
     return (
         innermost
@@ -328,11 +308,9 @@ def over_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[str]:
     """Return the groups over which tiles are reduced: those of the axes, if these are whole groups.
 
     A reduction that keeps a part of a group is over both groups. What it keeps is neither a row nor a column
-    of a tile, and its values are only stored. A reduction over inner axes is over these, and each element of
-    the tile has its own.
+    of a tile, and its values are only stored. A reduction over inner axes or over a ragged axis is over
+    these, and each element of the tile has its own.
     """
-    if is_inner(axes, reduce):
-        return frozenset({INNER})
     if kept_of(axes, reduce):
         return TILE
     groups = frozenset(axes[k].group for k in reduce.axes)
@@ -340,15 +318,10 @@ def over_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[str]:
     return groups or frozenset({ROWS if axes_in(axes, (COLS,)) else COLS})
 
 
-def is_inner(axes: Sequence[Axis], reduce: Reduce) -> bool:
-    """True if a reduction is over inner axes."""
-    return any(axes[k].group == INNER for k in reduce.axes)
-
-
 def kept_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[int]:
     """Return the axes of rows and columns that a reduction keeps; none if it is over whole groups."""
-    group_axes = axes_in(axes, {axes[k].group for k in reduce.axes})
-    keeps_none = reduce.axes == group_axes or is_inner(axes, reduce)
+    groups = {axes[k].group for k in reduce.axes}
+    keeps_none = reduce.axes == axes_in(axes, groups) or not groups <= TILE
     return frozenset() if keeps_none else axes_in(axes, TILE) - reduce.axes
 
 
@@ -367,10 +340,10 @@ def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
     return tuple(out)
 
 
-def axes_of(loops: LoopNest) -> tuple[frozenset[int], ...]:
+def axes_of(nodes: Iterable[Node]) -> tuple[frozenset[int], ...]:
     """Return the axes that each node varies over, as loads and coordinates tell."""
     out: list[frozenset[int]] = []
-    for node in loops.nodes:
+    for node in nodes:
         axes = frozenset[int]().union(*(out[o] for o in operands_of(node)))
         if isinstance(node, Load | Coordinate | InRange | Random):
             axes |= {k for k, _ in node.index.terms if k >= 0}
@@ -480,15 +453,17 @@ def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | N
             return replace(node, operands=tuple(operands))
         case Reduce():
             reduced = node.axes if axes is None else frozenset(axes[k] for k in node.axes if k in axes)
-            return replace(node, operand=numbers[node.operand], axes=reduced)
+            within = None if node.within is None else numbers[node.within]
+            return replace(node, operand=numbers[node.operand], axes=reduced, within=within)
         case Scan():
             return replace(node, operand=numbers[node.operand])
-        case Counter():
-            return replace(node, first=numbers[node.first], last=numbers[node.last])
-        case Total():
-            return replace(node, operand=numbers[node.operand], counter=numbers[node.counter])
         case _:
             return node
+
+
+def renumber_axes(axes: Iterable[Axis], numbers: Mapping[int, int]) -> tuple[Axis, ...]:
+    """Return axes with new numbers of their bounds. Only an axis along which nothing varies loses bounds."""
+    return tuple(replace(a, bounds=tuple(numbers[n] for n in a.bounds if n in numbers)) for a in axes)
 
 
 def renumber_index(index: Index, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Index:

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 
 from fusion_compiler.ir.loops import (
     INNER,
+    RAGGED,
     ROWS,
-    Counter,
     Load,
     LoopNest,
     Reduce,
     Scan,
-    Total,
     axes_in,
     kept_of,
     operands_of,
@@ -57,7 +56,7 @@ def _read_first(loops: LoopNest, result: str, given: str) -> bool:
     """Whether all that is made of the loaded elements themselves waits for no reduction that a store of the
     result does not wait for."""
     reductions = {i: n for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)}
-    if any(isinstance(n, Scan | Counter | Total) for n in loops.nodes):
+    if axes_in(loops.axes, (RAGGED,)) or any(isinstance(n, Scan) for n in loops.nodes):
         return False
     if any(kept_of(loops.axes, n) for n in reductions.values()):
         return False

@@ -17,7 +17,7 @@ import networkx as nx
 from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.dag import OpDag, Source
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import GROUPS, INNER, axes_in
+from fusion_compiler.ir.loops import GROUPS, INNER, TILE, axes_in
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Cluster, Leftover, PlanData, Rejected
 from fusion_compiler.ir.recurrent import LAYERS
@@ -140,7 +140,7 @@ def iteration_space(cluster: Cluster) -> str:
             sizes = " x ".join(str(cluster.loops.axes[k].size) for k in sorted(inner))
             return f"{cols} tiles of {sizes}{more}"
         return f"{cols} elements of {prod(cluster.loops.axes[k].size for k in inner)} terms{more}"
-    return (f"{rows} rows x {cols}" if len(groups) == 2 else f"{rows * cols} elements") + more
+    return (f"{rows} rows x {cols}" if groups >= TILE else f"{rows * cols} elements") + more
 
 
 def format_plan(plan: PlanData, level: int = 1) -> str:

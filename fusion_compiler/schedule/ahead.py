@@ -10,7 +10,7 @@ while its part of the matrix is in flight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from fusion_compiler.ir.loops import (
     COLS,
@@ -22,8 +22,8 @@ from fusion_compiler.ir.loops import (
     Load,
     LoopNest,
     Reduce,
-    operands_of,
     over_of,
+    with_operands,
 )
 
 MOST_ROWS = 8192  # most elements of a vector that the threads of a program hold
@@ -44,19 +44,8 @@ def replicated_reductions(loops: LoopNest, groups: Groups, products: Collection[
     narrow = {i for i in numbers if over_of(loops.axes, reductions[i]) == OVER_ROWS}
     if reductions.keys() - narrow - set(products):
         return frozenset()
-    weights = with_operands(loops, (reductions[i].operand for i in products), ())
+    weights = with_operands(loops, (reductions[i].operand for i in products))
     replicated = frozenset(narrow & weights)
     late = with_operands(loops, (s.value for s in loops.stores), products)
-    simple = all(isinstance(loops.nodes[n], SIMPLE) for n in with_operands(loops, replicated, ()))
+    simple = all(isinstance(loops.nodes[n], SIMPLE) for n in with_operands(loops, replicated))
     return replicated if simple and late.isdisjoint(narrow) else frozenset()
-
-
-def with_operands(loops: LoopNest, numbers: Iterable[int], ends: Collection[int]) -> set[int]:
-    """Return some nodes and all that they depend on, without following the operands of `ends`."""
-    needed: set[int] = set()
-    stack = list(numbers)
-    while stack:
-        if (number := stack.pop()) not in needed:
-            needed.add(number)
-            stack.extend(() if number in ends else operands_of(loops.nodes[number]))
-    return needed

@@ -15,7 +15,9 @@ from fusion_compiler.ir.loops import (
     COLS,
     GROUPS,
     INNER,
+    RAGGED,
     ROWS,
+    TILE,
     Compute,
     Constant,
     Coordinate,
@@ -28,16 +30,19 @@ from fusion_compiler.ir.loops import (
     Scan,
     Value,
     axes_in,
+    axes_of,
     groups_of,
     kept_of,
     largest_aligned_block,
     operands_of,
     over_of,
     renumber,
-    renumber_index,
+    renumber_axes,
+    renumber_store,
     right_neighbours,
     segment_of,
     store_operands,
+    with_operands,
 )
 from fusion_compiler.schedule import ahead
 from fusion_compiler.schedule.schedule import WORD, Schedule
@@ -171,8 +176,18 @@ class Analysis:
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:
-        """Return the numbers of the reductions."""
-        return tuple(self._over)
+        """Return the numbers of the reductions, but those over a ragged axis."""
+        return tuple(i for i, over in self._over.items() if RAGGED not in over)
+
+    @cached_property
+    def invariants(self) -> Mapping[int, tuple[int, ...]]:
+        """Return {reduction over a ragged axis: nodes outside of its loop that the loop reads}."""
+        nodes, invariants = self.loops.nodes, dict[int, tuple[int, ...]]()
+        for i, node in enumerate(nodes):
+            if isinstance(node, Reduce) and RAGGED in self.over(i):
+                outside = {n for n, axes in enumerate(axes_of(nodes)) if axes.isdisjoint(node.axes)}
+                invariants[i] = tuple(outside & with_operands(self.loops, operands_of(node), outside))
+        return invariants
 
     @cached_property
     def scans(self) -> tuple[int, ...]:
@@ -273,7 +288,7 @@ class Analysis:
     def full_loads(self) -> int:
         """Return how many tensors are loaded over all axes of the nest."""
         loads = [n for n in self.loops.nodes if isinstance(n, Load)]
-        return len({n.buffer for n in loads if len(n.index.terms) >= len(self.loops.axes)})
+        return len({n.buffer for n in loads if len(n.index.terms) >= len(axes_in(self.loops.axes, TILE))})
 
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
@@ -610,16 +625,8 @@ def along_rows_first(loops: LoopNest) -> LoopNest:
         numbers[i] = len(nodes)
         nodes.append(node)
         names.append(loops.names[i])
-    stores = tuple(
-        replace(
-            s,
-            index=renumber_index(s.index, numbers),
-            value=numbers[s.value],
-            within=None if s.within is None else numbers[s.within],
-        )
-        for s in loops.stores
-    )
-    return replace(loops, nodes=tuple(nodes), stores=stores, names=tuple(names))
+    stores = tuple(renumber_store(s, numbers) for s in loops.stores)
+    return LoopNest(renumber_axes(loops.axes, numbers), tuple(nodes), stores, tuple(names))
 
 
 def accumulator_dtype(reduce: Reduce) -> torch.dtype:

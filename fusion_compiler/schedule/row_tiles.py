@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion_compiler.ir.loops import COLS, GROUPS, ROWS, Counter, Total
+from fusion_compiler.ir.loops import COLS, GROUPS, RAGGED, ROWS
 from fusion_compiler.schedule.analysis import Analysis, part_cols
 from fusion_compiler.schedule.placement import Align, At, Directive, Fuse, Place, Placement, Split
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -16,7 +16,7 @@ def placement_of(a: Analysis, s: Schedule) -> Placement | None:
         return None
     if a.weighted or a.products or a.ahead:
         return None
-    if any(isinstance(n, Counter | Total) for n in a.loops.nodes):
+    if any(axis.group == RAGGED for axis in a.loops.axes):
         return None
     directives: list[Directive] = []
     for group in GROUPS:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import COLS, ROWS, Load
+from fusion_compiler.ir.loops import COLS, ROWS, TILE, Load, axes_in
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis, enough
 from fusion_compiler.schedule.contractions import LEAST, MOST_MATRICES, contractions_of, contracts
@@ -122,7 +122,7 @@ def _matrices(a: Analysis) -> int:
     """Return how many matrices a program reads side by side, such as those that rows choose from one
     tensor."""
     loads = (n for n in a.loops.nodes if isinstance(n, Load))
-    full = (n for n in loads if len(n.index.terms) >= len(a.loops.axes))
+    full = (n for n in loads if len(n.index.terms) >= len(axes_in(a.loops.axes, TILE)))
     return len({(n.buffer, *(k for k, _ in n.index.terms if k < 0)) for n in full})
 
 

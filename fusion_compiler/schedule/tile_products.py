@@ -40,7 +40,7 @@ def product_of(loops: LoopNest, number: int, leaves: tuple[Leaf, ...]) -> Produc
     factors = operands_of(term) if isinstance(term, Compute) and term.target is MUL else ()
     if len(set(factors)) != 2:
         return None
-    axes, lanes = axes_of(loops), [leaf for leaf in leaves if leaf.place is Place.LANES]
+    axes, lanes = axes_of(loops.nodes), [leaf for leaf in leaves if leaf.place is Place.LANES]
     tiles = [{leaf for leaf in lanes if leaf.members & axes[factor]} for factor in factors]
     terms, own = tiles[0] & tiles[1], [tiles[0] - tiles[1], tiles[1] - tiles[0]]
     reduced = {leaf for leaf in leaves if leaf.members & node.axes}

@@ -76,7 +76,7 @@ def refusal(
 def tile_sizes(loops: LoopNest, placement: Placement) -> list[int]:
     """Return the elements of each node's tile; none of terms that tensor cores add up."""
     leaves = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.LANES]
-    sizes = [prod(leaf.lanes for leaf in leaves if leaf.members & axes) for axes in axes_of(loops)]
+    sizes = [prod(leaf.lanes for leaf in leaves if leaf.members & axes) for axes in axes_of(loops.nodes)]
     for number in products_of(loops, placement):
         sizes[operands_of(loops.nodes[number])[0]] = 0
     return sizes
@@ -86,7 +86,7 @@ def held_registers(loops: LoopNest, placement: Placement) -> float:
     """Return the most 32-bit registers of a thread that hold values of a tile at the same time, if nodes are
     computed in their order and results are stored in the end."""
     unrolled = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.UNROLL]
-    copies = [prod(leaf.lanes for leaf in unrolled if leaf.members & axes) for axes in axes_of(loops)]
+    copies = [prod(leaf.lanes for leaf in unrolled if leaf.members & axes) for axes in axes_of(loops.nodes)]
     threads, last = WARP * placement.num_warps, dict[int, int]()
     for number, node in enumerate(loops.nodes):
         last |= dict.fromkeys(operands_of(node), number)
@@ -104,7 +104,7 @@ def held_registers(loops: LoopNest, placement: Placement) -> float:
 def placed_registers(loops: LoopNest, placement: Placement) -> float:
     """Return the 32-bit registers of a thread for the accumulators of a nest's reductions, and two tiles."""
     leaves = placement.leaves(loops.axes)
-    threads, axes = WARP * placement.num_warps, axes_of(loops)
+    threads, axes = WARP * placement.num_warps, axes_of(loops.nodes)
     tiles = 0.0
     for number, node in enumerate(loops.nodes):
         if isinstance(node, Reduce):

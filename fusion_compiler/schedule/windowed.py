@@ -392,7 +392,7 @@ def cost(
     issue = issue_us(loops, windows, shape, device, hints)
     second = device.launch_us if shape.parts > 1 or shape.spread else 0.0
     sizes = [hint(axis.size, hints) for axis in loops.axes]
-    axes = axes_of(loops)
+    axes = axes_of(loops.nodes)
     flops = sum(2 * prod(sizes[k] for k in axes[n.operand]) for n in loops.nodes if isinstance(n, Reduce))
     us = device.launch_us - device.floor_us + LATENCY_US + memory + issue + second
     return Cost(us, read, written, flops, "memory" if memory > issue else "arithmetic")

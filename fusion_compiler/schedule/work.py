@@ -21,11 +21,11 @@ from fusion_compiler.ir.dims import Dim, hint
 from fusion_compiler.ir.loops import (
     COLS,
     INNER,
+    RAGGED,
     ROWS,
     Checked,
     Compute,
     Coordinate,
-    Counter,
     Index,
     InRange,
     Load,
@@ -34,7 +34,6 @@ from fusion_compiler.ir.loops import (
     Random,
     Reduce,
     Scan,
-    Total,
     Value,
     kept_of,
     largest_aligned_block,
@@ -56,8 +55,8 @@ RIGHT_SHIFTS = (
     torch.ops.aten.bitwise_right_shift.Tensor_Scalar,
 )
 BYTE_OPERATIONS = frozenset({*AND, *RIGHT_SHIFTS, torch.ops.aten.where.self})
-BITS = {ROWS: 1, COLS: 2}
-IN_TILES = {COLS: 0, INNER: 2}  # of nests with inner axes, which count as columns
+BITS = {ROWS: 1, COLS: 2, RAGGED: 0}
+IN_TILES = {COLS: 0, INNER: 2, RAGGED: 0}  # of nests with inner axes, which count as columns
 SECTOR = 32  # bytes: the granularity of device-memory traffic
 PIECE = 4096  # at most so many columns of a row make one partial result
 SCAN_OPERATIONS = 8  # per element, for the scan within its thread and between threads
@@ -109,6 +108,7 @@ class Work:
         sizes = (axis.size for axis in loops.axes)  # an estimate of a symbolic size may be negative
         self.sizes = [size if type(size) is int else max(0, hint(size, hints)) for size in sizes]
         self.tile = sum(1 << k for k, axis in enumerate(loops.axes) if axis.group == INNER)  # bits
+        self.ragged = sum(1 << k for k, axis in enumerate(loops.axes) if axis.group == RAGGED)
         bits = IN_TILES if self.tile else BITS
         self.group_of = [bits[axis.group] for axis in loops.axes]
         shape = [1, 1, 1]
@@ -140,12 +140,9 @@ class Work:
         self.row_contiguous: dict[str, float] = {}  # elements of accesses that are contiguous along the rows
         self.gathered: set[str] = set()
         self.seen: set[object] = set()
-        self.in_turns: set[int] = set()  # nodes with one value per turn of a counter
         self.inside: dict[int, float] = {}  # fraction of the space where a condition is true
         self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
-        for number, node in enumerate(loops.nodes):
-            if self.in_turns and not self.in_turns.isdisjoint(operands_of(node)):
-                self.in_turns.add(number)
+        for node in loops.nodes:
             if type(node) is Compute:
                 self._compute(node)
             elif type(node) is Reduce:
@@ -198,7 +195,7 @@ class Work:
         if type(node) is Load:
             varies, axes, phase = self._index(node.index)
             self.moves += self.points(axes) if self.tile else self.count[varies]
-            if len(self.varies) in self.in_turns:  # each element is read once, by the row that it belongs to
+            if axes & self.ragged:  # each element is read once, by the row that it belongs to
                 size = hint(self.buffers[node.buffer].numel, self.hints)
                 self.reads[node.buffer] = self.reads.get(node.buffer, 0.0) + size
             else:
@@ -217,12 +214,6 @@ class Work:
         elif isinstance(node, Checked):
             varies, axes, needs, phase = self._together(operands_of(node))
             self.integer += self.count[self.varies[node.position]]
-        elif isinstance(node, Counter | Total):
-            varies, axes, needs, phase = self._together(operands_of(node))
-            if isinstance(node, Counter):
-                self.in_turns.add(len(self.varies))
-            else:
-                self.in_turns.discard(len(self.varies))
         elif isinstance(node, Coordinate | InRange):
             varies, axes, phase = self._index(node.index)
             self.integer += self.count[varies]
@@ -243,6 +234,9 @@ class Work:
     def _reduce(self, node: Reduce) -> tuple[int, int, int, int]:
         operand = node.operand
         groups = over_of(self.loops.axes, node)
+        if RAGGED in groups:
+            varies, axes, needs, phase = self._together(operands_of(node))
+            return varies, axes & ~self.ragged, needs, phase
         if len(groups) == 2 and (kept := kept_of(self.loops.axes, node)):
             return self._reduce_segments(operand, kept)
         reduced = (ROWS in groups) | 2 * (COLS in groups)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from fusion_compiler.codegen.emit import schedules_of
-from fusion_compiler.ir.loops import Counter, Total
+from fusion_compiler.ir.loops import RAGGED
 from tests.exactness import Compiled, cramped, not_as_close
 
 aten = torch.ops.aten
@@ -42,6 +42,12 @@ def of_blocks(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return x.view(len(x), 4, -1).index_add(0, index, rows.view(len(rows), 4, -1)).sum(1)
 
 
+def means(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """A sum of ones, which do not vary over the rows that are added up, divides the sum."""
+    counts = torch.zeros_like(x).index_add(0, index, torch.ones_like(rows))
+    return x.index_add(0, index, rows) / (1 + counts)
+
+
 def results(function: Callable[..., Tensor], index: Tensor, *given: Tensor) -> list[Tensor]:
     x, rows = (t.detach().requires_grad_() for t in given)
     out = function(x, index, rows)
@@ -50,7 +56,7 @@ def results(function: Callable[..., Tensor], index: Tensor, *given: Tensor) -> l
     return [out.detach(), *torch.autograd.grad(out, (x, rows), upstream)]
 
 
-FUNCTIONS = [add_rows, with_more, put, lookup, of_blocks]
+FUNCTIONS = [add_rows, with_more, put, lookup, of_blocks, means]
 
 
 @pytest.mark.sample(15)
@@ -69,8 +75,8 @@ def test_values_and_gradients(
     eager, ours = results(function, index, x, rows), results(fast, index, x, rows)
     for got, theirs, truth in zip(ours, eager, exact, strict=True):
         assert (reason := not_as_close(got, theirs, truth)) is None, reason
-    made = [n for plan in fast.plan for c in plan.clusters for nest in c.nests for n in nest.nodes]
-    assert any(isinstance(n, Total) for n in made) and any(isinstance(n, Counter) for n in made)
+    axes = [axis for plan in fast.plan for c in plan.clusters for nest in c.nests for axis in nest.axes]
+    assert any(axis.group == RAGGED and len(axis.bounds) == 2 for axis in axes)
 
 
 @pytest.mark.parametrize("schedules", [schedules_of, cramped])

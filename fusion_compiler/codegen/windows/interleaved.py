@@ -20,7 +20,7 @@ from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.windows.columns import Columns, address
 from fusion_compiler.ir.dims import simple
-from fusion_compiler.ir.loops import Index, Load, Store
+from fusion_compiler.ir.loops import COLS, Index, Load, Store, axes_in
 from fusion_compiler.ir.syntax import Expression, Var, tl
 
 PAIR = "pair"  # the variable with the element numbers of twice the columns
@@ -66,7 +66,7 @@ def can_be_stored(b: Builder, left: Store) -> bool:
 
 def _address(b: Builder, buffer: str, index: Index) -> tuple[Expression, Expression | None]:
     """Return (addresses of elements and their right neighbours, mask) for an index over the columns."""
-    last = len(b.loops.axes) - 1
+    last = max(axes_in(b.loops.axes, (COLS,)))
     axes = (*b.loops.axes[:last], replace(b.loops.axes[last], size=simple(b.loops.axes[last].size * 2)))
     terms = tuple((k, c if k != last else 1) for k, c in index.terms)
     columns = Columns(PAIR, axes, 2 * b.tile.lanes, lambda start: start * 2, PAIR)

@@ -73,7 +73,7 @@ def work_in_windows(loops: LoopNest, hints: Mapping[sympy.Symbol, int] = NO_HINT
     if not inner:
         return 0
     sums = {node.operand for node in loops.nodes if isinstance(node, Reduce)}
-    for number, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops), strict=True)):
+    for number, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops.nodes), strict=True)):
         if isinstance(node, Compute) and axes & inner and node.dtype.is_floating_point:
             spec = None if number in sums else spec_of(node.target)
             times = prod(hint(loops.axes[k].size, hints) for k in axes)

@@ -16,8 +16,8 @@ from fusion_compiler.ir.loops import (
     COLS,
     INNER,
     ROWS,
+    TILE,
     Compute,
-    Counter,
     Index,
     Load,
     LoopNest,
@@ -28,15 +28,14 @@ from fusion_compiler.ir.loops import (
     Value,
     axes_in,
     axes_of,
-    is_inner,
     largest_aligned_block,
     operands_of,
     segment_of,
     store_operands,
+    with_operands,
 )
 from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.schedule import windowed
-from fusion_compiler.schedule.ahead import with_operands
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.space import refusal
 
@@ -162,17 +161,17 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     """
     loops, groups = a.loops, a.groups
     along_row = bool(a.scans) or any(a.over(i) == frozenset({COLS}) for i in a.reductions)
-    present = {axis.group for axis in loops.axes} - ({COLS} if along_row else set()) - {INNER}
+    present = {axis.group for axis in loops.axes} & (TILE - {COLS} if along_row else TILE)
     reduced: list[frozenset[str]] = []
     for i, node in enumerate(loops.nodes):
         over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
-        reduced.append(over | a.over(i) - {INNER} if isinstance(node, Reduce) else over)
-    live = {i for i, axis in enumerate(loops.axes) if axis.size != 1 and axis.group != INNER}
+        reduced.append(over | a.over(i) & TILE if isinstance(node, Reduce) else over)
+    live = {i for i, axis in enumerate(loops.axes) if axis.size != 1 and axis.group in TILE}
     empty = {i for i, axis in enumerate(loops.axes) if axis.size == 0}
     perhaps_empty = {
         i for i, axis in enumerate(loops.axes) if axis.size == 0 or not isinstance(axis.size, int)
     }
-    behind = axes_of(loops)
+    behind = axes_of(loops.nodes)
     for store in loops.stores:
         along = frozenset[int]().union(*({k} if k >= 0 else behind[~k] for k, _ in store.index.terms))
         if along & empty:
@@ -197,9 +196,8 @@ def windows(a: Analysis, device: DeviceSpec) -> str | None:
         return None
     in_windows = windowed.runs(loops)
     from_data, once = list[bool](), list[frozenset[frozenset[int]]]()
-    for i, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops), strict=True)):
-        over_rows = isinstance(node, Reduce) and not is_inner(loops.axes, node)
-        if over_rows or isinstance(node, Scan | Counter):
+    for i, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops.nodes), strict=True)):
+        if isinstance(node, Scan) or (isinstance(node, Reduce) and INNER not in a.over(i)):
             return f"{loops.names[i]} needs whole rows, of which sums over inner axes have none"
         if not in_windows:
             continue

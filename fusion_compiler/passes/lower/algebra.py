@@ -11,8 +11,8 @@ import torch
 from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import (
     COLS,
-    INNER,
     ROWS,
+    TILE,
     Compute,
     Constant,
     Coordinate,
@@ -27,6 +27,7 @@ from fusion_compiler.ir.loops import (
     operands_of,
     over_of,
     renumber,
+    renumber_axes,
     renumber_store,
 )
 
@@ -57,7 +58,8 @@ class _Rebuilt:
 
     def done(self) -> LoopNest:
         stores = tuple(renumber_store(s, self.numbers) for s in self.loops.stores)
-        return LoopNest(self.loops.axes, tuple(self.nodes), stores, tuple(self.names))
+        axes = renumber_axes(self.loops.axes, self.numbers)
+        return LoopNest(axes, tuple(self.nodes), stores, tuple(self.names))
 
 
 def one_hot_sums(loops: LoopNest) -> LoopNest:
@@ -93,7 +95,7 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
     if not isinstance(node, Reduce) or node.combine != "sum" or kept_of(loops.axes, node):
         return None
     over = over_of(loops.axes, node)
-    if INNER in over:  # groups do not tell which values vary along inner axes
+    if not over <= TILE:  # groups do not tell which values vary along other axes
         return None
     choice = loops.nodes[_origin(loops, node.operand)]
     if not isinstance(choice, Compute) or choice.target is not aten.where.self:

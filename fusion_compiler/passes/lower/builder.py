@@ -16,6 +16,7 @@ from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, not_above, simple
 from fusion_compiler.ir.index import Extents, divided
 from fusion_compiler.ir.loops import (
+    RAGGED,
     Axis,
     Compute,
     Constant,
@@ -73,6 +74,14 @@ class Builder(ABC):
             self.nodes.append(node)
             self.names.append(name)
         return number
+
+    def ragged_axis(self, first: int, last: int) -> int:
+        """Return the number of the axis with as many elements as lie between the values of two nodes."""
+        bounds = first, last
+        if all(axis.bounds != bounds for axis in self.axes):
+            self.axes += (Axis(f"a{len(self.axes)}", 1, RAGGED, bounds),)
+            self.extents.axes += (1,)
+        return next(k for k, axis in enumerate(self.axes) if axis.bounds == bounds)
 
     def constant(self, value: bool | int | float, dtype: torch.dtype, name: str) -> int:
         if dtype.is_floating_point:

@@ -40,6 +40,7 @@ from fusion_compiler.ir.loops import (
     COLS,
     GROUPS,
     INNER,
+    RAGGED,
     ROWS,
     TILE,
     Axis,
@@ -230,7 +231,8 @@ class Lowering(Builder):
         everywhere = set.intersection(*({k for k, _ in store.index.terms} for store in stores))
         reduced = frozenset[int]().union(*(n.axes for n in self.nodes if isinstance(n, Reduce)))
         kept = everywhere - reduced
-        return tuple(a if k in kept else replace(a, group=INNER) for k, a in enumerate(self.axes))
+        fixed = kept | axes_in(self.axes, (RAGGED,))
+        return tuple(a if k in fixed else replace(a, group=INNER) for k, a in enumerate(self.axes))
 
     def store(self, name: str, coords: Coords, within: int | None = None, piece: int = 0) -> Store:
         """Return the store of an output at `coords`, which lie in the piece with number `piece`."""

@@ -13,10 +13,10 @@ from fusion_compiler.ir.loops import (
     COLS,
     GROUPS,
     INNER,
+    RAGGED,
     ROWS,
     Axis,
     Coordinate,
-    Counter,
     Index,
     InRange,
     Load,
@@ -26,17 +26,20 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     axes_in,
+    axes_of,
     groups_of,
     operands_of,
     over_of,
     renumber,
+    renumber_axes,
     renumber_store,
     store_operands,
+    with_operands,
 )
 from fusion_compiler.passes.lower.algebra import factored_sums, one_hot_sums
 
-NAMES = {ROWS: "row", COLS: "col", INNER: "inner"}
-ORDER = (*GROUPS, INNER)
+NAMES = {ROWS: "row", COLS: "col", INNER: "inner", RAGGED: "turn"}
+ORDER = (*GROUPS, INNER, RAGGED)
 LEAST_TILE = 16  # elements that a transposing tile needs along an axis to touch whole sectors
 LONG_ROW = 8192  # elements of a row from which on a partial last tile wastes little
 
@@ -56,17 +59,12 @@ def renumbered(loops: LoopNest, numbers: dict[int, int], axes: dict[int, int] | 
     kept = sorted(numbers, key=numbers.__getitem__)
     stores = tuple(renumber_store(s, numbers, axes) for s in loops.stores)
     nodes = tuple(renumber(loops.nodes[i], numbers, axes) for i in kept)
-    return replace(loops, nodes=nodes, stores=stores, names=tuple(loops.names[i] for i in kept))
+    names = tuple(loops.names[i] for i in kept)
+    return LoopNest(renumber_axes(loops.axes, numbers), nodes, stores, names)
 
 
 def remove_dead(loops: LoopNest) -> LoopNest:
-    live: set[int] = set()
-    stack = [n for s in loops.stores for n in store_operands(s)]
-    while stack:
-        number = stack.pop()
-        if number not in live:
-            live.add(number)
-            stack.extend(operands_of(loops.nodes[number]))
+    live = with_operands(loops, (n for s in loops.stores for n in store_operands(s)))
     if len(live) == len(loops.nodes):
         return loops
     return renumbered(loops, {old: new for new, old in enumerate(sorted(live))})
@@ -85,7 +83,7 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
         return loops
     normalized = set[str]() if by_memory else _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
-    axes = _axes_of_nodes(loops)
+    axes = axes_of(loops.nodes)
     for index in accesses(loops):
         touched = 1
         for axis in set().union(*({key} if key >= 0 else axes[~key] for key, _ in index.terms)):
@@ -96,18 +94,8 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     keep = COLS in normalized if normalized else votes[ROWS] <= votes[COLS]
     if keep:
         return loops
-    swap = {ROWS: COLS, COLS: ROWS}
+    swap = {ROWS: COLS, COLS: ROWS, RAGGED: RAGGED}
     return replace(loops, axes=tuple(replace(a, group=swap[a.group]) for a in loops.axes))
-
-
-def _axes_of_nodes(loops: LoopNest) -> list[set[int]]:
-    """Return the axes along which each node varies. For a lookup they include those of its index."""
-    axes: list[set[int]] = []
-    for node in loops.nodes:
-        index = getattr(node, "index", None)
-        keys = [key for key, _ in index.terms] if index is not None else []
-        axes.append({key for key in keys if key >= 0}.union(*(axes[o] for o in operands_of(node))))
-    return axes
 
 
 def _normalized(loops: LoopNest) -> set[str]:
@@ -128,7 +116,7 @@ def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
     Tiles then touch whole sectors on both sides. The second result is the access that is contiguous along the
     rows.
     """
-    if any(a.group == ROWS for a in loops.axes) or any(isinstance(n, Reduce | Scan) for n in loops.nodes):
+    if not _is_elementwise(loops):
         return loops, None
     stored = _unit_axis(max((s.index for s in loops.stores), key=lambda i: len(i.terms)))
     for node in loops.nodes:
@@ -138,7 +126,10 @@ def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
         if along is None or along == stored or stored not in dict(node.index.terms):
             continue
         if min(hint(loops.axes[i].size) for i in (along, stored)) >= LEAST_TILE:
-            axes = tuple(replace(a, group=COLS if i == stored else ROWS) for i, a in enumerate(loops.axes))
+            axes = tuple(
+                a if a.bounds else replace(a, group=COLS if i == stored else ROWS)
+                for i, a in enumerate(loops.axes)
+            )
             return replace(loops, axes=axes), node.index
     return loops, None
 
@@ -146,18 +137,22 @@ def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
 def long_rows(loops: LoopNest) -> LoopNest:
     """Make the last axis of element-wise work the columns, if rows are long and a load is constant along a
     row. A tile then loads such a value once instead of once per element."""
-    if len(loops.axes) < 2 or any(a.group == ROWS for a in loops.axes):
+    ragged = axes_in(loops.axes, (RAGGED,))  # a tile of several rows goes along it as far as the longest
+    last = len(loops.axes) - len(ragged) - 1
+    if last < 1 or not _is_elementwise(loops) or (hint(loops.axes[last].size) < LONG_ROW and not ragged):
         return loops
-    counts = any(isinstance(n, Counter) for n in loops.nodes)  # a tile shares the turns of a ragged axis
-    short = hint(loops.axes[-1].size) < LONG_ROW and not counts
-    if short or any(isinstance(n, Reduce | Scan) for n in loops.nodes):
-        return loops
-    outer = frozenset(range(len(loops.axes) - 1))
+    outer = frozenset(range(last))
     keys = (frozenset(k for k, _ in n.index.terms) for n in loops.nodes if isinstance(n, Load))
     if not any(k and k <= outer for k in keys):
         return loops
-    axes = (*(replace(a, group=ROWS) for a in loops.axes[:-1]), loops.axes[-1])
+    axes = (*(replace(a, group=ROWS) for a in loops.axes[:last]), *loops.axes[last:])
     return replace(loops, axes=axes)
+
+
+def _is_elementwise(loops: LoopNest) -> bool:
+    """True if a nest has no rows, no scans, and no reductions but over ragged axes."""
+    reduces = any(isinstance(n, Scan) or (isinstance(n, Reduce) and n.within is None) for n in loops.nodes)
+    return not reduces and not axes_in(loops.axes, (ROWS,))
 
 
 def _unit_axis(index: Index) -> int | None:
@@ -172,7 +167,7 @@ def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
     The order of scanned axes stays.
     """
     scanned = {COLS} if any(isinstance(n, Scan) for n in loops.nodes) else frozenset[str]()
-    indices, axes = sorted(accesses(loops), key=lambda i: -len(i.terms)), _axes_of_nodes(loops)
+    indices, axes = sorted(accesses(loops), key=lambda i: -len(i.terms)), axes_of(loops.nodes)
 
     def stride(number: int, lookups: bool) -> int:
         """Return the stride along an axis. lookups: include indices that vary along the axis."""
@@ -184,7 +179,7 @@ def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
 
     live = {k for i in _all_indices(loops) for k, _ in i.terms if k >= 0}
     reduced = frozenset[int]().union(*(n.axes for n in loops.nodes if isinstance(n, Reduce)))
-    idle = axes_in(loops.axes, (INNER,)) - reduced - live  # axes of removed reductions
+    idle = axes_in(loops.axes, (INNER, RAGGED)) - reduced - live  # axes of removed reductions
     keep = [i for i, a in enumerate(loops.axes) if i not in idle and (i in live or a.size != 1)]
     free = [i for i in keep if loops.axes[i].group not in scanned]
     steps = dict.fromkeys(keep, (0, 0)) | {i: (-stride(i, True), -stride(i, False)) for i in free}

@@ -17,17 +17,18 @@ from fusion_compiler.ir.dag import Op, Ref
 from fusion_compiler.ir.dims import Dim, simple, strides_of
 from fusion_compiler.ir.index import ZERO, combine, flatten, shifted
 from fusion_compiler.ir.loops import (
+    RAGGED,
     Checked,
     Compute,
     Coordinate,
-    Counter,
     Index,
     InRange,
     Random,
-    Total,
+    Reduce,
     Value,
+    axes_in,
+    axes_of,
     exact,
-    operands_of,
 )
 from fusion_compiler.ir.writes import indexed
 from fusion_compiler.passes.lower import windows
@@ -261,24 +262,26 @@ def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int
     order = layout.argument(op, 1, "order", None)
     each = layout.argument(op, 4, "each", 1)
     first, last = _ends(build, op, coords[:1], within)
-    turn = build.emit(Counter(first, last, torch.int64), f"{op.name}_turn")
+    along = build.ragged_axis(first, last)
+    turn = build.emit(Coordinate(Index(0, ((~first, 1), (along, 1))), torch.int64), f"{op.name}_turn")
     bounds = (("self", Value(turn)), ("other", Value(last)))
     inside = build.emit(Compute(aten.lt.Tensor, bounds, torch.bool), "inside")
-    inside = inside if within is None else build.both(within, inside)
+    read = inside if within is None else build.both(within, inside)
     place = turn
     if isinstance(order, Ref):
         count = build.dag.op(order.name).outputs[0].shape[0]
-        place = build.value(order.name, (build.indirect(op, turn, count, False),), inside)
+        place = build.value(order.name, (build.indirect(op, turn, count, False),), read)
     if each != 1:
         place = build.integer(op, aten.floor_divide.default, place, each)
     count = build.dag.op(rows).outputs[0].shape[0]
-    value = build.value(rows, (build.indirect(op, place, count, False), coords[1]), inside)
-    if _counters(build, value) | _counters(build, turn) != {turn}:
+    value = build.value(rows, (build.indirect(op, place, count, False), coords[1]), read)
+    axes = axes_of(build.nodes)
+    if (axes[value] | axes[inside]) & axes_in(build.axes, (RAGGED,)) - {along}:
         raise Illegal("rows", f"{op.name} would be added up in each turn of another sum of rows")
     dtype = compute_dtype(op.outputs[0].dtype)
     value = build.converted(value, dtype, op.name)
     assert isinstance(op.target, OpOverload)
-    return build.emit(Total(sum_rows.COMBINES[op.target], value, turn, dtype), op.name)
+    return build.emit(Reduce(sum_rows.COMBINES[op.target], value, frozenset({along}), dtype, inside), op.name)
 
 
 def _ends(build: Builder, op: Op, row: Coords, within: int | None) -> tuple[int, int]:
@@ -305,20 +308,6 @@ def _ends(build: Builder, op: Op, row: Coords, within: int | None) -> tuple[int,
         return begins, stops
     both = (("self", Value(stops)), ("other", Value(limit)))
     return begins, build.emit(Compute(aten.minimum.default, both, torch.int64), f"{op.name}_last")
-
-
-def _counters(build: Builder, number: int) -> set[int]:
-    """Return the counters whose turns change a value."""
-    counters: set[int] = set()
-    seen, stack = {number}, [number]
-    while stack:
-        current = stack.pop()
-        node = build.nodes[current]
-        counters |= {current} if isinstance(node, Counter) else set()
-        if not isinstance(node, Total):
-            stack += [o for o in operands_of(node) if o not in seen]
-            seen.update(stack)
-    return counters
 
 
 def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
