@@ -167,12 +167,12 @@ def _gpus() -> list[str]:
 
 @functools.cache
 def source_digest() -> str:
-    """A hash of this package's source, and of the versions of Python, PyTorch and Triton."""
+    """Return a hash of this package's source and tables, and the versions of Python, PyTorch and Triton."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256(f"{sys.version} {torch.__version__}".encode())
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         digest.update(importlib.metadata.version("triton").encode())
-    for file in sorted(root.rglob("*.py")):
+    for file in sorted((*root.rglob("*.py"), *root.rglob("*.csv"))):
         digest.update(f"\0{file.relative_to(root)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
