@@ -70,7 +70,7 @@ class Handover:
 
     def __init__(self, gm: fx.GraphModule, tensors: Sequence[int], parameters: Sequence[int]) -> None:
         self.enabled = True
-        self.given = {position: self._give(position) for position in parameters}
+        self.hooks = {position: self._give(position) for position in parameters}
         self._tensors = tuple(tensors)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         self._arguments = {names.index(n): i for i in tensors if (n := argument_name(i)) in names}

@@ -52,13 +52,13 @@ class Order:
     curve: during each step, what the steps make and the owned inputs, each until its last reader is done or,
     where the graph returns it, to the end. alive: what is in use at the peak, the largest first.
     over: results that are written over an operand that nobody reads any more, each with that and its bytes.
-    made: bytes in use at once of what the steps make, inputs aside.
+    allocated: most bytes in use at once of what the steps make, without inputs.
     """
 
     steps: tuple[Step, ...]
     curve: tuple[int, ...]
     alive: tuple[tuple[str, int], ...]
-    made: int
+    allocated: int
     over: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
     @property

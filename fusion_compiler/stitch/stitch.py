@@ -40,7 +40,7 @@ def stitch(
     *,
     view: Callable[..., torch.Tensor] = restrided,
     ranges: Callable[[], Mapping[str, str]] | None = None,
-    given: Mapping[int, Callable[..., Any]] | None = None,
+    hooks: Mapping[int, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
     """The graph of `plan.dag` with each cluster replaced by one call of its runner, in an order.
 
@@ -48,13 +48,14 @@ def stitch(
     Sizes are the symbols that the cluster's shapes use, sorted by name.
     view: callable(tensor, shape, strides, elements further) -> another view of the tensor's memory.
     ranges: gives cluster or op name -> text of the range that a profiler shows for it.
-    given: position of a result -> callable(it) -> what is returned in its place, called as soon as the result
-        is made and the argument of that position (`argument_name`), which it may write, was last read.
+    hooks: position of a result -> callable(result) -> what is returned in its place. It is called as soon as
+        the result exists and the argument of that position (`argument_name`), which it may write, was last
+        read.
 
     The module's `forward` takes its arguments as one list, which it empties. Where a runner has a
     `link`, its function is called directly as soon as it is known.
     """
-    stitcher = _Stitcher(plan, runners, order, view, given or {})
+    stitcher = _Stitcher(plan, runners, order, view, hooks or {})
     module = stitcher.run(ranges)
     for runner in dict.fromkeys([*runners.values(), *stitcher.as_planned]):
         if isinstance(runner, Linked):
@@ -115,11 +116,11 @@ class _Stitcher:
         runners: Mapping[str, Callable[..., Any]],
         order: Order,
         view: Callable[..., torch.Tensor],
-        given: Mapping[int, Callable[..., Any]],
+        hooks: Mapping[int, Callable[..., Any]],
     ) -> None:
         self.plan, self.runners, self.order, self.view_function = plan, runners, order, view
-        self.given = given
-        self.passed: dict[str, fx.Node] = {}  # results that were given, and what is returned for them
+        self.hooks = hooks
+        self.passed: dict[str, fx.Node] = {}  # results with hooks, and what is returned for them
         self.source = plan.dag.module
         self.nodes = {n.name: n for n in self.source.graph.nodes}
         self.graph = fx.Graph()
@@ -186,7 +187,7 @@ class _Stitcher:
             last |= dict.fromkeys([*step.makes, *step.reads], number)
         results: Any = self.source.graph.output_node().args[0]
         memories = Counter(memory(dag, node.name) for node in results if isinstance(node, fx.Node))
-        for position, give in self.given.items():
+        for position, give in self.hooks.items():
             node = results[position]
             if not isinstance(node, fx.Node):
                 continue
