@@ -1,4 +1,4 @@
-"""FakeTensors where there must be nothing else."""
+"""Let a trace read and write nothing but FakeTensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class FakesOnly(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: tuple[Any, dict[str, Any]] = (args, kwargs or {})
+        arguments: tuple[Any, dict[str, Any]] = (args, kwargs or {})
         if func not in self.lift_fns:
-            given = pytree.tree_map_only(Tensor, self._faked, given)
-        return super().__torch_dispatch__(func, types, *given)
+            arguments = pytree.tree_map_only(Tensor, self._faked, arguments)
+        return super().__torch_dispatch__(func, types, *arguments)
 
     def _faked(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)
