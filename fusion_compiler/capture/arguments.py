@@ -1,4 +1,5 @@
-"""Arguments that mean something else than the memory which kernels read: lazy, dual and wrapped tensors.
+"""Handle arguments that mean something else than the memory which kernels read: lazy, dual and wrapped
+tensors.
 
 TorchDynamo's guards compare the dispatch keys and the type of every tensor that enters a graph, and
 `capture/guards.py` adds the level of forward-mode differentiation. So a decision that is made when a graph is
