@@ -54,7 +54,8 @@ _reading: ContextVar[Read | None] = ContextVar("reading", default=None)
 
 @dataclass
 class StoredGraph(OutputCode):
-    """A compiled graph as AOTAutograd calls it: with one list of arguments, which the graph empties.
+    """A stored graph is a compiled graph as AOTAutograd calls it: with one list of arguments, which the graph
+    empties.
 
     text: JSON of the graph and of facts about it; "" if it is not kept, for the `reason`.
     """

@@ -39,7 +39,7 @@ from fusion_compiler.runtime.cache import REWRITES, Cache, is_own
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A rewritten graph on disk. autograd: its key in autograd's cache."""
+    """The record describes a rewritten graph. autograd: its key in autograd's cache."""
 
     autograd: str
     notes: Notes

@@ -45,9 +45,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class SymbolicTrace:
-    """A trace of a model. graph: pre-autograd ATen, which returns the tensors among the results; its
-    placeholders are the parameters, buffers and arguments that it reads, in the order of their first use, and
-    so are `inputs`."""
+    """The trace holds a model as one graph. graph: pre-autograd ATen, which returns the tensors among the
+    results; its placeholders are the parameters, buffers and arguments that it reads, in the order of their
+    first use, and so are `inputs`."""
 
     graph: fx.GraphModule
     inputs: tuple[Tensor, ...]
