@@ -54,24 +54,24 @@ class GraphBreak:
         return GraphBreakError(self.source, reason=self.text, todo=self.todo or "rewrite that line")
 
 
-def breaks_since(known: int, began: int) -> tuple[GraphBreak, ...]:
+def breaks_since(reasons_before: int, began: int) -> tuple[GraphBreak, ...]:
     """What was recorded since.
 
-    known: how many of `graph_break_reasons` there were. began: nanoseconds of the clock then.
+    reasons_before: how many of `graph_break_reasons` there were. began: nanoseconds of the clock then.
     """
-    found = [_of(r.reason, r.user_stack) for r in graph_break_reasons[known:]]
+    breaks = [_of(r.reason, r.user_stack) for r in graph_break_reasons[reasons_before:]]
     for m in get_compilation_metrics():
         if m.fail_type in GIVEN_UP and (m.start_time_us or 0) >= began // 1000:
             place = [FrameSummary(m.fail_user_frame_filename or "", m.fail_user_frame_lineno or 0, "")]
-            found.append(_of(m.fail_reason or "", place, _function(m.co_name, m.fail_reason)))
-    return distinct(found)
+            breaks.append(_of(m.fail_reason or "", place, _function(m.co_name, m.fail_reason)))
+    return distinct(breaks)
 
 
 def distinct(breaks: Iterable[GraphBreak]) -> tuple[GraphBreak, ...]:
     """Each once. A line that ends a graph may be why the function around it is given up afterwards."""
-    found = dict.fromkeys(breaks)
-    given_up = {replace(b, function="") for b in found if b.function}
-    return tuple(b for b in found if b not in given_up)
+    unique = dict.fromkeys(breaks)
+    given_up = {replace(b, function="") for b in unique if b.function}
+    return tuple(b for b in unique if b not in given_up)
 
 
 def of_error(error: Exception) -> GraphBreak:

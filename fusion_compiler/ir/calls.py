@@ -58,7 +58,7 @@ def call_of(node: fx.Node) -> EagerCall | None:
 def mark_gradients(joint: fx.Graph) -> None:
     """Tell the backward nodes of a joint graph what they are the gradient of, where that was taken apart
     above autograd. The first node with a number is the one that autograd gave it to."""
-    made: dict[object, tuple[str, str]] = {}
+    marks: dict[object, tuple[str, str]] = {}
     for node in joint.nodes:
         number, original = node.meta.get("seq_nr"), node.meta.get("original_aten")
         if number is None or original is None:
@@ -66,9 +66,9 @@ def mark_gradients(joint: fx.Graph) -> None:
         if not is_backward(node):
             target, origin = _model_call(node)
             if _is_floating(node):
-                made.setdefault(number, (target if target != name_of(original) else "", origin))
-        elif made.get(number, ("", ""))[0]:
-            node.meta[_MARK] = made[number]
+                marks.setdefault(number, (target if target != name_of(original) else "", origin))
+        elif marks.get(number, ("", ""))[0]:
+            node.meta[_MARK] = marks[number]
     _mark_sums(joint)
 
 

@@ -33,10 +33,10 @@ def _written_out(
 ) -> Tensor:
     """input: [n, c, h, w], weight: [k, c, r, s], bias: [k], addend: of the result's shape, all of one float
     dtype -> relu(convolution(input, weight) + bias + addend)."""
-    made = torch.ops.aten.convolution.default(
+    result = torch.ops.aten.convolution.default(
         input, weight, bias, stride, padding, dilation, False, [0] * len(stride), 1
     )
-    return torch.relu(made if addend is None else made + addend)
+    return torch.relu(result if addend is None else result + addend)
 
 
 torch.library.impl(NAME, "CompositeExplicitAutograd")(_written_out)

@@ -129,8 +129,8 @@ def faster_is_last(convolution: Convolution, which: str, last: bool) -> bool:
     times = microseconds(convolution, which)
     if times is None:
         return last
-    here, there = (times[1], times[0]) if last else times
-    return last != (there + convolution.copy_us < GAIN * here)
+    here, other = (times[1], times[0]) if last else times
+    return last != (other + convolution.copy_us < GAIN * here)
 
 
 def shortest(convolution: Convolution, which: str, last: bool) -> float:
@@ -139,8 +139,8 @@ def shortest(convolution: Convolution, which: str, last: bool) -> float:
     times = microseconds(convolution, which)
     if times is None:
         return 0
-    here, there = (times[1], times[0]) if last else times
-    return min(here, there + convolution.copy_us if there + convolution.copy_us < GAIN * here else inf)
+    here, other = (times[1], times[0]) if last else times
+    return min(here, other + convolution.copy_us if other + convolution.copy_us < GAIN * here else inf)
 
 
 def padding_refusal(convolution: Convolution, passes: Sequence[str]) -> str:

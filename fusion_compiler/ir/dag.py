@@ -297,15 +297,15 @@ def round_trips(graph: fx.Graph) -> frozenset[fx.Node]:
     """Conversions to 16 bits that are written in the model's code and undone there, as in x.half().float():
     nobody writes both but to round. Those of autocast, of decompositions and of gradients say only in which
     dtype a result is wanted."""
-    found: set[fx.Node] = set()
+    rounded: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_written(node):
             source = node.all_input_nodes[0]
             while kind_of(source) is Kind.LAYOUT or getattr(source.target, "_opname", "") == "clone":
                 source = source.all_input_nodes[0]
             if _is_written(source) and source.meta["val"].dtype in (torch.float16, torch.bfloat16):
-                found.add(source)
-    return frozenset(found)
+                rounded.add(source)
+    return frozenset(rounded)
 
 
 def _is_written(node: fx.Node) -> bool:

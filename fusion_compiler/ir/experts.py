@@ -31,8 +31,8 @@ def _run(rows: Tensor, matrices: Tensor, expert: Tensor) -> Tensor:
     ends = (expert <= numbers[:, None]).sum(1, dtype=torch.int32)
     order = expert.argsort()
     held = _empty(rows, *rows.shape).copy_(rows[order])
-    made = torch._grouped_mm(held, matrices, ends)
-    return _empty(made, *made.shape).index_copy_(0, order, made)
+    products = torch._grouped_mm(held, matrices, ends)
+    return _empty(products, *products.shape).index_copy_(0, order, products)
 
 
 @torch.library.register_fake(NAME)

@@ -33,10 +33,10 @@ def origins_of(graph: fx.Graph) -> dict[str, Origin]:
 
 
 def _origin(node: fx.Node) -> Origin:
-    given = node.meta.get("example_value", node.meta.get("val"))
+    value = node.meta.get("example_value", node.meta.get("val"))
     static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
-    kind = "parameter" if isinstance(given, nn.Parameter) else "buffer" if static else "input"
-    return Origin(kind, bool(getattr(given, "requires_grad", False)))
+    kind = "parameter" if isinstance(value, nn.Parameter) else "buffer" if static else "input"
+    return Origin(kind, bool(getattr(value, "requires_grad", False)))
 
 
 class Phase(StrEnum):

@@ -77,8 +77,8 @@ def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _gradient(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    found = group_norm_backward(grad, x, mean, rstd, weight, ctx.groups, ctx.mask)
-    return *(t if on else None for t, on in zip(found, ctx.mask, strict=True)), None, None
+    gradients = group_norm_backward(grad, x, mean, rstd, weight, ctx.groups, ctx.mask)
+    return *(t if on else None for t, on in zip(gradients, ctx.mask, strict=True)), None, None
 
 
 torch.library.register_autograd(NAME, _gradient, setup_context=_saved)

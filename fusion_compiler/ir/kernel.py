@@ -38,7 +38,7 @@ class Argument:
     aligned: bool = True
 
     @property
-    def given(self) -> str:
+    def launch_name(self) -> str:
         """What the caller gives for it: "p0", "p1", ... (inputs), "n0", ... (sizes), or "" for nothing."""
         letter = {Role.INPUT: "p", Role.SIZE: "n"}.get(self.role)
         return f"{letter}{self.position}" if letter else ""
@@ -107,7 +107,7 @@ class Program:
     word: int = 0
     early: bool = False
 
-    def given(self, output: Buffer) -> int | None:
+    def overwritten_input(self, output: Buffer) -> int | None:
         """The position of the input whose memory an output is; None of one that is allocated."""
         return next((i for i, b in enumerate(self.inputs) if b.name == output.over), None)
 

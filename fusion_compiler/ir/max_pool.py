@@ -70,15 +70,15 @@ class Windows:
         else:
             last = torch.div(ahead, self.step, rounding_mode="floor")
             inside = ahead - last * self.step
-        found: list[tuple[Tensor, Tensor]] = []
+        windows: list[tuple[Tensor, Tensor]] = []
         for number in range(self.shared):
             window, at = last - number, inside + number * self.step
             if self.before // self.step < number:
                 at = torch.where(window >= 0, at, NOWHERE)
             if (self.size - 1 + self.before) // self.step - number >= self.count:
                 at = torch.where(window < self.count, at, NOWHERE)
-            found.append((window.clamp(0, self.count - 1), at))
-        return found
+            windows.append((window.clamp(0, self.count - 1), at))
+        return windows
 
 
 def windows_of(image: Sequence[int], *geometry: Any) -> tuple[Windows, Windows]:

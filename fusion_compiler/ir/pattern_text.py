@@ -198,11 +198,11 @@ def _traced(name: str, function: Callable[..., Any], example: Sequence[Any]) -> 
     numbers = {mark: names[i] for i, mark in marks.items()}
     tensors = iter([n for n, v in zip(names, example, strict=True) if isinstance(v, Tensor)])
     lines = [f"def {name}({', '.join(names)}):"]
-    known: dict[fx.Node, str] = {}
+    node_names: dict[fx.Node, str] = {}
     twins = list(marked.nodes) if len(marked.nodes) == len(graph.nodes) else []
     for node, twin in itertools.zip_longest(graph.nodes, twins):
-        known[node] = next(tensors) if node.op == "placeholder" else node.name
-        args, kwargs = _with_names(node, twin, known, numbers)
+        node_names[node] = next(tensors) if node.op == "placeholder" else node.name
+        args, kwargs = _with_names(node, twin, node_names, numbers)
         if node.op == "get_attr":
             lines.append(f"    {node.name} = {_constant(getattr(graph.owning_module, str(node.target)))}")
         elif node.op == "call_function":
@@ -217,13 +217,13 @@ class _Name(str):
 
 
 def _with_names(
-    node: fx.Node, twin: fx.Node | None, known: Mapping[fx.Node, str], numbers: Mapping[float, str]
+    node: fx.Node, twin: fx.Node | None, node_names: Mapping[fx.Node, str], numbers: Mapping[float, str]
 ) -> tuple[Any, Any]:
     """A call's arguments with names for other calls, and for numbers that are marks in the twin's."""
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     others = leaves if twin is None else pytree.tree_leaves((twin.args, twin.kwargs))
     named = [
-        _Name(known[v]) if isinstance(v, fx.Node)
+        _Name(node_names[v]) if isinstance(v, fx.Node)
         else _Name(numbers[m]) if isinstance(m, float) and m in numbers
         else v
         for v, m in zip(leaves, others, strict=True)
@@ -238,17 +238,17 @@ def _constant(value: Tensor) -> str:
     return f"{_value(value)}  # a tensor of the function's own, not its values"
 
 
-def _graph(function: Callable[..., Any], given: Sequence[Any]) -> fx.Graph:
-    places = [i for i, v in enumerate(given) if isinstance(v, Tensor)]
+def _graph(function: Callable[..., Any], example: Sequence[Any]) -> fx.Graph:
+    places = [i for i, v in enumerate(example) if isinstance(v, Tensor)]
 
     def run(*tensors: Tensor) -> Any:
-        arguments = list(given)
+        arguments = list(example)
         for place, tensor in zip(places, tensors, strict=True):
             arguments[place] = tensor
         return function(*arguments)
 
     with unset_fake_temporarily():
-        traced = make_fx(run, pre_dispatch=True)(*(given[i].detach() for i in places))
+        traced = make_fx(run, pre_dispatch=True)(*(example[i].detach() for i in places))
     traced.graph.eliminate_dead_code()
     return traced.graph
 

@@ -34,8 +34,8 @@ def _saved(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     order, inverse = ctx.saved_tensors
-    found = permuted_rows(grad, inverse, order, 1)
-    return found if ctx.share == 1 else found.unflatten(0, (-1, ctx.share)).sum(1), None, None, None
+    gradient = permuted_rows(grad, inverse, order, 1)
+    return gradient if ctx.share == 1 else gradient.unflatten(0, (-1, ctx.share)).sum(1), None, None, None
 
 
 torch.library.register_autograd(NAME, _gradient, setup_context=_saved)

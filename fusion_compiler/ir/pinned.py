@@ -55,17 +55,17 @@ def is_joint(graph: fx.Graph) -> bool:
 
 def pinned_values(graph: fx.Graph) -> set[fx.Node]:
     """The floating-point values on which something that jumps depends, as far back as clusters may reach."""
-    found = {node for node in graph.nodes if node.meta.get(_MARK)}
+    pinned = {node for node in graph.nodes if node.meta.get(_MARK)}
     stack = [n for node in graph.nodes if _jumps(node) for n in node.all_input_nodes]
     while stack:
         node = stack.pop()
-        if node in found or node.op != "call_function" or not _is_floating(node):
+        if node in pinned or node.op != "call_function" or not _is_floating(node):
             continue
-        found.add(node)
+        pinned.add(node)
         # What a library call reads is stored, and the call made once, unless a checkpoint asks for it again.
         if spec_of(node.target) is not None or node.meta.get("recompute") is not None:
             stack.extend(node.all_input_nodes)
-    return found
+    return pinned
 
 
 def _jumps(node: fx.Node) -> bool:

@@ -218,9 +218,9 @@ def _below(dag: OpDag, cluster: Cluster, where: Sequence[str]) -> str:
 
 def modules_of(dag: OpDag, names: Iterable[str]) -> list[str]:
     """The user's modules behind some ops, layer numbers that differ as *: "layers.*.mlp"."""
-    found = {op.source.module: None for op in map(dag.op, names) if op.source and op.source.module}
+    paths = {op.source.module: None for op in map(dag.op, names) if op.source and op.source.module}
     by_form: dict[str, list[str]] = {}
-    for module in found:
+    for module in paths:
         by_form.setdefault(re.sub(r"\b\d+\b", "*", module), []).append(module)
     return [form if len(modules) > 1 else modules[0] for form, modules in by_form.items()]
 

@@ -117,13 +117,13 @@ class _Reader:
         if kind == "enum":
             return _ENUMS[inner[0]][inner[1]]
         if kind == "op":
-            found = getattr(getattr(getattr(torch.ops, inner[0]), inner[1]), inner[2])
-            if isinstance(found, OpOverload):
-                return found
+            item = getattr(getattr(getattr(torch.ops, inner[0]), inner[1]), inner[2])
+            if isinstance(item, OpOverload):
+                return item
         elif kind == "dtype":
-            found = getattr(torch, inner)
-            if isinstance(found, torch.dtype):
-                return found
+            item = getattr(torch, inner)
+            if isinstance(item, torch.dtype):
+                return item
         raise ValueError(f"{kind} {inner} is nothing that is written")
 
 

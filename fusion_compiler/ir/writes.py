@@ -46,8 +46,8 @@ def _viewed(op: Op) -> str | None:
 
 def bases(dag: OpDag) -> Mapping[str, str]:
     """Every op that writes into memory of another -> the tensor that had the memory before."""
-    found = ((name, base_of(dag, name)) for name in dag.order)
-    return {name: base for name, base in found if base is not None}
+    pairs = ((name, base_of(dag, name)) for name in dag.order)
+    return {name: base for name, base in pairs if base is not None}
 
 
 def waits(dag: OpDag) -> Mapping[str, tuple[str, ...]]:
@@ -82,8 +82,8 @@ def stored_shape(dag: OpDag, op: Op) -> tuple[Dim, ...]:
     assert isinstance(indices, tuple)
     used = [i for i, index in enumerate(indices) if index is not None]
     start, common = indexed(used, [meta_of(dag, indices[i]).shape for i in used])
-    whole = [size for i, size in enumerate(shape) if i not in used]
-    return (*whole[:start], *common, *whole[start:])
+    sizes = [size for i, size in enumerate(shape) if i not in used]
+    return (*sizes[:start], *common, *sizes[start:])
 
 
 def meta_of(dag: OpDag, argument: object) -> TensorMeta:

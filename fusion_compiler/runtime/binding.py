@@ -355,7 +355,7 @@ def _write_variants(
     used = sorted({a.position for a in arguments if a.role is Role.INPUT})
     for i in used:
         text.add(f"p{i} = x{i}.data_ptr()")
-    claimed = sorted({a.given for a in arguments if a.given and a.aligned})
+    claimed = sorted({a.launch_name for a in arguments if a.launch_name and a.aligned})
     relied_on = [name for name in claimed if name not in variant.loose]
     if relied_on:
         text.bind("misaligned", misaligned)
@@ -396,7 +396,7 @@ def _write_buffers(text: _Text, program: Program, gpu: Gpu) -> None:
     for name, buffer in [*((f"y{i}", b) for i, b in enumerate(program.outputs)), *plain]:
         shape = _tuple_source(buffer.shape, program.symbols)
         stride = _tuple_source(buffer.stride, program.symbols)
-        if (position := program.given(buffer)) is not None:
+        if (position := program.overwritten_input(buffer)) is not None:
             overwritten = program.inputs[position]
             if (overwritten.shape, overwritten.stride) == (buffer.shape, buffer.stride):
                 text.add(f"{name} = x{position}")

@@ -364,7 +364,9 @@ class _Bound:
         self._gpu = gpu
         self._behind = behind
         self._variants: dict[Variant, Launcher] = {}
-        self._given = frozenset(a.given for k in program.kernels for a in k.arguments if a.given)
+        self._launch_names = frozenset(
+            a.launch_name for k in program.kernels for a in k.arguments if a.launch_name
+        )
 
     def variant(self, loose: frozenset[str] = frozenset(), wide: bool = False) -> Launcher:
         """Return the launch function of a variant. Raise KernelError when a kernel does not compile or needs
@@ -392,7 +394,7 @@ class _Bound:
         If calls differ in what is aligned, those after the first few rely on nothing.
         """
         if len(self._variants) >= MOST_VARIANTS and Variant(loose, wide) not in self._variants:
-            loose = self._given
+            loose = self._launch_names
         try:
             return self.variant(loose, wide)
         except KernelError as error:
@@ -503,7 +505,7 @@ def interpret(
         form = [evaluate(dims, program, sizes) for dims in (buffer.shape, buffer.stride)]
         return tensor if form == [tensor.shape, tensor.stride()] else restrided(tensor, form[0], form[1], 0)
 
-    places = [(program.given(buffer), buffer) for buffer in program.outputs]
+    places = [(program.overwritten_input(buffer), buffer) for buffer in program.outputs]
     outputs = [allocate(b) if position is None else shown(inputs[position], b) for position, b in places]
     scratch = [allocate(buffer) for buffer in program.scratch]
     sizes = evaluate(program.symbols, program, sizes)

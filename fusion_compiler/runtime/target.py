@@ -73,7 +73,8 @@ def build_of(
 ) -> Build:
     """Return what to compile for `kernel`.
 
-    loose: inputs and sizes (`Argument.given`) that are no multiples of 16, whatever its arguments claim.
+    loose: inputs and sizes, by `Argument.launch_name`, that are no multiples of 16, whatever its arguments
+        claim.
     wide_sizes: sizes are 64-bit even if the kernel would take them as 32-bit.
     """
 
@@ -82,7 +83,7 @@ def build_of(
         return "i64" if wide else argument_type(argument)
 
     def is_divisible(argument: Argument) -> bool:
-        return argument.aligned and argument.given not in loose
+        return argument.aligned and argument.launch_name not in loose
 
     arguments = kernel.arguments
     return Build(
