@@ -46,7 +46,8 @@ def in_forward_mode() -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """A graph whose arguments are plain tensors, made of one whose arguments may be views of such tensors.
+    """An entry is a graph whose arguments are plain tensors, in place of one whose arguments may be views of
+    such tensors.
 
     graph, inputs: what is compiled. resolve: by position of an argument, the function that makes the view
     which `graph` takes; it has the argument's memory, so what the graph writes is seen there. returned: by

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 
 class FakesOnly(FakeTensorMode):
-    """A FakeTensorMode in which no tensor with data is read or written, but for literals of the code.
+    """In this FakeTensorMode no tensor with data is read or written, but for literals of the code.
 
     FakeTensorMode computes in earnest where an operator takes numbers for tensors and none of its tensors is
     fake, which is how it keeps literals' values: `x.add_(1)` of a tensor that a function holds would add.

@@ -40,7 +40,8 @@ from fusion_compiler.runtime.verify import Verification
 
 
 class Plans(Sequence[FusionPlan]):
-    """A sequence of the plans of all graphs captured so far, in order of their compilation; str() joins them.
+    """The object has the plans of all graphs captured so far, in order of their compilation; str() joins
+    them.
 
     verification: the error table that verify=True fills. breaks: the places at which graphs end early, and
     the functions that no graph holds. called: whether the model has been. optimizer: what became of the one

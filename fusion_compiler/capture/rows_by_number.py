@@ -151,7 +151,7 @@ def _held(size: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Sorted:
-    """Numbers of rows are sorted.
+    """The object has numbers of rows in sorted order.
 
     order: int64 [N], the rows in the order of their numbers. first, last: int64 [size], where the rows of
     each number begin and end in `order`. beyond: int64 [ceil(N / block)], for every block-th row in that

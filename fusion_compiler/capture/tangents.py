@@ -78,7 +78,7 @@ def _zeros(node: fx.Node, meta: dict[str, Any]) -> fx.Node:
 
 
 class Backward:
-    """A backward graph that is compiled for each set of gradients that is missing when it is called.
+    """A backward graph is compiled for each set of gradients that is missing when it is called.
 
     compile: takes a graph, what is missing in it, and a number that tells it from those compiled before.
     several: whether a gradient may be missing; otherwise it is compiled once.

@@ -117,7 +117,7 @@ class Chunked:
 
     @property
     def size(self) -> str:
-        """ "4 chunks of 2048 rows, 2.10 GB never stored" """
+        """Return "4 chunks of 2048 rows, 2.10 GB never stored"."""
         return f"{self.count} chunks of {self.chunk} {self.unit}, {self.saved / 1e9:.2f} GB never stored"
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -16,11 +16,11 @@ ZERO = Index(0, ())
 
 
 class NotExpressible(Exception):
-    """Raised if the layout is not affine over any refinement of the space."""
+    """The layout is not affine over any refinement of the space."""
 
 
 class NeedsSplit(Exception):
-    """Raised if axis `axis` must be split in two, with an inner axis of extent `inner`."""
+    """The axis `axis` must be split in two, with an inner axis of extent `inner`."""
 
     def __init__(self, axis: int, inner: Dim) -> None:
         super().__init__(axis, inner)

@@ -39,9 +39,8 @@ max_pool_backward = torch.ops.fusion_compiler.max_pool_backward.default
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows along one dimension: there are `count` of `kernel` elements, `step` apart, over `size`
-    elements, and the first begins `before` these. Each element between the first and the last window is in
-    one."""
+    """Windows lie along one dimension: there are `count` of `kernel` elements, `step` apart, over `size`
+    elements, and the first begins `before` these. No element is between two windows."""
 
     size: int
     kernel: int

@@ -11,7 +11,7 @@ from fusion_compiler.runtime.progress import Progress
 
 
 class Ahead:
-    """A thread that brings `builds` into Triton's cache on disk.
+    """The thread of this object brings `builds` into Triton's cache on disk.
 
     progress: shows how many are done while someone waits. The thread ends with the process, which kernels
     that nobody called should not hold up; a process that is forked meanwhile waits for nothing.

@@ -239,7 +239,7 @@ def checksum(seal: Path) -> str:
 
 
 def _is_whole(seal: Path) -> bool:
-    """False when the entry's checksum exists and differs. Without one there is nothing to compare."""
+    """True unless the entry's checksum exists and differs. Without one there is nothing to compare."""
     try:
         return not seal.is_file() or seal.read_text(errors="replace") == checksum(seal)
     except OSError:  # another process is removing it
